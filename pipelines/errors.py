@@ -1,0 +1,22 @@
+"""What can be wrong with data, in words for the person who owns it."""
+
+
+class DataError(Exception):
+    """The data cannot be used as asked: a missing folder, a name list that does not match, an empty class. Exit 3."""
+
+    exit_code = 3
+
+
+class BadImage(DataError):
+    """One or more image files of one step cannot be decoded.
+
+    `files` holds (path, reason) for each; `step` is the training step that asked for them, None outside training.
+    """
+
+    def __init__(self, files: list[tuple[str, str]], step: int | None = None):
+        self.files = files
+        self.step = step
+        where = "" if step is None else f" in the batch of step {step}"
+        count = "1 image" if len(files) == 1 else f"{len(files)} images"
+        lines = "\n".join(f"  {path}: {reason}" for path, reason in files)
+        super().__init__(f"{count}{where} cannot be decoded:\n{lines}")
