@@ -1,0 +1,69 @@
+"""Writes constraints.txt: the one exact set of versions that `make demo`, `make test` and the Dockerfile install.
+
+    python tools/pin_constraints.py python3.10 python3.11 python3.12 python3.13
+
+Asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev]`, and joins the answers:
+a version all agree on is one line, a version only some can use carries a `python_version` marker.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADER = """\
+# One exact set of versions for every machine; written by `python tools/pin_constraints.py`, not by hand.
+# Bounds live in pyproject.toml. An interpreter a release no longer supports gets the newest release that does.
+"""
+
+
+def resolve(python: str) -> tuple[str, dict[str, str]]:
+    """What pip would install for `.[dev]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        pip = [f"{folder}/bin/python", "-m", "pip", "-q"]
+        # An old pip resolves differently, and the first thing `make` does is to renew it.
+        subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
+        report = Path(folder, "report.json")
+        command = [*pip, "install", "--dry-run", "--report", str(report), "-e", ".[dev]"]
+        subprocess.run(command, check=True, cwd=ROOT)
+        answer = json.loads(report.read_text())
+    version = ".".join(answer["environment"]["python_version"].split(".")[:2])
+    packages = (item["metadata"] for item in answer["install"])
+    # The local part (+cu132, +cpu) names a build, not a version: a constraint with it would fit one index only.
+    pins = {p["name"].lower().replace("_", "-"): p["version"].split("+")[0] for p in packages}
+    pins.pop("fastsuncet")
+    return version, pins
+
+
+def merge(answers: dict[str, dict[str, str]]) -> list[str]:
+    """Constraint lines; markers only where the interpreters disagree."""
+    versions: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for python, pins in answers.items():
+        for name, version in pins.items():
+            versions[name][version].append(python)
+    lines = []
+    for name in sorted(versions):
+        for version, pythons in sorted(versions[name].items()):
+            if len(versions[name]) == 1:
+                lines.append(f"{name}=={version}")
+            else:
+                marker = " or ".join(f'python_version == "{python}"' for python in pythons)
+                lines.append(f"{name}=={version} ; {marker}")
+    return lines
+
+
+def main() -> None:
+    """Resolve for every interpreter named, then write constraints.txt whole."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pythons", nargs="+", help="interpreters to resolve for, e.g. python3.10 python3.13")
+    answers = dict(resolve(python) for python in parser.parse_args().pythons)
+    (ROOT / "constraints.txt").write_text(HEADER + "\n".join(merge(answers)) + "\n")
+    print(f"constraints.txt: {len(merge(answers))} lines for Python {', '.join(answers)}")
+
+
+if __name__ == "__main__":
+    main()
