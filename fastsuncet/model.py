@@ -1,0 +1,173 @@
+"""The network: a ResNet encoder and the projection head the contrastive losses see.
+
+Shapes: B images of (3, S, S) -> encoder output h (B, width) -> head output z (B, output). The losses use z;
+everything after pre-training (fine-tuning, linear probe, nearest neighbours) uses h and drops the head.
+
+The encoder's state_dict has torchvision's names whichever library built it, so its weights load anywhere a
+`torchvision.models.resnet50` does (without `fc`).
+"""
+
+import math
+from collections.abc import Callable
+
+import timm
+import torch
+import torchvision
+from torch import nn
+from torchvision.models.resnet import BasicBlock
+
+from fastsuncet.errors import ConfigError
+
+LIBRARIES = ("torchvision", "timm")
+STEMS = ("imagenet", "cifar")
+
+
+class Model(nn.Module):
+    """An encoder and a projection head (paper section 4; 23,508,032 + 4,458,624 parameters for a ResNet-50).
+
+    `encoder` maps (B, 3, S, S) to (B, width); its keys are torchvision's, `fc` is an identity. `head` is
+    Linear - ReLU - Linear with keys 0.* and 2.*. Move it to a device and to channels-last before an optimizer
+    is built on it: the optimizer's state copies the layout it finds.
+    """
+
+    def __init__(self, encoder: nn.Module, head: nn.Sequential, width: int):
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+        self.width = width
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Images (B, 3, S, S) to representations h (B, width): what is kept after pre-training."""
+        return self.encoder(images)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images (B, 3, S, S) to projections z (B, output), not normalised: the losses take the cosine."""
+        return self.head(self.encoder(images))
+
+
+class TinyResNet(nn.Module):
+    """Three residual blocks of 16, 32 and 64 channels, each halving the side after the first; 64-wide output.
+
+    77,392 parameters with the CIFAR stem: small enough for two CPU cores on 16 x 16 to 32 x 32 images.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, kernel_size=7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        self.layer1 = nn.Sequential(BasicBlock(16, 16))
+        self.layer2 = nn.Sequential(BasicBlock(16, 32, stride=2, downsample=_shortcut(16, 32)))
+        self.layer3 = nn.Sequential(BasicBlock(32, 64, stride=2, downsample=_shortcut(32, 64)))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Identity()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, 3, S, S) to (B, 64)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+def _shortcut(inputs: int, outputs: int) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel_size=1, stride=2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+
+
+WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "resnet_tiny": 64}  # of h
+
+
+def _torchvision_encoder(name: str) -> nn.Module:
+    encoder = torchvision.models.get_model(name, weights=None, zero_init_residual=False)
+    encoder.fc = nn.Identity()
+    return encoder
+
+
+def _timm_encoder(name: str) -> nn.Module:
+    # timm starts the last gamma of each residual branch at zero unless told not to; the paper's start at one.
+    return timm.create_model(name, pretrained=False, num_classes=0, zero_init_last=False)
+
+
+BUILDERS: dict[str, Callable[[str], nn.Module]] = {"torchvision": _torchvision_encoder, "timm": _timm_encoder}
+
+
+def _use_cifar_stem(encoder: nn.Module) -> None:
+    """A 3 x 3 stride-1 first convolution and no max-pool: 32 px reach the first block as 32 px, not as 8."""
+    width = encoder.conv1.out_channels
+    encoder.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
+    encoder.maxpool = nn.Identity()
+
+
+def _projection_head(width: int, hidden: int, output: int, batchnorm: bool) -> nn.Sequential:
+    # Appendix H says only "before the final layer"; before the ReLU is where SimCLR and SwAV have theirs. The
+    # keys become 0.*, 1.* (BatchNorm) and 3.*, so neither head can be loaded into the other by mistake.
+    if batchnorm:
+        return nn.Sequential(
+            nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, output)
+        )
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, output))
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Draws every parameter from one generator seeded with `seed`; the global random state is not touched.
+
+    The distributions are torchvision's and the authors': Kaiming normal (fan out) for convolutions, gamma 1
+    and beta 0 with no zero-initialised last gamma, PyTorch's default for Linear. The draw depends on the seed
+    and on the order of the modules, which both libraries share: one seed gives the same encoder from either.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
+        elif isinstance(module, nn.Linear):
+            bound = 1 / math.sqrt(module.in_features)  # nn.Linear's own default, which takes no generator
+            nn.init.uniform_(module.weight, -bound, bound, generator=generator)
+            nn.init.uniform_(module.bias, -bound, bound, generator=generator)
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.reset_parameters()
+        elif next(module.parameters(recurse=False), None) is not None:
+            # Built without memory, so an unknown layer would start from whatever was there.
+            raise TypeError(f"initialise: no rule for the parameters of {type(module).__name__}")
+
+
+def build_model(
+    name: str = "resnet50",
+    library: str = "torchvision",
+    stem: str = "imagenet",
+    hidden: int = 2048,
+    output: int = 128,
+    head_batchnorm: bool = False,
+    *,
+    seed: int = 0,
+) -> Model:
+    """The paper's network on the CPU in float32: encoder `name` from `library`, and its projection head.
+
+    name: resnet50 (the paper's), resnet34, resnet18, or resnet_tiny (TinyResNet, for tests and the demo).
+    stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
+    hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
+    head_batchnorm puts one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
+
+    The weights are a function of the arguments alone: every rank builds the same ones. Raises ConfigError for
+    a name, library or stem that does not exist.
+    """
+    if name not in WIDTHS:
+        raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
+    if library not in LIBRARIES:
+        raise ConfigError(f"model.library: {library!r} is not one of {', '.join(LIBRARIES)}")
+    if stem not in STEMS:
+        raise ConfigError(f"model.stem: {stem!r} is not one of {', '.join(STEMS)}")
+    if name == "resnet_tiny" and library != "torchvision":
+        raise ConfigError(f"model.library: {library} has no resnet_tiny; set model.library to torchvision")
+
+    # Shapes only: the libraries' own draw would cost seconds and move the global random state.
+    with torch.device("meta"):
+        encoder = TinyResNet() if name == "resnet_tiny" else BUILDERS[library](name)
+        if stem == "cifar":
+            _use_cifar_stem(encoder)
+        head = _projection_head(WIDTHS[name], hidden, output, head_batchnorm)
+        model = Model(encoder, head, WIDTHS[name])
+    model.to_empty(device="cpu")
+    initialise(model, seed)
+    return model
