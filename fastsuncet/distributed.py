@@ -1,8 +1,8 @@
-"""What ranks say to each other: rows gathered, with and without gradient, sums, and agreement on plain values.
+"""What ranks say to each other: rows gathered, with and without gradient, sums, agreement on plain values.
 
-Every function works without a process group, as the only rank. `group=None` means the default process group when one
-is initialised, else this process alone. Every function here is a collective: all ranks of the group call it, in the
-same order, or all of them wait until the time-out.
+Every function works without a process group, as the only rank. `group=None` means the default process group
+when one is initialised, else this process alone. All but the first three are collectives: every rank of the
+group calls them, in the same order, or all of them wait until the time-out.
 
     W  ranks in the group        N  rows on each rank, the same on every one
 """
@@ -34,22 +34,23 @@ def world_size(group: Group = None) -> int:
 
 
 def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:
-    """(N, ...) on each rank -> (W N, ...) on every rank, in rank order. No gradient flows; one rank gets `x` itself.
+    """(N, ...) on each rank -> (W N, ...) on every rank, in rank order. No gradient; W = 1 shares `x`'s memory.
 
-    All ranks must bring the same shape and dtype: NCCL does not check and gloo's complaint names neither, so callers
-    with a size of their own ask `require_equal` first.
+    All ranks must bring the same shape and dtype: NCCL does not check and gloo's complaint names neither, so
+    callers with a size of their own ask `require_equal` first.
     """
     x = x.detach()
     ranks = world_size(group)
-    if ranks == 1 or x.numel() == 0:
-        return x if ranks == 1 else x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    if ranks == 1:
+        return x
     joined = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(joined, x.contiguous(), group=group)
+    if x.numel() > 0:
+        dist.all_gather_into_tensor(joined, x.contiguous(), group=group)
     return joined
 
 
 def reduce_scatter_rows(x: Tensor, group: Group = None) -> Tensor:
-    """(W N, ...) on each rank -> (N, ...): the sum over ranks of the rows that belong to this rank. No gradient.
+    """(W N, ...) on each rank -> (N, ...): the sum over ranks of the rows that belong to this one. No gradient.
 
     Addends meet in an order fixed by the world size, so the same inputs give the same bits again.
     """
@@ -66,7 +67,7 @@ def reduce_scatter_rows(x: Tensor, group: Group = None) -> Tensor:
         own = x.new_empty(rows, *x.shape[1:])
         dist.reduce_scatter_tensor(own, x.contiguous(), group=group)
         return own
-    # gloo learnt reduce-scatter late and does it as this very all-reduce; W times the bytes, on a path for tests and CPUs.
+    # gloo learnt reduce-scatter late. The price is W times the bytes, on a path for CPUs.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     start = rank(group) * rows
@@ -90,14 +91,14 @@ def gather_rows(x: Tensor, group: Group = None) -> Tensor:
     """`all_gather_rows` that gradient flows through: (N, ...) -> (W N, ...).
 
     Backward sums, over ranks, what each rank's loss asks of this rank's rows. So after backward `x.grad` is the
-    gradient of the SUM over ranks of their losses, and DDP's mean over ranks makes it that of their mean. The sum is
-    a collective: every rank must run backward through its gather.
+    gradient of the SUM over ranks of their losses, and DDP's mean over ranks makes it that of their mean. The
+    sum is a collective: every rank must run backward through its gather.
     """
     return _GatherRows.apply(x, group)
 
 
 def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
-    """The elementwise sum over ranks, as a new tensor on every rank. No gradient; nothing is read on the host."""
+    """The elementwise sum over ranks, a new tensor on every rank. No gradient; nothing is read on the host."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
     if world_size(group) > 1:
         dist.all_reduce(x, group=group)
@@ -110,7 +111,7 @@ def mean_over_ranks(x: Tensor, group: Group = None) -> Tensor:
 
 
 def broadcast(x: Tensor, source: int = 0, group: Group = None) -> Tensor:
-    """Overwrites `x` with rank `source`'s (its place in `group`) and returns it. Shape and dtype agree on all ranks."""
+    """Overwrites `x` with that of rank `source` of `group` and returns it. All ranks' shapes and dtypes agree."""
     if world_size(group) > 1:
         dist.broadcast(x, group=group, group_src=source)
     return x
@@ -122,9 +123,7 @@ def gather_json(value: Any, group: Group = None) -> list[Any]:
     JSON bytes, not torch's object collectives: those unpickle what another process sent.
     """
     if world_size(group) == 1:
-        return [
-            json.loads(json.dumps(value))
-        ]  # the copy, and the complaint about a value JSON cannot say, are the same
+        return [json.loads(json.dumps(value))]  # a copy, and the same complaint about what JSON cannot say
     text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = all_gather_rows(torch.tensor([len(text)], device=_device(group)), group).tolist()
     padded = torch.zeros(1, max(sizes), dtype=torch.uint8)
@@ -139,7 +138,7 @@ def broadcast_json(value: Any, source: int = 0, group: Group = None) -> Any:
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """Whether `flag` is set on any rank: the same answer everywhere, so all ranks act on it together. Waits for it."""
+    """Whether `flag` is set on any rank: the same answer everywhere, so that all act on it together. Waits."""
     if world_size(group) == 1:
         return bool(flag)
     vote = torch.tensor([int(flag)], dtype=torch.int32, device=_device(group))
@@ -148,7 +147,7 @@ def any_rank(flag: bool, group: Group = None) -> bool:
 
 
 def require_equal(numbers: tuple[int, ...], what: str, group: Group = None) -> None:
-    """Raises ValueError, on every rank and with each rank's numbers, unless all ranks bring the same. Waits for them.
+    """Raises ValueError, on every rank and with each rank's numbers, unless all ranks bring the same. Waits.
 
     All ranks must bring equally many numbers, each of 64 bits.
     """
@@ -162,9 +161,7 @@ def require_equal(numbers: tuple[int, ...], what: str, group: Group = None) -> N
 
 def barrier(group: Group = None) -> None:
     """Returns once every rank has come here."""
-    any_rank(
-        False, group
-    )  # a barrier over the connection the ranks already use, on NCCL without its warning of a device
+    any_rank(False, group)  # dist.barrier on NCCL guesses a device and warns of it; this uses the ranks' own
 
 
 def _device(group: Group) -> torch.device:
