@@ -34,7 +34,7 @@ def world_size(group: Group = None) -> int:
 
 
 def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:
-    """(N, ...) on each rank -> (W N, ...) on every rank, in rank order. No gradient; W = 1 shares `x`'s memory.
+    """(N, ...) on each rank -> (W N, ...) on every rank, in rank order. No gradient; at W = 1 `x` itself.
 
     All ranks must bring the same shape and dtype: NCCL does not check and gloo's complaint names neither, so
     callers with a size of their own ask `require_equal` first.
@@ -50,7 +50,7 @@ def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, group: Group = None) -> Tensor:
-    """(W N, ...) on each rank -> (N, ...): the sum over ranks of the rows that belong to this one. No gradient.
+    """(W N, ...) on each rank -> (N, ...): this rank's rows, summed over ranks. No gradient.
 
     Addends meet in an order fixed by the world size, so the same inputs give the same bits again.
     """
@@ -90,7 +90,7 @@ class _GatherRows(torch.autograd.Function):
 def gather_rows(x: Tensor, group: Group = None) -> Tensor:
     """`all_gather_rows` that gradient flows through: (N, ...) -> (W N, ...).
 
-    Backward sums, over ranks, what each rank's loss asks of this rank's rows. So after backward `x.grad` is the
+    Backward sums over ranks what each rank's loss asks of this rank's rows. So after backward `x.grad` is the
     gradient of the SUM over ranks of their losses, and DDP's mean over ranks makes it that of their mean. The
     sum is a collective: every rank must run backward through its gather.
     """
@@ -98,7 +98,7 @@ def gather_rows(x: Tensor, group: Group = None) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
-    """The elementwise sum over ranks, a new tensor on every rank. No gradient; nothing is read on the host."""
+    """The elementwise sum over ranks, a new tensor on every rank. No gradient, nothing read on the host."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
     if world_size(group) > 1:
         dist.all_reduce(x, group=group)
@@ -111,7 +111,7 @@ def mean_over_ranks(x: Tensor, group: Group = None) -> Tensor:
 
 
 def broadcast(x: Tensor, source: int = 0, group: Group = None) -> Tensor:
-    """Overwrites `x` with that of rank `source` of `group` and returns it. All ranks' shapes and dtypes agree."""
+    """Overwrites `x` with that of rank `source` of `group` and returns it. Shapes and dtypes agree."""
     if world_size(group) > 1:
         dist.broadcast(x, group=group, group_src=source)
     return x
@@ -138,7 +138,7 @@ def broadcast_json(value: Any, source: int = 0, group: Group = None) -> Any:
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """Whether `flag` is set on any rank: the same answer everywhere, so that all act on it together. Waits."""
+    """Whether `flag` is set on any rank: the same answer everywhere, so all act on it together. Waits."""
     if world_size(group) == 1:
         return bool(flag)
     vote = torch.tensor([int(flag)], dtype=torch.int32, device=_device(group))
