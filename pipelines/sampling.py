@@ -84,11 +84,11 @@ class ClassSampler:
     `indices` int64 (L,) are the labeled images' numbers in the data set, `labels` int64 (L,) their
     classes, row by row. With C = `classes_per_batch` and m = `images_per_class` (global: m = world_size * n),
     the global batch has m rows of C classes, interleaved [a, b, c, a, b, c, ...]: row i is of class i % C,
-    and a rank's rows are the C * n from `rank * local_batch` on. `class_names`, where given, names the classes
-    0, 1, ... in messages and lets the sampler notice those without any labeled image.
+    and a rank's rows are the C * n from `rank * local_batch` on. `class_names`, where given, names
+    classes 0, 1, ... in messages and lets the sampler notice those without any labeled image.
 
     Classes: cycle k is a fresh permutation of the classes cut into chunks of C, one a step, so every class is
-    visited once a cycle. Where C does not divide their number, a remainder is left out, drawn anew each cycle.
+    visited once a cycle. Where C does not divide their number, a remainder, drawn anew, is left out.
 
     Images: a visit takes m images of its class. A class with n_c >= m images makes floor(n_c / m) visits out
     of one permutation of all its images, then draws the next: no image twice in a visit, and none kept back
