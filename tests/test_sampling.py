@@ -116,6 +116,20 @@ def test_changing_a_returned_row_does_not_change_the_epoch():
     assert sampler.rows(0, 0).tolist() == before.tolist()
 
 
+def test_reading_ahead_across_an_epochs_edge_sorts_each_epoch_once(monkeypatch):
+    drawn = []
+
+    def counted(size, **stream):
+        drawn.append(stream["counter"])
+        return permutation(size, **stream)
+
+    monkeypatch.setattr("pipelines.sampling.permutation", counted)
+    sampler = UnlabeledSampler(20, 5, 1, seed=0)
+    for step in [2, 3, 4, 3, 5, 3, 4, 8, 7]:  # steps 0-3 are epoch 0, 4-7 epoch 1, 8-11 epoch 2
+        sampler.rows(step, 0)
+    assert drawn == [(0, 0), (0, 1), (0, 2)]
+
+
 def test_the_epoch_arithmetic_of_the_paper():
     assert UnlabeledSampler(1_281_167, 4096, 64, 0).steps_per_epoch == 312
     # The authors cut by rank first (20,019 // 44 = 454); a global cut finds the same number here.
@@ -261,19 +275,25 @@ def test_classes_draw_in_orders_of_their_own():
     assert by_class[0].tolist() != by_class[1].tolist()
 
 
+def test_the_order_of_the_classes_and_the_order_of_images_are_drawn_apart():
+    sampler = ClassSampler(np.arange(64), np.repeat(np.arange(8), 8), 8, 8, 1, seed=0)
+    classes = sampler.classes(0).tolist()
+    assert sampler.rows(0, 0)[classes.index(0) :: 8].tolist() != classes
+
+
 def test_labels_need_not_be_consecutive():
     sampler = ClassSampler(np.arange(9), np.array([5, 900, 7] * 3), 3, 3, 1, 0)
     assert sorted(sampler.classes(0).tolist()) == [5, 7, 900]
 
 
 def test_notes_name_what_is_empty_left_over_shared_and_repeated_with_counts():
-    indices, labels = labeled([0, 1, 3, 40, 40])
-    names = ["ant", "bee", "cat", "dog", "elk"]
-    sampler = ClassSampler(indices, labels, 3, 8, 4, seed=0, class_names=names)
+    indices, labels = labeled([0, 1, 2, 3, 40, 40])
+    names = ["ant", "bee", "cat", "dog", "elk", "fox"]
+    sampler = ClassSampler(indices, labels, 4, 8, 4, seed=0, class_names=names)
     empty, chunks, shared, repeated = sampler.notes()
-    assert "1 of 5 classes" in empty and empty.endswith("never drawn: ant")
+    assert "1 of 6 classes" in empty and empty.endswith("never drawn: ant")
     assert "leaves out 1" in chunks
-    assert "the 8 a batch takes" in shared and shared.endswith(": cat (3)")
+    assert "the 8 a batch takes" in shared and shared.endswith(": cat (2), dog (3)")
     assert "the 2 a rank takes" in repeated and repeated.endswith(": bee (1)")
 
 
