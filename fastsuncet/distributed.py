@@ -78,8 +78,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        joined = all_gather_rows(x, group)
-        return joined.view_as(joined)  # autograd must not see the very tensor it was given
+        return all_gather_rows(x, group)
 
     @staticmethod
     @once_differentiable
@@ -94,7 +93,7 @@ def gather_rows(x: Tensor, group: Group = None) -> Tensor:
     gradient of the SUM over ranks of their losses, and DDP's mean over ranks makes it that of their mean. The
     sum is a collective: every rank must run backward through its gather.
     """
-    return _GatherRows.apply(x, group)
+    return x if world_size(group) == 1 else _GatherRows.apply(x, group)
 
 
 def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:

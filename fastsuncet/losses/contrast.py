@@ -1,0 +1,143 @@
+"""The one chunked sweep of the contrastive losses: an anchor is pulled to its positives, away from all else.
+
+    N  anchors: the rows of this rank            l_ij   cos(z_i, z_j) / temperature, the logits
+    M  keys: the rows of all ranks, N on each    P(i)   the positives of i: keys j != i with the id of i
+    D  width of a row                            w_i    what anchor i weighs in the mean, 0 to leave it out
+    R  anchors in a chunk
+
+    L_i        = log sum_{j != i} exp l_ij - level_i        (j runs over all M keys but the anchor itself)
+    dL_i/dl_ij = p_ij - t_ij        where p_ij = softmax_{j != i} l_ij and t_ij = d level_i / d l_ij
+
+A loss names its ids, its weights and its level: NT-Xent and SuNCEt take the log-sum-exp of the positives,
+L_sup_out their mean. The sweep takes R anchors at a time and turns their R x M logits into the gradient
+while it has them: three matrix products a chunk, and never an N x M matrix. Backward only scales.
+
+Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
+without its maximum taken out can reach 9e7, and float16 ends at 65,504. The products follow torch's own
+TF32 switch, off unless someone set it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank
+
+# (logits (R, M), positive (R, M) bool) -> level (R,), t (R, M). It may overwrite the logits, their last use.
+Level = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# R when the caller names none. Logits, p, t and two masks take 14 R M bytes in float32: 15 MB at 4,096 keys
+# and so on with M, not with N M. On a CPU, 512 rows and more are slower, for they leave the cache; on any
+# device fewer rows make thinner matrix products.
+ROWS_PER_CHUNK = 256
+
+
+def contrast(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    temperature: float,
+    *,
+    level: Level,
+    group: Group = None,
+    keys: str = "attached",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """sum_i w_i L_i over the anchors of this rank, a scalar in float32 (float64 for float64 `z`).
+
+    `z` (N, D) floating, rows of any length; `ids` (M,) int64 of all ranks' rows in rank order; `weights`
+    (N,). Gradient reaches `z` through its rows as anchors, and with `keys="attached"` also through its rows
+    as keys of all ranks' anchors, summed over ranks in backward. Once differentiable. Nothing waits for the
+    device.
+    """
+    with _outside_autocast(z.device.type):
+        unit = unit_rows(z)
+        every = gather_rows(unit, group) if keys == "attached" else all_gather_rows(unit, group)
+        first = rank(group) * len(z)
+        chunk = chunk_size or ROWS_PER_CHUNK
+        return _Sweep.apply(unit / temperature, every, ids, weights.to(unit.dtype), first, level, chunk)
+
+
+def unit_rows(z: Tensor) -> Tensor:
+    """z_i / |z_i| (N, D) in at least float32. A zero row has no direction: it stays zero, with zero gradient.
+
+    F.normalize would hand it 1e12 times its gradient, and a projection head that died would ruin the encoder.
+    """
+    z = z if z.dtype == torch.float64 else z.float()
+    length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    return z / length.masked_fill(length < 1e-12, torch.inf)
+
+
+def any_positive(logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """level_i = log sum_{j in P(i)} exp l_ij: one close positive is enough (equations 1 and 2)."""
+    return _log_sum_exp(logits.masked_fill_(~positive, _lowest(logits)))
+
+
+def every_positive(logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """level_i = mean_{j in P(i)} l_ij: every positive is pulled (L_sup_out, appendix H)."""
+    t = positive.to(logits.dtype) / positive.sum(dim=1, keepdim=True).clamp(min=1)
+    return (t * logits.masked_fill_(~positive, 0)).sum(dim=1), t
+
+
+class _Sweep(torch.autograd.Function):
+    """Queries (N, D) = unit rows / temperature, keys (M, D) = unit rows -> sum_i w_i L_i; both gradients."""
+
+    @staticmethod
+    def forward(ctx, queries, keys, ids, weights, first, level, chunk) -> Tensor:
+        loss = queries.new_zeros(())
+        d_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
+        d_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
+        for rows in _chunks(len(queries), chunk):
+            q, w = queries[rows], weights[rows]
+            losses, d_logits = _contrast_rows(q, keys, ids, first + rows.start, level)
+            loss += w @ losses
+            d_logits.mul_(w[:, None])
+            if d_queries is not None:
+                torch.mm(d_logits, keys, out=d_queries[rows])
+            if d_keys is not None:
+                d_keys.addmm_(d_logits.T, q)
+        ctx.save_for_backward(d_queries, d_keys)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale: Tensor):
+        gradients = [None if gradient is None else gradient * scale for gradient in ctx.saved_tensors]
+        return *gradients, None, None, None, None, None
+
+
+def _contrast_rows(q: Tensor, keys: Tensor, ids: Tensor, first: int, level: Level) -> tuple[Tensor, Tensor]:
+    """L_i (R,) and dL_i/dl_ij (R, M) of the anchors that begin at key `first`."""
+    positive = ids[first : first + len(q), None] == ids
+    positive.diagonal(first).fill_(False)
+    logits = q @ keys.T
+    # The lowest number, not -inf: a row left with nothing would be 0/0, and NaN times its zero weight is NaN.
+    logits.diagonal(first).fill_(_lowest(logits))
+    everything, p = _log_sum_exp(logits)
+    positives, t = level(logits, positive)
+    return everything - positives, p.sub_(t)
+
+
+def _log_sum_exp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum_j exp x_ij (R,) and its derivative softmax_j x_ij (R, M), at the price of one exponential."""
+    share = torch.softmax(x, dim=1)
+    # The largest share is exp(max) / sum: from it comes back the sum that the fused softmax keeps to itself.
+    return x.amax(dim=1) - share.amax(dim=1).log(), share
+
+
+def _outside_autocast(device_type: str) -> AbstractContextManager:
+    """Inside an autocast region matrix products come out in 16 bits, whatever the dtype of their factors."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()  # the meta device, on which FLOPs are counted, has no such region
+
+
+def _lowest(x: Tensor) -> float:
+    return torch.finfo(x.dtype).min
+
+
+def _chunks(rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -1,0 +1,61 @@
+"""NT-Xent, the loss of SimCLR: the two views of an image find each other among all views of all images.
+
+B  images of this rank        W  ranks        D  width of a row
+"""
+
+import torch
+from torch import Tensor
+
+from fastsuncet.distributed import Group, world_size
+from fastsuncet.losses.anchors import check_rows
+from fastsuncet.losses.contrast import any_positive, contrast
+
+
+def nt_xent(
+    z: Tensor,
+    temperature: float,
+    *,
+    group: Group = None,
+    keys: str = "attached",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Equation 1 of the paper (arXiv 2006.10803), its mean over the 2B anchors of this rank.
+
+        L_i = -log( exp(cos(z_i, z_pos(i)) / temperature) / sum_{j != i} exp(cos(z_i, z_j) / temperature) )
+
+    where pos(i) is the other view of the image of i, and j runs over the 2BW views of all ranks.
+
+    Args:
+        z: (2B, D) floating: the first views of B images, then their second views in the same order. Rows of
+            any length, they are divided by it here. All ranks bring the same shape. B = 0 gives 0.
+        temperature: above 0.
+        group: the ranks whose views are contrasted; None for the default one, or this process alone.
+        keys: "attached" or "detached", whether gradient reaches rows also as keys; see below.
+        chunk_size: anchors at a time, the price in memory; None for 256. Changes no result beyond rounding.
+
+    Returns:
+        A scalar, float32 (float64 for float64 `z`), also under autocast: this rank's share. The mean over
+        ranks is the loss of one process on the joined batch.
+
+    Gradient: with keys="attached" a row receives gradient as an anchor and as a key of every rank's
+    anchors, so z.grad is that of the SUM of all ranks' losses, and DDP's mean over ranks makes it exactly
+    that of one process on the joined batch. With keys="detached" a row receives gradient as an anchor only,
+    also at W = 1. The authors' first code (facebookresearch/suncet 5245e4a) is attached at W = 1 and
+    detached at W > 1; their second (731547d) is detached at every W.
+
+    Raises:
+        ValueError: `z` is not (2B, D) floating, a setting is out of range, or the ranks' shapes differ.
+    """
+    check_rows("nt_xent", z, temperature, keys, chunk_size, group)
+    if len(z) % 2:
+        raise ValueError(
+            f"nt_xent: z must hold the first views of B images, then their second views; it has {len(z)} rows"
+        )
+    images = len(z) // 2
+    # An image is a class of two: its number is the id of both its views, on the rank that has it.
+    number = torch.arange(world_size(group) * images, device=z.device).view(-1, 1, max(images, 1))
+    ids = number.expand(-1, 2, -1).reshape(-1)
+    weights = torch.full((len(z),), 1 / max(len(z), 1), dtype=torch.float64, device=z.device)
+    return contrast(
+        z, ids, weights, temperature, level=any_positive, group=group, keys=keys, chunk_size=chunk_size
+    )
