@@ -1,0 +1,163 @@
+"""LARS, layer-wise adaptive rate scaling (arXiv 1708.03888), as SuNCEt's authors ran it.
+
+Default and `nesterov=False, lr_in_momentum=False` is the paper's: apex LARC without clipping around SGD
+with momentum (recipe section 4.1, column V0). Per tensor, with gradient g, weight w, momentum buffer b:
+
+d = (g + weight_decay w) * trust_coefficient |w| / (|g| + weight_decay |w| + eps)        d = g if |w| |g| =
+0 b = momentum b + d w = w - lr b
+
+`lr_in_momentum` is the authors' later code (V1) and the original LARS: b = momentum b + lr d, w = w - b.
+The two differ only while the learning rate changes. `nesterov` steps along d + momentum b instead of b.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastsuncet.optim.lars_foreach import lars_foreach
+from fastsuncet.optim.lars_reference import lars_reference
+
+IMPLEMENTATIONS: dict[str, Callable[..., None]] = {"foreach": lars_foreach, "reference": lars_reference}
+HYPERPARAMETERS = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "trust_coefficient",
+    "eps",
+    "nesterov",
+    "lr_in_momentum",
+    "lars",
+)
+
+
+class LARS(Optimizer):
+    """SGD with momentum whose step in each tensor is proportional to the tensor's norm.
+
+    params: parameters or parameter groups; a group with `lars=False` is plain SGD with momentum and that
+    group's weight decay (see `parameter_groups`). lr: a float, or a 0-dim tensor on the parameters'
+    device, which `set_lr` fills in place: what a captured CUDA graph needs. Set one or the other once;
+    both round alike to float32, but are not the same bits. implementation: "foreach" (all tensors at
+    once), "reference" (one by one), "auto" (the fastest that runs here).
+
+    Works on float64, float32, bfloat16 and float16 in any memory layout, norms in float32 or better. A
+    parameter without gradient is left as it is. Under `torch.amp.GradScaler` the scale and the overflow
+    flag are read on the device: a step with an overflow changes neither weights nor momentum, and no value
+    is asked for on the host. The gradients stay scaled.
+
+    Momentum buffers exist from construction and are filled in place by `load_state_dict`, so that no step
+    allocates state (a CUDA graph would replay its zeros). They copy the layout of the parameters: convert
+    the model first.
+
+    Raises ValueError for settings out of range, RuntimeError for a sparse gradient.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves `grad_scale` and `found_inf` here for step()
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+        lr_in_momentum: bool = False,
+        implementation: str = "auto",
+    ):
+        if isinstance(lr, Tensor) and lr.dim() > 0:
+            raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
+        if not isinstance(lr, Tensor) and lr < 0:
+            raise ValueError(f"LARS: lr must not be negative, got {lr}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"LARS: momentum must be in [0, 1), got {momentum}")
+        if weight_decay < 0 or eps < 0:
+            raise ValueError(f"LARS: weight_decay and eps must not be negative, got {weight_decay} and {eps}")
+        if trust_coefficient <= 0:
+            raise ValueError(f"LARS: trust_coefficient must be positive, got {trust_coefficient}")
+        if nesterov and momentum == 0:
+            raise ValueError("LARS: nesterov needs a momentum above 0")
+        if implementation not in ("auto", *IMPLEMENTATIONS):
+            names = ", ".join(("auto", *IMPLEMENTATIONS))
+            raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "lr_in_momentum": lr_in_momentum,
+            "lars": True,
+            "implementation": implementation,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; gives each new parameter its momentum buffer."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every group; a tensor is filled, without waiting for the device."""
+        for group in self.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what `closure` returns, else None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        for group in self.param_groups:
+            name = group["implementation"]
+            update = IMPLEMENTATIONS["foreach" if name == "auto" else name]
+            setting = {key: group[key] for key in HYPERPARAMETERS}
+            for params, grads, buffers in self._lists(group["params"]):
+                update(params, grads, buffers, **setting, **scaling)
+        return loss
+
+    def _lists(self, parameters: list[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        """Parameters, gradients and buffers: a triple of lists for each device and dtype, as a rule one."""
+        lists: dict[tuple, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+        for p in parameters:
+            if p.grad is None:
+                continue
+            if p.grad.layout is not torch.strided:
+                raise RuntimeError(f"LARS: a parameter of shape {tuple(p.shape)} has a sparse gradient")
+            triple = lists.setdefault((p.device, p.dtype), ([], [], []))
+            for kind, tensor in zip(triple, (p, p.grad, self.state[p]["momentum_buffer"])):
+                kind.append(tensor)
+        return lists.values()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Fills momentum buffers and a tensor learning rate in place, bit for bit; takes all other settings.
+
+        How the learning rate is held and which implementation runs stay as constructed: they belong to
+        this machine, not to the run. A parameter the file knows nothing of starts from zero momentum.
+        Raises ValueError for a buffer of another shape.
+        """
+        held = [(group["lr"], group["implementation"]) for group in self.param_groups]
+        buffers = {p: state["momentum_buffer"] for p, state in self.state.items()}
+        super().load_state_dict(state_dict)
+        for group, (lr, implementation) in zip(self.param_groups, held):
+            group["implementation"] = implementation
+            saved_lr = float(group["lr"])
+            group["lr"] = lr.fill_(saved_lr) if isinstance(lr, Tensor) else saved_lr
+            for p in group["params"]:
+                loaded = self.state[p].pop("momentum_buffer", None)
+                if loaded is not None and loaded.shape != p.shape:
+                    shapes = f"{tuple(loaded.shape)} for a parameter of shape {tuple(p.shape)}"
+                    raise ValueError(f"LARS: the state holds a momentum buffer of shape {shapes}")
+                buffer = buffers[p].zero_() if loaded is None else buffers[p].copy_(loaded)
+                self.state[p]["momentum_buffer"] = buffer
