@@ -81,27 +81,35 @@ class Config(Sections):
         """An error for the caller to raise about the value of a dotted key, with the line it stands on."""
         return ConfigErrors([_locate(Problem(key, text), self._origins)])
 
+    def __eq__(self, other: object) -> bool:
+        """Equal values: the lines they stand on do not count."""
+        return self.canonical() == other.canonical() if isinstance(other, Config) else NotImplemented
+
+    def __hash__(self) -> int:
+        """Consistent with equality."""
+        return hash(json.dumps(self.canonical(), sort_keys=True))
+
     @property
     def run_folder(self) -> Path:
         """Where this run's checkpoints and metrics live: logging.folder/logging.write_tag."""
         return Path(self.logging.folder).expanduser() / (self.logging.write_tag or "run")
 
-    def to_dict(self) -> dict[str, Any]:
+    def canonical(self) -> dict[str, Any]:
         """Every key, defaults included, in the types of JSON; `Config.model_validate` reads it back."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
         """The config as one file without a base, defaults included; `load_config` reads it back."""
-        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.canonical(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     def changed_keys(self, other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """(key, its value in `other`, its value here) for each difference that forbids continuing `other`'s
         run.
 
-        `other` is a `to_dict`, as a checkpoint keeps it. Keys in FREE_ON_RESUME may differ. A key that an
+        `other` is a `canonical`, as a checkpoint keeps it. Keys in FREE_ON_RESUME may differ. A key that an
         older version did not have counts as its default, because that is what the older version did.
         """
-        ours, theirs = _flatten(self.to_dict()), _flatten(other)
+        ours, theirs = _flatten(self.canonical()), _flatten(other)
         changed = []
         for key in sorted(ours.keys() | theirs.keys()):
             if any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
