@@ -36,4 +36,5 @@ def warmup_cosine(
         return start_lr + (lr - start_lr) * step / warmup_steps
     length = steps - (2 if legacy else 1) * warmup_steps
     progress = (step - warmup_steps) / max(1, length)
-    return final_lr + (lr - final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    share = 0.5 * (1 + math.cos(math.pi * progress))
+    return share * lr + (1 - share) * final_lr  # exact at both ends, as final + (lr - final) share is not
