@@ -107,9 +107,24 @@ class ViewParams:
         return len(self.box)
 
 
+@dataclass(frozen=True)
+class Center:
+    """The evaluation view: torchvision's `Resize(resize)` of the shorter side, then `CenterCrop(size)`."""
+
+    size: int = 224  # pixels, square
+    resize: int = 256  # pixels, shorter side
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a crop that would need a border invented around the image."""
+        if not 0 < self.size <= self.resize:
+            raise ValueError(f"the crop's size ({self.size}) is not within the shorter side ({self.resize})")
+
+
 @dataclass(frozen=True, eq=False)
 class CenterParams:
-    """A resize, then a centred crop, of each of B images: torchvision's `Resize` and `CenterCrop`."""
+    """Where `Center` puts the pixels of each of B images: arrays over rows."""
 
     resized: np.ndarray  # (B, 2) int32: height, width after the resize
     corner: np.ndarray  # (B, 2) int32: top, left of the crop in the resized image
@@ -118,8 +133,8 @@ class CenterParams:
         return len(self.resized)
 
 
-def philox(seed: int, role: int | str, counter: tuple[int, int, int, int]) -> np.random.Generator:
-    """A generator at an absolute position of the stream that (seed, role) names: no state to carry or save.
+def uniform(seed: int, role: int | str, counter: tuple[int, int, int, int], count: int) -> np.ndarray:
+    """`count` draws in [0, 1), float64, from any place of the stream that (seed, role) names; no state.
 
     `role` keeps streams apart (the order of the images, view 0, view 1, ...): a change to one leaves the
     others untouched. `counter` is four 64-bit words, the first of which counts the blocks of four words
@@ -129,7 +144,10 @@ def philox(seed: int, role: int | str, counter: tuple[int, int, int, int]) -> np
         raise ValueError(f"a seed is a whole number from 0 to 2**64 - 1, not {seed}")
     word = int.from_bytes(hashlib.blake2b(str(role).encode(), digest_size=8).digest(), "little")
     key, counter_words = np.array([seed, word], np.uint64), np.array(counter, np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter_words))
+    # The raw words, not Generator.random: NumPy promises that Philox's words stay what they are, not its
+    # methods.
+    words = np.random.Philox(key=key, counter=counter_words).random_raw(count)
+    return (words >> np.uint64(11)) * 2.0**-53
 
 
 def draw_view(
@@ -142,13 +160,14 @@ def draw_view(
     one process's rows.
     """
     blocks = DRAWS_PER_ROW // 4
-    draws = philox(seed, role, (first_row * blocks, 0, 0, step)).random((len(sizes), DRAWS_PER_ROW))
+    draws = uniform(seed, role, (first_row * blocks, 0, 0, step), len(sizes) * DRAWS_PER_ROW)
+    draws = draws.reshape(len(sizes), DRAWS_PER_ROW)
     tries, (top, left, *rest) = draws[:, : 2 * CROP_TRIES], draws[:, 2 * CROP_TRIES :].T
     flip, jitter, brightness, contrast, saturation, hue, grey, blur, sigma, _spare = rest
     jittered = jitter < augmentation.jitter
 
-    def factor(uniform: np.ndarray, strength: float) -> np.ndarray:
-        drawn = between(uniform, max(0.0, 1.0 - strength), 1.0 + strength)
+    def factor(draw: np.ndarray, strength: float) -> np.ndarray:
+        drawn = between(draw, max(0.0, 1.0 - strength), 1.0 + strength)
         return np.where(jittered, drawn, 1.0).astype(np.float32)
 
     return ViewParams(
@@ -165,9 +184,9 @@ def draw_view(
     )
 
 
-def between(uniform: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Uniform draws in [0, 1) stretched to [low, high)."""
-    return low + (high - low) * uniform
+def between(draws: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Draws in [0, 1) stretched to [low, high)."""
+    return low + (high - low) * draws
 
 
 def random_resized_crop(
@@ -200,20 +219,16 @@ def random_resized_crop(
     return np.stack([top, left, height, width], 1).astype(np.int32)
 
 
-def center_view(sizes: np.ndarray, size: int, resize: int) -> CenterParams:
-    """Where torchvision's `Resize(resize)` and `CenterCrop(size)` put pixels; `sizes` (B, 2) int, [h, w].
+def center_view(center: Center, sizes: np.ndarray) -> CenterParams:
+    """The evaluation view of B images whose stored heights and widths are `sizes`, (B, 2) int.
 
-    Two roundings decide whether an evaluation agrees: the long side is truncated, and half an odd margin goes
-    to the even pixel. A library's own "shorter side" and "centre" differ in both, at a price of 4.6 grey
-    levels on average.
+    Two roundings decide whether an evaluation agrees with torchvision's: the long side is truncated, and half
+    an odd margin goes to the even pixel. A library's own "shorter side" and "centre" differ in both, at a
+    price of 4.6 grey levels on average.
     """
-    if resize < size:
-        raise ValueError(
-            f"resize ({resize}) is the shorter side and cannot be below the crop's size ({size})"
-        )
     sizes = np.maximum(np.asarray(sizes, np.int64), 1)
-    resized = resize * sizes // sizes.min(1, keepdims=True)
-    half, odd = np.divmod(resized - size, 2)
+    resized = center.resize * sizes // sizes.min(1, keepdims=True)
+    half, odd = np.divmod(resized - center.size, 2)
     corner = half + odd * (half % 2)
     return CenterParams(resized.astype(np.int32), corner.astype(np.int32))
 

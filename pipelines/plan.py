@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.params import Augmentation, CenterParams, ViewParams, center_view, draw_view, philox
+from pipelines.params import Augmentation, Center, CenterParams, ViewParams, center_view, draw_view, uniform
 
 SAME_CLASS_ATTEMPTS = 16  # stand-ins tried within a bad image's class before any image of the stream will do
 
@@ -43,6 +43,7 @@ class Plan:
             raise ValueError(f"rank {rank} is not one of the sampler's {sampler.world_size} ranks")
         self.index, self.sampler, self.augmentations = index, sampler, tuple(augmentations)
         self.seed, self.role, self.rank = seed, role, rank
+        self.batch = sampler.local_batch
 
     def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
         """This rank's visit at `step`; `replaced` maps an undecodable image to the one standing in for it.
@@ -68,8 +69,7 @@ class Plan:
         return Visit(step, indices, self.index.labels[indices], views)
 
     def stand_in(self, bad: int, attempt: int) -> int:
-        """The image to show in place of `bad`: a pure function of (seed, role, bad, attempt); all ranks
-        agree.
+        """The image to show in place of `bad`: a pure function of (seed, role, bad, attempt).
 
         So all ranks agree without talking. A class-subsampling stream takes it from the bad image's own class
         for the first attempts, so that the batch keeps its balance. A stream without labels takes any image:
@@ -81,15 +81,16 @@ class Plan:
         elif attempt < SAME_CLASS_ATTEMPTS:
             same_class = pool[self.index.labels[pool] == self.index.labels[bad]]
             pool = same_class if len(same_class) > 1 else pool
-        return int(philox(self.seed, f"{self.role}/stand-in", (0, attempt, bad, 0)).choice(pool))
+        (draw,) = uniform(self.seed, f"{self.role}/stand-in", (0, attempt, bad, 0), 1)
+        return int(pool[int(draw * len(pool))])
 
 
 class CenterPlan:
     """An evaluation stream: every image of `indices` once, in order, `batch` a step, the last one ragged."""
 
-    def __init__(self, index: Any, indices: np.ndarray, batch: int, size: int, resize: int):
+    def __init__(self, index: Any, indices: np.ndarray, batch: int, center: Center):
         self.index, self.indices, self.batch = index, np.asarray(indices, np.int64), batch
-        self.size, self.resize = size, resize
+        self.augmentations = (center,)
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch)
@@ -98,6 +99,9 @@ class CenterPlan:
         """The visit of `step`; an evaluation shows no stand-ins, so `replaced` must be empty."""
         if replaced:
             raise ValueError("an evaluation counts every image once: none can stand in for another")
+        if step >= len(self):
+            raise StopIteration  # what a reader ahead takes for the end
         indices = self.indices[step * self.batch : (step + 1) * self.batch]
-        center = center_view(self.index.sizes[indices], self.size, self.resize)
-        return Visit(step, indices, self.index.labels[indices], (center,))
+        (center,) = self.augmentations
+        view = center_view(center, self.index.sizes[indices])
+        return Visit(step, indices, self.index.labels[indices], (view,))
