@@ -1,0 +1,130 @@
+"""Runs a DALI graph: built for a first step, run step after step ahead of its reader, handed to torch without
+a copy."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelines import graphs
+from pipelines.params import Augmentation, Center
+from pipelines.plan import Visit
+
+
+class DaliEngine:
+    """One built pipeline. `run()` gives the views of first_step, first_step + 1, ...; a RuntimeError ends its
+    life.
+
+    `visit` maps a step to its Visit and raises StopIteration after the last one. It is called by run(), in
+    the caller's thread, up to `prefetch` steps ahead; the graph has no other input and no state.
+    """
+
+    def __init__(
+        self,
+        index: Any,
+        augmentations: Sequence[Augmentation | Center],
+        *,
+        visit: Callable[[int], Visit],
+        first_step: int,
+        batch: int,
+        device: str,
+        device_id: int,
+        threads: int,
+        prefetch: int,
+        dtype: torch.dtype,
+    ):
+        if index.pixels is None:
+            stored = FilePaths(index)
+        else:
+            stored = ResidentPixels(index.pixels, device, device_id)
+        self._device, self._device_id = device, device_id
+        self._pipeline = graphs.views(
+            lambda iteration: stored(visit(first_step + iteration).indices),
+            lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views),
+            augmentations,
+            resident=index.pixels is not None,
+            dtype=str(dtype).removeprefix("torch."),
+            batch_size=batch,
+            num_threads=threads,
+            prefetch_queue_depth=prefetch,
+            **placement(device, device_id),
+        )
+
+    def run(self) -> list[torch.Tensor]:
+        """The next step's views, each (B, 3, S, S) with channels-last strides, over DALI's own memory.
+
+        The memory stays the tensors' for as long as they live: the dynamic executor counts their references.
+        (The older executor would overwrite them two steps later; `graphs` therefore forces the dynamic one.)
+        """
+        if self._device == "gpu":
+            # DALI orders its outputs, and their memory's return, on the stream that torch will read them
+            # from.
+            outputs = self._pipeline.run(cuda_stream=torch.cuda.current_stream(self._device_id))
+        else:
+            outputs = self._pipeline.run()
+        return [torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2) for output in outputs]
+
+
+class FilePaths:
+    """Image files, named to DALI, which reads them in its own threads."""
+
+    def __init__(self, index: Any):
+        self.index = index
+
+    def __call__(self, indices: np.ndarray) -> list[np.ndarray]:
+        return [encoded_path(self.index.path(i)) for i in indices]
+
+
+class ResidentPixels:
+    """A small data set held whole in the memory of the device: (N, H, W, 3) uint8, gathered by index per
+    step."""
+
+    def __init__(self, pixels: np.ndarray, device: str, device_id: int):
+        self.pixels, self.device = pixels, None
+        if device == "gpu":
+            self.device = torch.device("cuda", device_id)
+            self.pixels = torch.from_numpy(pixels).to(self.device)
+
+    def __call__(self, indices: np.ndarray) -> np.ndarray | torch.Tensor:
+        # On the CPU this must stay NumPy: DALI asks a torch tensor for its CUDA stream, and torch then for a
+        # driver.
+        if self.device is None:
+            return self.pixels[indices]
+        return self.pixels[torch.from_numpy(indices).to(self.device)]
+
+
+class DaliDecoder:
+    """Decodes one file at a time the way training does; raises RuntimeError where training would."""
+
+    def __init__(self, device: str = "cpu", device_id: int = 0):
+        self._placement = placement(device, device_id)
+        self._path, self._pipeline = None, None
+
+    def __call__(self, path: os.PathLike) -> tuple[int, int]:
+        """The (height, width) of the decoded image. The pipeline is kept until a file kills it."""
+        self._path = encoded_path(path)
+        if self._pipeline is None:
+            self._pipeline = graphs.decoded(
+                lambda: [self._path], batch_size=1, num_threads=1, prefetch_queue_depth=1, **self._placement
+            )
+        try:
+            (images,) = self._pipeline.run()
+        except RuntimeError:
+            self._pipeline = None
+            raise
+        height, width, _channels = images.shape()[0]
+        return height, width
+
+
+def placement(device: str, device_id: int) -> dict[str, Any]:
+    """How a graph is told where to run: without a device id DALI needs no driver."""
+    if device == "gpu":
+        return {"decode": "mixed", "device_id": device_id}
+    return {"decode": "cpu", "device_id": None}
+
+
+def encoded_path(path: os.PathLike) -> np.ndarray:
+    """A path as DALI reads it from an array: its bytes, whatever characters the file system allows."""
+    return np.frombuffer(os.fsencode(path), np.uint8)
