@@ -2,7 +2,7 @@
 
 
 class DataError(Exception):
-    """The data cannot be used as asked: a missing folder, a name list that does not match, an empty class. Exit 3."""
+    """The data cannot be used as asked: a missing folder, names that do not match, an empty class. Exit 3."""
 
     exit_code = 3
 
@@ -10,13 +10,15 @@ class DataError(Exception):
 class BadImage(DataError):
     """One or more image files of one step cannot be decoded.
 
-    `files` holds (path, reason) for each; `step` is the training step that asked for them, None outside training.
+    `files` holds (path, reason) for each; `step` is the training step that asked for them, None outside
+    training; `allowed` is how many the run was told to replace by others.
     """
 
-    def __init__(self, files: list[tuple[str, str]], step: int | None = None):
+    def __init__(self, files: list[tuple[str, str]], step: int | None = None, *, allowed: int = 0):
         self.files = files
         self.step = step
         where = "" if step is None else f" in the batch of step {step}"
         count = "1 image" if len(files) == 1 else f"{len(files)} images"
         lines = "\n".join(f"  {path}: {reason}" for path, reason in files)
-        super().__init__(f"{count}{where} cannot be decoded:\n{lines}")
+        remedy = f"Repair or remove them, or allow more than {allowed} to be replaced by others (bad_images)."
+        super().__init__(f"{count}{where} cannot be decoded:\n{lines}\n{remedy}")

@@ -1,0 +1,232 @@
+"""Batches of views by step number, whatever happens to the files: the one way pixels leave `pipelines`.
+
+`loader(step)` is a pure function of (plan, step) and the files. Consecutive steps are prepared ahead; any
+other step starts there, which is all that resuming is.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pipelines.backend import choose_backend, require_gpu
+from pipelines.errors import BadImage, DataError
+from pipelines.params import Augmentation, Center
+from pipelines.plan import CenterPlan, Plan, Visit
+from pipelines.probe import bad_images as probe
+
+STAND_IN_ATTEMPTS = 1000  # a data set in which that many draws in a row are bad has other problems
+
+
+def open_loader(
+    index: Any,  # pipelines.index.ImageIndex
+    plan: Plan,
+    augmentations: Sequence[Augmentation],
+    *,
+    device: str = "cpu",
+    device_id: int = 0,
+    threads: int = 3,
+    prefetch: int = 2,
+    backend: str = "auto",
+    bad_images: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> "Loader":
+    """A loader of training views: `loader(step)` is one (B, 3, S, S) tensor per augmentation.
+
+    Values are in [0, 1], then normalised by each augmentation's mean and std; `dtype` is torch.float32 or
+    torch.float16; strides are channels-last; no gradient. `device` "gpu" decodes and augments on GPU
+    `device_id`, "cpu" on `threads` threads. `backend` "auto" is DALI where it can be imported and otherwise
+    torchvision, with a line that says so. Up to `bad_images` distinct undecodable files are replaced by
+    others and counted (by this rank, in this stream); one more raises BadImage.
+
+    Raises DataError when DALI or a GPU is asked for and absent, ValueError for values that name nothing.
+    """
+    if tuple(augmentations) != plan.augmentations:
+        raise ValueError("the loader's augmentations are not those that the plan draws for")
+    pace = {"threads": threads, "prefetch": prefetch}
+    engine = _engine(backend, device, device_id, dtype, **pace)
+    index.require_good(bad_images)
+    loader = Loader(index, plan, *engine, bad_images=bad_images)
+    loader.count_bad(index.bad)
+    return loader
+
+
+def open_evaluation_loader(
+    index: Any,  # pipelines.index.ImageIndex
+    indices: np.ndarray,
+    batch: int,
+    size: int,
+    resize: int,
+    *,
+    mean: Sequence[float] = (0.0, 0.0, 0.0),
+    std: Sequence[float] = (1.0, 1.0, 1.0),
+    device: str = "cpu",
+    device_id: int = 0,
+    threads: int = 3,
+    prefetch: int = 2,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> "EvaluationLoader":
+    """A loader of torchvision's `Resize(resize)`, `CenterCrop(size)` over `indices`; options as
+    `open_loader`'s.
+
+    An image that already has the target size passes unchanged. A bad image raises BadImage: an accuracy over
+    other images than those named would be another accuracy.
+    """
+    plan = CenterPlan(index, indices, batch, Center(size, resize, tuple(mean), tuple(std)))
+    pace = {"threads": threads, "prefetch": prefetch}
+    engine = _engine(backend, device, device_id, dtype, **pace)
+    bad = sorted(index.bad.keys() & set(plan.indices.tolist()))
+    if bad:
+        raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad])
+    return EvaluationLoader(Loader(index, plan, *engine, bad_images=0), plan)
+
+
+class Engine(Protocol):
+    """Turns visits into pixels: each run() gives the next step's, until a RuntimeError ends its use."""
+
+    def run(self) -> list[torch.Tensor]: ...
+
+
+def _engine(backend: str, device: str, device_id: int, dtype: torch.dtype, **pace: int) -> tuple:
+    """(name, engine still to be started, decoder) of the back-end that is asked for and there."""
+    if device not in ("cpu", "gpu"):
+        raise ValueError(f'device is "cpu" or "gpu", not {device!r}')
+    if dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"dtype is torch.float32 or torch.float16, not {dtype}")
+    if device == "gpu":
+        require_gpu()
+    options = {"device": device, "device_id": device_id, "dtype": dtype, **pace}
+    # Imported where they are used: `import pipelines.loader` must work where DALI does not.
+    if choose_backend(backend) == "dali":
+        from pipelines.dali_engine import DaliDecoder, DaliEngine
+
+        return "dali", partial(DaliEngine, **options), DaliDecoder(device, device_id)
+    from pipelines.torchvision_twin import TwinEngine, pil_decode
+
+    return "torchvision", partial(TwinEngine, **options), pil_decode
+
+
+class Loader:
+    """Runs an engine step by step, starts it anew where asked, and finds the file behind a failure.
+
+    `backend` is "dali" or "torchvision"; `bad` maps the path of each undecodable file met so far to the
+    reason, and `replaced` its index to that of the image shown in its place.
+    """
+
+    def __init__(
+        self,
+        index: Any,
+        plan: Plan | CenterPlan,
+        backend: str,
+        engine: Callable[..., Engine],
+        decode: Callable,  # see pipelines.probe
+        *,
+        bad_images: int,
+    ):
+        self.backend = backend
+        self.bad: dict[str, str] = {}
+        self.replaced: dict[int, int] = {}
+        self._index, self._plan, self._engine_of, self._decode = index, plan, engine, decode
+        self._bad_images = bad_images
+        self._engine: Engine | None = None
+        self._next_step = 0
+        self._visits: dict[int, Visit] = {}
+
+    def __call__(self, step: int) -> list[torch.Tensor]:
+        """The views of `step`. Raises BadImage when more files are bad than are allowed."""
+        while True:  # each round but the last finds a bad file that was not known, and few are allowed
+            if self._engine is None or step != self._next_step:
+                self.close()
+                self._engine = self._engine_of(
+                    self._index,
+                    self._plan.augmentations,
+                    visit=self.visit,
+                    first_step=step,
+                    batch=self._plan.batch,
+                )
+            try:
+                views = self._engine.run()
+            except RuntimeError as error:
+                bad_visit = self.visit(step)
+                self.close()  # a DALI pipeline that failed once fails for ever
+                self._replace_bad_images(bad_visit, error)
+                continue
+            self._next_step = step + 1
+            for past in [s for s in self._visits if s < step]:
+                del self._visits[past]
+            return views
+
+    def visit(self, step: int) -> Visit:
+        """Images, labels and parameters of `step`, stand-ins included. Steps read ahead are remembered."""
+        if step not in self._visits:
+            self._visits[step] = self._plan(step, self.replaced)
+        return self._visits[step]
+
+    def close(self) -> None:
+        """Frees the engine and what it has read ahead. The loader may be used again: it starts anew."""
+        self._engine = None
+        self._visits.clear()
+
+    def _replace_bad_images(self, visit: Visit, error: RuntimeError) -> None:
+        """Finds stand-ins for a step's undecodable files. Raises BadImage, or `error` if all are good."""
+        found = {}
+        if self._index.pixels is None:
+            found = probe(self._index, visit.indices, self._decode)
+        if not found:
+            raise error
+        self.count_bad(found)
+        if len(self.replaced) > self._bad_images:
+            raise BadImage(list(self.bad.items()), visit.step, allowed=self._bad_images) from error
+        for i, reason in found.items():
+            name, stand_in = self._index.name(i), self._index.name(self.replaced[i])
+            print(
+                f"step {visit.step}: {name} cannot be decoded ({reason}); {stand_in} stands in for it "
+                f"({len(self.replaced)} of {self._bad_images} bad images allowed)",
+                flush=True,
+            )
+
+    def count_bad(self, found: Mapping[int, str]) -> None:
+        """Takes note of images (index -> reason) that must not be shown, and chooses who stands in for
+        them."""
+        self.bad.update({str(self._index.path(i)): reason for i, reason in found.items()})
+        known = {**self.replaced, **found}
+        # All are chosen anew: a stand-in of earlier may be among the bad ones now.
+        self.replaced = {bad: self._stand_in(bad, known) for bad in known}
+
+    def _stand_in(self, bad: int, known: Container[int]) -> int:
+        for attempt in range(STAND_IN_ATTEMPTS):
+            candidate = self._plan.stand_in(bad, attempt)
+            if candidate not in known:
+                return candidate
+        raise DataError(f"no image can stand in for {self._index.name(bad)}: too many others are bad as well")
+
+
+class EvaluationLoader:
+    """Iterates over (images (B, 3, S, S), labels (B,), indices (B,)): each image once, the last batch ragged.
+
+    Images are on the device; labels and indices are int64 on the CPU, where they cost no transfer. May be
+    iterated again.
+    """
+
+    def __init__(self, loader: Loader, plan: CenterPlan):
+        self._loader, self._plan = loader, plan
+        self.backend = loader.backend
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        try:
+            for step in range(len(self._plan)):
+                (images,) = self._loader(step)
+                visit = self._loader.visit(step)
+                yield images, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Frees the engine; iterating again starts a new one."""
+        self._loader.close()
