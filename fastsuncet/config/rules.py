@@ -50,7 +50,8 @@ READ_ONLY_WITH = {
     "data.train": ("train", "data.kind", ("image_folder", "csv")),
     "data.csv": (None, "data.kind", ("csv",)),
     "data.download": (False, "data.kind", ("cifar10",)),
-    "data.split.file": (None, "data.split.kind", ("names",)),
+    "data.index": (None, "data.kind", ("image_folder", "csv")),
+    "data.split.file": (None, "data.split.kind", ("names", "csv")),
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),
     "data.split.seed": (0, "data.split.kind", ("bernoulli",)),
@@ -112,10 +113,14 @@ def a_drawn_split_has_its_fraction(config: Sections) -> Breaks:
         )
 
 
-@rule("data.split.kind", "data.kind")
-def a_csv_split_has_a_csv_data_set(config: Sections) -> Breaks:
-    if config.data.split.kind == "csv" and config.data.kind != "csv":
-        yield "data.split.kind", f"csv needs data.kind: csv, and that is {config.data.kind}"
+@rule("data.split.kind", "data.split.file", "data.kind")
+def a_csv_split_has_a_csv(config: Sections) -> Breaks:
+    split = config.data.split
+    if split.kind == "csv" and split.file is None and config.data.kind != "csv":
+        yield (
+            "data.split.file",
+            "is needed with data.split.kind: csv, unless data.kind is csv too; it is a file of lines file,label",
+        )
 
 
 @rule(

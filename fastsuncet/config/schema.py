@@ -57,7 +57,7 @@ class Split(Section):
     """Which training images count as labeled."""
 
     kind: Literal["none", "names", "bernoulli", "all", "csv"] = "none"
-    file: Text | None = None  # names: a text file, one image name a line
+    file: Text | None = None  # names: one image name a line; csv: lines file,label (null: those of data.csv)
     sha256: Sha256 | None = None  # names: of that file; the paper's two lists are known without it
     fraction: Share | None = None  # bernoulli: each image is labeled with this probability, independently
     seed: Seed = 0  # bernoulli: of that draw
@@ -95,7 +95,7 @@ class Data(Section):
     csv: Text | None = None  # csv: a file of lines file,label
     download: Switch = False  # cifar10: fetch it into root if it is not there
     split: Split = Split()
-    index: Text | None = None  # where the scanned list of files and sizes is kept; null: in the run's folder
+    index: Text | None = None  # where the scanned list of training images is kept; null: beside the runs
     bad_images: CountOrZero = 0  # how many undecodable images may be replaced before the run ends
     backend: Literal["auto", "dali", "torchvision"] = "auto"
     decode_threads: Count = 3
