@@ -15,9 +15,7 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable, argu
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     # A file store needs no free port, so any number of these can run beside each other.
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         result = function(rank, world_size, *arguments)
         torch.save(result, f"{folder}/result_{rank}.pt")

@@ -1,0 +1,66 @@
+"""Images through an encoder: what every evaluation starts from. Each image exactly once, on any number of ranks.
+
+Shapes: N images in all, n of them on this rank, E the width of the encoder's output.
+"""
+
+import numpy as np
+import torch
+
+from fastsuncet.config import Config
+from fastsuncet.distributed import all_gather_rows
+from fastsuncet.launch import Place
+from fastsuncet.model import Model
+from pipelines.index import ImageIndex
+from pipelines.loader import open_evaluation_loader
+
+
+def view_size(size: int) -> tuple[int, int]:
+    """(crop, resize) of an evaluation view: the paper's 224 out of 256 in proportion; a small image is shown whole."""
+    return (size, round(size * 256 / 224)) if size > 64 else (size, size)
+
+
+@torch.no_grad()
+def embed(
+    model: Model,
+    index: ImageIndex,
+    indices: np.ndarray,  # (N,) int64 - which images of the index
+    config: Config,  # of the run: size of a view, normalisation, back-end
+    place: Place,
+    *,
+    batch: int = 256,
+) -> torch.Tensor:
+    """The encoder's outputs before the projection head, (N, E) float32 on the device, in the order of `indices`.
+
+    Single centre crop, BatchNorm in evaluation mode, float32; the model is put back into the mode it came in. Each
+    rank embeds every W-th image and all ranks return all rows. No gradient.
+    """
+    data = config.data
+    crop, resize = view_size(data.augmentation.size)
+    share = -(-len(indices) // place.world_size)
+    # A ragged share is filled up so that ranks gather equal shapes; the filling is cut off again below.
+    mine = np.resize(indices, share * place.world_size)[place.rank :: place.world_size]
+    loader = open_evaluation_loader(
+        index,
+        mine,
+        min(batch, len(mine)),
+        crop,
+        resize,
+        mean=data.augmentation.mean,
+        std=data.augmentation.std,
+        device="gpu" if place.device.type == "cuda" else "cpu",
+        device_id=place.device.index or 0,
+        threads=data.decode_threads,
+        backend=data.backend,
+    )
+    training = model.training
+    model.eval()
+    try:
+        rows = []
+        for images, _, _ in loader:
+            rows.append(model.encode(images.to(place.device)))
+    finally:
+        model.train(training)
+        loader.close()
+    gathered = all_gather_rows(torch.cat(rows))  # (W * share, E), rank by rank
+    interleaved = gathered.view(place.world_size, share, -1).transpose(0, 1).reshape(-1, gathered.shape[1])
+    return interleaved[: len(indices)]

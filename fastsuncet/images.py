@@ -1,0 +1,107 @@
+"""The images a config names, found, scanned and split: what every command starts from.
+
+The list of files with their sizes (the index) is scanned once and kept beside the runs. One rank scans, the others
+read what it wrote: a million files asked for by 64 ranks at once is how to bring a file server down.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastsuncet.config import Config
+from fastsuncet.distributed import broadcast_json
+from fastsuncet.launch import Place
+from pipelines import datasets
+from pipelines.cifar10 import cifar10
+from pipelines.errors import DataError
+from pipelines.index import ImageIndex
+from pipelines.index_file import load_index, save_index
+from pipelines.resident import digits
+from pipelines.splits import Split, labeled_split
+
+
+@dataclass(frozen=True)
+class Images:
+    """The training images, which of them are labeled, and the images to evaluate on."""
+
+    train: ImageIndex
+    split: Split
+    validation: ImageIndex | None
+
+    @property
+    def labeled_classes(self) -> int:
+        """How many classes have a labeled image."""
+        return int((self.split.per_class > 0).sum())
+
+    def fingerprint(self) -> str:
+        """What decides the run's images and labels, in one line: a checkpoint is continued on no others."""
+        return f"{self.train.fingerprint()}/{self.split.fingerprint}"
+
+
+def open_images(config: Config, place: Place, *, validation: bool) -> Images:
+    """Finds and checks the images of `config`. Raises DataError, with what to do, on every rank if on any."""
+    data = config.data
+    train = _on_one_rank_first(place, lambda first: _open(config, train=True, scan=first))
+    split = labeled_split(
+        train,
+        data.split.kind,
+        file=data.split.file,
+        sha256=data.split.sha256,
+        fraction=data.split.fraction,
+        seed=data.split.seed,
+    )
+    held_out = None
+    if validation:
+        held_out = _on_one_rank_first(
+            place, lambda first: _open(config, train=False, scan=first, classes=train.classes)
+        )
+    return Images(train, split, held_out)
+
+
+def _on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
+    """`read(True)` on rank 0, then `read(False)` elsewhere; a DataError of rank 0 is raised on all."""
+    index, problem = None, None
+    if place.first:
+        try:
+            index = read(True)
+        except DataError as error:
+            problem = error
+    news = broadcast_json(str(problem) if problem else None)
+    if problem is not None:
+        raise problem
+    if news is not None:
+        raise DataError(f"rank 0 could not read the data: {news}")
+    return index if index is not None else read(False)
+
+
+def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] | None = None) -> ImageIndex:
+    data = config.data
+    if data.kind == "digits":
+        return digits(train=train)
+    if data.kind == "cifar10":
+        return cifar10(data.root, train=train, download=data.download and scan)
+    folder = Path(data.root).expanduser() / (data.train if train else data.validation)
+    kept = index_path(config, folder, train)
+    if kept.exists():
+        # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are.
+        index = load_index(kept, root=folder, refresh=scan)
+    else:
+        index = datasets.image_tree(folder) if data.kind == "csv" and train else _scan_folder(folder, classes)
+        save_index(index, kept)
+    if data.kind == "csv" and train:
+        index = datasets.with_csv_labels(index, Path(data.csv).expanduser())
+    index.require_good(data.bad_images)
+    return index
+
+
+def _scan_folder(folder: Path, classes: tuple[str, ...] | None) -> ImageIndex:
+    return datasets.image_folder(folder, classes=classes or None)
+
+
+def index_path(config: Config, folder: Path, train: bool) -> Path:
+    """Where the index of `folder` is kept: data.index, or beside the runs, under a name no other folder has."""
+    if config.data.index is not None and train:
+        return Path(config.data.index).expanduser()
+    name = hashlib.sha256(f"{config.data.kind}:{folder.resolve()}".encode()).hexdigest()[:12]
+    return Path(config.logging.folder).expanduser() / "indices" / f"{folder.name}-{name}.npz"

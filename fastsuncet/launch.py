@@ -1,0 +1,180 @@
+"""How a command becomes ranks: one process, one a GPU of this machine, or a place among those a cluster started.
+
+    nothing            one GPU or none: this process is the only rank
+    nothing            several GPUs: one process each through torchrun's own agent, started from here
+    torchrun           RANK, WORLD_SIZE and LOCAL_RANK are set: join
+    srun, task a GPU   SLURM_PROCID and SLURM_NTASKS are set: join
+    srun, task a node  one Slurm task on each of several nodes: torchrun's agent on each, meeting at the first node
+
+torchrun's command line turns every failure into exit code 1. The agent started from here passes on the code of the
+rank that failed first, because a scheduler decides by it whether to requeue (75) or never to retry (2).
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fastsuncet.errors import ConfigError, Preempted
+
+PORT = 29511
+# Ranks that stop talking end the job instead of holding its GPUs: longer than any save, shorter than a lunch.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: its rank among `world_size`, and the device that is its own."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """True on the one rank that writes files and talks to a person."""
+        return self.rank == 0
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's compressed list: "gpu[003-006,9],login" -> "gpu003"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?([^,\[\]]*)", nodelist)
+    if match is None:
+        raise ConfigError(f"SLURM_JOB_NODELIST is {nodelist!r}: no host name in it. Set MASTER_ADDR by hand.")
+    prefix, number, _ = match.groups()
+    return prefix + (number or "")
+
+
+def adopt_slurm(environment: dict[str, str]) -> None:
+    """Gives `environment` torchrun's variables from Slurm's, where there is one task a rank. Changes it in place."""
+    if "RANK" in environment or "SLURM_PROCID" not in environment:
+        return
+    tasks = int(environment.get("SLURM_NTASKS", 1))
+    if tasks == 1 or one_task_a_node(environment):
+        return
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["WORLD_SIZE"] = str(tasks)
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    environment.setdefault("MASTER_PORT", str(PORT))
+
+
+def one_task_a_node(environment: dict[str, str]) -> bool:
+    """True where Slurm started one task on each of several nodes and left the GPUs of a node to us."""
+    nodes, tasks = int(environment.get("SLURM_NNODES", 1)), int(environment.get("SLURM_NTASKS", 1))
+    return nodes > 1 and nodes == tasks and torch.cuda.device_count() > 1
+
+
+def should_start_ranks(device: str) -> bool:
+    """True if this process is to start one rank a GPU instead of being one."""
+    adopt_slurm(os.environ)
+    return "RANK" not in os.environ and device != "cpu" and torch.cuda.device_count() > 1
+
+
+def expected_ranks(device: str) -> int:
+    """How many processes a run started this way would have: what the launcher says, or one a GPU, or one."""
+    adopt_slurm(os.environ)
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    nodes = int(os.environ["SLURM_NNODES"]) if one_task_a_node(os.environ) else 1
+    return max(1, gpus) * nodes
+
+
+def start_ranks(arguments: list[str], status: Path) -> int:
+    """Runs `python -m fastsuncet ARGUMENTS` on every GPU of this machine; returns the exit code of the job.
+
+    `status` is the run's status file: after a signal the agent cannot tell a saved run from a killed one, the file can.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    nodes, endpoint = 1, "localhost:0"
+    if one_task_a_node(os.environ):
+        nodes = int(os.environ["SLURM_NNODES"])
+        endpoint = f"{first_host(os.environ['SLURM_JOB_NODELIST'])}:{PORT}"
+    # The agent kills ranks 30 s after passing on a signal; a save on a busy file system can take longer.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
+    # Two ranks' worth of OpenMP threads on every core would slow both: torchrun's own default, said without its warning.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        # The agent passes on SIGTERM and friends but would die of these.
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=torch.cuda.device_count(),
+        run_id=os.environ.get("SLURM_JOB_ID", "fastsuncet"),
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        max_restarts=0,
+        monitor_interval=0.5,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "fastsuncet", *arguments)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException:
+        return Preempted.exit_code if read_status(status).get("state") == "preempted" else 1
+    return 0
+
+
+def read_status(path: Path) -> dict:
+    """The run's last word about itself: {"state": "running"|"done"|"preempted"|"failed", "step": int, ...}, or {}."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto` takes the GPU of this local rank where there is one; `cuda` insists on it."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError(
+            "meta.device is cuda, but no CUDA device can be used here. `fastsuncet doctor` says what is missing; "
+            "meta.device=cpu runs without one."
+        )
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. "
+            "Start one process a GPU (torchrun --nproc-per-node, or srun --ntasks-per-node)."
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def join(device: str) -> Iterator[Place]:
+    """Joins the ranks the launcher's variables describe (none: a world of one), and leaves them at the end."""
+    adopt_slurm(os.environ)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    if world_size == 1 or dist.is_initialized():
+        yield place
+        return
+    # One group, two transports: CPU tensors (the vote to stop, file-system news) never queue behind the GPU's stream.
+    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+    keywords = {"device_id": place.device} if place.device.type == "cuda" else {}
+    dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world_size, **keywords)
+    try:
+        yield place
+    finally:
+        dist.destroy_process_group()

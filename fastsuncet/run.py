@@ -1,0 +1,122 @@
+"""`fastsuncet train`: from a config to a finished run, or to a message and an exit code.
+
+A run is a folder, <logging.folder>/<logging.write_tag>; the same command continues what is there.
+
+    config.yaml     the resolved config           checkpoints/    step_00012345/ ..., latest
+    metrics.jsonl   one line an interval          metrics.csv     the same for a spreadsheet
+    status.json     running, done, preempted or failed, and at which step
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from fastsuncet import files, launch
+from fastsuncet.config import Config
+from fastsuncet.data import PairedStream
+from fastsuncet.errors import FastSuncetError, Preempted
+from fastsuncet.images import Images, open_images
+from fastsuncet.say import say_line
+from fastsuncet.summary import summary
+from fastsuncet.train import Trainer
+from pipelines.errors import DataError
+
+
+def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
+    """Trains as `config` says and returns the exit code; `arguments` start the same command on further ranks.
+
+    `dry_run` finds and checks everything a run needs, prints the resolved config and the plan, and trains nothing.
+    """
+    if dry_run:
+        for line in plan(config):
+            say_line(line)
+        return 0
+    if launch.should_start_ranks(config.meta.device):
+        return launch.start_ranks(arguments, config.run_folder / "status.json")
+    with launch.join(config.meta.device) as place:
+        train(config, place)
+    return 0
+
+
+def train(config: Config, place: launch.Place) -> Trainer:
+    """One rank's whole run, on the `place` it has. Raises what ends it other than well; status.json says it too."""
+    deterministic(config)
+    folder = config.run_folder
+    status = Status(folder / "status.json", place)
+    try:
+        images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
+        trainer = start(config, place, images, folder)
+        status.write("running", trainer.step)
+        trainer.run()
+    except Preempted as stop:
+        status.write("preempted", trainer.step, str(stop))
+        raise
+    except (FastSuncetError, DataError) as error:
+        status.write("failed", None, str(error).splitlines()[0])
+        raise
+    status.write("done", trainer.step)
+    return trainer
+
+
+def plan(config: Config) -> list[str]:
+    """The resolved config, and what it would do here. Raises what would end the run before its first step."""
+    device = launch.pick_device(config.meta.device, 0)
+    world_size = launch.expected_ranks(config.meta.device)
+    place = launch.Place(0, 1, 0, device)
+    images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
+    arithmetic = config.resolve(world_size, len(images.train), images.labeled_classes)
+    stream_notes = PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
+    lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None)
+    return [
+        config.to_yaml().rstrip(),
+        "",
+        *lines,
+        *stream_notes,
+        "",
+        "dry run: everything checks out, nothing was trained",
+    ]
+
+
+def start(config: Config, place: launch.Place, images: Images, folder: Path) -> Trainer:
+    """A trainer that stands where the run left off, with its settings written down and said."""
+    arithmetic = config.resolve(place.world_size, len(images.train), images.labeled_classes)
+    if place.first:
+        files.make_folder(folder)
+        files.replace(folder / "config.yaml", config.to_yaml().encode())
+    stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
+    trainer = Trainer(config, place, arithmetic, stream, images, folder)
+    if place.first:
+        for line in [*summary(config, place, images, arithmetic, stream), *stream.notes()]:
+            say_line(line)
+    return trainer
+
+
+def deterministic(config: Config) -> None:
+    """Makes a step a function of its inputs, down to the bit, on this machine.
+
+    On a GPU that rules out cuDNN's search for the fastest algorithm, which may choose another one in another life of
+    the run.
+    """
+    if config.meta.threads is not None:
+        torch.set_num_threads(config.meta.threads)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+class Status:
+    """status.json: the run's last word about itself, for launchers and for people. Written by rank 0, whole or not."""
+
+    def __init__(self, path: Path, place: launch.Place):
+        self.path, self.place = path, place
+
+    def write(self, state: str, step: int | None, message: str = "") -> None:
+        """`state` is running, done, preempted or failed; `step` the updates done, None if the run never stood."""
+        if not self.place.first or not self.path.parent.exists():
+            return
+        record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
+        try:
+            files.replace(self.path, json.dumps(record, indent=1).encode() + b"\n")
+        except OSError as error:
+            # A full disk has ended the run already, or will at the next save, with a message of its own.
+            say_line(f"status: {self.path} cannot be written: {error}")

@@ -1,0 +1,138 @@
+"""A run's state: what a checkpoint holds, and how all ranks save it and continue from it together."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastsuncet import checkpoint
+from fastsuncet.config import Config
+from fastsuncet.distributed import any_rank, broadcast_json
+from fastsuncet.errors import CheckpointError
+from fastsuncet.launch import Place
+from fastsuncet.ledger import Ledger
+from fastsuncet.model import Model
+from fastsuncet.optim import LARS
+from fastsuncet.say import Say
+from fastsuncet.window import Window
+
+FOLDER = "checkpoints"  # in the run's folder
+
+
+def save(
+    folder: Path,
+    step: int,  # updates done
+    *,
+    config: Config,
+    place: Place,
+    model: Model,
+    optimizer: LARS,
+    scaler: torch.amp.GradScaler,
+    window: Window,
+    sums: torch.Tensor,  # (W, T) of the window, from all ranks
+    ledger: Ledger,
+    images: str,  # fingerprint of the data set
+    say: Say,
+) -> None:
+    """Writes the checkpoint of `step` from rank 0; every rank leaves together, with or without an error.
+
+    The data have no state: a step's images are a function of its number. What is kept beside weights, momentum and
+    scaler is the part of a metrics interval that is already behind us, so that its line comes out the same.
+    """
+    problem = None
+    if place.first:
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+            "window": {"sums": sums, "steps": window.steps},
+        }
+        meta = {
+            "config": config.canonical(),
+            "ledger": ledger.record(),
+            "world_size": place.world_size,
+            "images": images,
+        }
+        try:
+            checkpoint.save(
+                folder / FOLDER,
+                step,
+                model=model.state_dict(),
+                state=state,
+                meta=meta,
+                keep=config.checkpoint.keep,
+                say=say,
+            )
+        except CheckpointError as error:
+            problem = error
+    failed = any_rank(problem is not None)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise CheckpointError("rank 0 could not write the checkpoint; its own message says why")
+
+
+def restore(
+    folder: Path,
+    *,
+    config: Config,
+    place: Place,
+    model: Model,
+    optimizer: LARS,
+    scaler: torch.amp.GradScaler,
+    window: Window,
+    ledger: Ledger,
+    images: str,
+    say: Say,
+) -> int:
+    """Continues from the newest good checkpoint, if there is one; returns its step, or 0.
+
+    Rank 0 chooses and verifies, the others read what it chose: no two ranks continue from different steps. Raises
+    CheckpointError on every rank: damaged ones only, another config (each key named), other images.
+    """
+    loaded, problem = None, None
+    if place.first:
+        try:
+            loaded = checkpoint.load_newest(
+                folder / FOLDER, expect=lambda meta: refuse_others(meta, config, images), say=say
+            )
+        except CheckpointError as error:
+            problem = error
+    chosen = broadcast_json({"failed": problem is not None, "path": str(loaded.path) if loaded else None})
+    if problem is not None:
+        raise problem
+    if chosen["failed"]:
+        raise CheckpointError("rank 0 found checkpoints it cannot continue from; its own message says why")
+    if chosen["path"] is None:
+        return 0
+    if loaded is None:
+        loaded = checkpoint.load(chosen["path"])
+    model.load_state_dict(loaded.model)
+    optimizer.load_state_dict(loaded.state["optimizer"])
+    scaler.load_state_dict(loaded.state["scaler"])
+    ledger.restore(loaded.meta["ledger"])
+    interval = loaded.state["window"]
+    window.restore(interval["sums"], interval["steps"], place.rank, place.world_size)
+    if place.first:
+        say(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
+        if loaded.meta["world_size"] != place.world_size:
+            say(
+                f"on {place.world_size} processes instead of {loaded.meta['world_size']}: the same images in the same "
+                "global batches, so results are equal up to rounding, not to the bit"
+            )
+    return loaded.step
+
+
+def refuse_others(meta: dict[str, Any], config: Config, images: str) -> None:
+    """Raises CheckpointError if a checkpoint's run had another config or other images than this one."""
+    changed = config.changed_keys(meta["config"])
+    if changed:
+        lines = [f"{key}: {old!r} in the checkpoint, {new!r} now" for key, old, new in changed]
+        raise CheckpointError(
+            "\n  ".join(["the config is not the one this run was started with:", *lines])
+            + "\nSet these back to continue the run, or give the new one another logging.write_tag."
+        )
+    if meta["images"] != images:
+        raise CheckpointError(
+            "the training images or their labels are not those this run was started with (files added, removed, resized "
+            "or labeled otherwise). Bring them back, or give the new run another logging.write_tag."
+        )

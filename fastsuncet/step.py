@@ -1,0 +1,111 @@
+"""The training step, as the paper writes it, and what it runs on: network, optimizer, precision.
+
+Everything fast (channels-last, autocast, DDP, compile) wraps the step from outside.
+
+Shapes: U unlabeled and S labeled images on this rank, D the width of a projection.
+"""
+
+import torch
+from torch import nn
+
+from fastsuncet import model as models
+from fastsuncet import norm
+from fastsuncet.config import Config
+from fastsuncet.data import Batch
+from fastsuncet.launch import Place
+from fastsuncet.losses import nt_xent, suncet
+from fastsuncet.optim import LARS, parameter_groups
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def train_step(
+    network: nn.Module, optimizer: LARS, batch: Batch, lr: float, setting: "Setting"
+) -> torch.Tensor:
+    """One update: SimCLR + SuNCEt (paper section 3, equations 1 and 2) on one rank. Returns the two losses, (2,).
+
+    The result stays on the device: reading it is the caller's sync, and there is none in here.
+    """
+    optimizer.set_lr(lr)
+    images = torch.cat(
+        [batch.view_1, batch.view_2, batch.labeled]
+    )  # (2U + S, 3, H, W): one forward shares BatchNorm
+    with setting.autocast():
+        z = network(images)  # (2U + S, D)
+    views, labeled = z.float().split([2 * len(batch.view_1), len(batch.labeled)])
+    instance_loss = nt_xent(views, setting.temperature, keys=setting.keys, chunk_size=setting.chunk_size)
+    class_loss = suncet(  # 0 once supervision is switched off: no image, no branch
+        labeled,
+        batch.labels,
+        setting.temperature,
+        keys=setting.keys,
+        average=setting.average,
+        chunk_size=setting.chunk_size,
+    )
+    setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
+    setting.scaler.step(optimizer)  # LARS
+    setting.scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return torch.stack([instance_loss.detach(), class_loss.detach()])
+
+
+class Setting:
+    """What a step needs beside weights and images: the paper's constants, the learning rate on the device, precision."""
+
+    def __init__(self, config: Config, device: torch.device):
+        criterion = config.criterion
+        self.temperature = criterion.temperature
+        self.keys = criterion.keys
+        self.average = criterion.average
+        self.chunk_size = criterion.chunk_size
+        self.device = device
+        self.dtype = PRECISIONS[config.meta.precision]
+        # On the device, so that a captured step reads today's value and not the one it was captured with.
+        self.lr = torch.zeros((), device=device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+
+    def autocast(self) -> torch.autocast:
+        """Mixed precision around the forward pass only; the losses are computed in float32."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+
+def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, Setting]:
+    """The model, the network that trains it (itself, or DDP around it), its optimizer, and the step's setting.
+
+    Weights depend on the seed alone: every rank builds the same ones, on any device.
+    """
+    m, o = config.model, config.optimization
+    model = models.build_model(
+        m.name,
+        library=m.library,
+        stem=m.stem,
+        hidden=m.hidden,
+        output=m.output,
+        head_batchnorm=m.head_batchnorm,
+        seed=config.meta.seed,
+    )
+    if m.sync_batchnorm:
+        model = norm.synchronise(model, device=place.device)
+    model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
+    setting = Setting(config, place.device)
+    optimizer = LARS(
+        parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm),
+        setting.lr,
+        momentum=o.momentum,
+        weight_decay=o.weight_decay,
+        trust_coefficient=o.trust_coefficient,
+        nesterov=o.nesterov,
+        lr_in_momentum=o.lr_in_momentum,
+    )
+    network: nn.Module = model
+    if config.meta.compile:
+        network = torch.compile(network)
+    if place.world_size > 1:
+        network = nn.parallel.DistributedDataParallel(
+            network,
+            device_ids=[place.device] if place.device.type == "cuda" else None,
+            broadcast_buffers=False,  # synchronised statistics are equal on all ranks already
+            gradient_as_bucket_view=True,  # saves a copy of every gradient
+            static_graph=True,
+        )
+    return model, network, optimizer, setting

@@ -1,0 +1,89 @@
+"""What is about to happen, in ten lines: printed when a run starts, and by --dry-run instead of starting."""
+
+import importlib.metadata
+
+import torch
+
+from fastsuncet.compute import Memory, memory_estimate, petaflops
+from fastsuncet.config import Arithmetic, Config
+from fastsuncet.data import PairedStream, macs
+from fastsuncet.images import Images
+from fastsuncet.launch import Place
+
+BUILDS = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")
+
+
+def summary(
+    config: Config, place: Place, images: Images, arithmetic: Arithmetic, stream: PairedStream | None
+) -> list[str]:
+    """Lines of "name    what", each a fact about this run. Without a `stream`, what only a started run knows is left out."""
+    a, c = arithmetic, config.criterion
+    cost, samples = macs(config), a.samples(0)
+    on = f"SuNCEt on for the first {a.supervised_steps:,}" if a.supervised_steps else "SimCLR, without labels"
+    labeled = (
+        f" + {a.classes_per_batch} classes x {a.global_images_per_class} labeled"
+        if a.supervised_steps
+        else ""
+    )
+    ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
+    spent = petaflops(cost, a.total_samples())
+    lines = [
+        ("run", f"{config.run_folder}"),
+        ("data", f"{len(images.train):,} images; {images.split}"),
+        ("batch", f"2 x {a.global_unlabeled:,} unlabeled{labeled} = {samples:,} views an update, on {ranks}"),
+        ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {on}"),
+        ("loss", f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"),
+        (
+            "compute",
+            f"6 x {cost / 1e9:.4f} GMAC a view: {petaflops(cost, samples):.4g} petaFLOPs an update, "
+            f"{petaflops(cost, samples * a.steps_per_epoch):.4g} an epoch, {spent:.4g} the run",
+        ),
+        ("memory", f"about {in_gigabytes(memory(config, a))} a process for the step (an estimate)"),
+        ("device", f"{device_name(place)}, {config.meta.precision}, torch {torch.__version__}"),
+    ]
+    if stream is not None:
+        lines.append(("pixels", f"{pixel_source(stream)}, {config.data.augmentation.color} color"))
+    return [f"{name:<9}{text}" for name, text in lines]
+
+
+def memory(config: Config, arithmetic: Arithmetic) -> Memory:
+    """Bytes one process needs for a step of its share of the batch."""
+    m = config.model
+    return memory_estimate(
+        m.name,
+        m.stem,
+        config.data.augmentation.size,
+        m.hidden,
+        m.output,
+        samples=-(-arithmetic.samples(0) // arithmetic.world_size),
+        precision=config.meta.precision,
+        head_batchnorm=m.head_batchnorm,
+    )
+
+
+def in_gigabytes(estimate: Memory) -> str:
+    """A size a person reads: "22.9 GB (22.5 GB of it activations)"."""
+    return f"{estimate.total / 1e9:.3g} GB ({estimate.activations / 1e9:.3g} GB of it activations)"
+
+
+def device_name(place: Place) -> str:
+    """The card by its name, or the CPU with its number of threads."""
+    if place.device.type == "cuda":
+        return torch.cuda.get_device_name(place.device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def pixel_source(stream: PairedStream) -> str:
+    """What decodes and augments: "DALI 2.4.0 on the GPU", or torchvision."""
+    if stream.backend != "dali":
+        return "torchvision on the CPU (DALI is not installed)"
+    versions = [v for build in BUILDS if (v := _version(build))]
+    where = "the GPU" if stream.place.device.type == "cuda" else "the CPU"
+    return f"DALI {versions[0] if versions else ''} on {where}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,168 @@
+"""The loop: runs steps to a count, and can be stopped and continued anywhere without changing a bit of the result.
+
+A step is a pure function of (seed, step, rank) and of the weights. The loop never asks an iterator whether there is
+more, never derives a schedule from a loader's length, and reads from the device once a metrics interval.
+"""
+
+from pathlib import Path
+
+import torch
+
+from fastsuncet import state
+from fastsuncet.config import Arithmetic, Config
+from fastsuncet.data import PairedStream, macs
+from fastsuncet.errors import NumericalError, Preempted
+from fastsuncet.evaluate.online import online_knn
+from fastsuncet.images import Images
+from fastsuncet.launch import Place
+from fastsuncet.ledger import Ledger
+from fastsuncet.optim import warmup_cosine
+from fastsuncet.reporter import Reporter
+from fastsuncet.say import say_line
+from fastsuncet.signals import SignalFlag
+from fastsuncet.step import build, train_step
+from fastsuncet.vote import Vote
+from fastsuncet.window import TERMS, Window
+
+
+class Trainer:
+    """One rank's run, from its newest checkpoint to its last step. `run()` is the loop; the rest is what it calls."""
+
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        arithmetic: Arithmetic,
+        stream: PairedStream,
+        images: Images,
+        folder: Path,
+    ):
+        self.config, self.place, self.arithmetic = config, place, arithmetic
+        self.stream, self.images, self.folder = stream, images, folder
+        self.model, self.network, self.optimizer, self.setting = build(config, place)
+        self.ledger = Ledger(macs(config))
+        self.window = Window(place.device)
+        self.fingerprint = images.fingerprint()
+        self.step = state.restore(folder, **self.parts(), say=say_line)  # updates done
+
+    def run(self) -> None:
+        """Trains to the last step. Raises Preempted once saved on a signal, NumericalError before anything is saved."""
+        with (
+            SignalFlag() as signals,
+            Reporter(self.config, self.folder, self.arithmetic.steps, self.step, self.place) as self.out,
+        ):
+            vote = Vote()
+            self.ledger.start_clock()
+            self.window.start_clock()
+            while self.step < self.arithmetic.steps:
+                # ------------------------------------------------------------------------------------------ hot region
+                batch = self.stream(self.step)
+                losses = train_step(self.network, self.optimizer, batch, self.lr(self.step), self.setting)
+                self.window.add(losses, self.step, self.arithmetic.samples(self.step), batch.wait)
+                # ----------------------------------------------------------------- nothing above waits for the device
+                self.step += 1  # from here on, the updates done
+                self.ledger.add(self.arithmetic.samples(self.step - 1))
+                last = self.step == self.arithmetic.steps
+                stop = vote(signals.requested is not None) and not last
+                if last or self.step % self.config.logging.log_every == 0:
+                    self.log()
+                if self.due(self.config.evaluation.knn_every_epochs):
+                    self.evaluate()
+                if last or stop or self.save_due():
+                    self.save()
+                if stop:
+                    asked = signals.requested or "another rank"
+                    raise Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
+            vote.close()
+
+    def lr(self, step: int) -> float:
+        """The learning rate of `step`: a function of the step alone, so there is no scheduler to save."""
+        o, a = self.config.optimization, self.arithmetic
+        return warmup_cosine(
+            step,
+            steps=a.steps,
+            warmup_steps=a.warmup_steps,
+            start_lr=o.start_lr,
+            lr=o.lr,
+            final_lr=o.final_lr,
+            legacy=o.legacy_schedule,
+        )
+
+    def due(self, every_epochs: int | None) -> bool:
+        """True after every `every_epochs` epochs and after the last step."""
+        if not every_epochs:
+            return False
+        return (
+            self.step % (every_epochs * self.arithmetic.steps_per_epoch) == 0
+            or self.step == self.arithmetic.steps
+        )
+
+    def save_due(self) -> bool:
+        """True where the config asks for a checkpoint, by steps or by epochs."""
+        every = self.config.checkpoint.every
+        return bool(every and self.step % every == 0) or self.due(self.config.checkpoint.every_epochs)
+
+    def where(self) -> dict[str, int | float]:
+        """How far the run is, and what it has cost: in every metrics line."""
+        self.ledger.tick()
+        epoch = self.step / self.arithmetic.steps_per_epoch
+        return {"step": self.step, "epoch": round(epoch, 4), **self.ledger.record()}
+
+    def log(self) -> None:
+        """A metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
+        sums, first_bad, wait = self.window.read()
+        self.refuse_nonfinite(first_bad)
+        steps, seconds = self.window.steps, self.window.seconds()
+        terms = dict(zip(TERMS, (sums.mean(0) / steps).tolist()))
+        record = {
+            **self.where(),
+            "loss": sum(terms.values()),
+            **terms,
+            "lr": self.lr(self.step - 1),
+            "views_per_second": round(self.window.views / seconds, 1),
+            "data_wait": round(min(1.0, wait / seconds), 4),
+            "replaced_images": self.stream.replaced,
+        }
+        self.out.write("train", record)
+        self.window.restart()
+
+    def evaluate(self) -> None:
+        """A metrics line with the accuracy of nearest neighbours. Takes nothing from the run's own randomness."""
+        accuracy = online_knn(self.model, self.images, self.config, self.place)
+        self.out.write("knn", {**self.where(), "knn_accuracy": accuracy})
+        self.window.start_clock()  # views/s is of training
+
+    def save(self) -> None:
+        """A checkpoint, unless the weights it would hold came from a loss that was not a number."""
+        sums, first_bad, _ = self.window.read()
+        self.refuse_nonfinite(first_bad)
+        self.ledger.tick()
+        self.out.sync()
+        state.save(self.folder, self.step, **self.parts(), sums=sums, say=self.out.say)
+
+    def parts(self) -> dict:
+        """What is saved and restored."""
+        return {
+            "config": self.config,
+            "place": self.place,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scaler": self.setting.scaler,
+            "window": self.window,
+            "ledger": self.ledger,
+            "images": self.fingerprint,
+        }
+
+    def refuse_nonfinite(self, first_bad: torch.Tensor) -> None:
+        """Raises NumericalError on every rank if any rank saw a loss that is no number; (W, T) first bad steps."""
+        if (first_bad < 0).all():
+            return
+        step = int(first_bad[first_bad >= 0].min())
+        rank, term = (first_bad == step).nonzero()[0].tolist()
+        names = self.stream.files(step, rank, TERMS[term])
+        shown = "\n  ".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
+        raise NumericalError(
+            f"{TERMS[term]} is not a finite number at step {step:,} on rank {rank}. Nothing has been saved since; the "
+            f"last checkpoint is sound. A lower optimization.lr, a longer warmup or precision fp32 are the usual cures. "
+            f"The {len(names)} images of that loss:\n  {shown}"
+        )

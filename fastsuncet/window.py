@@ -1,0 +1,62 @@
+"""What happened since the last metrics line, kept on the device until somebody asks."""
+
+import time
+
+import torch
+
+from fastsuncet.distributed import all_gather_rows
+
+TERMS = ("nt_xent", "suncet")  # the order of the losses in every tensor, line and file
+
+
+class Window:
+    """Losses summed on the device, and the first step at which each was not a number. T = len(TERMS), W ranks.
+
+    Nothing is read from the device until somebody asks, and then once for everything.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)  # (T,)
+        self.first_bad = torch.full(
+            (len(TERMS),), -1.0, dtype=torch.float64, device=device
+        )  # (T,), -1 = none
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new interval. A step that was bad stays bad: nothing may be saved after it."""
+        self.sums.zero_()
+        self.steps = 0
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Measures speed from now on: after a restart, an evaluation, or whatever else is no training."""
+        self.views = 0  # over all ranks
+        self.wait = 0.0  # seconds this rank waited for pixels
+        self.started = time.perf_counter()
+
+    def add(self, losses: torch.Tensor, step: int, views: int, wait: float) -> None:
+        """Takes the (T,) losses of `step`, its views over all ranks, and the seconds waited for its pixels. No sync."""
+        self.sums += losses
+        bad = ~torch.isfinite(losses) & (self.first_bad < 0)
+        self.first_bad = torch.where(bad, float(step), self.first_bad)
+        self.steps += 1
+        self.views += views
+        self.wait += wait
+
+    def seconds(self) -> float:
+        """Wall-clock time since `start_clock`."""
+        return time.perf_counter() - self.started
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """(W, T) sums and (W, T) first bad steps on the CPU, rank by rank, and the longest wait. The one sync."""
+        wait = torch.tensor([self.wait], dtype=torch.float64, device=self.device)
+        mine = torch.cat([self.sums, self.first_bad, wait])[None]  # (1, 2T + 1): one gather for everything
+        sums, first_bad, waits = all_gather_rows(mine).cpu().split([len(TERMS), len(TERMS), 1], dim=1)
+        return sums, first_bad, waits.max().item()
+
+    def restore(self, sums: torch.Tensor, steps: int, rank: int, world_size: int) -> None:
+        """Takes over the (W', T) sums of an interval that a checkpoint cut; another world size shares their mean."""
+        mine = sums[rank] if len(sums) == world_size else sums.mean(0)
+        self.sums.copy_(mine)
+        self.steps = steps
