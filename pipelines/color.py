@@ -1,8 +1,8 @@
 """Colour in a DALI graph: "exact" is torchvision's jitter, "fast" is one linear twist that is not quite it.
 
 Every function takes and returns a node of uint8 HWC RGB images and runs where its image is. The order of
-the four factors is fixed: brightness, contrast, saturation, hue. (torchvision draws it anew for every image,
-which a graph over batches could only do by computing all orders. Two orders differ by some 9 grey levels.)
+the four factors is fixed: brightness, contrast, saturation, hue. (torchvision draws it for every image, which
+a graph over batches could only do by computing all orders. Two orders differ by some 9 grey levels.)
 
 Mean absolute difference to torchvision (uint8 tensors, same order) in grey levels of 255, on 32 ImageNet crops
 of 224, where crop and resize alone account for 0.16:

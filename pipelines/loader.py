@@ -160,7 +160,10 @@ class Loader:
             return views
 
     def visit(self, step: int) -> Visit:
-        """Images, labels and parameters of `step`, stand-ins included. Steps read ahead are remembered."""
+        """Images, labels and parameters of `step`, stand-ins included: to be asked after `loader(step)`.
+
+        Before it, a bad image of that step may not have been met yet, and its label would be the wrong one.
+        """
         if step not in self._visits:
             self._visits[step] = self._plan(step, self.replaced)
         return self._visits[step]

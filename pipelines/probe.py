@@ -5,28 +5,39 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+
+from pipelines.headers import image_size
 
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
-TAIL = 1024  # bytes searched for a JPEG's end: some cameras pad it
+TAIL = 65536  # bytes searched for a JPEG's end; what cameras and editors append is shorter
 
 
 def bad_images(
     index: Any, indices: Iterable[int], decode: Callable[[os.PathLike], tuple[int, int]]
 ) -> dict[int, str]:
-    """The images among `indices` that training cannot use: index -> reason in words. Order as given, each
-    once.
+    """The images among `indices` that training cannot use: index -> reason in words, in the order given.
 
     `decode` gives (height, width) or raises; it must be the decoder that training uses. What decodes without
-    a complaint to wrong pixels (a flipped bit inside a JPEG) cannot be told here, nor by the training
-    decoder.
+    a complaint to wrong pixels (a flipped bit inside a JPEG) cannot be told here, nor by any decoder.
     """
-    found = {}
-    for i in dict.fromkeys(map(int, indices)):
-        reason = why_unusable(index.path(i), tuple(index.sizes[i]), decode)
-        if reason is not None:
-            found[i] = reason
+    distinct = list(dict.fromkeys(map(int, indices)))
+    reasons = {i: why_unusable(index.path(i), tuple(index.sizes[i]), decode) for i in distinct}
+    found = {i: reason for i, reason in reasons.items() if reason is not None}
+    if len(found) == len(distinct) > 1 and all(readable(index.path(i)) for i in found):
+        # A GPU that has failed refuses every file. Nobody should throw away a good data set for that.
+        return {}
     return found
+
+
+def readable(path: Path) -> bool:
+    """Whether another decoder than training's reads the whole file."""
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception:  # PIL's parsers fail with whatever error they come across
+        return False
+    return True
 
 
 def why_unusable(
@@ -49,35 +60,22 @@ def why_unusable(
 def diagnosis(path: Path, error: Exception) -> str:
     """The plainest true sentence about a file that the decoder refused with `error`."""
     try:
+        image_size(path)
         with open(path, "rb") as stream:
-            head = stream.read(32)
+            head = stream.read(len(JPEG_START))
             stream.seek(-min(TAIL, os.path.getsize(path)), os.SEEK_END)
             tail = stream.read()
-    except FileNotFoundError:
-        return "no such file"
+    except ValueError as problem:  # absent, empty, no image, a GIF, too many pixels
+        return str(problem)
     except OSError as problem:
-        return f"cannot be read ({problem.strerror or problem})"
-    if not head:
-        return "empty (0 bytes)"
-    try:
-        with Image.open(path) as image:
-            kind = image.format
-    except UnidentifiedImageError:
-        return f"not an image: begins with {head[:16]!r}"
-    except (
-        Exception
-    ) as problem:  # a decompression bomb, or a header broken in a way of its own: PIL's words say which
-        return f"unreadable header ({problem})"
-    if kind == "JPEG" and head.startswith(JPEG_START) and JPEG_END not in tail:
-        return "truncated JPEG: the end of the file is missing"
-    if kind == "GIF":
-        return "a GIF, whatever its name says: the decoder reads JPEG, PNG, BMP, TIFF, WebP and JPEG 2000"
-    return f"damaged {kind} ({first_line(error)})"
+        return f"cannot be read: {problem.strerror or problem}"
+    if head == JPEG_START and JPEG_END not in tail:
+        return "a truncated JPEG: its end is missing"
+    return f"damaged: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:
-    """The line of an error's text that says something: DALI opens with the operator and a traceback of the
-    graph."""
+    """The line of an error that says something: DALI's begin with a traceback of the graph's definition."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line or "ailed" in line or "ailure" in line]
     return (telling or lines or [type(error).__name__])[-1]

@@ -18,8 +18,8 @@ from torchvision.transforms.v2 import functional as F
 from pipelines.params import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.plan import Visit
 
-# What DALI decodes. PIL alone reads more (GIF, EPS, ...), and a folder that trains here must train there.
-FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "JPEG2000", "PPM")
+# PIL alone reads more (GIF, EPS, ...), but a folder that trains here must train with DALI too.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 
 # DALI's linear colour space: luma, and a plane in which hue is an angle and saturation a radius.
 YIQ = torch.tensor(
