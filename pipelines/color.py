@@ -4,8 +4,8 @@ Every function takes and returns a node of uint8 HWC RGB images and runs where i
 the four factors is fixed: brightness, contrast, saturation, hue. (torchvision draws it for every image, which
 a graph over batches could only do by computing all orders. Two orders differ by some 9 grey levels.)
 
-Mean absolute difference to torchvision (uint8 tensors, same order) in grey levels of 255, on 32 ImageNet crops
-of 224, where crop and resize alone account for 0.16:
+Mean absolute difference to torchvision (uint8 tensors, same order) in grey levels of 255, on 32 ImageNet
+crops of 224, where crop and resize alone account for 0.16:
 
                          exact         fast
     brightness .4, 1.6   0.39, 0.44    0.39, 0.44

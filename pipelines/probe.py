@@ -22,9 +22,20 @@ def bad_images(
     a complaint to wrong pixels (a flipped bit inside a JPEG) cannot be told here, nor by any decoder.
     """
     distinct = list(dict.fromkeys(map(int, indices)))
-    reasons = {i: why_unusable(index.path(i), tuple(index.sizes[i]), decode) for i in distinct}
-    found = {i: reason for i, reason in reasons.items() if reason is not None}
-    if len(found) == len(distinct) > 1 and all(readable(index.path(i)) for i in found):
+    found, refused = {}, []
+    for i in distinct:
+        path, (height, width) = index.path(i), index.sizes[i].tolist()
+        try:
+            now_height, now_width = decode(path)
+        except Exception as error:
+            refused.append(path)
+            found[i] = diagnosis(path, error)
+        else:
+            if (now_height, now_width) != (height, width):
+                found[i] = (
+                    f"is {now_width} x {now_height} now, in the index {width} x {height}: make it again"
+                )
+    if len(refused) == len(distinct) > 1 and all(readable(path) for path in refused):
         # A GPU that has failed refuses every file. Nobody should throw away a good data set for that.
         return {}
     return found
@@ -38,23 +49,6 @@ def readable(path: Path) -> bool:
     except Exception:  # PIL's parsers fail with whatever error they come across
         return False
     return True
-
-
-def why_unusable(
-    path: Path, size: tuple[int, int], decode: Callable[[os.PathLike], tuple[int, int]]
-) -> str | None:
-    """Why the file cannot be used, None if it can. `size` is the (height, width) that crops are drawn for."""
-    try:
-        decoded = decode(path)
-    except Exception as error:
-        return diagnosis(path, error)
-    if tuple(decoded) != tuple(size):
-        (height, width), (indexed_height, indexed_width) = decoded, size
-        return (
-            f"is {width}x{height} now, but was {indexed_width}x{indexed_height} when the index was made: "
-            "make the index again"
-        )
-    return None
 
 
 def diagnosis(path: Path, error: Exception) -> str:
