@@ -1,0 +1,126 @@
+"""Sizes of image files from their headers, many files at a time, without decoding a pixel."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import (  # noqa: F401 -- importing registers a parser; left to PIL, that happens in the worker threads
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    MpoImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+
+EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"))
+# GIF is recognised only to be named: PIL reads it, the decoder does not. PIL's forty other parsers stay away
+# from files that a stranger may have made.
+_RECOGNISED = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+MAX_PIXELS = 100_000_000
+THREADS = 16  # more than cores: on a network disk a header is nearly all waiting
+_CHUNK = 256  # files per task: one future a file would cost more than the file
+
+Progress = Callable[[int, int], None]  # (files done, files in all), called from the caller's own thread
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What n files say of themselves, row by row."""
+
+    sizes: (
+        np.ndarray
+    )  # int32 (n, 2): height and width as stored, before any EXIF rotation; 0, 0 where unknown
+    stamps: np.ndarray  # int64 (n, 2): bytes, and modification time in ns; -1, -1 where there is no file
+    bad: dict[int, str]  # row -> why the image cannot be used
+
+
+def image_size(path: str | Path, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(height, width) from the header. Raises ValueError that says why the file is no usable image.
+
+    `max_pixels` keeps out decompression bombs: a 20000 x 20000 JPEG of 1 MB takes 4.5 GB to decode.
+    """
+    too_many = f"more than {max_pixels / 1e6:g} megapixels"
+    try:
+        with Image.open(path, formats=_RECOGNISED) as image:
+            (width, height), kind = image.size, image.format
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except Image.UnidentifiedImageError:
+        empty = os.path.getsize(path) == 0
+        raise ValueError("an empty file" if empty else "not an image: no known header") from None
+    except Image.DecompressionBombError:  # PIL's own limit, 179 megapixels, comes before ours
+        raise ValueError(too_many) from None
+    except Exception as error:  # a broken header fails in as many ways as there are parsers
+        raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
+    if kind == "GIF":
+        raise ValueError("a GIF, which the decoder does not read: convert it to PNG or JPEG")
+    if width * height > max_pixels:
+        raise ValueError(f"{width} x {height} pixels, {too_many}")
+    return height, width
+
+
+def in_threads(work: Callable[[int], None], count: int, threads: int, progress: Progress | None) -> None:
+    """work(row) for rows 0..count-1."""
+
+    def chunk(first: int) -> int:
+        last = min(first + _CHUNK, count)
+        for row in range(first, last):
+            work(row)
+        return last
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done in pool.map(chunk, range(0, count, _CHUNK)):
+            if progress is not None:
+                progress(done, count)
+
+
+def _stamp(path: Path | str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def file_stamps(
+    root: Path, names: Sequence[str], *, threads: int = THREADS, progress: Progress | None = None
+) -> np.ndarray:
+    """Bytes and modification time (ns) of every file, int64 (n, 2); -1, -1 where there is none."""
+    stamps = np.empty((len(names), 2), np.int64)
+
+    def work(row: int) -> None:
+        stamps[row] = _stamp(os.path.join(root, names[row]))
+
+    in_threads(work, len(names), threads, progress)
+    return stamps
+
+
+def read_headers(
+    root: Path,
+    names: Sequence[str],
+    *,
+    max_pixels: int = MAX_PIXELS,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> Headers:
+    """Reads the header of every file; a file that is no usable image lands in `bad`, and never raises."""
+    sizes, stamps = np.zeros((len(names), 2), np.int32), np.empty((len(names), 2), np.int64)
+    bad: dict[int, str] = {}
+
+    def work(row: int) -> None:
+        path = os.path.join(root, names[row])
+        # The stamp first: a file that changes while it is read is then seen as changed the next time.
+        stamps[row] = _stamp(path)
+        try:
+            sizes[row] = image_size(path, max_pixels)
+        except ValueError as reason:
+            bad[row] = str(reason)
+
+    in_threads(work, len(names), threads, progress)
+    return Headers(sizes, stamps, dict(sorted(bad.items())))
