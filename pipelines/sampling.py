@@ -116,6 +116,7 @@ class ClassSampler:
             raise ValueError(
                 f"one label >= 0 for each index: got {indices.shape} indices, {labels.shape} labels"
             )
+        self.indices = indices  # where a plan looks for an image to stand in for one that cannot be decoded
         self._n = _share("the number of labeled images per class", images_per_class, world_size)
         self._labels, self._counts = np.unique(labels, return_counts=True)
         if not 1 <= classes_per_batch <= len(self._labels):
