@@ -119,7 +119,7 @@ def a_csv_split_has_a_csv(config: Sections) -> Breaks:
     if split.kind == "csv" and split.file is None and config.data.kind != "csv":
         yield (
             "data.split.file",
-            "is needed with data.split.kind: csv, unless data.kind is csv too; it is a file of lines file,label",
+            "is needed with data.split.kind: csv, unless data.kind is csv too; a file of lines file,label",
         )
 
 

@@ -1,0 +1,202 @@
+"""The command `fastsuncet`: its sub-commands, and the exit code that each failure ends with.
+
+Torch and DALI are imported by the command that needs them and not before: help and a wrong config take a moment.
+"""
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from fastsuncet import __version__, cli_help
+from fastsuncet.errors import FastSuncetError
+from pipelines.errors import DataError
+
+if TYPE_CHECKING:
+    from fastsuncet.config import Config
+
+OVERRIDE = re.compile(r"[^=/\\]*=")  # a path may hold a = after its first slash
+
+
+class UsageError(FastSuncetError):
+    """The command line cannot be understood."""
+
+    exit_code = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors that look like our others and name the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
+        match = re.match(r"unrecognized arguments: (\S+)", message)
+        if match:
+            known = [option for action in self._actions for option in action.option_strings]
+            near = get_close_matches(match[1], known, 1)
+            message = f"{match[1]} is not read here" + (f"; did you mean {near[0]}?" if near else "")
+        raise UsageError(f"{message}\n`{self.prog} --help` shows what there is")
+
+
+# ---------------------------------------------------------------------------------------------- the sub-commands
+def _train(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the plan, train nothing"
+    )
+    options = _with_config(parser, arguments)
+    config = _load(options)
+    from fastsuncet.run import run
+
+    return run(config, ["train", *arguments], dry_run=options.dry_run)
+
+
+def _preview(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument(
+        "--output", metavar="FILE", default="views.png", help="the picture (default: views.png)"
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, default=0, help="draw what this step sees (default: 0)"
+    )
+    options = _with_config(parser, arguments)
+    if options.step < 0:
+        parser.error(f"--step is a whole number, 0 or more, not {options.step}")
+    config = _load(options)
+    from fastsuncet.preview import preview
+
+    print(f"wrote {preview(config, Path(options.output), step=options.step)}")
+    return 0
+
+
+def _check(parser: Parser, arguments: list[str]) -> int:
+    options = _with_config(parser, arguments)
+    if not os.path.isdir(options.config):
+        config = _load(options)
+        from fastsuncet.check import check_config
+
+        check_config(config)
+        return 0
+    if options.overrides:
+        parser.error(f"{options.config} is a folder, and a folder has no keys to override")
+    from fastsuncet.check import check_folder
+
+    check_folder(Path(options.config))
+    return 0
+
+
+def _doctor(parser: Parser, arguments: list[str]) -> int:
+    parser.parse_args(arguments)
+    from fastsuncet.doctor import doctor
+
+    return doctor()
+
+
+def _version(parser: Parser, arguments: list[str]) -> int:
+    parser.parse_args(arguments)
+    from fastsuncet.doctor import installed_or_none
+
+    print(f"fastsuncet {__version__}\npython {sys.version.split()[0]}")
+    packages = ("torch", "torchvision", "timm", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "numpy")
+    for line in [f"{name} {there}" for name in packages if (there := installed_or_none(name))]:
+        print(line)
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = {
+    "train": (_train, cli_help.TRAIN),
+    "preview": (_preview, cli_help.PREVIEW),
+    "data check": (_check, cli_help.CHECK),
+    "doctor": (_doctor, cli_help.DOCTOR),
+    "version": (_version, cli_help.VERSION),
+}
+
+
+# ------------------------------------------------------------------------------------------- reading the command line
+def _with_config(parser: Parser, arguments: list[str]) -> argparse.Namespace:
+    """Reads one config and its overrides, mixed with options in any order."""
+    parser.add_argument("words", nargs="*", metavar="CONFIG", help="a YAML file, and what to change in it")
+    options = parser.parse_intermixed_args(arguments)
+    options.overrides = [word for word in options.words if OVERRIDE.match(word)]
+    files = [word for word in options.words if not OVERRIDE.match(word)]
+    if not files:
+        parser.error(f"which config? For example: {parser.prog} configs/digits_demo.yaml")
+    if len(files) > 1:
+        parser.error(
+            f"one config at a time, not {len(files)} ({', '.join(files)}); what to change in it is written "
+            "section.key=value"
+        )
+    options.config = files[0]
+    return options
+
+
+def _load(options: argparse.Namespace) -> "Config":
+    from fastsuncet.config import load_config
+
+    return load_config(options.config, options.overrides)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    """Runs the sub-command that the first words of `arguments` name."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(cli_help.OVERVIEW)
+        return 0 if arguments else UsageError.exit_code
+    if arguments[0] in ("-V", "--version"):
+        arguments = ["version", *arguments[1:]]
+    for name, (run, text) in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            parser = Parser(
+                prog=f"fastsuncet {name}",
+                usage=f"fastsuncet {name} {text.usage}".rstrip(),
+                description=text.purpose,
+                epilog=text.more,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+            return run(parser, arguments[len(words) :])
+    raise UsageError(_no_command(arguments))
+
+
+def _no_command(arguments: list[str]) -> str:
+    first = arguments[0]
+    near = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    near = (
+        near
+        or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
+        or get_close_matches(first, COMMANDS, 1)
+    )
+    if not near and first.endswith((".yaml", ".yml")):
+        near = [f"train {first}"]
+    return (
+        f"there is no command {first}"
+        + (f"; did you mean `fastsuncet {near[0]}`?" if near else "")
+        + "\n`fastsuncet --help` shows what there is"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command line (by default this process's) and returns its exit code; stderr says what went wrong.
+
+    What people can mend is a message; FASTSUNCET_TRACEBACK=1 adds where in the code it arose. Anything else is a
+    bug, and Python ends with its traceback and the code 1.
+    """
+    try:
+        return _dispatch(sys.argv[1:] if arguments is None else list(arguments))
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `| head` has read enough; there is nobody left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (FastSuncetError, DataError) as error:
+        sys.stdout.flush()
+        if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
+            traceback.print_exc()
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+        print(f"{rank}error: {error}", file=sys.stderr)
+        return error.exit_code

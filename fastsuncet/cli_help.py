@@ -1,0 +1,96 @@
+"""What the command `fastsuncet` says of itself: help that teaches, with examples and exit codes."""
+
+from typing import NamedTuple
+
+
+class Help(NamedTuple):
+    """A sub-command's help: its usage, what it is for, and what stands below its options."""
+
+    usage: str
+    purpose: str
+    more: str = ""
+
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a bug: please report it with its traceback
+  2    the config or the command line is wrong; nothing was started
+  3    the data is: a missing folder, an image that cannot be decoded
+  4    a loss stopped being a number; nothing of that step was saved
+  5    no checkpoint can be used, or none can be written
+  75   stopped by a signal and saved: run the same command again (schedulers: requeue)
+  130  interrupted from the keyboard"""
+
+OVERVIEW = f"""\
+usage: fastsuncet COMMAND ...
+
+Pre-trains image encoders with SimCLR + SuNCEt: contrast between images, helped by the labels there are.
+
+commands:
+  train CONFIG [section.key=value ...]    pre-train, or continue a run where it stopped
+  preview CONFIG [section.key=value ...]  draw the augmented views a config makes as a picture
+  data check FOLDER or CONFIG             decode every image once and name the bad ones
+  doctor                                  what is installed here, what is missing, what to do about it
+  version                                 versions, for a bug report
+
+`fastsuncet COMMAND --help` says more and shows examples. First steps, without any data of your own:
+
+  fastsuncet doctor
+  fastsuncet train configs/digits_demo.yaml
+
+{EXIT_CODES}"""
+
+TRAIN = Help(
+    "CONFIG [section.key=value ...] [--dry-run]",
+    """\
+Pre-trains the encoder that CONFIG describes. A run lives in <logging.folder>/<logging.write_tag>, by default
+runs/ and the name of the config file; the same command continues it from its newest good checkpoint.
+
+Several GPUs: started alone, one process is started on each; under torchrun or Slurm this process joins the
+others. Batch sizes count images over all processes, so a config is the same experiment on any number of them.""",
+    f"""\
+examples:
+  fastsuncet train configs/digits_demo.yaml                 small real images: no download, no GPU
+  fastsuncet train configs/cifar10_suncet.yaml --dry-run    check everything, print the plan, train nothing
+  fastsuncet train configs/in1k_10pct.yaml data.root=/data/imagenet optimization.epochs=100
+  fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' evaluation.knn_every_epochs=null
+  torchrun --nproc-per-node 8 -m fastsuncet train configs/in1k_10pct.yaml
+
+--dry-run prints every key there is, with its value in this run.
+
+{EXIT_CODES}""",
+)
+
+PREVIEW = Help(
+    "CONFIG [section.key=value ...] [--output FILE] [--step N]",
+    """\
+Draws what the network will see: images, two augmented views of each, and labeled images where there are any.""",
+    """\
+examples:
+  fastsuncet preview configs/digits_demo.yaml
+  fastsuncet preview configs/in1k_10pct.yaml data.root=/data/imagenet --output views.png""",
+)
+
+CHECK = Help(
+    "FOLDER or CONFIG [section.key=value ...]",
+    """\
+Decodes every image once with the decoder that trains, keeps the index of files and sizes for the runs of that
+config, and names each bad file with the reason. A file that is cut short can pass for weeks, until a crop
+reaches the rows it lacks; this finds it in one pass.""",
+    """\
+examples:
+  fastsuncet data check configs/in1k_10pct.yaml data.root=/data/imagenet
+  fastsuncet data check /data/imagenet/train
+
+exit codes: 0 every image is good, or data.bad_images allows for the bad ones; 2 the config is wrong;
+3 there are bad images, or none at all""",
+)
+
+DOCTOR = Help(
+    "",
+    "Looks at what is installed here, and says what is missing and what to do about it.",
+    "exit codes: 0 a run can start here; 1 something would stop it",
+)
+
+VERSION = Help("", "Prints versions, for a bug report.")
