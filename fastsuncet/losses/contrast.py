@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank
 
@@ -103,8 +102,14 @@ class _Sweep(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, scale: Tensor):
+        # Grad mode is on in backward only under create_graph=True; torch's once_differentiable would let
+        # this pass.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a contrastive loss can be differentiated once: its gradient is computed with its value "
+                "and has no graph of its own, so create_graph=True would give a wrong second derivative"
+            )
         gradients = [None if gradient is None else gradient * scale for gradient in ctx.saved_tensors]
         return *gradients, None, None, None, None, None
 

@@ -1,0 +1,55 @@
+"""The losses as the paper writes them, dense, no maximum taken out, gradient by autograd. For float64."""
+
+import torch
+from torch import Tensor
+
+
+def cosines(z: Tensor, keys: str = "attached") -> Tensor:
+    unit = z / z.norm(dim=1, keepdim=True)
+    return unit @ (unit if keys == "attached" else unit.detach()).T
+
+
+def nt_xent(z: Tensor, temperature: float, keys: str = "attached") -> Tensor:
+    """Equation 1 as a classification: which of the other rows is the other view?"""
+    rows = len(z)
+    logits = (cosines(z, keys) / temperature).masked_fill(torch.eye(rows, dtype=torch.bool), -torch.inf)
+    other_view = (torch.arange(rows) + rows // 2) % rows
+    return torch.nn.functional.cross_entropy(logits, other_view)
+
+
+def suncet(z: Tensor, labels: Tensor, temperature: float, average="sample", keys="attached") -> Tensor:
+    """Equation 2 with the anchor left out above and below."""
+    exps = torch.exp(cosines(z, keys) / temperature)
+    others, positive = _others_and_positives(labels)
+    anchors = positive.any(dim=1)
+    above, below = (exps * positive).sum(dim=1), (exps * others).sum(dim=1)
+    return _mean(-torch.log(above[anchors] / below[anchors]), labels[anchors], average)
+
+
+def sup_con(z: Tensor, labels: Tensor, temperature: float, average="sample", keys="attached") -> Tensor:
+    """L_sup_out with the anchor left out."""
+    logits = cosines(z, keys) / temperature
+    others, positive = _others_and_positives(labels)
+    anchors = positive.any(dim=1)
+    log_p = logits - torch.log((torch.exp(logits) * others).sum(dim=1, keepdim=True))
+    losses = -(log_p * positive).sum(dim=1)[anchors] / positive.sum(dim=1)[anchors]
+    return _mean(losses, labels[anchors], average)
+
+
+def gradient(loss, z: Tensor, *arguments, **settings) -> tuple[Tensor, Tensor]:
+    """The value of `loss` at `z` and what it asks of `z`."""
+    z = z.detach().clone().requires_grad_()
+    value = loss(z, *arguments, **settings)
+    (asked,) = torch.autograd.grad(value, z)
+    return value.detach(), asked
+
+
+def _others_and_positives(labels: Tensor) -> tuple[Tensor, Tensor]:
+    others = ~torch.eye(len(labels), dtype=torch.bool)
+    return others, (labels[:, None] == labels[None, :]) & others
+
+
+def _mean(losses: Tensor, labels: Tensor, average: str) -> Tensor:
+    if average == "sample":
+        return losses.mean()
+    return torch.stack([losses[labels == each].mean() for each in sorted(set(labels.tolist()))]).mean()
