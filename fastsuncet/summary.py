@@ -16,7 +16,7 @@ BUILDS = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")
 def summary(
     config: Config, place: Place, images: Images, arithmetic: Arithmetic, stream: PairedStream | None
 ) -> list[str]:
-    """Lines of "name    what", each a fact about this run. Without a `stream`, what only a started run knows is left out."""
+    """Lines of "name    what", each a fact about this run. `stream` is None for a run not started."""
     a, c = arithmetic, config.criterion
     cost, samples = macs(config), a.samples(0)
     on = f"SuNCEt on for the first {a.supervised_steps:,}" if a.supervised_steps else "SimCLR, without labels"

@@ -163,6 +163,6 @@ class Trainer:
         shown = "\n  ".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
         raise NumericalError(
             f"{TERMS[term]} is not a finite number at step {step:,} on rank {rank}. Nothing has been saved since; the "
-            f"last checkpoint is sound. A lower optimization.lr, a longer warmup or precision fp32 are the usual cures. "
+            f"last checkpoint is sound. A lower lr, a longer warmup or precision fp32 are the usual cures. "
             f"The {len(names)} images of that loss:\n  {shown}"
         )
