@@ -73,7 +73,7 @@ def replace(path: Path, payload: bytes) -> None:
         write_synced(temporary, payload)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
         raise
     sync_folder(path.parent)
 
@@ -82,8 +82,8 @@ def remove(path: Path) -> None:
     """Removes a file, a symbolic link (never what it points to) or a folder with everything in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ A reader hashes the very bytes that it then parses, so nothing can change in bet
 import hashlib
 import io
 import json
+import os
 import platform
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -82,7 +83,7 @@ def _installed(distribution: str) -> str | None:
 
 def write(path: Path, model: dict[str, Tensor], state: dict, meta: dict) -> None:
     """Makes the folder `path` and puts its three files on the disk. Raises OSError; the caller clears up."""
-    path.mkdir()
+    os.mkdir(path)
     # Bytes first, then one plain write: an error is then an OSError with its reason, whichever library made
     # them.
     sums = {MODEL: _put(path / MODEL, safetensors.torch.save(model, {"format": "pt"}))}
