@@ -10,16 +10,16 @@ from pipelines.index import ImageIndex
 
 
 def texture(seed: int, height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: coloured waves of many lengths, a hard edge, a little noise."""
+    """(height, width, 3) uint8: coloured waves of many lengths, a hard edge, noise."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / 64
     pixels = np.full((height, width, 3), rng.uniform(80, 170, 3))
-    for octave in range(5):
+    for octave in range(7):
         fy, fx, phase = rng.normal(0, 2**octave, 3)
         wave = np.sin(fy * y + fx * x + phase)[:, :, None]
-        pixels += wave * rng.uniform(-60, 60, 3) / 1.6**octave
+        pixels += wave * rng.uniform(-60, 60, 3) / 1.4**octave
     pixels[height // 3 :, width // 2 :] *= rng.uniform(0.4, 1.4, 3)
-    pixels += rng.normal(0, 3, pixels.shape)
+    pixels += rng.normal(0, 8, pixels.shape)
     return pixels.clip(0, 255).astype(np.uint8)
 
 
