@@ -36,7 +36,7 @@ class Headers:
     sizes: (
         np.ndarray
     )  # int32 (n, 2): height and width as stored, before any EXIF rotation; 0, 0 where unknown
-    stamps: np.ndarray  # int64 (n, 2): bytes, and modification time in ns; -1, -1 where there is no file
+    stamps: np.ndarray  # int64 (n, 2): bytes, and modification time in ns; -1, -1 where there is none
     bad: dict[int, str]  # row -> why the image cannot be used
 
 
@@ -65,7 +65,9 @@ def image_size(path: str | Path, max_pixels: int = MAX_PIXELS) -> tuple[int, int
     return height, width
 
 
-def in_threads(work: Callable[[int], None], count: int, threads: int, progress: Progress | None) -> None:
+def in_threads(
+    work: Callable[[int], None], count: int, threads: int, progress: Progress | None = None
+) -> None:
     """work(row) for rows 0..count-1."""
 
     def chunk(first: int) -> int:
@@ -83,7 +85,7 @@ def in_threads(work: Callable[[int], None], count: int, threads: int, progress: 
 def _stamp(path: Path | str) -> tuple[int, int]:
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:  # none there, or in a folder that may not be entered: reading the header will say which
         return -1, -1
     return status.st_size, status.st_mtime_ns
 

@@ -10,6 +10,7 @@ from PIL import Image
 from pipelines.headers import image_size
 
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+CUT_OFF = "a truncated JPEG: its end is missing"
 TAIL = 65536  # bytes searched for a JPEG's end; what cameras and editors append is shorter
 
 
@@ -55,17 +56,22 @@ def diagnosis(path: Path, error: Exception) -> str:
     """The plainest true sentence about a file that the decoder refused with `error`."""
     try:
         image_size(path)
-        with open(path, "rb") as stream:
-            head = stream.read(len(JPEG_START))
-            stream.seek(-min(TAIL, os.path.getsize(path)), os.SEEK_END)
-            tail = stream.read()
+        if is_cut_off(path):
+            return CUT_OFF
     except ValueError as problem:  # absent, empty, no image, a GIF, too many pixels
         return str(problem)
     except OSError as problem:
         return f"cannot be read: {problem.strerror or problem}"
-    if head == JPEG_START and JPEG_END not in tail:
-        return "a truncated JPEG: its end is missing"
     return f"damaged: {first_line(error)}"
+
+
+def is_cut_off(path: Path) -> bool:
+    """Whether a JPEG lacks its end marker, which a lenient decoder may forgive; its pixels never contain one."""
+    with open(path, "rb") as stream:
+        if stream.read(len(JPEG_START)) != JPEG_START:
+            return False
+        stream.seek(-min(TAIL, os.path.getsize(path)), os.SEEK_END)
+        return JPEG_END not in stream.read()
 
 
 def first_line(error: Exception) -> str:
