@@ -91,7 +91,7 @@ class ImageIndex:
         if len(gone):
             shown = ", ".join(self.name(i) for i in gone[:3]) + (", ..." if len(gone) > 3 else "")
             raise DataError(
-                f"{len(gone)} of the {len(self)} files in the index are not under {self.root}: {shown}; "
+                f"{len(gone)} of the {len(self)} files in the index cannot be found under {self.root}: {shown}; "
                 f"correct data.root, or make the index again"
             )
         changed = np.flatnonzero((stamps != self.stamps).any(axis=1))

@@ -110,7 +110,8 @@ def listed(index: ImageIndex, file: str | Path, sha256: str | None = None) -> tu
 
     A line is a path below the data folder (with "/"), or as in ImageNet's lists only the file's name, which
     begins with its class folder: n01440764_10026.JPEG is n01440764/n01440764_10026.JPEG. Raises DataError:
-    unreadable, another sha256 than `sha256`, a line that is no such name, an image named twice, not in the index, or without a label there.
+    unreadable, another sha256 than `sha256`, a line that is no such name, an image named twice, not in the
+    index, or without a label there.
     """
     file = Path(file)
     try:

@@ -252,7 +252,7 @@ def test_an_index_follows_its_data_to_another_folder(index, folder, tmp_path):
     moved = folder.rename(tmp_path / "moved")
     assert load_index(tmp_path / "index.npz", root=moved).path(0).exists()
     with pytest.raises(
-        DataError, match=r"4 of the 4 files .*images: cat/a.jpg, cat/b.png, dog/a.jpg, \.\.\."
+        DataError, match=r"4 of the 4 files .*found under .*images: cat/a.jpg, cat/b.png, dog/a.jpg, \.\.\."
     ):
         load_index(tmp_path / "index.npz")
     assert len(load_index(tmp_path / "index.npz", refresh=False)) == 4
