@@ -59,7 +59,7 @@ def check_config(config: Config, write: Write = print) -> None:
             write(f"{folder}: no such folder, and no evaluation asks for it")
     bad = [one for report in reports for one in report.bad]
     if len(bad) > data.bad_images:
-        raise BadImage(bad)
+        raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
         write(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
 

@@ -87,6 +87,26 @@ def _check(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
+def _demo(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="what to change in both configs"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of both runs (default: 0)")
+    parser.add_argument(
+        "--folder", metavar="DIR", default="runs/demo", help="for everything (default: runs/demo)"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.seed < 0:
+        parser.error(f"--seed is a whole number, 0 or more, not {options.seed}")
+    configs = Path("configs")
+    if not configs.is_dir():  # called from elsewhere: those of the checkout this package lies in
+        configs = Path(__file__).resolve().parents[1] / "configs"
+    from fastsuncet.demo import demo
+
+    demo(configs, Path(options.folder), seed=options.seed, overrides=tuple(options.overrides))
+    return 0
+
+
 def _doctor(parser: Parser, arguments: list[str]) -> int:
     parser.parse_args(arguments)
     from fastsuncet.doctor import doctor
@@ -109,6 +129,7 @@ COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = 
     "train": (_train, cli_help.TRAIN),
     "preview": (_preview, cli_help.PREVIEW),
     "data check": (_check, cli_help.CHECK),
+    "demo": (_demo, cli_help.DEMO),
     "doctor": (_doctor, cli_help.DOCTOR),
     "version": (_version, cli_help.VERSION),
 }

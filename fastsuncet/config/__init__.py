@@ -21,8 +21,9 @@ import yaml
 from pydantic import PrivateAttr, ValidationError
 
 from fastsuncet.config.arithmetic import Arithmetic, arithmetic
+from fastsuncet.config.keys import KEYS, SECTIONS, VALUES, field_of
 from fastsuncet.config.layers import read_layers
-from fastsuncet.config.messages import KEYS, SECTIONS, VALUES, field_of, field_problems
+from fastsuncet.config.messages import field_problems
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Key
 from fastsuncet.config.rules import broken
@@ -129,7 +130,8 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """
     shown = os.fspath(path)
     (values, origins), problems = read_layers(shown, list(overrides))
-    found = _problems(values, {problem.key for problem in problems})
+    told = {problem.key for problem in problems}
+    found = [problem for problem in _problems(values, told) if problem.key not in told]
     problems += [_locate(problem, origins, shown) for problem in found]
     if problems:
         raise ConfigErrors(problems)

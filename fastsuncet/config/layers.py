@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.config.messages import SECTIONS
+from fastsuncet.config.keys import SECTIONS, VALUES
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Key, read_file, read_override
 
@@ -106,7 +106,9 @@ def _override(layers: Layers, key: Key, over: Document, argument: str) -> Layers
         nested = {name: nested}
     origin = Origin(override=argument)
     # Sections above the key keep the line they stand on: what is missing there is not the override's doing.
-    mine = {key: origin} | {(*key, *below): origin for below in over.origins}
+    # A value above it does not: `...batch_size.per_rank=44` replaces the whole of it.
+    above = [key[:length] for length in range(1, len(key)) if ".".join(key[:length]) in VALUES]
+    mine = dict.fromkeys([*above, key, *((*key, *below) for below in over.origins)], origin)
     return merge(values, nested), _merge_origins(origins, mine, nested)
 
 

@@ -1,16 +1,16 @@
 """Turns what pydantic found into what a person can act on: the key, what it may be, and for an unknown key
-the key that was probably meant - the nearest by spelling, its real section, or its name here for users of
+the key that was probably meant - by its spelling, in its right section, or by its name here for users of
 the authors' code.
 """
 
+import re
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 
+from fastsuncet.config.keys import KEYS, SECTIONS, VALUES, allowed, choices, field_of, is_text
 from fastsuncet.config.problems import Problem, words
-from fastsuncet.config.schema import Sections, section_of
-from fastsuncet.config.types import Allowed
 
 # Keys of facebookresearch/suncet (both releases) whose name or meaning is another one here.
 ANCESTOR = {
@@ -39,60 +39,6 @@ ANCESTOR = {
 }
 
 
-def sections() -> dict[str, dict[str, Any]]:
-    """Dotted section -> its fields by name; "" is the top level."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def walk(name: str, model: Any) -> None:
-        found[name] = dict(model.model_fields)
-        for key, field in model.model_fields.items():
-            below = section_of(field)
-            if below:
-                walk(f"{name}.{key}" if name else key, below)
-
-    walk("", Sections)
-    return found
-
-
-SECTIONS = sections()
-KEYS = {f"{name}.{key}" if name else key for name, fields in SECTIONS.items() for key in fields}
-VALUES = sorted(KEYS - set(SECTIONS))  # every dotted key that holds a value and not a section
-
-
-def field_of(key: str) -> Any:
-    """The pydantic field of a dotted key."""
-    section, _, name = key.rpartition(".")
-    return SECTIONS[section][name]
-
-
-def allowed(key: str) -> str:
-    """What the value of a dotted key may be, in words."""
-    field = field_of(key)
-    if key in SECTIONS:
-        return f"a section with the keys {words(SECTIONS[key], 'and')}"
-    own = next((item.text for item in field.metadata if isinstance(item, Allowed)), None)
-    text = own or _in_words(field.annotation)
-    return text + (", or null" if type(None) in get_args(field.annotation) else "")
-
-
-def _in_words(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return words(get_args(annotation))
-    for part in get_args(annotation):
-        if isinstance(part, Allowed):
-            return part.text
-        if part is not type(None) and (text := _in_words(part)):
-            return text
-    return ""
-
-
-def choices(key: str) -> list[str]:
-    """The words a key can be, empty where it is no choice."""
-    annotation = field_of(key).annotation
-    parts = [annotation, *get_args(annotation)]
-    return [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-
-
 def field_problems(error: ValidationError, values: dict[str, Any]) -> tuple[list[Problem], set[str]]:
     """One problem for each key of `values` that is unknown, missing, or not what it may be; and the keys
     meant by those that are unknown, of which nothing more should be said.
@@ -101,13 +47,13 @@ def field_problems(error: ValidationError, values: dict[str, Any]) -> tuple[list
     meant: set[str] = set()
     missing: list[str] = []
     for item in error.errors(include_url=False, include_context=False):
-        section, name, known = _locate(item["loc"])
+        section, name, inside = _locate(item["loc"])
         key = f"{section}.{name}" if section else name
-        if not known:
+        if name not in SECTIONS[section]:
             text, suggestion = _unknown(section, name)
             meant.add(suggestion)
             problems[key] = Problem(key, text)
-        elif item["type"] == "missing":
+        elif item["type"] == "missing" and not inside:
             missing.append(key)
         else:
             problems.setdefault(key, Problem(key, _wrong(key, _value(values, key))))
@@ -119,16 +65,16 @@ def field_problems(error: ValidationError, values: dict[str, Any]) -> tuple[list
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[str, str, bool]:
-    """(section, key in it, whether the schema has it). What lies inside a value (a list, a union) is cut
-    off.
+    """(section, name in it, whether the fault lies inside the value of that key: in a list, a {per_rank:
+    ...}).
     """
     section, name = "", str(loc[0])
     for part in loc[1:]:
         key = f"{section}.{name}" if section else name
         if key not in SECTIONS:
-            break
+            return section, name, True
         section, name = key, str(part)
-    return section, name, name in SECTIONS[section]
+    return section, name, False
 
 
 def _value(values: Any, key: str) -> Any:
@@ -146,15 +92,17 @@ def _missing(key: str) -> str:
 
 def _wrong(key: str, value: Any) -> str:
     text = f"must be {allowed(key)}"
-    near = get_close_matches(str(value).lower(), choices(key), 1) if isinstance(value, str) else []
-    if near:
-        text += f"; did you mean {near[0]}?"
-    elif isinstance(value, str) and _reads_as_number(value):
-        text += "; without the quotes it is a number"
+    if isinstance(value, str):
+        near = get_close_matches(value.lower(), choices(key), 1) if key not in SECTIONS else []
+        # Another number is no slip of the finger: resnet101 is not meant to be resnet50.
+        if near and re.sub(r"\d", "", near[0]) != re.sub(r"\d", "", value):
+            return f"{text}; did you mean {near[0]}?"
+        if _reads_as_number(value) and not is_text(key):
+            return f"{text}; without the quotes it is a number"
+    elif isinstance(value, int | float) and is_text(key):
+        return f"{text}; in quotes it is text"
     elif value is None and key not in SECTIONS and not field_of(key).is_required():
-        text += "; without the line it is the default, " + _plain(field_of(key).default)
-    elif isinstance(value, int | float) and field_of(key).annotation in (str, str | None):
-        text += "; in quotes it is text"
+        return f"{text}; without the line it is the default, {_plain(field_of(key).default)}"
     return text
 
 
@@ -168,35 +116,29 @@ def _reads_as_number(text: str) -> bool:
 
 def _plain(value: Any) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(_plain(item) for item in value) + "]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _unknown(section: str, name: str) -> tuple[str, str]:
     """(what to say about a key the section does not have, the dotted key that was probably meant or "")."""
+    kind, prefix = ("key", f"{section}.") if section else ("section", "")
     known = list(SECTIONS[section]) if section else [*SECTIONS[""], "base"]
     if not section and name == "base":
         return "base is written at the top of a config file, not on the command line", ""
-    elsewhere = [full for full in VALUES if full.rpartition(".")[2] == name]
-    near = get_close_matches(name.lower(), known, 1)
-    prefix = f"{section}." if section else ""
-    if name in KEYS and "." in name:
+    if "." in name and name in KEYS:
         above, _, leaf = name.rpartition(".")
         return f"a dot is for the command line; in a file write {leaf}: below {above}:", name
-    if elsewhere:
+    if elsewhere := [key for key in VALUES if key.endswith(f".{name}")]:
         return f"there is no such key here; {name} is {words(elsewhere)}", elsewhere[0]
-    if near:
-        return (
-            f"there is no such {'key' if section else 'section'}; did you mean {prefix}{near[0]}?",
-            prefix + near[0],
-        )
     if name in ANCESTOR:
         return f"there is no such key; what facebookresearch/suncet calls {name} is {ANCESTOR[name]}", ""
-    far = get_close_matches(name.lower(), [full.rpartition(".")[2] for full in VALUES], 1, 0.75)
-    if far:
-        full = next(full for full in VALUES if full.rpartition(".")[2] == far[0])
-        return f"there is no such key; did you mean {full}?", full
-    where = f"{section} has" if section else "the sections are"
-    return f"there is no such {'key' if section else 'section'}; {where} {words(known, 'and')}", ""
+    if near := get_close_matches(name.lower(), known, 1):
+        return f"there is no such {kind}; did you mean {prefix}{near[0]}?", prefix + near[0]
+    leaves = {key.rpartition(".")[2]: key for key in VALUES}
+    if far := get_close_matches(name.lower(), leaves, 1, 0.75):
+        return f"there is no such key; did you mean {leaves[far[0]]}?", leaves[far[0]]
+    has = f"{section} has" if section else "the sections are"
+    return f"there is no such {kind}; {has} {words(known, 'and')}", ""

@@ -29,7 +29,7 @@ BOOLEANS = {"yes": True, "true": True, "on": True, "no": False, "false": False, 
 
 # What a person can do about the scanner's own words.
 HINTS = {
-    "mapping values are not allowed here": "is a line above indented too little, or a quote missing?",
+    "mapping values are not allowed here": "is this line indented like its neighbours, has the line above a colon?",
     "cannot start any token": "YAML is indented with spaces, never tabs",
     "could not find expected ':'": "is a colon missing?",
     "expected <block end>": "is this line indented like its neighbours?",
@@ -87,25 +87,26 @@ class Document:
         self.values: Any = None
         self.origins: dict[Key, Origin] = {}
         self.problems: list[Problem] = []
-        loader = _Loader(text)
         try:
-            node = loader.get_single_node()
+            node = _Loader(text).get_single_node()
         except yaml.YAMLError as error:
             raise ConfigErrors([self._syntax(error)]) from None
-        finally:
-            loader.dispose()
         if node is not None:
             self.values = self._build(node, ())
 
     def _syntax(self, error: yaml.YAMLError) -> Problem:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        context = getattr(error, "context", None) or ""
-        hint = next((hint for words, hint in HINTS.items() if words in f"{context} {said}"), None)
-        own = isinstance(error, yaml.MarkedYAMLError) and type(error) is yaml.MarkedYAMLError
-        text = said if own else f"not valid YAML: {said}" + (f" ({hint})" if hint else "")
-        line = mark.line + 1 if mark is not None else 0
-        return Problem("", text, Origin(self.file, line, "", self.override))
+        if isinstance(error, yaml.reader.ReaderError):
+            line = self.text.count("\n", 0, error.position) + 1
+            text = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
+            return Problem("", text, Origin(self.file, line, "", self.override))
+        mark, context = error.problem_mark, error.context or ""
+        if error.context_mark is not None and mark.index >= len(self.text.rstrip()):
+            mark = error.context_mark  # what is open to the end of the file is missed where it was opened
+        text = error.problem
+        if type(error) is not yaml.MarkedYAMLError:  # PyYAML's words and not ours
+            hint = next((hint for words, hint in HINTS.items() if words in f"{context} {text}"), None)
+            text = f"not valid YAML: {text}" + (f" ({hint})" if hint else "")
+        return Problem("", text, Origin(self.file, mark.line + 1, "", self.override))
 
     def _origin(self, node: yaml.Node, value: yaml.Node | None = None) -> Origin:
         """The line of `node`; the words as they stand in the file are those of `value`."""

@@ -97,7 +97,11 @@ Std = Annotated[
 ]
 
 Switch = Annotated[bool, Allowed("true or false")]
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$"), Allowed("text")]
+Text = Annotated[
+    str,
+    Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$"),
+    Allowed("text, not empty and without control characters"),
+]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Allowed("64 hexadecimal digits in small letters")]
 # A run's name becomes a folder's: it cannot climb out of `logging.folder`, hide, or look like an option.
 Name = Annotated[
