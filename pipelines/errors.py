@@ -17,7 +17,9 @@ class BadImage(DataError):
     def __init__(self, files: list[tuple[str, str]], step: int | None = None, *, allowed: int = 0):
         self.files = files
         self.step = step
-        where = "" if step is None else f" in the batch of step {step}"
+        where = ""
+        if step is not None:
+            where = f" up to step {step}" if allowed else f" in the batch of step {step}"
         count = "1 image" if len(files) == 1 else f"{len(files)} images"
         lines = "\n".join(f"  {path}: {reason}" for path, reason in files)
         remedy = f"Repair or remove them, or allow more than {allowed} to be replaced by others (bad_images)."

@@ -180,9 +180,10 @@ class Loader:
             found = probe(self._index, visit.indices, self._decode)
         if not found:
             raise error
-        self.count_bad(found)
-        if len(self.replaced) > self._bad_images:
+        if len(self.replaced) + len(found) > self._bad_images:
+            self.bad.update(self._by_path(found))
             raise BadImage(list(self.bad.items()), visit.step, allowed=self._bad_images) from error
+        self.count_bad(found)
         for i, reason in found.items():
             name, stand_in = self._index.name(i), self._index.name(self.replaced[i])
             print(
@@ -194,10 +195,13 @@ class Loader:
     def count_bad(self, found: Mapping[int, str]) -> None:
         """Takes note of images (index -> reason) that must not be shown, and chooses who stands in for
         them."""
-        self.bad.update({str(self._index.path(i)): reason for i, reason in found.items()})
+        self.bad.update(self._by_path(found))
         known = {**self.replaced, **found}
         # All are chosen anew: a stand-in of earlier may be among the bad ones now.
         self.replaced = {bad: self._stand_in(bad, known) for bad in known}
+
+    def _by_path(self, found: Mapping[int, str]) -> dict[str, str]:
+        return {str(self._index.path(i)): reason for i, reason in found.items()}
 
     def _stand_in(self, bad: int, known: Container[int]) -> int:
         for attempt in range(STAND_IN_ATTEMPTS):
@@ -224,7 +228,10 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         try:
             for step in range(len(self._plan)):
-                (images,) = self._loader(step)
+                try:
+                    (images,) = self._loader(step)
+                except BadImage as bad:
+                    raise BadImage(bad.files) from bad  # without the step: it would read as one of training's
                 visit = self._loader.visit(step)
                 yield images, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
         finally:

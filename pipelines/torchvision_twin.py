@@ -74,6 +74,9 @@ class TwinEngine:
     def _one_image(self, visit: Visit, row: int) -> list[torch.Tensor]:
         i = int(visit.indices[row])
         pixels = read_rgb(self._index.path(i)) if self._index.pixels is None else self._index.pixels[i]
+        if pixels.shape[:2] != tuple(self._index.sizes[i]):
+            # torchvision would pad a crop that reaches over the edge; DALI's slice refuses it.
+            raise RuntimeError(f"{self._index.name(i)} has not the size that its crop was drawn for")
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         return [
             (centred if isinstance(augmentation, Center) else augmented)(image, view, row, augmentation)
