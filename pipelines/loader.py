@@ -96,6 +96,9 @@ def _engine(backend: str, device: str, device_id: int, dtype: torch.dtype, **pac
         raise ValueError(f'device is "cpu" or "gpu", not {device!r}')
     if dtype not in (torch.float32, torch.float16):
         raise ValueError(f"dtype is torch.float32 or torch.float16, not {dtype}")
+    for name, value in pace.items():
+        if value < 1:
+            raise ValueError(f"{name} is a number of 1 or more, not {value}")
     if device == "gpu":
         require_gpu()
     options = {"device": device, "device_id": device_id, "dtype": dtype, **pace}

@@ -54,7 +54,7 @@ class Plan:
         indices = np.asarray(self.sampler.rows(step, self.rank), np.int64)
         if replaced:
             indices = np.array([replaced.get(int(i), i) for i in indices], np.int64)
-        first_row = self.rank * len(indices)
+        first_row = self.rank * self.batch  # not len(indices): a sampler's last batch may be ragged
         views = tuple(
             draw_view(
                 augmentation,

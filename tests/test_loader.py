@@ -505,6 +505,8 @@ def test_a_gpu_that_is_not_there_is_one_clear_error(index, reader, monkeypatch):
         ({"device": "cuda"}, '"cpu" or "gpu"'),
         ({"dtype": torch.float64}, "float32 or"),
         ({"reader": "pil"}, '"auto"'),
+        ({"threads": 0}, "threads is a number of 1 or more"),
+        ({"prefetch": 0}, "prefetch is a number of 1 or more"),
     ],
 )
 def test_values_that_name_nothing_are_refused(index, options, words):
