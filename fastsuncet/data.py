@@ -90,9 +90,9 @@ class PairedStream:
         view_1, view_2 = (self._to_device(view) for view in self._unlabeled_loader(step))
         labeled, labels = self._no_images, self._no_labels
         if step < self.arithmetic.supervised_steps:
-            # The labels first: the loader forgets a step's visit once the step has been handed out.
-            labels = self._to_device(torch.from_numpy(self._labeled_loader.visit(step).labels))
             (labeled,) = (self._to_device(view) for view in self._labeled_loader(step))
+            # The labels last: an image that turns out bad may be replaced by one of another class.
+            labels = self._to_device(torch.from_numpy(self._labeled_loader.visit(step).labels))
         elif self._labeled_loader is not None:
             self._labeled_loader.close()  # supervision is off for good: its threads and buffers are free
             self._labeled_loader = None
