@@ -15,12 +15,11 @@ import torch
 from fastsuncet import files, launch
 from fastsuncet.config import Config
 from fastsuncet.data import PairedStream
-from fastsuncet.errors import FastSuncetError, Preempted
+from fastsuncet.errors import Preempted
 from fastsuncet.images import Images, open_images
 from fastsuncet.say import say_line
 from fastsuncet.summary import summary
 from fastsuncet.train import Trainer
-from pipelines.errors import DataError
 
 
 def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
@@ -52,8 +51,8 @@ def train(config: Config, place: launch.Place) -> Trainer:
     except Preempted as stop:
         status.write("preempted", trainer.step, str(stop))
         raise
-    except (FastSuncetError, DataError) as error:
-        status.write("failed", None, str(error).splitlines()[0])
+    except BaseException as error:  # whatever ended the run, the file must not go on saying that it runs
+        status.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
         raise
     status.write("done", trainer.step)
     return trainer

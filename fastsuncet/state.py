@@ -133,6 +133,6 @@ def refuse_others(meta: dict[str, Any], config: Config, images: str) -> None:
         )
     if meta["images"] != images:
         raise CheckpointError(
-            "the training images or their labels are not those this run was started with (files added, removed, resized "
-            "or labeled otherwise). Bring them back, or give the new run another logging.write_tag."
+            "the training images or their labels are not those this run was started with (files added, removed, "
+            "resized or labeled otherwise). Bring them back, or give the new run another logging.write_tag."
         )

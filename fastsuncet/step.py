@@ -5,6 +5,8 @@ Everything fast (channels-last, autocast, DDP, compile) wraps the step from outs
 Shapes: U unlabeled and S labeled images on this rank, D the width of a projection.
 """
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -16,6 +18,9 @@ from fastsuncet.launch import Place
 from fastsuncet.losses import nt_xent, suncet
 from fastsuncet.optim import LARS, parameter_groups
 
+# torch 2.15 renamed the switch and warns of the old name, 2.11 does not know the new one.
+_ddp = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+NO_BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _ddp else "broadcast_buffers"
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -104,8 +109,8 @@ def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, 
         network = nn.parallel.DistributedDataParallel(
             network,
             device_ids=[place.device] if place.device.type == "cuda" else None,
-            broadcast_buffers=False,  # synchronised statistics are equal on all ranks already
             gradient_as_bucket_view=True,  # saves a copy of every gradient
             static_graph=True,
+            **{NO_BUFFER_SYNC: False},  # synchronised statistics are equal on all ranks already
         )
     return model, network, optimizer, setting

@@ -1,0 +1,115 @@
+"""From a command to ranks: torchrun's variables, Slurm's, one process, and the exit code a scheduler sees."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastsuncet import launch
+from fastsuncet.distributed import gather_json
+from fastsuncet.errors import ConfigError
+from fastsuncet.vote import Vote
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+SLURM = {
+    "SLURM_PROCID": "13",
+    "SLURM_LOCALID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "gpu[003-004]",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu[003-006,9],login", "gpu003"),
+        ("node7", "node7"),
+        ("a1,b[2-3]", "a1"),
+        ("rack-2-n[10,12]", "rack-2-n10"),
+    ],
+)
+def test_the_first_host_of_slurms_list_is_where_ranks_meet(nodelist, host):
+    assert launch.first_host(nodelist) == host
+
+
+def test_one_slurm_task_a_rank_becomes_torchruns_variables():
+    environment = dict(SLURM)
+    launch.adopt_slurm(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("13", "16", "5")
+    assert environment["MASTER_ADDR"] == "gpu003"
+
+
+def test_torchruns_own_variables_win_over_slurms():
+    environment = SLURM | {"RANK": "1", "WORLD_SIZE": "2"}
+    launch.adopt_slurm(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("1", "2")
+
+
+def test_a_single_slurm_task_is_one_process():
+    environment = SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}
+    launch.adopt_slurm(environment)
+    assert "RANK" not in environment
+
+
+def test_asking_for_a_gpu_where_there_is_none_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="meta.device=cpu"):
+        launch.pick_device("cuda", 0)
+    assert launch.pick_device("auto", 0) == torch.device("cpu")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="no GPU of its own"):
+        launch.pick_device("auto", 2)
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, monkeypatch, tmp_path):
+    # Two ranks of a stand-in for `python -m fastsuncet`: the agent, its processes and their codes are torchrun's own.
+    package = tmp_path / "fastsuncet"
+    package.mkdir()
+    (package / "__main__.py").write_text(
+        f"import os, sys, time\nassert sys.argv[1:] == ['train', 'x.yaml']\n"
+        f"time.sleep(0 if os.environ['RANK'] == '1' else {0 if code in (0, 75) else 60})\nsys.exit({code})\n"
+    )
+    script = (
+        f"import sys, torch; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path\nfrom fastsuncet import launch\n"
+        "torch.cuda.device_count = lambda: 2\n"
+        "sys.exit(launch.start_ranks(['train', 'x.yaml'], Path('status.json')))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == code, process.stderr[-2000:]
+
+
+def _vote(rank: int, world_size: int) -> list:
+    vote, answers = Vote(), []
+    for step in range(5):
+        answers.append(vote(rank == 2 and step == 1))
+    vote.close()
+    return gather_json(answers)
+
+
+def test_all_ranks_hear_of_a_signal_to_one_of_them_at_the_same_step():
+    for answers in run_ranks(_vote, 3):
+        assert answers == [[False, False, True, True, True]] * 3
+
+
+def test_a_single_process_acts_on_a_signal_at_once():
+    vote = Vote()
+    assert [vote(False), vote(True)] == [False, True]
