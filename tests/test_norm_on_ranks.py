@@ -1,0 +1,209 @@
+"""BatchNorm over ranks is BatchNorm over the joined batch: values, gradients, running statistics."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from fastsuncet.model import build_model
+from fastsuncet.norm import RankBatchNorm, synchronise
+from tests.ranks import run_ranks
+
+CHANNELS = 5
+# name: (constructor, its options, shape after the rows, rows on rank r of W)
+CASES = {
+    "images": (nn.BatchNorm2d, {}, (4, 3), lambda r: 3),
+    "channels_last": (nn.BatchNorm2d, {}, (4, 3), lambda r: 2),
+    "rows": (nn.BatchNorm1d, {"momentum": 0.3, "eps": 1e-3}, (), lambda r: 4),
+    "uneven": (nn.BatchNorm2d, {}, (2, 2), lambda r: 1 + 2 * r),
+    "one_row_a_rank": (nn.BatchNorm1d, {}, (), lambda r: 1),
+    "plain_average": (nn.BatchNorm2d, {"momentum": None}, (2, 3), lambda r: 2),
+    "no_affine": (nn.BatchNorm2d, {"affine": False}, (2, 3), lambda r: 2),
+    "no_running": (nn.BatchNorm1d, {"track_running_stats": False}, (), lambda r: 3),
+}
+STEPS = 2
+
+
+def prepared(name, world_size):
+    """The module in float64 with random parameters; for each step each rank's input and loss weights."""
+    constructor, options, after, rows = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    norm = constructor(CHANNELS, **options).double()
+    for p in norm.parameters():
+        nn.init.normal_(p, mean=1)
+    layout = torch.channels_last if name == "channels_last" else torch.contiguous_format
+
+    def draw(rank):
+        x, t = torch.randn(2, rows(rank), CHANNELS, *after).double()
+        return (x * (rank + 1) + rank).to(memory_format=layout), t
+
+    return norm, [[draw(rank) for rank in range(world_size)] for _ in range(STEPS)]
+
+
+def passes(norm, draws):
+    """Forward and backward of (t * y**2).sum() in training mode, then eval: everything one can see of it."""
+    seen = {}
+    for step, (x, t) in enumerate(draws):
+        norm.zero_grad()
+        x = x.clone().requires_grad_()
+        y = norm(x)
+        (t * y.square()).sum().backward()
+        seen |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
+        seen |= {f"d_{n}{step}": p.grad.clone() for n, p in norm.named_parameters()}
+        seen |= {f"{n}{step}": b.clone() for n, b in norm.named_buffers()}
+    if norm.track_running_stats:
+        seen["eval"] = norm.eval()(x.detach()).detach()
+    return seen
+
+
+def _passes_on_a_rank(rank, world_size):
+    results = {}
+    for name in CASES:
+        norm, draws = prepared(name, world_size)
+        before = dict(norm.named_parameters()), list(norm.state_dict())
+        network = synchronise(nn.Sequential(norm, nn.Identity()))
+        shared = network[0]
+        assert isinstance(shared, RankBatchNorm) and list(shared.state_dict()) == before[1]
+        assert all(p is before[0][n] for n, p in shared.named_parameters())
+        results[name] = passes(shared, [step[rank] for step in draws])
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def on_ranks(request):
+    return run_ranks(_passes_on_a_rank, request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process_on_the_joined_batch(name, on_ranks):
+    norm, draws = prepared(name, len(on_ranks))
+    joined = [tuple(torch.cat([rank[i] for rank in step]) for i in (0, 1)) for step in draws]
+    expected = passes(norm, joined)
+    ranks = [results[name] for results in on_ranks]
+    assert all(seen.keys() == expected.keys() for seen in ranks)
+    for key, value in expected.items():
+        if key.startswith("d_"):  # each rank has its share, and DDP's mean is that of the mean loss
+            found = sum(seen[key] for seen in ranks)
+        elif key[:2] in ("y0", "y1", "dx", "ev"):
+            found = torch.cat([seen[key] for seen in ranks])
+        else:  # running statistics: the same bits on every rank, or a checkpoint would depend on who wrote it
+            found = ranks[0][key]
+            assert all(torch.equal(found, seen[key]) for seen in ranks), key
+        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+
+
+# ------------------------------------------------------------------------------ a network under DDP, and bfloat16
+def _network_under_ddp(rank, world_size):
+    network = build_model(
+        "resnet_tiny", stem="cifar", hidden=12, output=6, head_batchnorm=True, seed=1
+    ).double()
+    ddp = nn.parallel.DistributedDataParallel(synchronise(network), broadcast_buffers=False)
+    x, t = joined_images(world_size)
+    rows = slice(3 * rank, 3 * rank + 3)
+    (ddp(x[rows]) * t[rows]).sum(1).mean().backward()
+    seen = {n: p.grad for n, p in network.named_parameters()} | dict(network.named_buffers())
+
+    # bfloat16 images far from zero: their mean is no bfloat16, their deviation is lost in sums of squares.
+    norm = synchronise(nn.Sequential(nn.BatchNorm2d(2)))
+    x = far_from_zero()[rank::world_size]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = norm(x)
+    seen |= {"bf16": y.detach(), "bf16_mean": norm[0].running_mean, "bf16_var": norm[0].running_var}
+    wide = synchronise(nn.Sequential(nn.BatchNorm2d(2, momentum=1.0)))
+    wide(x.float() * 100)
+    return seen | {"far_var": wide[0].running_var}
+
+
+def joined_images(world_size):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(3 * world_size, 3, 16, 16, generator=generator).double()
+    return x, torch.randn(3 * world_size, 6, generator=generator).double()
+
+
+def far_from_zero():
+    return (torch.randn(8, 2, 9, 9, generator=torch.Generator().manual_seed(8)) + 300).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def networks():
+    return run_ranks(_network_under_ddp, 2)
+
+
+def test_a_network_under_ddp_has_the_gradients_and_buffers_of_one_process(networks):
+    alone = build_model(
+        "resnet_tiny", stem="cifar", hidden=12, output=6, head_batchnorm=True, seed=1
+    ).double()
+    x, t = joined_images(2)
+    (alone(x) * t).sum(1).mean().backward()
+    expected = {n: p.grad for n, p in alone.named_parameters()} | dict(alone.named_buffers())
+    for name, value in expected.items():
+        assert torch.equal(networks[0][name], networks[1][name]), name
+        torch.testing.assert_close(
+            networks[0][name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_statistics_are_float32_under_autocast_and_do_not_cancel_far_from_zero(networks):
+    x = far_from_zero().double()
+    alone = nn.BatchNorm2d(2).double()
+    expected = alone(x).detach()
+    found = torch.empty_like(expected)
+    for rank, seen in enumerate(networks):
+        assert seen["bf16"].dtype == torch.bfloat16
+        found[rank::2] = seen["bf16"].double()
+        torch.testing.assert_close(seen["bf16_mean"].double(), alone.running_mean, rtol=1e-6, atol=0)
+        torch.testing.assert_close(seen["bf16_var"].double(), alone.running_var, rtol=1e-5, atol=0)
+        variance = (x * 100).transpose(0, 1).flatten(1).var(1)
+        torch.testing.assert_close(seen["far_var"].double(), variance, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------- which
+# implementation
+def _which(rank, world_size):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fastsuncet.norm").addHandler(handler)
+    logging.getLogger("fastsuncet.norm").setLevel(logging.INFO)
+
+    def kinds(network):
+        return sorted({type(m).__name__ for m in network.modules() if "BatchNorm" in type(m).__name__})
+
+    found = {}
+    for device in (None, "cpu", "cuda:0"):
+        network = build_model("resnet_tiny", stem="cifar", head_batchnorm=True)
+        keys = list(network.state_dict())
+        network = synchronise(network, device=device)
+        assert list(network.state_dict()) == keys
+        found[str(device)] = kinds(network)
+        twice = synchronise(network, device=device)
+        assert kinds(twice) == found[str(device)]
+    single = RankBatchNorm(3)
+    try:
+        synchronise(single)
+        single(torch.randn(3))
+    except ValueError as error:
+        found["one_dimension"] = str(error)
+    return found | {"lines": lines}
+
+
+def test_the_device_decides_the_implementation_and_rank_0_says_so():
+    first, second = run_ranks(_which, 2)
+    assert first["None"] == first["cpu"] == ["RankBatchNorm"]
+    assert first["cuda:0"] == ["SyncBatchNorm"]
+    assert second["lines"] == []
+    assert (
+        first["lines"][0]
+        == "BatchNorm statistics are shared by 2 ranks through fastsuncet.norm.RankBatchNorm"
+    )
+    assert first["lines"][4] == "BatchNorm statistics are shared by 2 ranks through torch.nn.SyncBatchNorm"
+    assert "expected (N, C, ...), got 1 dimensions" in first["one_dimension"]
+
+
+def test_alone_the_model_is_returned_as_it_is():
+    model = build_model("resnet_tiny", stem="cifar")
+    kinds = [type(module) for module in model.modules()]
+    assert synchronise(model) is model
+    assert [type(module) for module in model.modules()] == kinds
