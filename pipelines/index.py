@@ -99,7 +99,8 @@ class ImageIndex:
             return self
         headers = read_headers(self.root, [self.name(i) for i in changed], threads=threads, progress=progress)
         sizes, bad = self.sizes.copy(), dict(self.bad)
-        sizes[changed], stamps[changed] = headers.sizes, headers.stamps
+        # The stamps stay those from before the headers: a file that changed in between is read again next time.
+        sizes[changed] = headers.sizes
         for row, number in enumerate(changed.tolist()):
             bad.pop(number, None)
             if row in headers.bad:

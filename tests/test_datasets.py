@@ -121,7 +121,8 @@ def test_a_link_to_nothing_is_a_bad_image(tmp_path):
 def test_the_root_itself_may_be_a_link(tmp_path):
     write_images(tmp_path / "real", "a/1.jpg")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert len(image_folder(tmp_path / "link")) == 1
+    (tmp_path / "real" / "a" / "2.jpg").symlink_to("1.jpg")
+    assert list(image_folder(tmp_path / "link").files) == ["a/1.jpg", "a/2.jpg"]
 
 
 # -- trees with a CSV
@@ -147,7 +148,7 @@ def test_a_csv_labels_the_few_with_any_text(tree, tmp_path):
         "file, label",
         "x/2.jpg,zebra",
         "",
-        'caf\xe9/4.jpg,"big, red ""cat"""',
+        'caf\xe9/4.jpg, "big, red ""cat"""',
         "1.jpg, zebra ",
         "x/2.jpg,zebra",
         encoding="utf-8-sig",
@@ -163,6 +164,13 @@ def test_a_csv_can_take_the_training_classes(tree, tmp_path):
     assert index.classes == ("a", "b") and index.labels[0] == 1
     with pytest.raises(DataError, match=r"line 2: label 'b' is not one of the 1 classes"):
         csv_tree(tree, csv, classes=("a",))
+
+
+def test_the_classes_of_a_csv_are_its_labels_in_order(tmp_path):
+    names = [f"{i}.jpg" for i in range(8)]
+    csv = table(tmp_path / "labels.csv", "file,label", *(f"{i}.jpg,{'gbhcafed'[i]}" for i in range(8)))
+    index = csv_tree(write_images(tmp_path / "tree", *names), csv)
+    assert index.classes == tuple("abcdefgh") and index.labels.tolist() == [6, 1, 7, 2, 0, 5, 4, 3]
 
 
 def test_every_wrong_line_of_a_csv_is_told_at_once(tree, tmp_path):
