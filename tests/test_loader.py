@@ -358,6 +358,16 @@ def test_a_labeled_stand_in_is_a_labeled_image_of_the_same_class(own, reader):
     np.testing.assert_array_equal(loader.visit(0).labels, plan(0).labels)
 
 
+def test_a_stand_in_of_another_class_comes_with_its_own_label_and_size(index):
+    plan = labeled(index, np.arange(24))
+    bad = int(plan(0).indices[0])
+    other = int(np.flatnonzero(index.labels != index.labels[bad])[0])
+    visit = plan(0, {bad: other})
+    assert visit.indices[0] == other and visit.labels[0] == index.labels[other]
+    top, left, height, width = visit.views[0].box[0]
+    assert top + height <= index.sizes[other, 0] and left + width <= index.sizes[other, 1]
+
+
 def test_stand_ins_come_from_the_class_while_it_has_any_and_then_from_the_stream(index):
     few = np.arange(0, 24, 2)
     plan = labeled(index, few)
