@@ -293,6 +293,13 @@ def test_an_error_in_a_base_names_the_file_of_the_base():
     )
 
 
+def test_a_key_written_twice_in_a_base_is_found_there():
+    write("base.yaml", GOOD + "  lr: 2.0\n")
+    write("run.yaml", "base: base.yaml\n")
+    with pytest.raises(ConfigErrors, match=r"  base\.yaml:10: optimization\.lr: 2\.0\n +written twice"):
+        load_config("run.yaml")
+
+
 def test_a_value_that_replaces_the_base_has_its_own_line_in_errors():
     write("base.yaml", GOOD.replace("size: 256", "size: {per_rank: 32}"))
     write("run.yaml", "base: base.yaml\n\ncriterion: {unsupervised_batch_size: 1}\n")

@@ -42,24 +42,6 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _merge_origins(below: dict[Key, Origin], over: dict[Key, Origin], values: Any) -> dict[Key, Origin]:
-    """Origins of a merge: those of `over`, and those of `below` that no plain value in `values` has
-    replaced.
-    """
-
-    def replaced(key: Key) -> bool:
-        value = values
-        for name in key:
-            if not isinstance(value, dict):
-                return True
-            if name not in value:
-                return False
-            value = value[name]
-        return not isinstance(value, dict)
-
-    return {**{key: origin for key, origin in below.items() if not replaced(key)}, **over}
-
-
 def _with_base(document: Document, path: Path, problems: list[Problem]) -> Layers:
     values, origins = _sections_of(document), dict(document.origins)
     base, at = values.pop("base", None), origins.pop(("base",), None)
@@ -77,7 +59,7 @@ def _with_base(document: Document, path: Path, problems: list[Problem]) -> Layer
     if "base" in base_values:
         text = f"{shown} has a base of its own, {base_values['base']}; one level is all there is"
         raise ConfigErrors([*problems, Problem("base", text, at)])
-    return merge(base_values, values), _merge_origins(below.origins, origins, values)
+    return merge(base_values, values), {**below.origins, **origins}
 
 
 def _sections_of(document: Document) -> dict[str, Any]:
@@ -109,7 +91,7 @@ def _override(layers: Layers, key: Key, over: Document, argument: str) -> Layers
     # A value above it does not: `...batch_size.per_rank=44` replaces the whole of it.
     above = [key[:length] for length in range(1, len(key)) if ".".join(key[:length]) in VALUES]
     mine = dict.fromkeys([*above, key, *((*key, *below) for below in over.origins)], origin)
-    return merge(values, nested), _merge_origins(origins, mine, nested)
+    return merge(values, nested), {**origins, **mine}
 
 
 def _named(layers: Layers, stem: str, shown: str) -> Layers:

@@ -38,11 +38,11 @@ class Problem:
     show_value: bool = True
 
     def __str__(self) -> str:
-        subject = self.key
+        subject = shorten(self.key)
         if self.origin.override:
             subject = shorten(self.origin.override)
         elif self.key and self.show_value and self.origin.written:
-            subject = f"{self.key}: {shorten(self.origin.written)}"
+            subject = f"{shorten(self.key)}: {shorten(self.origin.written)}"
         head = ": ".join(part for part in (str(self.origin), subject) if part)
         lines = textwrap.wrap(self.text, 100, break_long_words=False, break_on_hyphens=False)
         return f"  {head}\n" + "\n".join(f"      {line}" for line in lines)

@@ -186,7 +186,7 @@ def read_file(path: Path, shown: str, origin: Origin | None = None) -> Document:
     if len(raw) > MAX_BYTES:
         raise fail(f"{shown} is larger than {MAX_BYTES // 1_000_000} MB: this is not a config")
     try:
-        text = raw.decode("utf-8-sig")  # without the mark some editors write first
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         problem = Problem("", "not UTF-8 text: save the file as UTF-8", Origin(shown, line))
