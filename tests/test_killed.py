@@ -20,6 +20,10 @@ def _train(folder: str) -> None:
     train(small_config(Path(folder), *LONG))
 
 
+def newest(latest: Path) -> int:
+    return int(latest.read_text().strip()[len("step_") :]) if latest.exists() else 0
+
+
 @pytest.mark.slow
 def test_a_run_killed_ten_times_at_random_ends_with_the_weights_of_the_undisturbed_one(tmp_path):
     # A server that has torch and DALI imported forks each life: a kill then falls into the run and not into imports.
@@ -30,24 +34,23 @@ def test_a_run_killed_ten_times_at_random_ends_with_the_weights_of_the_undisturb
     process.start()
     process.join()
     assert process.exitcode == 0
-    began = time.monotonic()
-    process = context.Process(target=_train, args=(str(straight),))  # does nothing: how long a start takes
-    process.start()
-    process.join()
-    start_up = time.monotonic() - began
-
     dice, kills, steps = random.Random(0), 0, []
     latest = small_config(killed, *LONG).run_folder / "checkpoints" / "latest"
     while True:
         process = context.Process(target=_train, args=(str(killed),))
         process.start()
         if kills < KILLS:
-            process.join(start_up * dice.uniform(0.3, 1.6))
+            # Every third kill falls into the start (restoring, or not yet); the others after some step of new ground.
+            before, began = newest(latest), time.monotonic()
+            while process.is_alive() and kills % 3 and newest(latest) == before:
+                time.sleep(0.01)
+            process.join(dice.uniform(0, 0.4 if kills % 3 else 2))
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
                 kills += 1
+                print(f"killed after {time.monotonic() - began:.1f} s, newest checkpoint {newest(latest)}")
         process.join()
-        steps.append(int(latest.read_text().strip()[len("step_") :]) if latest.exists() else 0)
+        steps.append(newest(latest))
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL, "a life ended by itself, and not well"

@@ -26,8 +26,8 @@ dependencies)
     fi
     ;;
 project)
-    $PIP install --no-deps --no-build-isolation . 2>/dev/null || $PIP install --no-deps .
-    fastsuncet --version
+    $PIP install --no-deps .
+    fastsuncet version
     ;;
 *)
     echo "usage: docker_install.sh dependencies|project" >&2
