@@ -377,6 +377,7 @@ def test_stand_ins_come_from_the_class_while_it_has_any_and_then_from_the_stream
     assert (index.labels[list(early)] == index.labels[bad]).all() and len(early) > 1
     assert late == set(few.tolist())
     assert {unlabeled(index).stand_in(bad, attempt) for attempt in range(400)} == set(range(24))
+    assert len({unlabeled(index).stand_in(image, 0) for image in range(24)}) > 8  # each has its own
 
 
 def test_files_known_to_be_bad_are_replaced_from_the_start_or_refused_at_once(own, reader):
