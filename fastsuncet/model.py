@@ -141,16 +141,19 @@ def build_model(
     head_batchnorm: bool = False,
     *,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Model:
-    """The paper's network on the CPU in float32: encoder `name` from `library`, and its projection head.
+    """The paper's network in float32: encoder `name` from `library`, and its projection head.
 
     name: resnet50 (the paper's), resnet34, resnet18, or resnet_tiny (TinyResNet, for tests and the demo).
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
     head_batchnorm puts one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
 
-    The weights are a function of the arguments alone: every rank builds the same ones. Raises ConfigError for
-    a name, library or stem that does not exist.
+    The weights are a function of the arguments alone, drawn on the CPU: every rank builds the same ones, for
+    any device. On the device "meta" there are shapes and no weights, in no time and no memory.
+
+    Raises ConfigError for a name, library or stem that does not exist.
     """
     if name not in WIDTHS:
         raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
@@ -168,6 +171,8 @@ def build_model(
             _use_cifar_stem(encoder)
         head = _projection_head(WIDTHS[name], hidden, output, head_batchnorm)
         model = Model(encoder, head, WIDTHS[name])
+    if torch.device(device).type == "meta":
+        return model
     model.to_empty(device="cpu")
     initialise(model, seed)
-    return model
+    return model.to(device)

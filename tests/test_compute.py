@@ -37,7 +37,7 @@ def test_the_walk_finds_the_published_multiply_adds_of_a_resnet50(stem, size, gi
 @pytest.mark.parametrize("stem", ["imagenet", "cifar"])
 @pytest.mark.parametrize("size", [33, 64])
 def test_the_walk_counts_what_torch_counts_on_the_real_network(name, stem, size):
-    network = build_model(name, stem=stem, hidden=96, output=40).to("meta")
+    network = build_model(name, stem=stem, hidden=96, output=40, device="meta")
     with FlopCounterMode(display=False) as counter:
         network(torch.empty(2, 3, size, size, device="meta"))
     assert 2 * 2 * analytic_macs(name, stem, size, 96, 40) == counter.get_total_flops()
@@ -47,7 +47,7 @@ def test_the_walk_counts_what_torch_counts_on_the_real_network(name, stem, size)
 @pytest.mark.parametrize("stem", ["imagenet", "cifar"])
 @pytest.mark.parametrize("head_batchnorm", [False, True])
 def test_the_walk_counts_the_real_networks_parameters(name, stem, head_batchnorm):
-    network = build_model(name, stem=stem, head_batchnorm=head_batchnorm)
+    network = build_model(name, stem=stem, head_batchnorm=head_batchnorm, device="meta")
     walk = layers(name, stem, 32, *PAPER_HEAD, head_batchnorm)
     assert sum(layer.parameters for layer in walk) == sum(p.numel() for p in network.parameters())
     with_weights = {key.rpartition(".")[0].removeprefix("encoder.") for key, _ in network.named_parameters()}

@@ -74,6 +74,16 @@ def test_building_neither_reads_nor_moves_the_global_random_state(library):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
 
 
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_on_the_meta_device_there_are_shapes_and_no_weights(library):
+    shapes = build_model("resnet18", library, device="meta")
+    weights = build_model("resnet18", library)
+    assert all(p.is_meta for p in (*shapes.parameters(), *shapes.buffers()))
+    assert {k: (v.shape, v.dtype) for k, v in shapes.state_dict().items()} == {
+        k: (v.shape, v.dtype) for k, v in weights.state_dict().items()
+    }
+
+
 @pytest.mark.parametrize(("library", "stem"), [("torchvision", "imagenet"), ("timm", "cifar")])
 def test_weights_start_as_the_authors_do(library, stem):
     model = build_model("resnet50", library, stem)

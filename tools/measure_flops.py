@@ -55,7 +55,7 @@ def count(
     name: str, library: str, stem: str, size: int, hidden: int, output: int, head_batchnorm: bool = False
 ) -> Count:
     """Runs torch's counter over one training pass of the network that these arguments of `build_model` make."""
-    network = build_model(name, library, stem, hidden, output, head_batchnorm).to("meta")
+    network = build_model(name, library, stem, hidden, output, head_batchnorm, device="meta")
     images = torch.empty(SAMPLES, 3, size, size, device="meta")
     with FlopCounterMode(display=False) as forward:
         z = network(images)
