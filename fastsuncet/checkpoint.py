@@ -22,12 +22,11 @@ from pathlib import Path
 from torch import Tensor
 
 from fastsuncet import contents, files, snapshot
-from fastsuncet.changed import refuse_changed
 from fastsuncet.errors import CheckpointError
 from fastsuncet.say import Say, say_line
 from fastsuncet.snapshot import Damaged, Loaded
 
-__all__ = ["Loaded", "load", "load_newest", "refuse_changed", "save"]
+__all__ = ["Loaded", "load", "load_newest", "save"]
 
 LATEST = "latest"
 # Besides the tensors: their names and shapes, the config. Only the check for free space uses it.

@@ -6,6 +6,7 @@ NumPy float or an enum only on the day the run has to be resumed.
 
 import math
 from collections import OrderedDict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,15 +41,12 @@ def _refuse_shared(model: dict[str, Tensor]) -> None:
         start = tensor.data_ptr()
         spans.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size(), name))
     spans.sort()
-    furthest = None  # the span so far that reaches furthest: it may cover more than its neighbour
-    for span in spans:
-        if furthest is not None and span[0] == furthest[0] and span[1] < furthest[2]:
+    for (device, _, end, name), (next_device, start, _, next_name) in pairwise(spans):
+        if device == next_device and start < end:
             raise ValueError(
-                f"model tensors {furthest[3]!r} and {span[3]!r} share memory: store one of them and tie them "
-                "again after loading, or clone one"
+                f"model tensors {name!r} and {next_name!r} share memory: store one of them and tie them again "
+                "after loading, or clone one"
             )
-        if furthest is None or span[0] != furthest[0] or span[2] > furthest[2]:
-            furthest = span
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

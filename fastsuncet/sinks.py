@@ -39,9 +39,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, folder: Path, say: Say):
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # its own crash reports leave even when offline
+        # Its own crash reports leave the machine even when it is offline.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         mode = os.environ.get("WANDB_MODE", "offline")
         try:
             import wandb

@@ -149,7 +149,7 @@ def read_meta(path: Path) -> dict:
 def _payload(path: Path, meta: dict) -> bytes:
     payload, sums = _read(path), meta["files"][path.name]
     if len(payload) != sums.get("bytes"):
-        raise Damaged(f"{path.name} has {len(payload)} bytes, {sums.get('bytes')} were written")
+        raise Damaged(f"{path.name} has {len(payload)} bytes, {sums.get('bytes')} bytes were written")
     if hashlib.sha256(payload).hexdigest() != sums.get("sha256"):
         raise Damaged(f"{path.name} was changed after it was written: its sha256 is another")
     return payload

@@ -197,8 +197,11 @@ def test_tensors_that_share_memory_are_refused_by_name_and_neighbours_are_not(tm
         ValueError, match="share memory"
     ):  # the first covers the third, not only its neighbour
         save(tmp_path, 1, model={"all": weight, "early": weight[:2].clone(), "late": weight[8:]})
+    with pytest.raises(ValueError, match=r"'all' and 'late' share memory"):
+        save(tmp_path, 1, model={"late": weight[8:], "other": torch.randn(3), "all": weight})
+    # Rows of one are columns of none: a span is refused as a whole, for it could be proved apart only bit by bit.
     with pytest.raises(ValueError, match="share memory"):
-        save(tmp_path, 1, model={"all": weight, "early": weight[:1], "late": weight[8:]})
+        save(tmp_path, 1, model={"left": weight[:, :2], "right": weight[:, 2:]})
     save(tmp_path, 1, model={"first": weight[:5], "second": weight[5:], "none": weight[:0]})
     assert torch.equal(checkpoint.load_newest(tmp_path).model["second"], weight[5:])
 
