@@ -215,6 +215,25 @@ def test_blur_alone_is_torchvisions(sigma, window):
     assert mean(ours, theirs) < 0.05 and (ours - theirs).abs().max() <= 2
 
 
+def test_hue_alone_is_torchvisions_for_every_kind_of_colour():
+    # Greys, primaries, and every way for two channels to tie: a case each in any formula for hue.
+    levels = np.array([0, 1, 51, 128, 200, 254, 255], np.uint8)
+    palette = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), 3).reshape(49, 7, 3)
+    turns = np.array([-0.5, -0.2, -0.05, 0.0, 0.1, 1 / 3, 0.5], np.float32)
+
+    @pipeline_def(batch_size=len(turns), num_threads=1, device_id=None, exec_dynamic=True)
+    def rotated():
+        arrays = [np.stack([palette] * len(turns)), turns]
+        image, by = fn.external_source(lambda: arrays, num_outputs=2, layout=["HWC", ""])
+        return color.hue(image, by)
+
+    ours = torch.from_dlpack(rotated().run()[0].as_tensor()).permute(0, 3, 1, 2).float()
+    image = torch.from_numpy(palette).permute(2, 0, 1)
+    theirs = torch.stack([v2.functional.adjust_hue(image, float(by)) for by in turns]).float()
+    assert (ours - theirs).abs().max() <= 1 and mean(ours, theirs) < 0.1
+    assert torch.equal(ours[3], image.float())
+
+
 def test_contrast_as_an_expression_is_bit_for_bit_contrast_as_an_operator():
     # A GPU takes the expression and a CPU the operator; this is where the two can be held against each other.
     images = np.stack([texture(i, 48, 48) for i in range(6)])
