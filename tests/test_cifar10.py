@@ -69,7 +69,8 @@ def trust(monkeypatch, path) -> None:
 @pytest.fixture
 def archive(tmp_path):
     batches = write_batches(tmp_path / "source")
-    members = {f"{FOLDER}/{name}": (tmp_path / "source" / name).read_bytes() for name in batches}
+    members = {"other/test_batch": b"!"}
+    members |= {f"{FOLDER}/{name}": (tmp_path / "source" / name).read_bytes() for name in batches}
     members |= {f"{FOLDER}/readme.html": b"<html>", "../escaped": b"!", f"{FOLDER}/../../escaped": b"!"}
     write_archive(tmp_path / "made.tar.gz", members)
     return tmp_path / "made.tar.gz"
@@ -261,23 +262,31 @@ def test_a_download_is_whole_verified_and_counted(server, tmp_path):
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_broken_download_is_continued_or_where_the_server_cannot_begun_again(server, tmp_path, ranges):
-    server.content, server.ranges, server.stop_after = os.urandom(10_000), ranges, 6_000
-    options = {"sha256": digest(server.content), "size": 10_000}
+    server.content, server.ranges, server.stop_after = os.urandom(3_000_000), ranges, 2_500_000
+    options = {"sha256": digest(server.content), "size": 3_000_000}
     with pytest.raises(DataError, match="the same command again"):
         download(server.url, tmp_path / "file", **options)
     assert os.listdir(tmp_path) == ["file.part"]
     server.stop_after = None
     download(server.url, tmp_path / "file", **options)
-    assert server.asked == [None, "bytes=6000-"]
+    assert server.asked == [None, "bytes=2500000-"]
     assert (tmp_path / "file").read_bytes() == server.content and os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("sent", [b"x" * 100, b"x" * 101, b"x" * 5_000_000], ids=len)
 def test_another_file_than_expected_is_deleted(server, tmp_path, sent):
     server.content = sent
+    told = []
     with pytest.raises(DataError, match="sent another file"):
-        download(server.url, tmp_path / "file", sha256=digest(b"y" * 100), size=100)
+        download(
+            server.url,
+            tmp_path / "file",
+            sha256=digest(b"y" * 100),
+            size=100,
+            progress=lambda *count: told.append(count),
+        )
     assert os.listdir(tmp_path) == []
+    assert told == [(100, 100)]  # however much is sent, one block shows that it is too much
 
 
 def test_a_whole_but_unnamed_download_is_verified_and_not_fetched_again(server, tmp_path):

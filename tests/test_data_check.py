@@ -69,6 +69,12 @@ def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
     return good, bad
 
 
+def cut_short(path) -> None:
+    """Leaves a JPEG its header and half of its pixels."""
+    content = path.read_bytes()
+    path.write_bytes(content[: (content.index(b"\xff\xda") + len(content)) // 2])
+
+
 @pytest.fixture
 def folder(tmp_path):
     root = tmp_path / "zoo"
@@ -116,39 +122,44 @@ def test_one_bad_file_among_many_batches_is_the_only_one_blamed(tmp_path, backen
     monkeypatch.setattr(module, "_BATCH", 4)
     monkeypatch.setattr(module, "_BLOCK", 10)
     for i in range(23):
-        path = write_image(tmp_path / f"{i:02d}.jpg", 30 + i, 20)
+        path = write_image(tmp_path / f"{i:02d}.jpg", 60 + i, 50)
         if i in (0, 9, 10, 22):
-            path.write_bytes(path.read_bytes()[:-60])
-    assert list(check(image_tree(tmp_path), backend).index.bad) == [0, 9, 10, 22]
+            cut_short(path)
+    report = check(image_tree(tmp_path), backend)
+    assert report.index.bad == dict.fromkeys([0, 9, 10, 22], "a truncated JPEG: its end is missing")
 
 
 @needs_dali
 def test_dali_decodes_whole_batches_and_single_files_only_after_a_failure(tmp_path, monkeypatch):
+    from pipelines import graphs
     from pipelines.dali_engine import DaliDecoder
 
-    singles = []
+    singles, built = [], []
+    build = graphs.decoded
+    monkeypatch.setattr(graphs, "decoded", lambda *a, **k: built.append(k["batch_size"]) or build(*a, **k))
     decode = DaliDecoder.__call__
     monkeypatch.setattr(
         DaliDecoder, "__call__", lambda self, path: singles.append(path.name) or decode(self, path)
     )
     monkeypatch.setattr(module, "_BATCH", 4)
     for i in range(12):
-        path = write_image(tmp_path / f"{i:02d}.jpg", 30, 20)
+        write_image(tmp_path / f"{i:02d}.jpg", 60, 50)
     index = image_tree(tmp_path)
     check(index, "dali")
-    assert singles == []
-    path = tmp_path / "05.jpg"
-    path.write_bytes(path.read_bytes()[:-60])
+    assert singles == [] and built == [4]
+    cut_short(tmp_path / "05.jpg")
     assert list(check(index, "dali").index.bad) == [5]
     assert singles == ["04.jpg", "05.jpg", "06.jpg", "07.jpg"]
+    # A failure is a pipeline's end, as DALI itself says, whether it would run on or not.
+    assert built[1:].count(4) == 2 and built[1:].count(1) == 2
 
 
 def test_large_images_are_decoded_fewer_at_a_time():
     megapixel = [1000, 1000]
-    sizes = np.array([megapixel] * 40 + [[9000, 9000]] + [[10, 10]] * 33, np.int32)
+    sizes = np.array([[9000, 9000]] + [megapixel] * 40 + [[9000, 9000]] + [[10, 10]] * 33, np.int32)
     batches = list(module._batches(list(range(len(sizes))), sizes))
     assert [i for batch in batches for i in batch] == list(range(len(sizes)))
-    assert [len(batch) for batch in batches] == [32, 8, 1, 32, 1]
+    assert [len(batch) for batch in batches] == [1, 32, 8, 1, 32, 1]
     for batch in batches:
         assert len(batch) == 1 or sizes[batch].prod(1).sum() <= module._BATCH_PIXELS
     assert list(module._batches([], sizes)) == []
@@ -191,13 +202,13 @@ def test_a_decoder_that_disagrees_with_the_header_is_told(tmp_path, monkeypatch)
 def test_a_decoder_that_refuses_everything_is_blamed_instead_of_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_BATCH", 3)
     for i in range(3):
-        write_image(tmp_path / f"{i}.jpg", 8, 6)
+        write_image(tmp_path / f"{i}.jpg", 60, 50)
     failing = [RuntimeError("no memory on the device")] * 3
     monkeypatch.setattr(module, "_with_pil", lambda threads: lambda paths: failing)
     with pytest.raises(DataError, match=r"refuses 3 files in a row that PIL reads.*no memory on the device"):
         check(image_tree(tmp_path), "torchvision")
     for i in range(3):
-        (tmp_path / f"{i}.jpg").write_bytes((tmp_path / f"{i}.jpg").read_bytes()[:-60])
+        cut_short(tmp_path / f"{i}.jpg")
     assert len(check(image_tree(tmp_path), "torchvision").bad) == 3
 
 
