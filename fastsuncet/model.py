@@ -79,14 +79,13 @@ WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "resnet_tiny": 64}
 
 
 def _torchvision_encoder(name: str) -> nn.Module:
-    encoder = torchvision.models.get_model(name, weights=None, zero_init_residual=False)
+    encoder = torchvision.models.get_model(name, weights=None)
     encoder.fc = nn.Identity()
     return encoder
 
 
 def _timm_encoder(name: str) -> nn.Module:
-    # timm starts the last gamma of each residual branch at zero unless told not to; the paper's start at one.
-    return timm.create_model(name, pretrained=False, num_classes=0, zero_init_last=False)
+    return timm.create_model(name, pretrained=False, num_classes=0)
 
 
 BUILDERS: dict[str, Callable[[str], nn.Module]] = {"torchvision": _torchvision_encoder, "timm": _timm_encoder}
@@ -113,9 +112,10 @@ def _projection_head(width: int, hidden: int, output: int, batchnorm: bool) -> n
 def initialise(model: nn.Module, seed: int) -> None:
     """Draws every parameter from one generator seeded with `seed`; the global random state is not touched.
 
-    The distributions are torchvision's and the authors': Kaiming normal (fan out) for convolutions, gamma 1
-    and beta 0 with no zero-initialised last gamma, PyTorch's default for Linear. The draw depends on the seed
-    and on the order of the modules, which both libraries share: one seed gives the same encoder from either.
+    The distributions are torchvision's and the authors': Kaiming normal (fan out) for convolutions, PyTorch's
+    default for Linear, gamma 1 and beta 0 everywhere (timm's own start would be 0 for the last gamma of each
+    residual branch). The draw depends on the seed and on the order of the modules, which both libraries share:
+    one seed gives the same encoder from either.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():

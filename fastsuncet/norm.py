@@ -51,7 +51,7 @@ def synchronise(
 
 
 def _convert(module: nn.Module, group: Group) -> nn.Module:
-    if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | RankBatchNorm):
+    if isinstance(module, _BatchNorm):
         return RankBatchNorm.take_over(module, group)
     for name, child in module.named_children():
         setattr(module, name, _convert(child, group))

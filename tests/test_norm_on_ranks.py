@@ -62,8 +62,9 @@ def _passes_on_a_rank(rank, world_size):
     for name in CASES:
         norm, draws = prepared(name, world_size)
         before = dict(norm.named_parameters()), list(norm.state_dict())
-        network = synchronise(nn.Sequential(norm, nn.Identity()))
-        shared = network[0]
+        network = synchronise(nn.Sequential(norm.eval(), nn.Identity()))
+        assert not network[0].training
+        shared = network[0].train()
         assert isinstance(shared, RankBatchNorm) and list(shared.state_dict()) == before[1]
         assert all(p is before[0][n] for n, p in shared.named_parameters())
         results[name] = passes(shared, [step[rank] for step in draws])
