@@ -14,7 +14,7 @@ FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "nt_xent": (".4f", lambda loss: f"nt_xent {loss:.2f}"),
     "suncet": (".4f", lambda loss: f"suncet {loss:.2f}"),
     "lr": (".4g", lambda lr: f"lr {lr:.3g}"),
-    "views_per_second": (".0f", lambda rate: f"{_short(rate)} views/s"),
+    "views_per_second": (".1f", lambda rate: f"{_short(rate)} views/s"),
     "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # share of the time spent waiting for pixels
     "petaflops": (".4g", lambda spent: f"{spent:.3g} PF"),
 }
