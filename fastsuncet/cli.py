@@ -205,7 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
     bug, and Python ends with its traceback and the code 1.
     """
     try:
-        return _dispatch(sys.argv[1:] if arguments is None else list(arguments))
+        code = _dispatch(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()  # here, where a reader that went away can still be met
+        return code
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:

@@ -168,6 +168,22 @@ def test_a_rule_reads_no_key_that_it_does_not_name():
         assert set(keys) <= KEYS, rule.__name__
 
 
+def test_a_blur_may_be_as_wide_as_its_mirrored_view_allows():
+    # 13 pixels reach 6 beyond a border, and a view of 7 has 6 pixels to mirror; wrong_configs.txt has the view of 6.
+    assert load(GOOD, "data.augmentation.size=7").data.augmentation.size == 7
+    assert load(GOOD, "data.augmentation={size: 6, blur: 0}").data.augmentation.size == 6
+
+
+def test_a_message_repeats_no_control_characters_and_no_endless_value():
+    said = refusal(GOOD, "logging.folder=\x1b[2J", f"meta.seed={'9' * 1000}")
+    assert "\x1b" not in said
+    assert (
+        "command line: logging.folder=?[2J\n      not valid YAML: the character U+001B is not allowed in it"
+        in said
+    )
+    assert f"command line: meta.seed={'9' * 47}...\n" in said
+
+
 def test_every_key_says_in_words_what_it_may_be():
     for key in VALUES:
         assert re.fullmatch(r"[^<>\[\]|]+.*", allowed(key)), key

@@ -348,6 +348,17 @@ def load_values(size: int) -> dict:
 def test_the_defaults_are_the_papers_where_it_has_one():
     config = load()
     assert math.prod(config.data.augmentation.crop_ratio) == pytest.approx(1)  # 3/4 and 4/3
+    a = config.data.augmentation
+    assert (a.size, a.crop_scale, a.flip, a.jitter, a.strength) == (224, (0.08, 1.0), 0.5, 0.8, 1.0)
+    assert (a.grey, a.blur, a.blur_sigma, a.mean, a.std) == (0.2, 0.5, (0.1, 2.0), (0.0,) * 3, (1.0,) * 3)
+    m = config.model
+    assert (m.name, m.stem, m.hidden, m.output, m.head_batchnorm) == (
+        "resnet50",
+        "imagenet",
+        2048,
+        128,
+        False,
+    )
     o = config.optimization
     assert (o.momentum, o.weight_decay, o.trust_coefficient, o.final_lr) == (0.9, 1e-6, 0.001, 0.0)
     assert not (o.nesterov or o.lr_in_momentum or o.exclude_bias_and_norm or o.legacy_schedule)

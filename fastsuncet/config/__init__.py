@@ -163,7 +163,6 @@ def _problems(values: dict[str, Any], invalid: set[str]) -> list[Problem]:
             section = section.setdefault(part, {})
         if name not in section:
             section[name] = field_of(key).examples[0]
-            invalid.add(key)
     config = Sections.model_validate(sound)
     return problems + [Problem(key, text) for key, text in broken(config, invalid)]
 

@@ -144,16 +144,12 @@ class Optimization(Section):
     start_lr: NotNegative = 0.0  # the warm-up begins here
     final_lr: NotNegative = 0.0  # the cosine ends here
     warmup: NotNegative = 0.0  # epochs; fractions are allowed
-    legacy_schedule: Switch = (
-        False  # the authors' first release: lr rises again over the last `warmup` epochs
-    )
+    legacy_schedule: Switch = False  # the authors' first release, whose lr rises again at the end
     momentum: Momentum = 0.9
     weight_decay: NotNegative = 1e-6
     trust_coefficient: Positive = 0.001
     nesterov: Switch = False
-    lr_in_momentum: Switch = (
-        False  # true: the classic form, with the learning rate inside the momentum buffer
-    )
+    lr_in_momentum: Switch = False  # true: the classic form, lr inside the momentum buffer
     exclude_bias_and_norm: Switch = False  # true: biases and BatchNorm by plain SGD without weight decay
 
 
