@@ -84,8 +84,13 @@ def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] |
     folder = Path(data.root).expanduser() / (data.train if train else data.validation)
     kept = index_path(config, folder, train)
     if kept.exists():
-        # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are.
-        index = load_index(kept, root=folder, refresh=scan)
+        # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are, by one rank,
+        # which writes down what it found before the others read it.
+        index = load_index(kept, root=folder, refresh=False)
+        refreshed = index.refreshed() if scan else index
+        if refreshed is not index:
+            save_index(refreshed, kept)
+        index = refreshed
     else:
         index = datasets.image_tree(folder) if data.kind == "csv" and train else _scan_folder(folder, classes)
         save_index(index, kept)
