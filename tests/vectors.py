@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-FOLDER = Path(os.environ.get("FASTSUNCET_VECTORS", Path(__file__).resolve().parents[2] / "shared" / "vectors"))
+FOLDER = Path(
+    os.environ.get("FASTSUNCET_VECTORS", Path(__file__).resolve().parents[2] / "shared" / "vectors")
+)
 
 
 def load_vectors(name: str) -> dict[str, np.ndarray]:
