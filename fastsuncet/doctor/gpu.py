@@ -6,20 +6,20 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from fastsuncet.finding import Finding
+from fastsuncet.doctor.finding import Finding
 
 
-def gpu() -> Finding:
+def cards() -> Finding:
     """The GPUs torch can use, or why it can use none."""
     import torch
 
     driver = Path("/proc/driver/nvidia/version")
     if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        kinds = {(card.name, card.total_memory, card.major, card.minor) for card in cards}
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        kinds = {(card.name, card.total_memory, card.major, card.minor) for card in found}
         described = [f"{name}, {memory / 1e9:.0f} GB, {a}.{b}" for name, memory, a, b in sorted(kinds)]
-        text = f"{len(cards)} x {'; '.join(described)} (CUDA {torch.version.cuda})"
-        if min(card.major for card in cards) < 8:
+        text = f"{len(found)} x {'; '.join(described)} (CUDA {torch.version.cuda})"
+        if min(card.major for card in found) < 8:
             return Finding("ok", text, "no bfloat16 in hardware: set meta.precision=fp16")
         return Finding("ok", text)
     if torch.version.cuda is None:

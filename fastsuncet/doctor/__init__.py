@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from importlib.metadata import version as installed
 from pathlib import Path
 
-from fastsuncet.doctor_gpu import dali, gpu, nccl, nvrtc
-from fastsuncet.finding import Finding
+from fastsuncet.doctor.finding import Finding
+from fastsuncet.doctor.gpu import cards, dali, nccl, nvrtc
 
 GIGA = 1e9
 # A ResNet-50's weights and momentum are 0.2 GB, and a save holds one set more than it keeps.
@@ -176,7 +176,7 @@ EXAMINATIONS: Examinations = [
     ("torch", required("torch")),
     ("torchvision", required("torchvision")),
     ("timm", required("timm")),
-    ("GPU", gpu),
+    ("GPU", cards),
     ("NCCL", nccl),
     ("NVRTC", nvrtc),
     ("DALI", dali),
