@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import pipelines.loader
-from pipelines import backend
+from pipelines import backend, torchvision_twin
 from pipelines.datasets import image_folder
 from pipelines.errors import BadImage, DataError
 from pipelines.index import ImageIndex
@@ -528,6 +528,17 @@ def test_values_that_name_nothing_are_refused(index, options, words):
 def test_a_rank_beyond_the_samplers_is_refused(index):
     with pytest.raises(ValueError, match="rank 2 is not one of"):
         unlabeled(index, world_size=2, rank=2)
+
+
+def test_the_twin_reads_ahead_and_no_file_twice_for_a_step(index, monkeypatch):
+    read = []
+    read_rgb = torchvision_twin.read_rgb
+    monkeypatch.setattr(torchvision_twin, "read_rgb", lambda path: read.append(path) or read_rgb(path))
+    loader = opened(unlabeled(index), "torchvision", prefetch=2)
+    for step in range(3):
+        loader(step)
+    loader._engine._pool.shutdown(wait=True)
+    assert len(read) == 6 * 4
 
 
 def test_importing_the_loader_imports_no_dali():
