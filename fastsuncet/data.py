@@ -107,10 +107,10 @@ class PairedStream:
         return [self.index.name(int(i)) for i in plan(step).indices]
 
     @property
-    def replaced(self) -> int:
-        """How many bad images other images stand in for, on this rank."""
+    def replaced(self) -> set[int]:
+        """The bad images of the index that others stand in for, as far as this rank has met them."""
         loaders = (self._unlabeled_loader, self._labeled_loader)
-        return sum(len(loader.replaced) for loader in loaders if loader is not None)
+        return {i for loader in loaders if loader is not None for i in loader.replaced}
 
     @property
     def backend(self) -> str:

@@ -107,7 +107,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         endpoint = f"{first_host(os.environ['SLURM_JOB_NODELIST'])}:{PORT}"
     # The agent kills ranks 30 s after passing on a signal; a save on a busy file system can take longer.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
-    # Two ranks' worth of OpenMP threads on every core would slow both: torchrun's own default, said without its warning.
+    # As many OpenMP threads as cores in every rank would slow all: torchrun's own default, without its warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         # The agent passes on SIGTERM and friends but would die of these.

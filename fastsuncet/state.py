@@ -62,7 +62,9 @@ def save(
                 keep=config.checkpoint.keep,
                 say=say,
             )
-        except Exception as error:  # whatever it is, the others must hear of it, or they wait until the time-out
+        except (
+            Exception
+        ) as error:  # whatever it is, the others must hear of it, or they wait until the time-out
             problem = error
     failed = any_rank(problem is not None)
     if problem is not None:

@@ -55,7 +55,7 @@ def train_step(
 
 
 class Setting:
-    """What a step needs beside weights and images: the paper's constants, the learning rate on the device, precision."""
+    """What a step needs beside weights and images: the paper's constants, learning rate, precision."""
 
     def __init__(self, config: Config, device: torch.device):
         criterion = config.criterion

@@ -121,14 +121,14 @@ class Trainer:
             "lr": self.lr(self.step - 1),
             "views_per_second": round(self.window.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
-            "replaced_images": self.stream.replaced,
+            "replaced_images": len(self.stream.replaced),
         }
         self.out.write("train", record)
         self.window.restart()
 
     def evaluate(self) -> None:
         """A metrics line with the accuracy of nearest neighbours. Takes nothing from the run's own randomness."""
-        accuracy = online_knn(self.model, self.images, self.config, self.place)
+        accuracy = online_knn(self.model, self.images, self.config, self.place, bad=self.stream.replaced)
         self.out.write("knn", {**self.where(), "knn_accuracy": accuracy})
         self.window.start_clock()  # views/s is of training
 

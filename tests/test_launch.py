@@ -58,7 +58,7 @@ def test_a_single_slurm_task_is_one_process():
 
 def test_asking_for_a_gpu_where_there_is_none_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="meta.device=cpu"):
+    with pytest.raises(ConfigError, match=r"meta\.device=cpu"):
         launch.pick_device("cuda", 0)
     assert launch.pick_device("auto", 0) == torch.device("cpu")
 
@@ -98,9 +98,8 @@ def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, mon
 
 
 def _vote(rank: int, world_size: int) -> list:
-    vote, answers = Vote(), []
-    for step in range(5):
-        answers.append(vote(rank == 2 and step == 1))
+    vote = Vote()
+    answers = [vote(rank == 2 and step == 1) for step in range(5)]
     vote.close()
     return gather_json(answers)
 

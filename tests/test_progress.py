@@ -71,7 +71,7 @@ def test_a_log_line_has_every_number_as_key_and_value():
         "nt_xent": "5.4322",
         "suncet": "3.2000",
         "lr": "0.48",
-        "views_per_second": "12346",
+        "views_per_second": "12345.6",
         "data_wait": "3.1%",
         "petaflops": "0.01235",
         "left": "00:00",

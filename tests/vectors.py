@@ -1,4 +1,4 @@
-"""Finds the numbered vectors that were computed with the authors' code, and skips with the reason where they are absent.
+"""Finds the numbered vectors computed with the authors' code, and skips with the reason where they are absent.
 
 They are not part of the project: every subject they cover has an oracle of its own beside it, so the suite says
 the same without them, with less authority.

@@ -1,10 +1,12 @@
 """Nearest-neighbour accuracy while training: does the representation get better, not only the loss lower?"""
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 
 from fastsuncet.config import Config
-from fastsuncet.distributed import sum_over_ranks
+from fastsuncet.distributed import gather_json, sum_over_ranks
 from fastsuncet.evaluate.embed import embed
 from fastsuncet.evaluate.neighbours import knn_predict
 from fastsuncet.images import Images
@@ -12,16 +14,21 @@ from fastsuncet.launch import Place
 from fastsuncet.model import Model
 
 
-def online_knn(model: Model, images: Images, config: Config, place: Place) -> float:
+def online_knn(
+    model: Model, images: Images, config: Config, place: Place, bad: Collection[int] = ()
+) -> float:
     """Share of the validation images whose k nearest labeled training images vote for their class, 0 to 1.
 
     The supports are the labeled images of the run's split, or every training image of known class where a run uses
-    no labels (SimCLR): then it says what a classifier with all labels could find. Each validation image counts once
-    on any number of ranks. Every rank returns the same number.
+    no labels (SimCLR): then it says what a classifier with all labels could find. Training images in `bad` are left
+    out; ranks may know of different ones. Each validation image counts once on any number of ranks. Every rank returns
+    the same number. Raises BadImage for an image that cannot be decoded: another accuracy would be another number.
     """
     supports = images.split.indices
     if not len(supports):
         supports = np.flatnonzero(images.train.labels >= 0)
+    known_bad = {i for rank in gather_json([int(i) for i in bad]) for i in rank}.union(images.train.bad)
+    supports = supports[~np.isin(supports, list(known_bad))]
     queries = np.arange(len(images.validation))
     rows, columns = (
         embed(model, index, chosen, config, place)
