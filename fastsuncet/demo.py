@@ -4,14 +4,15 @@ Trains SimCLR and SimCLR + SuNCEt on scikit-learn's digits with 10 % of the labe
 view, probes checkpoints of both with a linear classifier on those labels, and draws accuracy against compute.
 """
 
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fastsuncet import checkpoint, run
+from fastsuncet import checkpoint, files, run
 from fastsuncet.config import Config, load_config
 from fastsuncet.evaluate.embed import embed
 from fastsuncet.evaluate.probe import linear_probe
@@ -73,7 +74,10 @@ def demo(configs: Path, folder: Path, *, seed: int = 0, overrides: tuple[str, ..
     for line in table(curves):
         say_line(line)
     say_line("\n" + verdict(curves))
-    say_line(f"\ncurves   {draw(curves, folder / f'demo_seed{seed}.png')}")
+    picture = draw(curves, folder / f"demo_seed{seed}.png")
+    numbers = {name: asdict(curve) for name, curve in curves.items()}
+    files.replace(picture.with_suffix(".json"), json.dumps(numbers, indent=1).encode() + b"\n")
+    say_line(f"\ncurves   {picture}, numbers beside it in {picture.stem}.json")
     say_line(f"views    {preview(config, folder / 'views.png')}")
     say_line(f"took     {time.perf_counter() - began:.0f} s")
     return curves

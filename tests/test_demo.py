@@ -1,5 +1,7 @@
 """The demo says what its numbers say, and no more; the preview shows what training sees."""
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -40,6 +42,8 @@ def test_the_demo_spends_the_same_compute_on_both_methods_and_draws_both_picture
     assert simclr.updates == suncet.updates == [60, 120]
     assert simclr.petaflops == suncet.petaflops
     assert min(simclr.best, suncet.best) > 0.6  # chance is 0.1
+    kept = json.loads((tmp_path / "demo_seed3.json").read_text())
+    assert kept["SimCLR"]["accuracy"] == simclr.accuracy
     said = capsys.readouterr().out
     assert verdict(seen) in said
     for name in ("demo_seed3.png", "views.png"):
