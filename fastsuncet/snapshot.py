@@ -89,7 +89,9 @@ def write(path: Path, model: dict[str, Tensor], state: dict, meta: dict) -> None
     sums = {MODEL: _put(path / MODEL, safetensors.torch.save(model, {"format": "pt"}))}
     stream = io.BytesIO()
     torch.save(state, stream)
-    sums[STATE] = _put(path / STATE, stream.getbuffer())
+    # Not getbuffer(): CPython 3.12.1 crashes when it collects a buffer of BytesIO that an exception's frames hold, and
+    # a full disk is just that. getvalue() shares the same bytes without a copy.
+    sums[STATE] = _put(path / STATE, stream.getvalue())
     meta = meta | {"files": sums}
     meta["sha256"] = _own_sha256(meta)
     files.write_synced(path / META, json.dumps(meta, indent=1).encode())
