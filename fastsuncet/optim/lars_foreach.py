@@ -7,7 +7,8 @@ case is an elementwise choice on that stack.
 
 On a GPU a foreach call is a few launches for all tensors, with one exception: the scaling by each tensor's
 own trust ratio is one launch a tensor. In bytes: 60 a float32 parameter, of which a kernel of its own
-would need 28.
+would need 28. On a CPU launches are free and fresh memory is not: there the plain step adds g and w straight
+to the momentum, 52 bytes and no list of its own, in two thirds of the time.
 """
 
 import torch
@@ -43,6 +44,14 @@ def lars_foreach(
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # a float16 norm overflows at 65,504
     if grad_scale is not None:
         grads = torch._foreach_mul(grads, grad_scale.reciprocal())
+    if lars and keep is None and not nesterov and params[0].device.type == "cpu":
+        ratios = trust_ratios(params, grads, weight_decay, trust_coefficient, eps, dtype)
+        ratios = ratios * lr if lr_in_momentum else ratios
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_addcmul_(buffers, grads, list(ratios.unbind()))
+        torch._foreach_addcmul_(buffers, params, list((weight_decay * ratios).unbind()))
+        _subtract_(params, buffers, 1.0 if lr_in_momentum else lr)
+        return
     d = torch._foreach_add(grads, params, alpha=weight_decay)
     if keep is not None:
         bits = BITS[d[0].element_size()]
