@@ -1,0 +1,374 @@
+"""SimCLR's two views from JPEG files: the DALI loader and its torchvision twin against torchvision's DataLoader.
+
+    python tools/bench_pipeline.py [FOLDER] [--json FILE] [--rounds R] [--images N] [--quick]
+
+FOLDER is any tree of images; without one, pictures are made up and written first. Everyone gets two threads or
+two worker processes, reads the same files, decodes each once and gives two float32 views of 224 pixels in batches
+of 32. Each contender lives in a process of its own; they take turns, and only the one whose turn it is works.
+
+Colour, in the table: "exact" is torchvision's jitter (contrast about the image's mean grey, hue in HSV) in the
+fixed order brightness, contrast, saturation, hue; "fast" is one linear twist in YIQ, another augmentation of about
+the same strength; "stock" is torchvision's jitter in torchvision's random order. Blur: Gaussian, 23 pixels wide,
+or as wide as sigma asks for (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.transforms import v2
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
+
+from pipelines.datasets import image_tree
+from pipelines.loader import open_loader
+from pipelines.params import Augmentation, blur_windows
+from pipelines.plan import Plan
+from pipelines.sampling import UnlabeledSampler
+from tools.bench_common import (
+    PROCESSES,
+    environment,
+    print_table,
+    print_targets,
+    ratios,
+    spread,
+    target,
+    told,
+    write_json,
+)
+
+WORKERS, SIGMA = 2, (0.1, 2.0)
+DRAINED = 5  # batches thrown away before a turn: more than anybody has prepared while others had theirs
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who makes the two views, and how."""
+
+    engine: (
+        str  # "dali", "twin", "decode", or for the DataLoader what its transforms work on: "tensors", "PIL"
+    )
+    color: str
+    blur: str  # "23", "sigma" or "box"
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        if self.engine == "decode":
+            return "limit: DALI, decoding alone"
+        who = {"dali": "fastsuncet DALI", "twin": "fastsuncet torchvision twin"}
+        return f"{who.get(self.engine, f'DataLoader, v2 on {self.engine}')}, {self.color}, blur {self.blur}"
+
+    @property
+    def ours(self) -> bool:
+        return self.engine in ("dali", "twin")
+
+
+CONTENDERS = (
+    Contender("dali", "exact", "23"),
+    Contender("dali", "exact", "sigma"),
+    Contender("dali", "fast", "23"),
+    Contender("dali", "fast", "sigma"),
+    Contender("twin", "exact", "23"),
+    Contender("twin", "exact", "sigma"),
+    Contender("tensors", "stock", "23"),
+    Contender("PIL", "stock", "23"),
+    Contender("tensors", "stock", "sigma"),
+    Contender("PIL", "stock", "sigma"),
+    Contender("PIL", "stock", "box"),
+    Contender("decode", "-", "-"),
+)
+QUICK = (CONTENDERS[2], CONTENDERS[6])
+
+
+class SigmaBlur(nn.Module):
+    """torchvision's Gaussian blur with a kernel as wide as its sigma asks for, which v2 itself does not offer."""
+
+    def forward(self, image: Any) -> Any:
+        sigma = float(torch.empty(()).uniform_(*SIGMA))
+        window = int(blur_windows(np.array(sigma)))
+        return v2.functional.gaussian_blur(image, [window, window], [sigma, sigma])
+
+
+class BoxBlur(nn.Module):
+    """PIL's GaussianBlur, an approximation by boxes."""
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        return image.filter(ImageFilter.GaussianBlur(float(torch.empty(()).uniform_(*SIGMA))))
+
+
+def stock_transform(kind: str, blur: str, size: int = 224) -> v2.Compose:
+    """The recipe's augmentation in torchvision's own words, on uint8 tensors or on PIL images."""
+    blurs = {"23": lambda: v2.GaussianBlur(23, SIGMA), "sigma": SigmaBlur, "box": BoxBlur}
+    return v2.Compose(
+        [
+            v2.RandomResizedCrop(size, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.RandomApply([v2.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
+            v2.RandomGrayscale(p=0.2),
+            v2.RandomApply([blurs[blur]()], p=0.5),
+            *([v2.ToImage()] if kind == "PIL" else []),
+            v2.ToDtype(torch.float32, scale=True),
+        ]
+    )
+
+
+class TwoViews(Dataset):
+    """A file -> two draws of one transform, the file decoded once."""
+
+    def __init__(self, paths: list[Path], kind: str, blur: str):
+        self.paths, self.kind, self.transform = paths, kind, stock_transform(kind, blur)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = Image.open(self.paths[i]).convert("RGB")
+        if self.kind == "tensors":
+            image = v2.functional.pil_to_tensor(image)
+        return self.transform(image), self.transform(image)
+
+
+class Endless(Sampler):
+    """Epoch after epoch in fresh orders, so that workers never start anew."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(self.count).tolist()
+
+
+def batches(contender: Contender, folder: str, batch: int) -> Iterator[Any]:
+    """Batch after batch of two views, without end."""
+    index = image_tree(folder)
+    if contender.engine in ("tensors", "PIL"):
+        paths = [index.path(i) for i in range(len(index))]
+        data = TwoViews(paths, contender.engine, contender.blur)
+        # drop_last in spirit: an endless sampler leaves no ragged batch.
+        yield from DataLoader(
+            data, batch, sampler=Endless(len(data)), num_workers=WORKERS, multiprocessing_context="fork"
+        )
+        return
+    window = 23 if contender.blur == "23" else None
+    color = contender.color if contender.ours else "exact"
+    views = (Augmentation(color=color, blur_window=window),) * 2
+    plan = Plan(index, UnlabeledSampler(len(index), batch, 1, seed=0), views, seed=0, role="bench")
+    if contender.engine == "decode":
+        yield from decoded(plan)
+        return
+    backend = "dali" if contender.engine == "dali" else "torchvision"
+    loader = open_loader(index, plan, views, threads=WORKERS, prefetch=2, backend=backend)
+    for step in itertools.count():
+        yield loader(step)
+
+
+def decoded(plan: Plan) -> Iterator[Any]:
+    """The same files decoded and nothing done with them."""
+    from pipelines import graphs
+    from pipelines.dali_engine import FilePaths, placement
+
+    stored, steps = FilePaths(plan.index), itertools.count()
+    pipeline = graphs.decoded(
+        lambda: stored(plan.sampler.rows(next(steps), 0)),
+        batch_size=plan.batch,
+        num_threads=WORKERS,
+        prefetch_queue_depth=2,
+        **placement("cpu", 0),
+    )
+    while True:
+        yield pipeline.run()
+
+
+def serve(pipe: Connection, contender: Contender, folder: str, batch: int) -> None:
+    """A contender's process: for each number of batches asked for, sends (wall seconds, CPU seconds)."""
+    torch.set_num_threads(1)
+    source = batches(contender, folder, batch)
+    next(source)  # built, workers started
+    pipe.send(None)
+    try:
+        while count := pipe.recv():
+            for _ in range(DRAINED):
+                next(source)
+            wall, cpu = time.perf_counter(), cpu_seconds()
+            for _ in range(count):
+                next(source)
+            pipe.send((time.perf_counter() - wall, cpu_seconds() - cpu))
+    except EOFError:
+        pass  # the asking process is gone
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the workers it has now, which the system adds up only once they end."""
+    total = time.process_time()
+    for worker in multiprocessing.active_children():
+        # After the name in brackets, which may hold spaces: user and system ticks are fields 14 and 15.
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def measure(
+    contenders: tuple[Contender, ...], folder: str, batch: int, count: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One row a contender: seconds of each turn over `count` batches, by the wall and by the CPU."""
+    lines: dict[Contender, Connection] = {}
+    servers = []
+    turns: dict[Contender, list[tuple[float, float]]] = {contender: [] for contender in contenders}
+    try:
+        for contender in contenders:
+            lines[contender], far_end = multiprocessing.Pipe()
+            # Not daemonic: daemons may not have the workers that a DataLoader is made of.
+            server = PROCESSES.Process(target=serve, args=(far_end, contender, folder, batch), daemon=False)
+            server.start()
+            servers.append(server)
+            far_end.close()
+        for line in lines.values():
+            line.recv()
+        for turn in range(rounds):
+            start = turn % len(contenders)
+            for contender in contenders[start:] + contenders[:start]:
+                lines[contender].send(count)
+                turns[contender].append(lines[contender].recv())
+        for line in lines.values():
+            line.send(0)
+    finally:
+        for line in lines.values():
+            line.close()
+        for server in servers:
+            server.join(timeout=20)
+            if server.is_alive():
+                server.terminate()
+    images = count * batch
+    return [
+        {
+            "name": contender.name,
+            "engine": contender.engine,
+            "color": contender.color,
+            "blur": contender.blur,
+            "images_per_second": [images / wall for wall, _ in turns[contender]],
+            "cpu_ms_per_image": [1e3 * cpu / images for _, cpu in turns[contender]],
+        }
+        for contender in contenders
+    ]
+
+
+def peers(found: list[dict[str, Any]], blur: str) -> list[dict[str, Any]]:
+    """The DataLoaders with one kind of blur, the fastest first."""
+    rows = [row for row in found if row["engine"] in ("tensors", "PIL") and row["blur"] == blur]
+    return sorted(rows, key=lambda row: -spread(row["images_per_second"])["median"])
+
+
+def compare(found: list[dict[str, Any]]) -> None:
+    """Adds to each row of ours how it stands to the fastest DataLoader with the same blur kernel."""
+    for row in found:
+        same_blur = peers(found, row["blur"])
+        if row["engine"] in ("dali", "twin") and same_blur:
+            row["peer"] = same_blur[0]["name"]
+            row["speed_to_peer"] = ratios(row["images_per_second"], same_blur[0]["images_per_second"])
+            row["cpu_of_peer"] = ratios(same_blur[0]["cpu_ms_per_image"], row["cpu_ms_per_image"])
+
+
+def targets_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was asked of the DALI loader on a CPU, for both blur kernels."""
+    asked = []
+    for row in found:
+        if row["engine"] == "dali" and "peer" in row:
+            limit = 1.5 if row["color"] == "fast" else 1.0
+            asked.append(
+                target(
+                    f"{row['name']}: images/s over {row['peer']}", row["speed_to_peer"], limit, at_least=True
+                )
+            )
+    return asked
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """The table."""
+    head = ["", "images/s", "CPU ms/image", "x peer, wall", "x peer, CPU"]
+    print_table(
+        head,
+        [
+            [
+                row["name"],
+                told(spread(row["images_per_second"])),
+                told(spread(row["cpu_ms_per_image"])),
+                told(row["speed_to_peer"]) if "peer" in row else "",
+                told(row["cpu_of_peer"]) if "peer" in row else "",
+            ]
+            for row in found
+        ],
+    )
+    print("x peer: against the fastest DataLoader with the same blur kernel\n")
+
+
+def write_pictures(folder: Path, count: int, height: int = 375, width: int = 500) -> None:
+    """JPEGs with the detail of photographs, roughly: waves of many lengths, and noise. Sizes of ImageNet's median."""
+    y, x = np.mgrid[0:height, 0:width] / 100
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        pixels = np.full((height, width, 3), 128.0)
+        for octave in range(8):
+            fy, fx, phase = rng.normal(0, 2**octave, 3)
+            pixels += np.sin(fy * y + fx * x + phase)[:, :, None] * rng.uniform(-50, 50, 3) / 1.3**octave
+        pixels += rng.normal(0, 6, pixels.shape)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{number:04}.jpg", quality=90)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table and writes the JSON. A missed target is a finding, not a failure: 0 either way."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "folder", nargs="?", help="a tree of images (default: 256 pictures made up for the run)"
+    )
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--images", type=int, default=384, help="images in a turn")
+    parser.add_argument(
+        "--quick", action="store_true", help="two contenders, 8 pictures: for a look and for the tests"
+    )
+    options = parser.parse_args(arguments)
+    batch, count, rounds, contenders = 32, max(1, options.images // 32), options.rounds, CONTENDERS
+    if options.quick:
+        batch, count, rounds, contenders = 4, 2, 2, QUICK
+    where = environment()
+    with tempfile.TemporaryDirectory() as made_up:
+        if options.folder is None:
+            write_pictures(Path(made_up), 8 if options.quick else 256)
+        folder = options.folder or made_up
+        files = len(image_tree(folder))
+        found = measure(contenders, folder, batch, count, rounds)
+    compare(found)
+    print(
+        f"two views of 224 pixels from {files} files, batches of {batch}, {WORKERS} threads or workers each"
+    )
+    show(found)
+    targets = targets_of(found)
+    print_targets(targets)
+    report = {
+        "tool": "bench_pipeline",
+        "environment": where,
+        "files": files,
+        "made_up": options.folder is None,
+    }
+    write_json(options.json, {**report, "points": found, "targets": targets})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
