@@ -66,7 +66,8 @@ examples:
 PREVIEW = Help(
     "CONFIG [section.key=value ...] [--output FILE] [--step N]",
     """\
-Draws what the network will see: images, two augmented views of each, and labeled images where there are any.""",
+Draws what the network will see at one step of a run on one process: the batch's first images, two augmented views of
+each, and labeled images where the step learns from any.""",
     """\
 examples:
   fastsuncet preview configs/digits_demo.yaml

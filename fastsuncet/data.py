@@ -65,13 +65,14 @@ class PairedStream:
         self._no_images = torch.empty(0, 3, side, side, device=place.device)
         self._no_labels = torch.empty(0, dtype=torch.int64, device=place.device)
 
-    def _plan(self, role: str, rank: int) -> Plan:
+    def plan(self, role: str, rank: int) -> Plan:
+        """What `rank` is shown of one stream, UNLABELED or LABELED, step by step; no pixel is read."""
         # One view of a labeled image, two of an unlabeled one, all of the same strength (recipe 2.1).
         sampler, views = (self._labeled, 1) if role == LABELED else (self._unlabeled, 2)
         return Plan(self.index, sampler, (self.views,) * views, seed=self._seed, role=role, rank=rank)
 
     def _open(self, config: Config, role: str) -> Loader:
-        data, plan = config.data, self._plan(role, self.place.rank)
+        data, plan = config.data, self.plan(role, self.place.rank)
         return open_loader(
             self.index,
             plan,
@@ -103,7 +104,7 @@ class PairedStream:
 
     def files(self, step: int, rank: int, term: str) -> list[str]:
         """The images behind one loss term of one rank's step, by name: for the message when it is not a number."""
-        plan = self._plan(LABELED if term == "suncet" else UNLABELED, rank)
+        plan = self.plan(LABELED if term == "suncet" else UNLABELED, rank)
         return [self.index.name(int(i)) for i in plan(step).indices]
 
     @property

@@ -1,9 +1,12 @@
 """`fastsuncet preview`: the views a config makes, as a picture. The first thing to look at when a loss looks odd.
 
 One column an image: the image, its two views as training sees them, and the same two views by the other back-end from
-the same draw, so that a difference between DALI and torchvision would be seen. Below, labeled images by class.
+the same draw, so that a difference between DALI and torchvision would be seen. Below, labeled images by class,
+at the steps that learn from them.
 """
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +14,21 @@ import torch
 from PIL import Image
 
 from fastsuncet.config import Config
-from fastsuncet.data import LABELED, UNLABELED, augmentation
-from fastsuncet.images import Images, open_images
+from fastsuncet.data import LABELED, UNLABELED, PairedStream
+from fastsuncet.images import open_images
 from fastsuncet.launch import Place
 from pipelines.backend import dali_problem
 from pipelines.index import ImageIndex
 from pipelines.loader import open_loader
-from pipelines.params import Augmentation
-from pipelines.plan import Plan
-from pipelines.sampling import ClassSampler, UnlabeledSampler
+from pipelines.params import ViewParams
+from pipelines.plan import Plan, Visit
 
 COLUMNS = 8
 NAMES = {"dali": "DALI", "torchvision": "torchvision"}
 
 
 def preview(config: Config, path: Path, *, step: int = 0) -> Path:
-    """Draws what `step` of a run of `config` sees, on the CPU, into a PNG; returns its path."""
+    """Draws part of what `step` of a run of `config` on one process sees, on the CPU, into a PNG; returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,49 +55,78 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
 
 
 def sheet(config: Config, step: int) -> list[tuple[str, list[tuple[np.ndarray, str]]]]:
-    """(row title, [(picture (H, W, 3) in [0, 1], caption)]) from top to bottom."""
+    """(row title, [(picture (H, W, 3) in [0, 1], caption)]) from top to bottom: part of the batch of `step`.
+
+    Raises ConfigErrors, as the run would, for batches that the images do not fill.
+    """
     place = Place(0, 1, 0, torch.device("cpu"))
     images = open_images(config, place, validation=False)
-    view, count = augmentation(config), min(COLUMNS, len(images.train))
-    sampler = UnlabeledSampler(len(images.train), count, 1, config.meta.seed)
-    plan = Plan(images.train, sampler, (view, view), seed=config.meta.seed, role=UNLABELED)
-    visit = plan(step)
-    rows = [
-        ("images", [(original(images.train, int(i)), images.train.name(int(i))[-22:]) for i in visit.indices])
-    ]
+    # The run's own arithmetic and plans, cut to a few rows: a step number means nothing without the batch's size. One
+    # process stands for all, since a batch given over all processes does not depend on their number.
+    arithmetic = config.resolve(1, len(images.train), images.labeled_classes)
+    stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
+    try:
+        rows = unlabeled(config, images.train, stream, step)
+        if step < arithmetic.supervised_steps:
+            rows.append(("labeled", labeled(config, images.train, stream, step)))
+        return rows
+    finally:
+        stream.close()
+
+
+def unlabeled(config: Config, index: ImageIndex, stream: PairedStream, step: int) -> list:
+    """The batch's first images and their views by every back-end there is."""
+    plan = stream.plan(UNLABELED, 0)
+    first = Rows(plan, np.arange(min(COLUMNS, plan.batch)))
     backends = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
-    seen = {backend: views(images.train, plan, view, backend, step) for backend in backends}
+    seen = {backend: views(config, index, first, backend, step) for backend in backends}
+    visit = seen[backends[0]][1]
+    rows = [("images", [(original(index, int(i)), index.name(int(i))[-22:]) for i in visit.indices])]
     for number in range(2):
         for backend in backends:
             title = f"view {number + 1}\n{NAMES[backend]}"
-            rows.append((title, [(picture, "") for picture in seen[backend][number]]))
-    if len(images.split.indices):
-        rows.append(("labeled", labeled(config, images, view, step)))
+            rows.append((title, [(picture, "") for picture in seen[backend][0][number]]))
     return rows
 
 
-def labeled(config: Config, images: Images, view: Augmentation, step: int) -> list[tuple[np.ndarray, str]]:
-    """Two images each of the first classes of a step's labeled batch, captioned with their class."""
-    chosen = images.split.indices
-    classes = min(COLUMNS // 2, config.criterion.classes_per_batch or COLUMNS // 2, images.labeled_classes)
-    sampler = ClassSampler(chosen, images.train.labels[chosen], classes, 2, 1, config.meta.seed)
-    plan = Plan(images.train, sampler, (view,), seed=config.meta.seed, role=LABELED)
-    names = [images.train.classes[label] for label in plan(step).labels]
-    (pictures,) = views(images.train, plan, view, "auto", step)
+def labeled(
+    config: Config, index: ImageIndex, stream: PairedStream, step: int
+) -> list[tuple[np.ndarray, str]]:
+    """The first two images of each of the labeled batch's first classes, captioned with their class."""
+    plan, classes = stream.plan(LABELED, 0), stream.arithmetic.classes_per_batch
     # The batch is interleaved (a, b, c, a, b, c); a person reads pairs.
-    order = np.arange(2 * classes).reshape(2, classes).T.ravel()
-    return [(pictures[i], names[i]) for i in order]
+    pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
+    (pictures,), visit = views(config, index, Rows(plan, pairs), config.data.backend, step)
+    return [(picture, index.classes[label]) for picture, label in zip(pictures, visit.labels)]
+
+
+class Rows:
+    """A plan's step cut to some rows, each with the draws it has in the whole batch: only these are decoded."""
+
+    def __init__(self, plan: Plan, rows: np.ndarray):
+        self._plan, self._rows = plan, rows
+        self.augmentations, self.batch, self.stand_in = plan.augmentations, len(rows), plan.stand_in
+
+    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
+        """As `Plan.__call__`. The whole batch is drawn, which for thousands of rows takes milliseconds."""
+        visit, rows = self._plan(step, replaced), self._rows
+        cut = tuple(
+            ViewParams(**{field.name: getattr(view, field.name)[rows] for field in fields(view)})
+            for view in visit.views
+        )
+        return Visit(step, visit.indices[rows], visit.labels[rows], cut)
 
 
 def views(
-    index: ImageIndex, plan: Plan, view: Augmentation, backend: str, step: int
-) -> list[list[np.ndarray]]:
-    """The pictures of each view, normalisation undone."""
-    loader = open_loader(index, plan, plan.augmentations, backend=backend)
+    config: Config, index: ImageIndex, plan: Rows, backend: str, step: int
+) -> tuple[list[list[np.ndarray]], Visit]:
+    """The pictures of each view, normalisation undone, and what they were made from, stand-ins included."""
+    view = plan.augmentations[0]
+    loader = open_loader(index, plan, plan.augmentations, backend=backend, bad_images=config.data.bad_images)
     try:
         mean, std = (np.array(values) for values in (view.mean, view.std))
         batches = [tensor.permute(0, 2, 3, 1).numpy() * std + mean for tensor in loader(step)]
-        return [list(np.clip(batch, 0, 1)) for batch in batches]
+        return [list(np.clip(batch, 0, 1)) for batch in batches], loader.visit(step)
     finally:
         loader.close()
 

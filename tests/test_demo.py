@@ -4,10 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import fastsuncet.preview as preview_module
+from fastsuncet.data import PairedStream
 from fastsuncet.demo import METHODS, Curve, demo, table, verdict
-from fastsuncet.preview import preview, sheet
+from fastsuncet.images import open_images
+from fastsuncet.launch import Place
+from fastsuncet.preview import COLUMNS, preview, sheet
 from tests.runs import CONFIGS, small_config
 
 
@@ -62,6 +67,50 @@ def test_the_preview_shows_the_views_of_its_step_by_both_back_ends_alike(tmp_pat
     assert not np.allclose(rows["view 1\nDALI"][0][0], rows["view 2\nDALI"][0][0])
     classes = [caption for _, caption in rows["labeled"]]
     assert classes[0::2] == classes[1::2], "a person reads pairs of one class"
+
+
+@pytest.mark.parametrize(
+    "step", [0, 6]
+)  # 6: in the second epoch of the run, where batches of 8 would be in the first
+def test_the_preview_shows_the_first_rows_of_the_runs_own_batch_and_decodes_no_others(
+    tmp_path, monkeypatch, step
+):
+    # Six of ten classes: a batch of another size would hold others.
+    config = small_config(tmp_path, "criterion.classes_per_batch=6", "data.backend=torchvision")
+    decoded = []
+    real = preview_module.open_loader
+    monkeypatch.setattr(
+        preview_module,
+        "open_loader",
+        lambda index, plan, *a, **k: (decoded.append(plan.batch), real(index, plan, *a, **k))[1],
+    )
+    rows = dict(sheet(config, step))
+
+    place = Place(0, 1, 0, torch.device("cpu"))
+    images = open_images(config, place, validation=False)
+    arithmetic = config.resolve(1, len(images.train), images.labeled_classes)
+    stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
+    batch = stream(step)
+    names = [name[-22:] for name in stream.files(step, 0, "nt_xent")[:COLUMNS]]
+    assert [caption for _, caption in rows["images"]] == names
+    view = stream.views
+    for title, tensor, order in (
+        ("view 1\ntorchvision", batch.view_1, range(COLUMNS)),
+        ("view 2\ntorchvision", batch.view_2, range(COLUMNS)),
+        ("labeled", batch.labeled, [0, 6, 1, 7, 2, 8, 3, 9]),  # row i is of class i % 6
+    ):
+        theirs = tensor[list(order)].permute(0, 2, 3, 1).numpy() * np.array(view.std) + np.array(view.mean)
+        np.testing.assert_allclose(
+            np.stack([picture for picture, _ in rows[title]]), np.clip(theirs, 0, 1), atol=1e-6
+        )
+    stream.close()
+    assert max(decoded) <= COLUMNS
+
+
+def test_the_preview_shows_labeled_images_only_at_steps_that_learn_from_them(tmp_path):
+    config = small_config(tmp_path, "criterion.supervised_epochs=1")  # 4 steps
+    assert "labeled" in dict(sheet(config, step=3))
+    assert "labeled" not in dict(sheet(config, step=4))
 
 
 def test_a_preview_is_a_picture_file(tmp_path):
