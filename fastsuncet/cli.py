@@ -116,11 +116,11 @@ def _doctor(parser: Parser, arguments: list[str]) -> int:
 
 def _version(parser: Parser, arguments: list[str]) -> int:
     parser.parse_args(arguments)
-    from fastsuncet.doctor import installed_or_none
+    from fastsuncet.versions import DALI, installed
 
     print(f"fastsuncet {__version__}\npython {sys.version.split()[0]}")
-    packages = ("torch", "torchvision", "timm", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "numpy")
-    for line in [f"{name} {there}" for name in packages if (there := installed_or_none(name))]:
+    packages = ("torch", "torchvision", "timm", *DALI, "numpy")
+    for line in [f"{name} {there}" for name in packages if (there := installed(name))]:
         print(line)
     return 0
 

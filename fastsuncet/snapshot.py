@@ -14,7 +14,6 @@ import os
 import platform
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 import safetensors.torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from fastsuncet import __version__, contents, files
 from fastsuncet.errors import CheckpointError
+from fastsuncet.versions import dali, installed
 
 FORMAT = 1  # of meta.json and the layout: raised when an older program could misread a newer checkpoint
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
@@ -64,18 +64,11 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
-        "torchvision": _installed("torchvision"),
-        "timm": _installed("timm"),
-        "dali": _installed("nvidia-dali-cuda120") or _installed("nvidia-dali-cuda130"),
-        "numpy": _installed("numpy"),
+        "torchvision": installed("torchvision"),
+        "timm": installed("timm"),
+        "dali": dali(),
+        "numpy": installed("numpy"),
     }
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------------ write

@@ -1,7 +1,5 @@
 """What is about to happen, in ten lines: printed when a run starts, and by --dry-run instead of starting."""
 
-import importlib.metadata
-
 import torch
 
 from fastsuncet.compute import Memory, memory_estimate, petaflops
@@ -9,8 +7,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data import PairedStream, macs
 from fastsuncet.images import Images
 from fastsuncet.launch import Place
-
-BUILDS = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")
+from fastsuncet.versions import dali
 
 
 def summary(
@@ -77,13 +74,5 @@ def pixel_source(stream: PairedStream) -> str:
     """What decodes and augments: "DALI 2.4.0 on the GPU", or torchvision."""
     if stream.backend != "dali":
         return "torchvision on the CPU (DALI is not installed)"
-    versions = [v for build in BUILDS if (v := _version(build))]
     where = "the GPU" if stream.place.device.type == "cuda" else "the CPU"
-    return f"DALI {versions[0] if versions else ''} on {where}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return f"DALI {dali() or ''} on {where}"

@@ -127,8 +127,13 @@ def test_little_shared_memory_is_a_problem_only_for_several_gpus(monkeypatch):
     assert page.shared_memory() == Finding("problem", "64 MB", "docker run --shm-size=1g")
 
 
+def test_a_package_of_unknown_version_is_a_problem(monkeypatch):
+    monkeypatch.setattr(page, "installed", lambda name: None)
+    assert page.required("timm")().facts == "importable, but of unknown version"
+
+
 def test_extras_that_are_not_installed_come_with_one_command(monkeypatch):
-    monkeypatch.setattr(page, "installed_or_none", {"scikit-learn": "1.9"}.get)
+    monkeypatch.setattr(page, "installed", {"scikit-learn": "1.9"}.get)
     assert page.extras() == Finding(
         "absent",
         "tensorboard, wandb (installed: scikit-learn 1.9)",

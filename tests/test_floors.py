@@ -19,7 +19,7 @@ FLOORS = [
     "pipelines.loader",
     "pipelines.check",
     # ---- the door -----------------------------------------------------------------------------------------------
-    "fastsuncet.errors fastsuncet.say fastsuncet.files fastsuncet.signals fastsuncet.distributed fastsuncet.kernels",
+    "fastsuncet.errors fastsuncet.say fastsuncet.files fastsuncet.signals fastsuncet.versions fastsuncet.distributed",
     "fastsuncet.config fastsuncet.launch fastsuncet.vote",
     "fastsuncet.losses fastsuncet.optim fastsuncet.model fastsuncet.norm fastsuncet.compute fastsuncet.contents",
     "fastsuncet.snapshot fastsuncet.sinks fastsuncet.window fastsuncet.ledger",

@@ -12,11 +12,11 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires
-from importlib.metadata import version as installed
 from pathlib import Path
 
 from fastsuncet.doctor.finding import Finding
 from fastsuncet.doctor.gpu import cards, dali, nccl, nvrtc
+from fastsuncet.versions import installed
 
 GIGA = 1e9
 # A ResNet-50's weights and momentum are 0.2 GB, and a save holds one set more than it keeps.
@@ -68,9 +68,11 @@ def required(name: str) -> Callable[[], Finding]:
     def look() -> Finding:
         try:
             importlib.import_module({"pyyaml": "yaml", "pillow": "PIL"}.get(name, name))
-            version = installed(name)
-        except (ImportError, PackageNotFoundError) as error:
+        except ImportError as error:
             return Finding("problem", f"not installed ({error})", f"pip install '{_bounds(name)}'")
+        version = installed(name)
+        if version is None:  # files without the record that pip leaves: a copy, or half an uninstall
+            return Finding("problem", "importable, but of unknown version", f"pip install '{_bounds(name)}'")
         if not _within(version, _bounds(name)):
             return Finding(
                 "problem", f"{version}, tested with {_bounds(name)}", f"pip install '{_bounds(name)}'"
@@ -116,7 +118,7 @@ def apex() -> Finding:
 def extras() -> Finding:
     """What only some commands and settings use."""
     wanted = {"scikit-learn": "demo", "tensorboard": "tensorboard", "wandb": "wandb"}
-    there = {package: version for package in wanted if (version := installed_or_none(package))}
+    there = {package: version for package in wanted if (version := installed(package))}
     missing = {package: extra for package, extra in wanted.items() if package not in there}
     facts = ", ".join(f"{package} {version}" for package, version in there.items())
     if not missing:
@@ -127,14 +129,6 @@ def extras() -> Finding:
         f"pip install 'fastsuncet[{','.join(missing.values())}]' for the settings that use "
         + ("it" if len(missing) == 1 else "them"),
     )
-
-
-def installed_or_none(package: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
-    try:
-        return installed(package)
-    except PackageNotFoundError:
-        return None
 
 
 def disk() -> Finding:
