@@ -3,8 +3,9 @@
 Default and `nesterov=False, lr_in_momentum=False` is the paper's: apex LARC without clipping around SGD
 with momentum (recipe section 4.1, column V0). Per tensor, with gradient g, weight w, momentum buffer b:
 
-d = (g + weight_decay w) * trust_coefficient |w| / (|g| + weight_decay |w| + eps)        d = g if |w| |g| =
-0 b = momentum b + d w = w - lr b
+    d = (g + weight_decay w) * trust_coefficient |w| / (|g| + weight_decay |w| + eps),  or g where |w| |g| = 0
+    b = momentum b + d
+    w = w - lr b
 
 `lr_in_momentum` is the authors' later code (V1) and the original LARS: b = momentum b + lr d, w = w - b.
 The two differ only while the learning rate changes. `nesterov` steps along d + momentum b instead of b.
