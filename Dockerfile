@@ -6,7 +6,8 @@
 #                                                                   NVIDIA's torch, cuDNN and apex stay; the rest is pinned
 #
 #   docker run --rm --gpus all --shm-size=1g --user "$(id -u):$(id -g)" \
-#     -v /path/to/imagenet:/data/imagenet:ro -v "$PWD/runs:/runs" fastsuncet train configs/in1k_10pct.yaml
+#     -v /path/to/imagenet:/data/imagenet:ro -v "$PWD/runs:/runs" \
+#     fastsuncet train configs/in1k_10pct.yaml data.root=/data/imagenet logging.folder=/runs
 #
 # Works under any --user, with --read-only (plus --tmpfs /tmp) and with --network none. No model and no data inside.
 ARG BASE_IMAGE=python:3.12-slim

@@ -5,10 +5,12 @@ import os
 import re
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -43,6 +45,18 @@ def test_the_batch_job_requeues_on_75_alone_and_keeps_the_exit_code(code, requeu
     assert process.returncode == code
     assert calls(tmp_path)[0].endswith("fastsuncet train configs/in1k_10pct.yaml data.root=/data/with space")
     assert ("scontrol requeue 77" in calls(tmp_path)) == requeued
+
+
+def test_tasks_that_leave_with_75_are_not_killed_and_a_dead_one_still_ends_the_job(tmp_path):
+    command(tmp_path, "srun", f'echo "$SRUN_CPUS_PER_TASK" > "{tmp_path}/cores"')
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "64"}
+    subprocess.run(["bash", str(SBATCH), "configs/in1k_10pct.yaml"], env=environment, check=True)
+    options = dict(re.findall(r"--([\w-]+)=(\d+)", calls(tmp_path)[0]))
+    # 75 is a bad exit to Slurm: killing on it turns "saved" into 143, which is not requeued.
+    assert options["kill-on-bad-exit"] == "0"
+    grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SBATCH.read_text())[1])
+    assert grace < int(options["wait"]) <= 600  # longer than ranks take to leave; 0 would wait for ever
+    assert (tmp_path / "cores").read_text() == "64\n"  # srun does not inherit it
 
 
 def test_the_batch_job_says_how_to_use_it_when_called_without_a_config():
@@ -106,13 +120,37 @@ def test_the_shell_scripts_parse(script):
 
 @pytest.mark.parametrize("brings_torch", [False, True])
 def test_the_container_pins_dali_and_leaves_an_images_own_torch_alone(brings_torch, tmp_path):
-    command(tmp_path, "python3", f'case "$*" in *"import torch"*) exit {0 if brings_torch else 1};; esac')
+    # A stand-in that answers whether torch imports, keeps the constraints given to pip, and runs any other program. The
+    # image's records: torch with a version like NVIDIA's, and an older NumPy.
+    for package, version in {"torch": "2.10.0a0+b4e4ee8", "numpy": "1.26.4"}.items():
+        record = tmp_path / "site" / f"{package}-{version}.dist-info"
+        record.mkdir(parents=True)
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    command(
+        tmp_path,
+        "python3",
+        f"""case "$*" in
+        *"import torch"*) exit {0 if brings_torch else 1} ;;
+        *" install "*) while [ "$1" != -c ]; do shift; done; cp "$2" "{tmp_path}/constraints.txt" ;;
+        -) PYTHONPATH="{tmp_path}/site" exec "{sys.executable}" -S - ;;
+        esac""",
+    )
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DALI": "nvidia-dali-cuda120"}
     subprocess.run(["sh", str(INSTALL), "dependencies"], cwd=ROOT, env=environment, check=True)
-    installs = [line for line in calls(tmp_path) if " install " in line]
-    pinned = re.search(r"^nvidia-dali-cuda120==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
-    assert any(line.endswith(f"nvidia-dali-cuda120=={pinned}") for line in installs)
-    assert any(" torch " in line for line in installs) != brings_torch
+    (install,) = (line for line in calls(tmp_path) if " install " in line)
+    ours = (ROOT / "constraints.txt").read_text()
+    pinned = re.search(r"^nvidia-dali-cuda120==(\S+)", ours, re.M)[1]
+    assert install.endswith(f"nvidia-dali-cuda120=={pinned}")
+    assert (" torch " in install) != brings_torch
+    assert "--no-deps" not in install  # a list of dependencies written by hand is incomplete tomorrow
+    given = (tmp_path / "constraints.txt").read_text()
+    if not brings_torch:
+        assert given == ours
+        return
+    lines = [str(Requirement(line)) for line in given.splitlines() if not line.startswith("#")]
+    assert lines[-2:] == ["torch==2.10.0a0+b4e4ee8", "numpy==1.26.4"]
+    assert not [x for x in lines[:-2] if re.match(r"(torch|numpy|scipy|triton|nvidia-|cuda-|setuptools)", x)]
+    assert re.search(r"^timm==", ours, re.M)[0] in given and "huggingface-hub==" in given
 
 
 def test_apex_is_named_in_no_requirement_and_imported_by_no_module():
