@@ -91,6 +91,11 @@ def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] |
         if refreshed is not index:
             save_index(refreshed, kept)
         index = refreshed
+    elif not scan:
+        raise DataError(
+            f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "
+            "file system that all machines share"
+        )
     else:
         index = datasets.image_tree(folder) if data.kind == "csv" and train else _scan_folder(folder, classes)
         save_index(index, kept)

@@ -24,11 +24,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fastsuncet.errors import ConfigError, Preempted
+from fastsuncet.errors import ConfigError, FastSuncetError, Preempted
 
 PORT = 29511
-# Ranks that stop talking end the job instead of holding its GPUs: longer than any save, shorter than a lunch.
-TIMEOUT = timedelta(minutes=10)
+# Ranks that stop talking end the job instead of holding its GPUs: longer than any save or scan.
+# (The first rank scans a new data set while the others wait: a million headers on a cold disk take a while.)
+TIMEOUT = timedelta(minutes=30)
+REASONS = (2, 3, 4, 5, 75)  # exit codes that say why, see errors.py
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,10 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "fastsuncet", *arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        # A rank that fails takes others with it within milliseconds, and the agent's clock has whole seconds. What
+        # ended the job is the rank that left with a reason; a broken connection (1) or a kill (negative) is its echo.
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return next((code for code in codes if code in REASONS), max(1, *codes))
     except SignalException:
         return Preempted.exit_code if read_status(status).get("state") == "preempted" else 1
     return 0
@@ -150,6 +154,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and "SLURM_LOCALID" in os.environ:
+        local_rank = 0  # Slurm gave each task a GPU of its own and hides the others
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. "
@@ -176,5 +182,18 @@ def join(device: str) -> Iterator[Place]:
     dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world_size, **keywords)
     try:
         yield place
-    finally:
-        dist.destroy_process_group()
+    except Preempted:
+        dist.destroy_process_group()  # every rank leaves this way together
+        raise
+    # After any other error no farewell: taking a group down can wait for ranks that are stuck in a gather, and the
+    # message would wait with it.
+    dist.destroy_process_group()
+
+
+def in_words(error: BaseException) -> BaseException:
+    """The error to show for `error`: where another rank went away, that is what happened, and its message says why."""
+    if isinstance(error, RuntimeError) and re.search(
+        r"Connection (closed|reset)|NCCL.*(remote|abort)", str(error)
+    ):
+        return FastSuncetError("another rank has ended, and this one with it; its own message says why")
+    return error

@@ -7,7 +7,10 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
     status.json     running, done, preempted or failed, and at which step
 """
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,9 +18,11 @@ import torch
 from fastsuncet import files, launch
 from fastsuncet.config import Config
 from fastsuncet.data import PairedStream
-from fastsuncet.errors import Preempted
+from fastsuncet.distributed import any_rank, broadcast_json
+from fastsuncet.errors import CheckpointError, Preempted
 from fastsuncet.images import Images, open_images
 from fastsuncet.say import say_line
+from fastsuncet.signals import SignalFlag
 from fastsuncet.summary import summary
 from fastsuncet.train import Trainer
 
@@ -39,23 +44,56 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
 
 
 def train(config: Config, place: launch.Place) -> Trainer:
-    """One rank's whole run, on the `place` it has. Raises what ends it other than well; status.json says it too."""
-    deterministic(config)
+    """One rank's whole run, on the `place` it has. Raises what ends it other than well; status.json says it too.
+
+    A run that is refused (another config, other images, a second process in its folder) leaves what is there as it is.
+    """
+    deterministic(config, place)
     folder = config.run_folder
-    status = Status(folder / "status.json", place)
-    try:
+    # From here on a signal is a wish: it is granted before the first step, or at the end of a step.
+    with SignalFlag() as signals, alone_in(folder, place):
         images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
         trainer = start(config, place, images, folder)
-        status.write("running", trainer.step)
-        trainer.run()
-    except Preempted as stop:
-        status.write("preempted", trainer.step, str(stop))
-        raise
-    except BaseException as error:  # whatever ended the run, the file must not go on saying that it runs
-        status.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
-        raise
-    status.write("done", trainer.step)
-    return trainer
+        status = Status(folder / "status.json", place)
+        try:
+            if any_rank(signals.requested is not None):
+                raise Preempted(
+                    f"{signals.requested or 'another rank'}: before a first step; the same command starts it"
+                )
+            status.write("running", trainer.step)
+            trainer.run(signals)
+        except Preempted as stop:
+            status.write("preempted", trainer.step, str(stop))
+            raise
+        except BaseException as error:  # whatever ended the run, the file must not go on saying that it runs
+            error = launch.in_words(error)
+            status.write("failed", trainer.step, (str(error) or type(error).__name__).splitlines()[0])
+            raise error
+        status.write("done", trainer.step)
+        return trainer
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, place: launch.Place) -> Iterator[None]:
+    """Holds the run's folder for as long as this process lives; CheckpointError on all ranks if another one has it.
+
+    Two runs in one folder would move each other's metrics aside and continue from each other's checkpoints.
+    """
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if place.first:
+            try:
+                files.make_folder(folder)
+                if not stack.enter_context(files.exclusive(folder / ".running")):
+                    problem = (
+                        f"another process is running in {folder}: stop it, or give this run another write_tag"
+                    )
+            except OSError as error:
+                problem = f"{folder} cannot be written: {error}. {files.advice(error)}"
+        problem = broadcast_json(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+        yield
 
 
 def plan(config: Config) -> list[str]:
@@ -80,27 +118,32 @@ def plan(config: Config) -> list[str]:
 def start(config: Config, place: launch.Place, images: Images, folder: Path) -> Trainer:
     """A trainer that stands where the run left off, with its settings written down and said."""
     arithmetic = config.resolve(place.world_size, len(images.train), images.labeled_classes)
-    if place.first:
-        files.make_folder(folder)
-        files.replace(folder / "config.yaml", config.to_yaml().encode())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     trainer = Trainer(config, place, arithmetic, stream, images, folder)
-    if place.first:
+    if place.first:  # only now: a refused run must not overwrite the record of the one it was refused for
+        files.replace(folder / "config.yaml", config.to_yaml().encode())
         for line in [*summary(config, place, images, arithmetic, stream), *stream.notes()]:
             say_line(line)
     return trainer
 
 
-def deterministic(config: Config) -> None:
-    """Makes a step a function of its inputs, down to the bit, on this machine.
+def deterministic(config: Config, place: launch.Place) -> None:
+    """Makes a step a function of its inputs, down to the bit, on one kind of machine.
 
     On a GPU that rules out cuDNN's search for the fastest algorithm, which may choose another one in another life of
-    the run.
+    the run, and TF32, which would make "fp32" and the losses 10-bit. Where torch has no deterministic kernel it warns.
     """
     if config.meta.threads is not None:
         torch.set_num_threads(config.meta.threads)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False  # NVIDIA's images turn it on by an environment variable
+    if place.device.type == "cuda":
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # read when cuBLAS starts, so before a first product
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 class Status:

@@ -30,6 +30,7 @@ def save(
     scaler: torch.amp.GradScaler,
     window: Window,
     sums: torch.Tensor,  # (W, T) of the window, from all ranks
+    extra: dict[str, Any],  # plain values that `restore` hands back
     ledger: Ledger,
     images: str,  # fingerprint of the data set
     say: Say,
@@ -45,6 +46,7 @@ def save(
             "optimizer": optimizer.state_dict(),
             "scaler": scaler.state_dict(),
             "window": {"sums": sums, "steps": window.steps},
+            "extra": extra,
         }
         meta = {
             "config": config.canonical(),
@@ -85,8 +87,8 @@ def restore(
     ledger: Ledger,
     images: str,
     say: Say,
-) -> int:
-    """Continues from the newest good checkpoint, if there is one; returns its step, or 0.
+) -> tuple[int, dict[str, Any]]:
+    """Continues from the newest good checkpoint, if there is one; returns its step and `extra`, or 0 and {}.
 
     Rank 0 chooses and verifies, the others read what it chose: no two ranks continue from different steps. Raises
     CheckpointError on every rank: damaged ones only, another config (each key named), other images.
@@ -105,7 +107,7 @@ def restore(
     if chosen["failed"]:
         raise CheckpointError("rank 0 found checkpoints it cannot continue from; its own message says why")
     if chosen["path"] is None:
-        return 0
+        return 0, {}
     if loaded is None:
         loaded = checkpoint.load(chosen["path"])
     model.load_state_dict(loaded.model)
@@ -121,7 +123,7 @@ def restore(
                 f"on {place.world_size} processes instead of {loaded.meta['world_size']}: the same images in the same "
                 "global batches, so results are equal up to rounding, not to the bit"
             )
-    return loaded.step
+    return loaded.step, loaded.state["extra"]
 
 
 def refuse_others(meta: dict[str, Any], config: Config, images: str) -> None:

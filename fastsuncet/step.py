@@ -20,7 +20,7 @@ from fastsuncet.optim import LARS, parameter_groups
 
 # torch 2.15 renamed the switch and warns of the old name, 2.11 does not know the new one.
 _ddp = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-NO_BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _ddp else "broadcast_buffers"
+BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _ddp else "broadcast_buffers"
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -104,13 +104,33 @@ def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, 
     )
     network: nn.Module = model
     if config.meta.compile:
-        network = torch.compile(network)
+        # Static shapes: at the switch-off a run would otherwise recompile to other kernels than one resumed after it.
+        network = torch.compile(network, dynamic=False)
     if place.world_size > 1:
         network = nn.parallel.DistributedDataParallel(
             network,
             device_ids=[place.device] if place.device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
             static_graph=True,
-            **{NO_BUFFER_SYNC: False},  # synchronised statistics are equal on all ranks already
+            **{BUFFER_SYNC: not m.sync_batchnorm},  # synchronised statistics are equal on all ranks already
         )
+        settle(network, model, setting, config.data.augmentation.size)
     return model, network, optimizer, setting
+
+
+def settle(network: nn.Module, model: models.Model, setting: Setting, size: int) -> None:
+    """Runs DDP's first passes on blank images, so that every life of a run reduces gradients in the same order.
+
+    DDP regroups its buckets once it has seen in which order gradients arrive, during its first passes. A ring reduces
+    each element in an order that depends on its place in a bucket, so with three ranks or more the first steps after a
+    restart would round otherwise than the same steps of a run nobody stopped. Changes no weight and no statistic.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    blank = torch.zeros(2, 3, size, size, device=setting.device)
+    for _ in range(3):  # a static graph regroups in its third pass
+        with setting.autocast():
+            z = network(blank)
+        z.float().sum().backward()
+        network.zero_grad(set_to_none=True)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])

@@ -11,6 +11,7 @@ import torch
 from fastsuncet import state
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data import PairedStream, macs
+from fastsuncet.distributed import broadcast, gather_json
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluate.online import online_knn
 from fastsuncet.images import Images
@@ -43,17 +44,21 @@ class Trainer:
         self.ledger = Ledger(macs(config))
         self.window = Window(place.device)
         self.fingerprint = images.fingerprint()
-        self.step = state.restore(folder, **self.parts(), say=say_line)  # updates done
+        self.replaced: set[int] = set()  # bad images met by any rank, in any life of the run
+        self.evaluated = True  # False: an evaluation is due at this very step
+        self.step, extra = state.restore(folder, **self.parts(), say=say_line)  # updates done
+        self.replaced.update(extra.get("replaced", []))
+        self.evaluated = extra.get("evaluated", True)
 
-    def run(self) -> None:
+    def run(self, signals: SignalFlag) -> None:
         """Trains to the last step. Raises Preempted once saved on a signal, NumericalError before anything is saved."""
-        with (
-            SignalFlag() as signals,
-            Reporter(self.config, self.folder, self.arithmetic.steps, self.step, self.place) as self.out,
-        ):
+        with Reporter(self.config, self.folder, self.arithmetic.steps, self.step, self.place) as self.out:
             vote = Vote()
             self.ledger.start_clock()
             self.window.start_clock()
+            if not self.evaluated:  # the run was stopped between the last step's end and its evaluation
+                self.evaluate()
+                self.save()
             while self.step < self.arithmetic.steps:
                 # ------------------------------------------------------------------------------------------ hot region
                 batch = self.stream(self.step)
@@ -66,7 +71,8 @@ class Trainer:
                 stop = vote(signals.requested is not None) and not last
                 if last or self.step % self.config.logging.log_every == 0:
                     self.log()
-                if self.due(self.config.evaluation.knn_every_epochs):
+                self.evaluated = not self.due(self.config.evaluation.knn_every_epochs)
+                if not self.evaluated and not stop:  # whoever asked to stop may not wait for an evaluation
                     self.evaluate()
                 if last or stop or self.save_due():
                     self.save()
@@ -121,24 +127,46 @@ class Trainer:
             "lr": self.lr(self.step - 1),
             "views_per_second": round(self.window.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
-            "replaced_images": len(self.stream.replaced),
+            "replaced_images": self.count_replaced(),
         }
         self.out.write("train", record)
         self.window.restart()
 
+    def count_replaced(self) -> int:
+        """How many distinct images could not be decoded so far, on any rank."""
+        if self.config.data.bad_images:
+            self.replaced.update(i for rank in gather_json(sorted(self.stream.replaced)) for i in rank)
+        return len(self.replaced)
+
     def evaluate(self) -> None:
         """A metrics line with the accuracy of nearest neighbours. Takes nothing from the run's own randomness."""
-        accuracy = online_knn(self.model, self.images, self.config, self.place, bad=self.stream.replaced)
+        self.count_replaced()
+        if not self.config.model.sync_batchnorm:
+            for (
+                buffer
+            ) in self.model.buffers():  # each rank's own so far; rank 0's are the ones that are saved
+                broadcast(buffer)
+        accuracy = online_knn(self.model, self.images, self.config, self.place, bad=self.replaced)
         self.out.write("knn", {**self.where(), "knn_accuracy": accuracy})
+        self.evaluated = True
         self.window.start_clock()  # views/s is of training
 
     def save(self) -> None:
         """A checkpoint, unless the weights it would hold came from a loss that was not a number."""
         sums, first_bad, _ = self.window.read()
         self.refuse_nonfinite(first_bad)
+        # A gradient can overflow under a finite loss: its update must not become what every restart begins from.
+        norms = torch.stack(torch._foreach_norm([p.detach() for p in self.model.parameters()]))
+        if not torch.isfinite(norms).all():
+            raise NumericalError(
+                f"a weight is not a finite number after step {self.step:,} though the losses are: a gradient did it. "
+                "Nothing has been saved since; the last checkpoint is sound. A lower lr or precision fp32 may help."
+            )
+        self.count_replaced()
         self.ledger.tick()
         self.out.sync()
-        state.save(self.folder, self.step, **self.parts(), sums=sums, say=self.out.say)
+        extra = {"replaced": sorted(self.replaced), "evaluated": self.evaluated}
+        state.save(self.folder, self.step, **self.parts(), sums=sums, extra=extra, say=self.out.say)
 
     def parts(self) -> dict:
         """What is saved and restored."""

@@ -63,6 +63,22 @@ def test_asking_for_a_gpu_where_there_is_none_says_what_to_do(monkeypatch):
     assert launch.pick_device("auto", 0) == torch.device("cpu")
 
 
+def test_a_task_to_which_slurm_gave_one_gpu_of_its_own_takes_that_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("SLURM_LOCALID", "5")
+    assert launch.pick_device("auto", 5) == torch.device("cuda", 0)
+
+
+def test_a_lost_connection_is_told_as_what_it_is_and_other_errors_as_they_are():
+    lost = launch.in_words(
+        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
+    )
+    assert "another rank has ended" in str(lost)
+    bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert launch.in_words(bug) is bug
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -75,9 +91,11 @@ def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, mon
     # Two ranks of a stand-in for `python -m fastsuncet`: the agent, its processes and their codes are torchrun's own.
     package = tmp_path / "fastsuncet"
     package.mkdir()
+    (package / "__init__.py").touch()
     (package / "__main__.py").write_text(
         f"import os, sys, time\nassert sys.argv[1:] == ['train', 'x.yaml']\n"
-        f"time.sleep(0 if os.environ['RANK'] == '1' else {0 if code in (0, 75) else 60})\nsys.exit({code})\n"
+        # Rank 0 loses its connection to rank 1 at the same moment, and would win a tie of whole seconds.
+        f"sys.exit({code} if os.environ['RANK'] == '1' or {code} in (0, 75) else 1)\n"
     )
     script = (
         f"import sys, torch; sys.path.insert(0, {str(ROOT)!r})\n"

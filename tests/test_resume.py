@@ -1,9 +1,15 @@
 """A run that was stopped and continued is the run that was not, to the last bit: weights, momentum, metrics, pixels."""
 
+import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from fastsuncet import run
+from fastsuncet.errors import Preempted
+from fastsuncet.launch import join
 from tests.ranks import run_ranks
 from tests.runs import assert_equal_to_the_bit, final_state, small_config, train
 
@@ -70,6 +76,55 @@ def test_other_threads_and_prefetch_of_the_loader_change_no_bit(undisturbed, tmp
 def test_another_seed_sees_other_images_and_learns_other_weights(undisturbed, tmp_path):
     config = small_config(tmp_path, "meta.seed=1", "optimization.steps=5")
     assert not set(train(config).values()) & set(undisturbed[0].values())
+
+
+def test_a_run_asked_to_stop_during_its_start_leaves_before_the_first_step(undisturbed, tmp_path):
+    config = small_config(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        opened = run.open_images
+
+        def opening(*arguments, **keywords):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return opened(*arguments, **keywords)
+
+        patch.setattr(run, "open_images", opening)
+        with pytest.raises(Preempted, match="before a first step"), join("cpu") as place:
+            run.train(config, place)
+    assert json.loads((config.run_folder / "status.json").read_text())["state"] == "preempted"
+    train(config)
+    assert_equal_to_the_bit(final_state(config), undisturbed[1])
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_and_the_next_life_makes_up_for_it(tmp_path):
+    evaluated = "evaluation.knn_every_epochs=1"  # after steps 4, 8 and 10
+    straight, stopped = small_config(tmp_path / "a", evaluated), small_config(tmp_path / "b", evaluated)
+    train(straight)
+    train(stopped, stop_at=3)
+    kinds = [
+        json.loads(line)["kind"] for line in (stopped.run_folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert kinds == ["train"]
+    train(stopped)
+    assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+
+
+THREE = ("criterion.supervised_imgs_per_class=6",)  # shared by three
+
+
+def _stopped_on_three(rank: int, world_size: int, folder: str) -> None:
+    # From three ranks on a sum depends on its order, and DDP changes the order of its buckets in its first passes.
+    train(small_config(Path(folder, "straight"), *THREE))
+    stopped = small_config(Path(folder, "stopped"), *THREE)
+    train(stopped, stop_at=4, rank=2)
+    train(stopped)
+
+
+def test_three_ranks_stopped_and_continued_end_bit_identical(tmp_path):
+    run_ranks(_stopped_on_three, 3, str(tmp_path))
+    straight, stopped = (
+        final_state(small_config(tmp_path / name, *THREE)) for name in ("straight", "stopped")
+    )
+    assert_equal_to_the_bit(stopped, straight)
 
 
 def _stopped_on_one_rank(rank: int, world_size: int, folder: str) -> list:

@@ -145,6 +145,45 @@ def test_a_changed_config_is_refused_by_naming_the_keys(tmp_path):
     assert "criterion.temperature: 0.2 in the checkpoint, 0.3 now" in str(error.value)
 
 
+def test_a_refused_run_leaves_the_record_of_the_one_it_was_refused_for(tmp_path):
+    config = small_config(tmp_path, "optimization.steps=5")
+    train(config)
+    before = {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="not the one"):
+        train(small_config(tmp_path, "optimization.steps=5", "optimization.lr=0.5"))
+    assert {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_second_process_in_the_folder_of_a_running_one_is_refused(tmp_path):
+    config = small_config(tmp_path)
+    refused = pytest.raises(CheckpointError, match="another process is running")
+    with join("cpu") as place, run.alone_in(config.run_folder, place), refused:
+        train(config)
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line():
+    with pytest.raises(CheckpointError, match="/proc/nope/run cannot be written"):
+        train(small_config(Path("/proc/nope"), "logging.write_tag=run"))
+
+
+def test_a_gradient_that_overflowed_under_a_finite_loss_is_never_saved(tmp_path):
+    config = small_config(tmp_path, "checkpoint.every=2", "logging.log_every=100")
+    update = step.LARS.step
+
+    def overflowing(optimizer, closure=None):
+        overflowing.calls += 1
+        if overflowing.calls == 4:
+            optimizer.param_groups[0]["params"][-1].grad.fill_(float("inf"))
+        return update(optimizer, closure)
+
+    overflowing.calls = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.LARS, "step", overflowing)
+        with pytest.raises(NumericalError, match="a weight is not a finite number after step 4"):
+            train(config)
+    assert [p.name for p in (config.run_folder / "checkpoints").glob("step_*")] == ["step_00000002"]
+
+
 def test_other_labels_are_refused_by_a_run_that_is_to_be_continued(tmp_path):
     write_pictures(tmp_path / "data" / "train", count=16, classes=2)
     train(folder_config(tmp_path / "data", tmp_path / "runs"))
@@ -176,6 +215,7 @@ def test_a_training_step_asks_the_host_for_no_value(precision, tmp_path):
     config = small_config(tmp_path, f"meta.precision={precision}")
     with join("cpu") as place:
         images = open_images(config, place, validation=False)
+        (tmp_path / "run").mkdir()
         trainer = run.start(config, place, images, tmp_path / "run")
         batch = trainer.stream(0)
         with AsksTheHost() as counter:
