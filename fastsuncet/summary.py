@@ -8,6 +8,7 @@ from fastsuncet.data import PairedStream, macs
 from fastsuncet.images import Images
 from fastsuncet.launch import Place
 from fastsuncet.versions import dali
+from pipelines.backend import dali_problem
 
 
 def summary(
@@ -39,7 +40,9 @@ def summary(
         ("device", f"{device_name(place)}, {config.meta.precision}, torch {torch.__version__}"),
     ]
     if stream is not None:
-        lines.append(("pixels", f"{pixel_source(stream)}, {config.data.augmentation.color} color"))
+        lines.append(
+            ("pixels", f"{pixel_source(stream, config.data.backend)}, {config.data.augmentation.color} color")
+        )
     return [f"{name:<9}{text}" for name, text in lines]
 
 
@@ -70,9 +73,10 @@ def device_name(place: Place) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def pixel_source(stream: PairedStream) -> str:
-    """What decodes and augments: "DALI 2.4.0 on the GPU", or torchvision."""
+def pixel_source(stream: PairedStream, asked: str) -> str:
+    """What decodes and augments: "DALI 2.4.0 on the GPU", or torchvision and why. `asked` is the config's backend."""
     if stream.backend != "dali":
-        return "torchvision on the CPU (DALI is not installed)"
+        why = "as configured" if asked == "torchvision" else f"DALI cannot be used here: {dali_problem()}"
+        return f"torchvision on the CPU ({why})"
     where = "the GPU" if stream.place.device.type == "cuda" else "the CPU"
     return f"DALI {dali() or ''} on {where}"
