@@ -39,7 +39,8 @@ def open_loader(
     torch.float16; strides are channels-last; no gradient. `device` "gpu" decodes and augments on GPU
     `device_id`, "cpu" on `threads` threads. `backend` "auto" is DALI where it can be imported and otherwise
     torchvision, with a line that says so. Up to `bad_images` distinct undecodable files are replaced by
-    others and counted (by this rank, in this stream); one more raises BadImage.
+    others and counted (by this loader: each rank, stream and start of a run counts its own); one more raises
+    BadImage.
 
     Raises DataError when DALI or a GPU is asked for and absent, ValueError for values that name nothing.
     """

@@ -96,7 +96,9 @@ class Data(Section):
     download: Switch = False  # cifar10: fetch it into root if it is not there
     split: Split = Split()
     index: Text | None = None  # where the scanned list of training images is kept; null: beside the runs
-    bad_images: CountOrZero = 0  # how many undecodable images may be replaced before the run ends
+    # How many undecodable images may be replaced before the run ends: by each process, in each of its two streams
+    # (unlabeled, labeled), counted anew when the run is started again.
+    bad_images: CountOrZero = 0
     backend: Literal["auto", "dali", "torchvision"] = "auto"
     decode_threads: Count = 3
     prefetch: Count = 2  # steps whose pixels are made ahead
