@@ -33,7 +33,7 @@ def summary(
         ("loss", f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"),
         (
             "compute",
-            f"6 x {cost / 1e9:.4f} GMAC a view: {petaflops(cost, samples):.4g} petaFLOPs an update, "
+            f"6 x {cost / 1e9:.4g} GMAC a view: {petaflops(cost, samples):.4g} petaFLOPs an update, "
             f"{petaflops(cost, samples * a.steps_per_epoch):.4g} an epoch, {spent:.4g} the run",
         ),
         ("memory", f"about {in_gigabytes(memory(config, a))} a process for the step (an estimate)"),
@@ -70,7 +70,7 @@ def device_name(place: Place) -> str:
     """The card by its name, or the CPU with its number of threads."""
     if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    return f"CPU, {torch.get_num_threads()} thread{"s" * (torch.get_num_threads() != 1)}"
 
 
 def pixel_source(stream: PairedStream, asked: str) -> str:
