@@ -70,7 +70,8 @@ def device_name(place: Place) -> str:
     """The card by its name, or the CPU with its number of threads."""
     if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
-    return f"CPU, {torch.get_num_threads()} thread{"s" * (torch.get_num_threads() != 1)}"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def pixel_source(stream: PairedStream, asked: str) -> str:
