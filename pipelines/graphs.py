@@ -18,21 +18,33 @@ from nvidia.dali import pipeline_def
 from pipelines import color
 from pipelines.params import Augmentation, Center, CenterParams, ViewParams
 
+# The share of a GPU batch that the hardware JPEG decoder takes. DALI's default, 0.65, splits a batch by
+# position between two decoders, whose pixels need not agree to the bit: an image's pixels would depend on
+# its row in this rank's batch, and two ranks would no longer see what one sees. The price is the hardware
+# decoder's throughput (on an A100 6,000 images/s without, 7,000 with 0.75: NVIDIA/DALI issue 5362); no GPU
+# was at hand to measure it for these graphs, which is why it is an argument.
+ONE_DECODER = 0.0
+
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
 
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
 def views(
-    images: Callable,  # iteration -> what `stored_images` reads
+    images: Callable,  # iteration -> what `resident_images` or `decoded_images` reads
     arrays: Callable,  # iteration -> the arrays of `view_arrays`, all views one after the other
     augmentations: Sequence[Augmentation | Center],
     *,
     decode: str,
     resident: bool,
     dtype: str,
+    images_stream: Any = None,  # the CUDA stream on which `images` writes resident pixels; None on the CPU
+    hw_decoder_load: float = ONE_DECODER,
 ):
     """One decode, then one view per augmentation: nodes of (size, size, 3) float images."""
-    image = stored_images(images, decode, resident)
+    if resident:
+        image = resident_images(images, decode, images_stream)
+    else:
+        image = decoded_images(images, decode, hw_decoder_load)
     names = [list(view_inputs(augmentation)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     return tuple(
@@ -42,9 +54,9 @@ def views(
 
 
 @pipeline_def(exec_dynamic=True)
-def decoded(images: Callable, *, decode: str):
+def decoded(images: Callable, *, decode: str, hw_decoder_load: float = ONE_DECODER):
     """The images alone, as they are decoded for training: for looking into a step that failed."""
-    return stored_images(images, decode, resident=False)
+    return decoded_images(images, decode, hw_decoder_load)
 
 
 def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str):
@@ -75,15 +87,24 @@ def centred(image, view: SimpleNamespace, size: int):
     return fn.slice(image, start=view.corner, shape=(size, size), axes=(0, 1))
 
 
-def stored_images(images: Callable, decode: str, resident: bool):
-    """Images as they are stored, uint8 HWC RGB: resident pixels, or decoded from the files `images` names."""
-    if resident:
-        return fn.external_source(images, device="gpu" if decode == "mixed" else "cpu", layout="HWC")
+def resident_images(images: Callable, decode: str, stream: Any):
+    """Images as they are stored, uint8 HWC RGB, from memory; DALI copies those on a GPU on `stream`."""
+    device = "gpu" if decode == "mixed" else "cpu"
+    return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream)
+
+
+def decoded_images(images: Callable, decode: str, hw_decoder_load: float):
+    """Images as they are stored, uint8 HWC RGB, decoded from the files that `images` names."""
     encoded = fn.io.file.read(fn.external_source(images))
     # adjust_orientation: torchvision's folders ignore EXIF, and the index holds the sizes as stored. Fancy
     # up-sampling: libjpeg does it, and without it the GPU's hybrid decoder gives other colours at edges.
     return fn.decoders.image(
-        encoded, device=decode, output_type=types.RGB, adjust_orientation=False, jpeg_fancy_upsampling=True
+        encoded,
+        device=decode,
+        output_type=types.RGB,
+        adjust_orientation=False,
+        jpeg_fancy_upsampling=True,
+        hw_decoder_load=hw_decoder_load,
     )
 
 

@@ -4,6 +4,7 @@ Differences are in grey levels of 255. The bounds are those measured with DALI 2
 room for other images. By how much a "fast" view differs is stated as well: nobody should take it for "exact".
 """
 
+import contextlib
 import os
 import tarfile
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,7 @@ import nvidia.dali.fn as fn
 from nvidia.dali import pipeline_def
 
 from pipelines import color, graphs
+from pipelines.dali_engine import DaliEngine, ResidentPixels
 from pipelines.datasets import image_folder
 from pipelines.index import ImageIndex
 from pipelines.loader import open_evaluation_loader, open_loader
@@ -326,6 +328,7 @@ def test_dali_accepts_the_gpus_graph_up_to_the_driver():
             decode="mixed",
             resident=resident,
             dtype="float16",
+            images_stream=12345 if resident else None,
             batch_size=2,
             num_threads=1,
             device_id=None,
@@ -334,6 +337,78 @@ def test_dali_accepts_the_gpus_graph_up_to_the_driver():
         # missed.
         with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
             pipeline.build()
+
+
+def asked_of(operator: str, monkeypatch, **options) -> list[dict]:
+    """The arguments of every call of a DALI operator while the graph of the views is defined."""
+    module = fn.decoders if operator == "image" else fn
+    real, calls = getattr(module, operator), []
+    monkeypatch.setattr(module, operator, lambda *a, **k: (calls.append(k), real(*a, **k))[1])
+    pipeline = graphs.views(
+        lambda _: None,
+        lambda _: None,
+        (EXACT,),
+        decode="mixed",
+        dtype="float32",
+        batch_size=2,
+        num_threads=1,
+        device_id=None,
+        **options,
+    )
+    with contextlib.suppress(RuntimeError):  # no driver; the graph is defined by then
+        pipeline.build()
+    return calls
+
+
+def test_one_decoder_serves_every_row_of_a_batch_unless_asked_otherwise(monkeypatch):
+    (call,) = asked_of("image", monkeypatch, resident=False)
+    assert call["hw_decoder_load"] == 0
+    (call,) = asked_of("image", monkeypatch, resident=False, hw_decoder_load=0.5)
+    assert call["hw_decoder_load"] == 0.5
+
+
+def test_dali_is_told_the_stream_on_which_resident_pixels_are_gathered(monkeypatch):
+    images, _arrays = asked_of("external_source", monkeypatch, resident=True, images_stream=12345)
+    assert images["cuda_stream"] == 12345
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_reading_resident_pixels_ahead_waits_for_no_training():
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
+    stored, wanted = ResidentPixels(pixels, "gpu", 0), np.array([7, 0, 7])
+    stored(wanted)  # the first call allocates
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second of training
+    trained = torch.cuda.Event()
+    trained.record()
+    gathered = stored(wanted)
+    stored.stream.synchronize()
+    assert not trained.query()
+    np.testing.assert_array_equal(gathered.cpu().numpy(), pixels[wanted])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_an_image_has_the_same_pixels_in_every_row_of_a_batch(index):
+    view = draw_view(EXACT, index.sizes[:1], seed=0, step=0, role="", first_row=0)
+    rows = 32
+    same = {field.name: np.repeat(getattr(view, field.name), rows, axis=0) for field in fields(view)}
+    visit = Visit(0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), (ViewParams(**same),))
+    engine = DaliEngine(
+        index,
+        (EXACT,),
+        visit=lambda _: visit,
+        first_step=0,
+        batch=rows,
+        device="gpu",
+        device_id=0,
+        threads=2,
+        prefetch=1,
+        dtype=torch.float32,
+    )
+    (images,) = engine.run()
+    assert all(torch.equal(image, images[0]) for image in images)
 
 
 @pytest.mark.gpu
