@@ -1,53 +1,56 @@
 """BatchNorm whose statistics are those of the whole batch, spread over ranks as it may be.
 
-The paper synchronises BatchNorm over all workers, so that no rank can tell its own images by their
-statistics and lower the contrastive loss that way (section 4; recipe section 3). On CUDA this is
-`torch.nn.SyncBatchNorm`, which refuses CPU tensors; elsewhere it is `RankBatchNorm`, here, plain and
-differentiable: one gather forward, one sum backward. Both compute in float32 under autocast, and both
-leave every rank with the same running statistics.
+The paper synchronises BatchNorm over all workers, so that no rank can tell its own images by their statistics and
+lower the contrastive loss that way (section 4; recipe section 3). `RankBatchNorm` does it on any device, plain and
+differentiable: one gather forward, one sum backward, float32 statistics under autocast, the same running statistics on
+every rank. The host reads no value of a tensor, so it runs ahead of a GPU through all 53 layers of a ResNet-50.
 
-Gradients: the backward pass of a rank gives its inputs and parameters their share of the gradient of the
-SUM over ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the
-mean loss: that of one process on the joined batch.
+`torch.nn.SyncBatchNorm` is kept as a peer to compare with, on CUDA only. It masks out ranks with an empty batch, and
+the mask makes the host wait for the device in every layer. Its kernels are fused, though: ours pays in memory traffic,
+an elementwise pass over the activations for each of the operations below (about six forward and seven backward,
+several of them in float32) where torch's read them twice and write once. What is kept for the backward pass is the same
+for both: the input, in its own dtype. Neither was timed on a GPU yet.
+
+Gradients: the backward pass of a rank gives its inputs and parameters their share of the gradient of the SUM over ranks
+of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that of one
+process on the joined batch.
 """
 
-import logging
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fastsuncet.distributed import Group, all_gather_rows, rank, sum_over_ranks, world_size
-
-logger = logging.getLogger(__name__)
+from fastsuncet.distributed import Group, all_gather_rows, sum_over_ranks, world_size
 
 
 def synchronise(
-    model: nn.Module, group: Group = None, *, device: torch.device | str | None = None
+    model: nn.Module, group: Group = None, *, implementation: Literal["ranks", "torch"] = "ranks"
 ) -> nn.Module:
-    """`model` with every BatchNorm replaced by one whose statistics all ranks of `group` share. Alone:
-    unchanged.
+    """`model` with every BatchNorm replaced by one whose statistics all ranks of `group` share. Alone: unchanged.
 
-    `device` is where the model will run, where its parameters are by default; it decides the
-    implementation, which is logged on rank 0. Parameters, buffers and state_dict keys stay the very same,
-    so this may come before or after loading weights or building an optimizer, but must come before DDP.
+    "ranks" is `RankBatchNorm`; "torch" is `torch.nn.SyncBatchNorm`, which trains on CUDA only. Parameters, buffers and
+    state_dict keys stay the very same, so this may come before or after loading weights or building an optimizer, but
+    must come before DDP. Raises ValueError for another implementation.
     """
-    ranks = world_size(group)
-    if ranks == 1:
+    if implementation not in ("ranks", "torch"):
+        raise ValueError(f'synchronise: implementation is {implementation!r}; it is "ranks" or "torch"')
+    if world_size(group) == 1:
         return model
-    if device is None:
-        device = next((t.device for t in (*model.parameters(), *model.buffers())), "cpu")
-    if torch.device(device).type == "cuda":
-        implementation, model = (
-            "torch.nn.SyncBatchNorm",
-            nn.SyncBatchNorm.convert_sync_batchnorm(model, group),
-        )
-    else:
-        implementation, model = "fastsuncet.norm.RankBatchNorm", _convert(model, group)
-    if rank(group) == 0:
-        logger.info("BatchNorm statistics are shared by %d ranks through %s", ranks, implementation)
-    return model
+    if implementation == "torch":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+    return _convert(model, group)
+
+
+def describe(ranks: int, *, shared: bool) -> str:
+    """Whose statistics a run of `ranks` processes uses, for its summary."""
+    if ranks == 1:
+        return "statistics of the whole batch"
+    if shared:
+        return f"statistics of the whole batch, shared by {ranks} processes (RankBatchNorm)"
+    return "statistics of each process's own images; the paper shares them"
 
 
 def _convert(module: nn.Module, group: Group) -> nn.Module:
@@ -84,60 +87,65 @@ class RankBatchNorm(_BatchNorm):
         if not self.training or world_size(self.group) == 1:
             return super().forward(x)
         self._check_input_dim(x)
-        standardised, mean, variance, count = _Standardise.apply(x, self.eps, self.group)
+        if x.numel() == 0:
+            raise ValueError("RankBatchNorm: this rank's batch is empty; every rank needs a row")
+        y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, self.group)
         if self.track_running_stats:
             self._track(mean, variance * (count / (count - 1)))
-        if self.affine:
-            shape = (-1, *[1] * (x.dim() - 2))
-            standardised = standardised * self.weight.view(shape) + self.bias.view(shape)
-        return standardised.to(x.dtype)
+        return y
 
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         self.num_batches_tracked += 1
-        share = (
-            1 / self.num_batches_tracked if self.momentum is None else self.momentum
-        )  # None: plain average
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), float(share))
-        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), float(share))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased_variance)):
+            share = self.momentum
+            if share is None:  # the plain average; a tensor, because a number would have to be read
+                share = self.num_batches_tracked.to(running.dtype).reciprocal()
+            running.lerp_(new.to(running.dtype), share)
 
 
-class _Standardise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) per channel, with mean and variance of all ranks' rows."""
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias per channel, with mean and variance of all ranks' rows."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, eps: float, group: Group):
+    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group):
         dims = [d for d in range(x.dim()) if d != 1]
-        shape = (-1, *[1] * (x.dim() - 2))
+        shape = (x.shape[1], *[1] * (x.dim() - 2))
         channels = x.shape[1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = wide.new_tensor([x.numel() / channels])
-        mean = wide.mean(dims)
-        squares = (wide - mean.view(shape)).square().sum(dims)
+        # Filled by a kernel: a tensor made from a Python list would be a copy that the host waits for.
+        count = wide.new_full((1,), x.numel() // channels)
+        variance, mean = torch.var_mean(wide, dims, correction=0)
 
-        # Chan's way of joining means and squared deviations: sums of squares would cancel where |mean| >>
-        # deviation.
-        rows = all_gather_rows(torch.cat([count, mean, squares]).unsqueeze(0), group)  # (W, 1 + 2C)
-        counts, means, squares = rows.split([1, channels, channels], dim=1)
+        # Chan's way of joining means and variances: sums of squares would cancel where |mean| >> deviation. Two ranks or
+        # more with a row each have two values a channel or more, so there is a variance without looking at the total.
+        rows = all_gather_rows(torch.cat([count, mean, variance]).unsqueeze(0), group)  # (W, 1 + 2C)
+        counts, means, variances = rows.split([1, channels, channels], dim=1)
         total = counts.sum()
-        if total <= 1:
-            raise ValueError(
-                "RankBatchNorm: all ranks together have one value a channel, which has no variance"
-            )
         mean = (counts * means).sum(0) / total
-        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        variance = (counts * (variances + (means - mean).square())).sum(0) / total
 
-        deviation_inverse = (variance + eps).rsqrt().view(shape)
-        standardised = (wide - mean.view(shape)) * deviation_inverse
-        ctx.save_for_backward(standardised, deviation_inverse, total)
-        ctx.dims, ctx.group, ctx.dtype = dims, group, x.dtype
+        inverse = (variance + eps).rsqrt()
+        scale = inverse if weight is None else inverse * weight
+        y = (wide - mean.view(shape)).mul_(scale.view(shape))
+        if bias is not None:
+            y.add_(bias.view(shape))
+        # The input in its own dtype, which the convolution before keeps too: standardised rows in float32 would double
+        # or triple what a bfloat16 network holds for its backward pass.
+        ctx.save_for_backward(x, weight, mean, inverse, scale, total)
+        ctx.dims, ctx.shape, ctx.group = dims, shape, group
         ctx.mark_non_differentiable(mean, variance, total)
-        return standardised, mean, variance, total
+        return y.to(x.dtype), mean, variance, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor, *_):
-        standardised, deviation_inverse, total = ctx.saved_tensors
-        along = torch.stack([gradient.sum(ctx.dims), (gradient * standardised).sum(ctx.dims)])
-        shift, scale = (sum_over_ranks(along, ctx.group) / total).view(2, *deviation_inverse.shape)
-        return (deviation_inverse * (gradient - shift - standardised * scale)).to(ctx.dtype), None, None
+        x, weight, mean, inverse, scale, total = ctx.saved_tensors
+        gradient = gradient.to(inverse.dtype)
+        standardised = (x - mean.view(ctx.shape)).mul_(inverse.view(ctx.shape))
+        own = torch.stack([gradient.sum(ctx.dims), (gradient * standardised).sum(ctx.dims)])
+        shift, slope = (sum_over_ranks(own, ctx.group) / total).view(2, *ctx.shape)
+        d_x = (gradient - shift).sub_(standardised.mul_(slope)).mul_(scale.view(ctx.shape)).to(x.dtype)
+        if weight is None:
+            return d_x, None, None, None, None
+        return d_x, own[1].to(weight.dtype), own[0].to(weight.dtype), None, None

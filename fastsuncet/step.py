@@ -90,7 +90,7 @@ def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, 
         seed=config.meta.seed,
     )
     if m.sync_batchnorm:
-        model = norm.synchronise(model, device=place.device)
+        model = norm.synchronise(model)
     model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
     setting = Setting(config, place.device)
     optimizer = LARS(

@@ -7,6 +7,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data import PairedStream, macs
 from fastsuncet.images import Images
 from fastsuncet.launch import Place
+from fastsuncet.norm import describe
 from fastsuncet.versions import dali
 from pipelines.backend import dali_problem
 
@@ -37,6 +38,7 @@ def summary(
             f"{petaflops(cost, samples * a.steps_per_epoch):.4g} an epoch, {spent:.4g} the run",
         ),
         ("memory", f"about {in_gigabytes(memory(config, a))} a process for the step (an estimate)"),
+        ("norm", describe(a.world_size, shared=config.model.sync_batchnorm)),
         ("device", f"{device_name(place)}, {config.meta.precision}, torch {torch.__version__}"),
     ]
     if stream is not None:

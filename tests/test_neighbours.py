@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fastsuncet.evaluate import online
 from fastsuncet.evaluate.embed import embed, view_size
 from fastsuncet.evaluate.neighbours import knn_predict
-from fastsuncet.evaluate.online import online_knn
+from fastsuncet.evaluate.online import online_knn, spread_over_classes
 from fastsuncet.evaluate.probe import linear_probe
 from fastsuncet.images import open_images
 from fastsuncet.launch import Place
@@ -74,6 +77,44 @@ def test_a_linearly_separable_set_is_separated():
 def test_small_images_are_seen_whole_and_large_ones_in_the_papers_proportion():
     assert view_size(224) == (224, 256)
     assert view_size(32) == (32, 32)
+
+
+@given(
+    labels=st.lists(st.integers(-1, 4), max_size=80).map(lambda values: np.array(values, dtype=np.int64)),
+    most=st.integers(1, 100),
+)
+def test_supports_are_spread_evenly_over_the_classes_and_within_each(labels, most):
+    chosen = spread_over_classes(labels, most)
+    known = (labels >= 0).sum()
+    assert len(chosen) == min(most, known) and (np.diff(chosen) > 0).all()
+    assert (labels[chosen] >= 0).all()
+    for c in range(5):
+        members, taken = (
+            np.flatnonzero(labels == c),
+            np.flatnonzero(np.isin(np.flatnonzero(labels == c), chosen)),
+        )
+        fair = len(members) * min(1, most / max(1, known))
+        assert abs(len(taken) - fair) < 1
+        # Gaps of floor or ceil of the spacing: none from one end of the class alone.
+        assert len(set(np.diff(taken))) <= 2
+
+
+def test_a_run_without_labels_takes_no_more_supports_than_fit(tmp_path, monkeypatch):
+    place = Place(0, 1, 0, CPU)
+    config = small_config(tmp_path, "data.split.kind=none", "criterion.supervised_epochs=0")
+    images = open_images(config, place, validation=True)
+    asked = []
+
+    def remembered(model, index, indices, *rest):
+        asked.append((index, indices))
+        return torch.zeros(len(indices), 2)
+
+    monkeypatch.setattr(online, "MOST_SUPPORTS", 100)
+    monkeypatch.setattr(online, "embed", remembered)
+    online_knn(None, images, config, place)
+    supports = {id(index): indices for index, indices in asked}[id(images.train)]
+    assert np.array_equal(supports, spread_over_classes(images.train.labels, 100))
+    assert set(np.bincount(images.train.labels[supports])) <= {9, 10, 11}
 
 
 def _features_and_accuracy(rank: int, world_size: int, folder: str) -> list:

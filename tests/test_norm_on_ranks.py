@@ -1,13 +1,12 @@
 """BatchNorm over ranks is BatchNorm over the joined batch: values, gradients, running statistics."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.model import build_model
-from fastsuncet.norm import RankBatchNorm, synchronise
+from fastsuncet.norm import RankBatchNorm, describe, synchronise
 from tests.ranks import run_ranks
 
 CHANNELS = 5
@@ -160,47 +159,106 @@ def test_statistics_are_float32_under_autocast_and_do_not_cancel_far_from_zero(n
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- which
-# implementation
+# ------------------------------------------------------------------------- nothing read, layout and dtype kept
+READS = (
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+)  # the host waits for a value or a shape
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that make the host wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ in READS
+        return function(*args, **(kwargs or {}))
+
+
+def _a_pass_in_bfloat16(rank, world_size):
+    seen = {}
+    for momentum in (0.1, None):
+        norm = synchronise(nn.Sequential(nn.BatchNorm2d(4, momentum=momentum)))
+        x = torch.randn(3, 4, 5, 2).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+        kept = []
+        with (
+            Reads() as reads,
+            torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        ):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = norm(x)
+            y.backward(torch.ones_like(y))
+        seen[str(momentum)] = {
+            "reads": reads.count,
+            "strides": [x.stride(), y.stride(), x.grad.stride()],
+            "dtypes": [str(t.dtype) for t in (y, x.grad, norm[0].weight.grad, norm[0].running_var)],
+            "kept": [(str(t.dtype), t.numel()) for t in kept if t.numel() >= x.numel()],
+        }
+    with Reads() as reads:
+        x[x > 0], float(x.sum()), bool(x.sum() > 0)
+    seen["control"] = reads.count
+    refusals = []
+    for shape in ((3,), (0, 3)):
+        with pytest.raises(ValueError) as refused:
+            RankBatchNorm(3)(torch.zeros(shape))
+        refusals.append(str(refused.value))
+    return seen | {"refusals": refusals}
+
+
+@pytest.fixture(scope="module")
+def bfloat16_pass():
+    return run_ranks(_a_pass_in_bfloat16, 2)
+
+
+@pytest.mark.parametrize("momentum", ["0.1", "None"])
+def test_a_pass_reads_no_value_on_the_host(momentum, bfloat16_pass):
+    for seen in bfloat16_pass:
+        assert seen["control"] == 3  # what is counted is seen: a mask's indexing, a number, a condition
+        assert seen[momentum]["reads"] == 0
+
+
+def test_layout_and_dtype_are_the_inputs_and_only_the_input_is_kept(bfloat16_pass):
+    for seen in (result["0.1"] for result in bfloat16_pass):
+        assert seen["strides"] == [(40, 1, 8, 4)] * 3  # channels last, in and out and back
+        assert seen["dtypes"] == ["torch.bfloat16"] * 2 + ["torch.float32"] * 2
+        assert seen["kept"] == [("torch.bfloat16", 120)]
+
+
+def test_an_input_without_statistics_is_refused_by_name(bfloat16_pass):
+    one_dimension, empty = bfloat16_pass[0]["refusals"]
+    assert "expected (N, C, ...), got 1 dimensions" in one_dimension
+    assert "batch is empty" in empty
+
+
+# ------------------------------------------------------------------------------------- which implementation
 def _which(rank, world_size):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fastsuncet.norm").addHandler(handler)
-    logging.getLogger("fastsuncet.norm").setLevel(logging.INFO)
-
-    def kinds(network):
-        return sorted({type(m).__name__ for m in network.modules() if "BatchNorm" in type(m).__name__})
-
     found = {}
-    for device in (None, "cpu", "cuda:0"):
+    for implementation in ("ranks", "torch"):
         network = build_model("resnet_tiny", stem="cifar", head_batchnorm=True)
         keys = list(network.state_dict())
-        network = synchronise(network, device=device)
-        assert list(network.state_dict()) == keys
-        found[str(device)] = kinds(network)
-        twice = synchronise(network, device=device)
-        assert kinds(twice) == found[str(device)]
-    single = RankBatchNorm(3)
-    try:
-        synchronise(single)
-        single(torch.randn(3))
-    except ValueError as error:
-        found["one_dimension"] = str(error)
-    return found | {"lines": lines}
+        for _ in range(2):  # the second time changes nothing
+            network = synchronise(network, implementation=implementation)
+            assert list(network.state_dict()) == keys
+            kinds = {type(m).__name__ for m in network.modules() if "BatchNorm" in type(m).__name__}
+            found.setdefault(implementation, []).append(sorted(kinds))
+    return found
 
 
-def test_the_device_decides_the_implementation_and_rank_0_says_so():
-    first, second = run_ranks(_which, 2)
-    assert first["None"] == first["cpu"] == ["RankBatchNorm"]
-    assert first["cuda:0"] == ["SyncBatchNorm"]
-    assert second["lines"] == []
-    assert (
-        first["lines"][0]
-        == "BatchNorm statistics are shared by 2 ranks through fastsuncet.norm.RankBatchNorm"
-    )
-    assert first["lines"][4] == "BatchNorm statistics are shared by 2 ranks through torch.nn.SyncBatchNorm"
-    assert "expected (N, C, ...), got 1 dimensions" in first["one_dimension"]
+def test_torchs_own_is_taken_when_asked_for():
+    for found in run_ranks(_which, 2):
+        assert found == {"ranks": [["RankBatchNorm"]] * 2, "torch": [["SyncBatchNorm"]] * 2}
+    with pytest.raises(ValueError, match='it is "ranks" or "torch"'):
+        synchronise(nn.Sequential(), implementation="apex")
+
+
+def test_a_run_says_whose_statistics_it_uses():
+    assert describe(8, shared=True) == "statistics of the whole batch, shared by 8 processes (RankBatchNorm)"
+    assert describe(1, shared=True) == describe(1, shared=False) == "statistics of the whole batch"
+    assert "each process's own images" in describe(2, shared=False)
 
 
 def test_alone_the_model_is_returned_as_it_is():

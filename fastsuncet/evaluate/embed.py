@@ -32,13 +32,13 @@ def embed(
     """The encoder's outputs before the projection head, (N, E) float32 on the device, in the order of `indices`.
 
     Single centre crop, BatchNorm in evaluation mode, float32; the model is put back into the mode it came in. Each
-    rank embeds every W-th image and all ranks return all rows. No gradient.
+    rank embeds a block of the images and all ranks return all rows, N x E x 4 bytes on each. No gradient.
     """
     data = config.data
     crop, resize = view_size(data.augmentation.size)
     share = -(-len(indices) // place.world_size)
     # A ragged share is filled up so that ranks gather equal shapes; the filling is cut off again below.
-    mine = np.resize(indices, share * place.world_size)[place.rank :: place.world_size]
+    mine = np.resize(indices, share * place.world_size)[place.rank * share :][:share]
     loader = open_evaluation_loader(
         index,
         mine,
@@ -55,12 +55,14 @@ def embed(
     training = model.training
     model.eval()
     try:
-        rows = []
+        rows, done = None, 0
         for images, _, _ in loader:
-            rows.append(model.encode(images.to(place.device)))
+            h = model.encode(images.to(place.device))
+            # One block from the start: a list of batches joined at the end would hold every row twice.
+            rows = h.new_empty(share, h.shape[1]) if rows is None else rows
+            rows[done : done + len(h)] = h
+            done += len(h)
     finally:
         model.train(training)
         loader.close()
-    gathered = all_gather_rows(torch.cat(rows))  # (W * share, E), rank by rank
-    interleaved = gathered.view(place.world_size, share, -1).transpose(0, 1).reshape(-1, gathered.shape[1])
-    return interleaved[: len(indices)]
+    return all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order
