@@ -117,8 +117,8 @@ class _Normalise(torch.autograd.Function):
         count = wide.new_full((1,), x.numel() // channels)
         variance, mean = torch.var_mean(wide, dims, correction=0)
 
-        # Chan's way of joining means and variances: sums of squares would cancel where |mean| >> deviation. Two ranks or
-        # more with a row each have two values a channel or more, so there is a variance without looking at the total.
+        # Chan's way of joining means and variances: sums of squares would cancel where |mean| >> deviation. Two ranks
+        # with a row each have two values a channel, so there is a variance, and no need to look at the total.
         rows = all_gather_rows(torch.cat([count, mean, variance]).unsqueeze(0), group)  # (W, 1 + 2C)
         counts, means, variances = rows.split([1, channels, channels], dim=1)
         total = counts.sum()

@@ -101,7 +101,9 @@ def test_supports_are_spread_evenly_over_the_classes_and_within_each(labels, mos
 
 def test_a_run_without_labels_takes_no_more_supports_than_fit(tmp_path, monkeypatch):
     place = Place(0, 1, 0, CPU)
-    config = small_config(tmp_path, "data.split.kind=none", "criterion.supervised_epochs=0")
+    config = small_config(
+        tmp_path, "data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0"
+    )
     images = open_images(config, place, validation=True)
     asked = []
 

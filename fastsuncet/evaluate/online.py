@@ -23,10 +23,11 @@ def online_knn(
 ) -> float:
     """Share of the validation images whose k nearest labeled training images vote for their class, 0 to 1.
 
-    The supports are the labeled images of the run's split, or training images of known class where a run uses no
-    labels (SimCLR), MOST_SUPPORTS of them at most: then it says what a classifier with labels could find. Training
-    images in `bad` are left out; ranks may know of different ones. Each validation image counts once on any number of ranks. Every rank returns
-    the same number. Raises BadImage for an image that cannot be decoded: another accuracy would be another number.
+    The supports are the labeled images of the run's split, or training images of known class where a run uses no labels
+    (SimCLR), MOST_SUPPORTS of them at most: then it says what a classifier with labels could find. Training images in
+    `bad` are left out; ranks may know of different ones. Each validation image counts once on any number of ranks.
+    Every rank returns the same number. Raises BadImage for an image that cannot be decoded: another accuracy would be
+    another number.
     """
     supports = images.split.indices
     if not len(supports):
@@ -49,8 +50,8 @@ def online_knn(
 def spread_over_classes(labels: np.ndarray, most: int) -> np.ndarray:
     """Indices, ascending, of at most `most` images of known class, evenly spaced through each class in index order.
 
-    Every class keeps its share of the images to within one. No draw: the same images at every evaluation of every run on
-    these data, so that its numbers compare. `labels` (N,) int64, below 0 where the class is not known.
+    Every class keeps its share of the images to within one. No draw: the same images at every evaluation of every run
+    on these data, so that numbers compare. `labels` (N,) int64, below 0 where the class is not known.
     """
     known = np.flatnonzero(labels >= 0)
     if len(known) <= most:
