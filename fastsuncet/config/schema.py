@@ -127,7 +127,7 @@ class Criterion(Section):
     supervised_epochs: Epochs = 0  # SuNCEt is on before this epoch and off from it on; 0: SimCLR
     keys: Literal["attached", "detached"] = "attached"  # does the gradient reach the other side of a pair?
     average: Literal["sample", "class"] = "sample"  # they differ only where classes are unbalanced
-    chunk_size: Count | None = None  # rows per sweep of the losses; null: 256
+    chunk_size: Count | None = None  # rows per sweep of the losses; null: 128
 
     @property
     def supervised(self) -> bool:
