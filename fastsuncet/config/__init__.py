@@ -49,6 +49,10 @@ FREE_ON_RESUME = (
     "logging",
     "checkpoint",
     "evaluation",
+    "finetune",
+    "linear",
+    "npi",
+    "transfer",
 )
 
 

@@ -15,7 +15,7 @@ from fastsuncet.config.types import PerRank
 
 Breaks = Iterator[tuple[str, str]]
 RULES: list[tuple[tuple[str, ...], Callable[[Sections], Breaks]]] = []
-CLASSES = {"cifar10": 10, "digits": 10}
+CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 
 
 def rule(*keys: str) -> Callable:
@@ -46,10 +46,10 @@ def read(config: Sections, key: str) -> Any:
 # key -> its neutral value, the key that decides whether it is read, and the values with which it is.
 # A setting that nothing reads is refused: it is a wish that would not come true.
 READ_ONLY_WITH = {
-    "data.root": (None, "data.kind", ("image_folder", "csv", "cifar10")),
+    "data.root": (None, "data.kind", ("image_folder", "csv", "cifar10", "cifar100")),
     "data.train": ("train", "data.kind", ("image_folder", "csv")),
     "data.csv": (None, "data.kind", ("csv",)),
-    "data.download": (False, "data.kind", ("cifar10",)),
+    "data.download": (False, "data.kind", ("cifar10", "cifar100")),
     "data.index": (None, "data.kind", ("image_folder", "csv")),
     "data.split.file": (None, "data.split.kind", ("names", "csv")),
     "data.split.sha256": (None, "data.split.kind", ("names",)),
@@ -96,7 +96,7 @@ def a_name_list_has_a_file_and_names_files(config: Sections) -> Breaks:
             "data.split.file",
             "is needed with data.split.kind: names; it is a text file of one image name a line",
         )
-    if config.data.kind in ("cifar10", "digits"):
+    if config.data.kind in CLASSES:
         yield (
             "data.split.kind",
             f"names needs images that are files, and data.kind {config.data.kind} holds them in memory; "

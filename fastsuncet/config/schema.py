@@ -21,12 +21,14 @@ from fastsuncet.config.types import (
     BlurWindow,
     Count,
     CountOrZero,
+    Datasets,
     Epochs,
     ImagesPerClass,
     Mean,
     Momentum,
     Name,
     NotNegative,
+    Numbers,
     Positive,
     Probability,
     Range,
@@ -88,12 +90,12 @@ class Augmentation(Section):
 class Data(Section):
     """Images, and which of them are labeled."""
 
-    kind: Literal["image_folder", "csv", "cifar10", "digits"] = Field(examples=["image_folder"])
+    kind: Literal["image_folder", "csv", "cifar10", "cifar100", "digits"] = Field(examples=["image_folder"])
     root: Text | None = None
     train: Below = "train"  # folder below root
     validation: Below | None = "val"  # folder below root; null: there is none
     csv: Text | None = None  # csv: a file of lines file,label
-    download: Switch = False  # cifar10: fetch it into root if it is not there
+    download: Switch = False  # cifar10, cifar100: fetch it into root if it is not there
     split: Split = Split()
     index: Text | None = None  # where the scanned list of training images is kept; null: beside the runs
     # How many undecodable images may be replaced before the run ends: by each process, in each of its two streams
@@ -118,13 +120,24 @@ class Model(Section):
 
 
 class Criterion(Section):
-    """NT-Xent on the unlabeled images plus SuNCEt on the labeled ones, weight 1 each (paper, section 3)."""
+    """A loss on the unlabeled images plus one on the labeled ones, weight 1 each (paper, section 3)."""
 
-    temperature: Positive = Field(examples=[0.1])  # tau of both losses
-    unsupervised_batch_size: BatchSize = Field(examples=[256])  # images over all processes, two views each
+    instance: Literal["nt_xent", "swav", "none"] = "nt_xent"  # of unlabeled images; none: labels alone
+    supervision: Literal["suncet", "cross_entropy", "sup_con"] = (
+        "suncet"  # of labeled ones; sup_con: L_sup_out
+    )
+    temperature: Positive = Field(examples=[0.1])  # tau of all contrastive losses and of SwAV
+    unsupervised_batch_size: BatchSize = Field(examples=[256])  # images over all processes; 0 with none
     classes_per_batch: CountOrZero = 0  # the same classes on all processes
     supervised_imgs_per_class: ImagesPerClass = 0  # images over all processes, one view each
-    supervised_epochs: Epochs = 0  # SuNCEt is on before this epoch and off from it on; 0: SimCLR
+    # Supervision is on before this epoch and off from it on. 0: never on; all: to the end; plateau: until the epoch
+    # means of its loss have stopped falling (plateau_epochs, plateau_gain; fastsuncet/switch_off.py).
+    supervised_epochs: Epochs = 0
+    plateau_epochs: Count = 10  # how far back the loss is compared
+    plateau_gain: Share = 0.01  # the share of it that must have gone since
+    # Appendix D: the labeled share of an update's views, at the views of the batch sizes above and the same number of
+    # passes through the labeled images as they and supervised_epochs make; null: as written above.
+    labeled_share: Share | None = None
     keys: Literal["attached", "detached"] = "attached"  # does the gradient reach the other side of a pair?
     average: Literal["sample", "class"] = "sample"  # they differ only where classes are unbalanced
     chunk_size: Count | None = None  # rows per sweep of the losses; null: 128
@@ -133,6 +146,18 @@ class Criterion(Section):
     def supervised(self) -> bool:
         """Whether SuNCEt is on for at least one step."""
         return self.supervised_epochs != 0
+
+
+class Swav(Section):
+    """Read with criterion.instance: swav. Two large crops are data.augmentation's; the defaults are SwAV's own."""
+
+    prototypes: Count = 3000
+    epsilon: Positive = 0.05  # of Sinkhorn-Knopp
+    iterations: Count = 3
+    freeze_steps: CountOrZero = 313  # updates before the prototypes move
+    small_crops: CountOrZero = 6
+    small_size: Count = 96  # pixels, square
+    small_scale: Shares = (0.05, 0.14)  # share of the image's area
 
 
 class Optimization(Section):
@@ -180,8 +205,52 @@ class Evaluation(Section):
     knn_k: Count = 10
 
 
+class Finetune(Section):
+    """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
+
+    epochs: Count = 30  # 1 % of ImageNet: 60; CIFAR-10: 90
+    batch_size: BatchSize = 4096  # CIFAR-10: 256
+    lr: Positive | None = None  # null: 0.05 x batch_size / 256
+    momentum: Momentum = 0.9
+    nesterov: Switch = True
+    weight_decay: NotNegative = 0.0
+    accumulate: Count = 1  # passes an update: the same batch in less memory, BatchNorm over smaller parts
+    crop_scale: Shares = (0.08, 1.0)
+    write_tag: Name | None = None  # of the folder below the run's; null: the labels' and the checkpoint's
+
+
+class Linear(Section):
+    """`fastsuncet evaluate linear`: logistic regression on frozen representations."""
+
+    strength: Positive = 1.0  # inverse of the L2 penalty
+    max_iterations: Count = 1000
+
+
+class Npi(Section):
+    """`fastsuncet evaluate npi`: SuNCEt's own classifier without parameters (paper, appendix G)."""
+
+    temperature: Positive | None = None  # null: criterion.temperature
+    views: Count = 1  # random crops of each labeled image that join the supports
+
+
+class Transfer(Section):
+    """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
+
+    root: Text | None = None  # folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit
+    datasets: Datasets = ("cifar10", "cifar100", "voc07")
+    download: Switch = False  # cifar10, cifar100
+    steps: Count = 20_000
+    batch_size: BatchSize = 256
+    momentum: Momentum = 0.9
+    learning_rates: Numbers = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)
+    weight_decays: Numbers = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)  # over lr
+    size: Count = 224  # pixels of a crop
+    resize: Count = 256  # pixels of the shorter side before the centre crop
+    validation: Share = 0.1  # of CIFAR's training images, for choosing a cell; VOC07 has its own
+
+
 class Sections(BaseModel):
-    """The eight sections. `fastsuncet.config.Config` adds what they mean together."""
+    """The sections. `fastsuncet.config.Config` adds what they mean together."""
 
     model_config = Section.model_config
 
@@ -193,6 +262,11 @@ class Sections(BaseModel):
     logging: Logging = Logging()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
+    swav: Swav = Swav()
+    finetune: Finetune = Finetune()
+    linear: Linear = Linear()
+    npi: Npi = Npi()
+    transfer: Transfer = Transfer()
 
 
 def section_of(field: Any) -> type[Section] | None:

@@ -58,7 +58,10 @@ ImagesPerClass = Annotated[
     CountOrZero | PerRank,
     Allowed("a whole number of images over all processes (0 or more), or {per_rank: N}"),
 ]
-Epochs = Annotated[CountOrZero | Literal["all"], Allowed("a whole number of epochs, 0 or more, or all")]
+Epochs = Annotated[
+    CountOrZero | Literal["all", "plateau"],
+    Allowed("a whole number of epochs, 0 or more, or all, or plateau"),
+]
 BlurWindow = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1, lt=1000), AfterValidator(_odd)],
     Allowed("auto, or an odd number of pixels below 1000"),
@@ -84,6 +87,16 @@ Range = Annotated[
     Field(strict=False),
     AfterValidator(_ordered),
     Allowed("two numbers [low, high] with 0 < low <= high"),
+]
+Numbers = Annotated[
+    tuple[NotNegative, ...],
+    Field(strict=False, min_length=1),
+    Allowed("a list of numbers, 0 or more, such as [0.001, 0.01]"),
+]
+Datasets = Annotated[
+    tuple[Literal["cifar10", "cifar100", "voc07"], ...],
+    Field(strict=False, min_length=1),
+    Allowed("a list of cifar10, cifar100 and voc07"),
 ]
 Mean = Annotated[
     tuple[Number, Number, Number],
