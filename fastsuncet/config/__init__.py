@@ -71,13 +71,20 @@ class Config(Sections):
         if problems := [Problem(key, text) for key, text in broken(self)]:
             raise ConfigErrors(problems)
 
-    def resolve(self, world_size: int, num_images: int, num_classes: int | None = None) -> Arithmetic:
+    def resolve(
+        self,
+        world_size: int,
+        num_images: int,
+        num_classes: int | None = None,
+        num_labeled: int | None = None,
+    ) -> Arithmetic:
         """The sizes of this run shared by `world_size` processes over `num_images` unlabeled images.
 
-        `num_classes` counts the classes that have a labeled image, where that is known. Raises ConfigErrors
-        with every number that does not fit, and with numbers that would.
+        `num_classes` counts the classes that have a labeled image and `num_labeled` those images, where that is
+        known (None: all are labeled). Raises ConfigErrors with every number that does not fit, and with numbers
+        that would.
         """
-        sizes, problems = arithmetic(self, world_size, num_images, num_classes)
+        sizes, problems = arithmetic(self, world_size, num_images, num_classes, num_labeled)
         if sizes is None:
             raise ConfigErrors(_locate(problem, self._origins) for problem in problems)
         return sizes

@@ -15,6 +15,7 @@ from fastsuncet.config.types import PerRank
 
 Breaks = Iterator[tuple[str, str]]
 RULES: list[tuple[tuple[str, ...], Callable[[Sections], Breaks]]] = []
+NAMES = {"suncet": "SuNCEt", "cross_entropy": "cross-entropy", "sup_con": "L_sup_out"}
 CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 
 
@@ -55,6 +56,15 @@ READ_ONLY_WITH = {
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),
     "data.split.seed": (0, "data.split.kind", ("bernoulli",)),
+    "criterion.plateau_epochs": (10, "criterion.supervised_epochs", ("plateau",)),
+    "criterion.plateau_gain": (0.01, "criterion.supervised_epochs", ("plateau",)),
+    "swav.prototypes": (3000, "criterion.instance", ("swav",)),
+    "swav.epsilon": (0.05, "criterion.instance", ("swav",)),
+    "swav.iterations": (3, "criterion.instance", ("swav",)),
+    "swav.freeze_steps": (313, "criterion.instance", ("swav",)),
+    "swav.small_crops": (6, "criterion.instance", ("swav",)),
+    "swav.small_size": (96, "criterion.instance", ("swav",)),
+    "swav.small_scale": ((0.05, 0.14), "criterion.instance", ("swav",)),
 }
 
 
@@ -128,27 +138,83 @@ def a_csv_split_has_a_csv(config: Sections) -> Breaks:
     "data.augmentation.blur_sigma",
     "data.augmentation.blur_window",
     "data.augmentation.size",
+    "criterion.instance",
+    "swav.small_size",
 )
 def the_blur_fits_the_view(config: Sections) -> Breaks:
     """The border is mirrored once; a kernel that reaches past the mirror has no meaning."""
     a = config.data.augmentation
     automatic = a.blur_window == "auto"
     window = 2 * math.ceil(3 * a.blur_sigma[1]) + 1 if automatic else a.blur_window
-    if a.blur > 0 and window // 2 >= a.size:
+    small = config.criterion.instance == "swav" and config.swav.small_crops
+    size = min(a.size, config.swav.small_size) if small else a.size
+    if a.blur > 0 and window // 2 >= size:
         yield (
             "data.augmentation." + ("blur_sigma" if automatic else "blur_window"),
-            f"asks for a blur {window} pixels wide, which does not fit a view of {a.size} pixels; "
+            f"asks for a blur {window} pixels wide, which does not fit a view of {size} pixels; "
             "make it smaller, or turn it off with blur: 0",
         )
 
 
-@rule("criterion.supervised_epochs", "criterion.classes_per_batch", "data.kind")
+@rule("criterion.instance", "criterion.unsupervised_batch_size")
+def unlabeled_images_have_a_loss(config: Sections) -> Breaks:
+    size, instance = config.criterion.unsupervised_batch_size, config.criterion.instance
+    if instance == "none" and size != 0:
+        yield (
+            "criterion.unsupervised_batch_size",
+            "must be 0 while criterion.instance is none: no loss would read these images",
+        )
+    if instance != "none" and not isinstance(size, PerRank) and size < 2:
+        yield (
+            "criterion.unsupervised_batch_size",
+            f"must be 2 or more with criterion.instance: {instance}; labels alone are learned from with "
+            "instance: none",
+        )
+
+
+@rule("criterion.instance", "criterion.supervised_epochs")
+def something_is_learned_from(config: Sections) -> Breaks:
+    c = config.criterion
+    if c.instance == "none" and c.supervised_epochs != "all":
+        yield (
+            "criterion.supervised_epochs",
+            f"must be all while criterion.instance is none, not {c.supervised_epochs}: the labels are all there is to "
+            "learn from",
+        )
+
+
+@rule("criterion.labeled_share", "criterion.supervised_epochs", "criterion.instance")
+def a_labeled_share_has_passes_to_keep(config: Sections) -> Breaks:
+    c = config.criterion
+    if c.labeled_share is None:
+        return
+    if c.supervised_epochs in (0, "all", "plateau"):
+        yield (
+            "criterion.labeled_share",
+            "keeps the passes through the labeled images that supervised_epochs makes, and that is "
+            f"{c.supervised_epochs}; write a number of epochs there, or remove labeled_share",
+        )
+    if c.instance != "nt_xent":
+        yield (
+            "criterion.labeled_share",
+            f"is read only with criterion.instance: nt_xent, and that is {c.instance}; remove it or set it to null",
+        )
+    if c.labeled_share == 1:
+        yield (
+            "criterion.labeled_share",
+            "must be below 1: unlabeled images need a share; labels alone are learned from with instance: none",
+        )
+
+
+@rule("criterion.supervised_epochs", "criterion.classes_per_batch", "criterion.supervision", "data.kind")
 def supervision_contrasts_classes(config: Sections) -> Breaks:
     c = config.criterion
-    if c.supervised and c.classes_per_batch < 2:
+    least = 2 if c.contrasts_labels else 1
+    if c.supervised and c.classes_per_batch < least:
+        why = f"{NAMES[c.supervision]} contrasts classes" if least == 2 else "it takes labeled images"
         yield (
             "criterion.classes_per_batch",
-            f"must be 2 or more while supervised_epochs is {c.supervised_epochs}: SuNCEt contrasts classes. "
+            f"must be {least} or more while supervised_epochs is {c.supervised_epochs}: {why}. "
             "For SimCLR alone write supervised_epochs: 0",
         )
     known = CLASSES.get(config.data.kind)
@@ -159,15 +225,17 @@ def supervision_contrasts_classes(config: Sections) -> Breaks:
         )
 
 
-@rule("criterion.supervised_epochs", "criterion.supervised_imgs_per_class")
+@rule("criterion.supervised_epochs", "criterion.supervised_imgs_per_class", "criterion.supervision")
 def supervision_has_positives(config: Sections) -> Breaks:
     c = config.criterion
     images = c.supervised_imgs_per_class
-    if c.supervised and not isinstance(images, PerRank) and images < 2:
+    least = 2 if c.contrasts_labels else 1
+    if c.supervised and not isinstance(images, PerRank) and images < least:
+        why = "an image alone in its class has no positive" if least == 2 else "it takes labeled images"
         yield (
             "criterion.supervised_imgs_per_class",
-            f"must be 2 or more while supervised_epochs is {c.supervised_epochs}: an image alone in its "
-            "class has no positive. For SimCLR alone write supervised_epochs: 0",
+            f"must be {least} or more while supervised_epochs is {c.supervised_epochs}: {why}. "
+            "For SimCLR alone write supervised_epochs: 0",
         )
 
 

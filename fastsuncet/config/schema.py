@@ -144,8 +144,13 @@ class Criterion(Section):
 
     @property
     def supervised(self) -> bool:
-        """Whether SuNCEt is on for at least one step."""
+        """Whether supervision is on for at least one step."""
         return self.supervised_epochs != 0
+
+    @property
+    def contrasts_labels(self) -> bool:
+        """Whether labeled images are contrasted with each other, so that each needs a positive."""
+        return self.supervised and self.supervision != "cross_entropy"
 
 
 class Swav(Section):

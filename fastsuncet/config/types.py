@@ -51,8 +51,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31), Allowed("a whole number, 1 or more
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31), Allowed("a whole number, 0 or more")]
 Seed = Annotated[int, Field(ge=0, lt=2**63), Allowed("a whole number from 0 to 2^63 - 1")]
 BatchSize = Annotated[
-    Annotated[int, Field(ge=2, lt=2**31)] | PerRank,
-    Allowed("a whole number of images over all processes (2 or more), or {per_rank: N}"),
+    CountOrZero | PerRank,
+    Allowed("a whole number of images over all processes, or {per_rank: N}"),
 ]
 ImagesPerClass = Annotated[
     CountOrZero | PerRank,
