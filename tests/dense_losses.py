@@ -36,6 +36,28 @@ def sup_con(z: Tensor, labels: Tensor, temperature: float, average="sample", key
     return _mean(losses, labels[anchors], average)
 
 
+def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
+    """Codes (B, K) as SwAV writes them: one exponential of the transposed scores, its rows and columns in turns."""
+    q = torch.exp(scores.detach() / epsilon).T
+    q = q / q.sum()
+    for _ in range(iterations):
+        q = q / q.sum(dim=1, keepdim=True) / q.shape[0]
+        q = q / q.sum(dim=0, keepdim=True) / q.shape[1]
+    return (q * q.shape[1]).T
+
+
+def swav(scores: Tensor, temperature: float, *, crops: int, epsilon=0.05, iterations=3) -> Tensor:
+    """Swapped prediction, pair by pair."""
+    parts = scores.chunk(crops)
+    total = torch.zeros((), dtype=scores.dtype)
+    for a in (0, 1):
+        code = sinkhorn(parts[a], epsilon, iterations)
+        others = [parts[v] for v in range(crops) if v != a]
+        entropies = [-(code * (each / temperature).softmax(dim=1).log()).sum(dim=1).mean() for each in others]
+        total = total + sum(entropies) / len(entropies)
+    return total / 2
+
+
 def gradient(loss, z: Tensor, *arguments, **settings) -> tuple[Tensor, Tensor]:
     """The value of `loss` at `z` and what it asks of `z`."""
     z = z.detach().clone().requires_grad_()

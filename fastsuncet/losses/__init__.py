@@ -4,5 +4,14 @@ from fastsuncet.losses.cross_entropy import cross_entropy
 from fastsuncet.losses.nt_xent import nt_xent
 from fastsuncet.losses.suncet import suncet
 from fastsuncet.losses.sup_con import sup_con
+from fastsuncet.losses.swav import normalise_prototypes_, prototype_scores, swav
 
-__all__ = ["cross_entropy", "nt_xent", "suncet", "sup_con"]
+__all__ = [
+    "cross_entropy",
+    "normalise_prototypes_",
+    "nt_xent",
+    "prototype_scores",
+    "suncet",
+    "sup_con",
+    "swav",
+]

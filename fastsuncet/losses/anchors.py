@@ -42,16 +42,21 @@ def check_rows(
     """Raises ValueError, in words that begin with `loss`, unless `z` (N, D) and the settings can be used."""
     if z.ndim != 2 or not z.is_floating_point():
         raise ValueError(f"{loss}: z must be (rows, width) of a floating dtype, not {_told(z)}")
-    if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
-        raise ValueError(
-            f"{loss}: temperature must be a plain number above 0, not {temperature!r}; "
-            "the paper uses 0.1 for ImageNet and 0.5 for CIFAR-10"
-        )
+    check_temperature(loss, temperature)
     if keys not in KEYS:
         raise ValueError(f"{loss}: keys must be one of {KEYS}, not {keys!r}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{loss}: chunk_size must be at least 1, or None for the default, not {chunk_size}")
     require_equal_shapes(loss, z, group)
+
+
+def check_temperature(loss: str, temperature: float) -> None:
+    """Raises ValueError, in words that begin with `loss`, unless `temperature` is a plain number above 0."""
+    if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+        raise ValueError(
+            f"{loss}: temperature must be a plain number above 0, not {temperature!r}; "
+            "the paper uses 0.1 for ImageNet and 0.5 for CIFAR-10"
+        )
 
 
 def check_labels(loss: str, z: Tensor, labels: Tensor) -> None:

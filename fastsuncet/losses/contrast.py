@@ -52,7 +52,7 @@ def contrast(
     as keys of all ranks' anchors, summed over ranks in backward. Once differentiable. Nothing waits for the
     device.
     """
-    with _outside_autocast(z.device.type):
+    with outside_autocast(z.device.type):
         unit = unit_rows(z)
         every = gather_rows(unit, group) if keys == "attached" else all_gather_rows(unit, group)
         first = rank(group) * len(z)
@@ -133,7 +133,7 @@ def _log_sum_exp(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.amax(dim=1) - share.amax(dim=1).log(), share
 
 
-def _outside_autocast(device_type: str) -> AbstractContextManager:
+def outside_autocast(device_type: str) -> AbstractContextManager:
     """Inside an autocast region matrix products come out in 16 bits, whatever the dtype of their factors."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)

@@ -1,0 +1,107 @@
+"""SwAV, clusters instead of instances: each crop of an image tells to which prototypes the other crops belong.
+
+U  images of this rank        V  crops of each        K  prototypes        W  ranks        D  width
+"""
+
+import math
+from numbers import Real
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsuncet.distributed import Group
+from fastsuncet.losses.anchors import check_temperature, require_equal_shapes
+from fastsuncet.losses.contrast import outside_autocast, unit_rows
+from fastsuncet.losses.sinkhorn import sinkhorn
+
+CODE_CROPS = 2  # the large ones: a small crop shows too little to say where its image belongs
+
+
+def swav(
+    scores: Tensor,
+    temperature: float,
+    *,
+    crops: int,
+    epsilon: float = 0.05,
+    iterations: int = 3,
+    group: Group = None,
+) -> Tensor:
+    """Equation 2 of SwAV with multi-crop (arXiv 2006.09882, sections 3.1 and 3.2; no queue).
+
+        mean over a in {0, 1}, v != a, images b of   - sum_k q_abk log softmax_k(s_vbk / temperature)
+
+    where q_a are the Sinkhorn codes of the scores s_a of crop a, balanced over the images of all ranks.
+
+    Args:
+        scores: (V U, K) floating, of `prototype_scores`: crop 0 of U images, then crop 1 of the same images
+            in the same order, and so on; the first two crops are the large ones. All ranks bring the same
+            shape. U = 0 gives 0.
+        temperature: above 0; SwAV's is 0.1.
+        crops: V, at least 2; SwAV's is 8, two large and six small.
+        epsilon, iterations: of `sinkhorn`.
+        group: the ranks whose images are balanced together; None for the default one, or this process alone.
+
+    Returns:
+        A scalar, float32 (float64 for float64 `scores`), also under autocast: the mean over this rank's
+        images. The mean over ranks is the loss of one process on the joined batch.
+
+    Gradient: to this rank's scores as predictions only, never through codes, which are constants; crop 0 is
+    a prediction too, of crop 1's code. DDP's mean over ranks makes it that of one process on the joined
+    batch.
+
+    Raises:
+        ValueError: `scores` is not (V U, K) floating, a setting is out of range, or the ranks' shapes differ.
+    """
+    _check(scores, temperature, crops, epsilon, iterations, group)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    by_crop = scores.unflatten(0, (crops, len(scores) // crops))  # (V, U, K)
+    codes = sinkhorn(by_crop[:CODE_CROPS], epsilon, iterations, group=group)
+    log_p = F.log_softmax(by_crop / temperature, dim=-1)
+    # The cross-entropy is linear in the code: a crop that predicts both codes meets their sum, in one pass.
+    agreed = (codes.flip(0) * log_p[:CODE_CROPS]).sum() + (codes.sum(0) * log_p[CODE_CROPS:]).sum()
+    pairs = CODE_CROPS * (crops - 1) * by_crop.shape[1]
+    return -agreed / max(pairs, 1)
+
+
+def prototype_scores(z: Tensor, prototypes: Tensor) -> Tensor:
+    """Cosines (N, K) of rows `z` (N, D) of any length and unit rows `prototypes` (K, D); both get gradient.
+
+    float32 (float64 for float64 `z`), also under autocast: in bfloat16 a cosine near 1 is off by up to 1/512,
+    and epsilon turns that into 4 % of its part in a code.
+    """
+    with outside_autocast(z.device.type):
+        unit = unit_rows(z)
+        return unit @ prototypes.to(unit.dtype).T
+
+
+@torch.no_grad()
+def normalise_prototypes_(prototypes: Tensor) -> Tensor:
+    """Makes the rows of `prototypes` (K, D) one long, in place, no gradient; before every update, as SwAV's code.
+
+    A zero row stays zero.
+    """
+    return prototypes.copy_(F.normalize(prototypes, dim=1))
+
+
+def _check(
+    scores: Tensor, temperature: float, crops: int, epsilon: float, iterations: int, group: Group
+) -> None:
+    if scores.ndim != 2 or not scores.is_floating_point() or scores.shape[1] == 0:
+        raise ValueError(
+            "swav: scores must be (crops x images, prototypes) of a floating dtype, "
+            f"not {tuple(scores.shape)} of {scores.dtype}"
+        )
+    check_temperature("swav", temperature)
+    if not isinstance(epsilon, Real) or not 0 < epsilon < math.inf:
+        raise ValueError(f"swav: epsilon must be a plain number above 0, not {epsilon!r}; SwAV uses 0.05")
+    if iterations < 1:
+        raise ValueError(f"swav: iterations must be at least 1, not {iterations}; SwAV uses 3")
+    if crops < CODE_CROPS:
+        raise ValueError(f"swav: crops must be at least 2, one predicts the other; not {crops}")
+    if len(scores) % crops:
+        raise ValueError(
+            f"swav: scores must hold {crops} crops of the same images, crop after crop; "
+            f"{len(scores)} rows are no multiple of {crops}"
+        )
+    require_equal_shapes("swav", scores, group)
