@@ -1,10 +1,10 @@
 """The door between pixels and learning: step -> the paired batch of unlabeled views and labeled images on this rank.
 
-Shapes: U unlabeled and S labeled images on this rank, H = W the side of a view in pixels.
+Shapes: U unlabeled images of V views each and S labeled ones on this rank, H = W the side of a view in pixels.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ class Batch:
     """What one rank learns from at one step. Images are float, in [0, 1] or normalised, channels-last in memory."""
 
     step: int
-    view_1: torch.Tensor  # (U, 3, H, W)
-    view_2: torch.Tensor  # (U, 3, H, W) - row i shows the same image as row i of view_1
+    views: tuple[torch.Tensor, ...]  # V of (U, 3, H, W) - row i of each shows the same image
     labeled: torch.Tensor  # (S, 3, H, W) - S = 0 once supervision is switched off
     labels: torch.Tensor  # (S,) int64
     wait: float  # seconds the host waited for the pixels
@@ -44,10 +43,12 @@ class PairedStream:
         self, config: Config, index: ImageIndex, labeled: np.ndarray, arithmetic: Arithmetic, place: Place
     ):
         self.index, self.arithmetic, self.place = index, arithmetic, place
-        self.views = augmentation(config)
+        self.views = views(config)
+        self.labeled_view = augmentation(config)
         seed, world_size = config.meta.seed, place.world_size
-        self._unlabeled = UnlabeledSampler(len(index), arithmetic.global_unlabeled, world_size, seed)
-        self._labeled = None
+        self._unlabeled = self._labeled = None
+        if self.views:
+            self._unlabeled = UnlabeledSampler(len(index), arithmetic.global_unlabeled, world_size, seed)
         if arithmetic.supervised_steps:
             self._labeled = ClassSampler(
                 labeled,
@@ -59,17 +60,19 @@ class PairedStream:
                 index.classes,
             )
         self._seed = seed
-        self._unlabeled_loader = self._open(config, UNLABELED)
+        self._unlabeled_loader = self._open(config, UNLABELED) if self._unlabeled else None
         self._labeled_loader = self._open(config, LABELED) if self._labeled else None
-        side = self.views.size
+        side = self.labeled_view.size
         self._no_images = torch.empty(0, 3, side, side, device=place.device)
         self._no_labels = torch.empty(0, dtype=torch.int64, device=place.device)
 
     def plan(self, role: str, rank: int) -> Plan:
         """What `rank` is shown of one stream, UNLABELED or LABELED, step by step; no pixel is read."""
-        # One view of a labeled image, two of an unlabeled one, all of the same strength (recipe 2.1).
-        sampler, views = (self._labeled, 1) if role == LABELED else (self._unlabeled, 2)
-        return Plan(self.index, sampler, (self.views,) * views, seed=self._seed, role=role, rank=rank)
+        # One view of a labeled image, of the same strength as those of an unlabeled one (recipe 2.1).
+        sampler, shown = (
+            (self._labeled, (self.labeled_view,)) if role == LABELED else (self._unlabeled, self.views)
+        )
+        return Plan(self.index, sampler, shown, seed=self._seed, role=role, rank=rank)
 
     def _open(self, config: Config, role: str) -> Loader:
         data, plan = config.data, self.plan(role, self.place.rank)
@@ -85,26 +88,30 @@ class PairedStream:
             bad_images=data.bad_images,
         )
 
-    def __call__(self, step: int) -> Batch:
-        """The batch of `step`. Raises BadImage, with the file's name, for more bad files than the config allows."""
+    def __call__(self, step: int, supervised: bool = True) -> Batch:
+        """The batch of `step`, without labeled images where it is not `supervised` or the arithmetic says so.
+
+        Raises BadImage, with the file's name, for more bad files than the config allows.
+        """
         began = time.perf_counter()
-        view_1, view_2 = (self._to_device(view) for view in self._unlabeled_loader(step))
+        shown = self._unlabeled_loader(step) if self._unlabeled_loader else ()
+        shown = tuple(self._to_device(view) for view in shown)
         labeled, labels = self._no_images, self._no_labels
-        if step < self.arithmetic.supervised_steps:
+        if supervised and step < self.arithmetic.supervised_steps:
             (labeled,) = (self._to_device(view) for view in self._labeled_loader(step))
             # The labels last: an image that turns out bad may be replaced by one of another class.
             labels = self._to_device(torch.from_numpy(self._labeled_loader.visit(step).labels))
         elif self._labeled_loader is not None:
             self._labeled_loader.close()  # supervision is off for good: its threads and buffers are free
             self._labeled_loader = None
-        return Batch(step, view_1, view_2, labeled, labels, time.perf_counter() - began)
+        return Batch(step, shown, labeled, labels, time.perf_counter() - began)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.place.device, non_blocking=True)
 
-    def files(self, step: int, rank: int, term: str) -> list[str]:
-        """The images behind one loss term of one rank's step, by name: for the message when it is not a number."""
-        plan = self.plan(LABELED if term == "suncet" else UNLABELED, rank)
+    def files(self, step: int, rank: int, role: str) -> list[str]:
+        """The images of one stream in one rank's step, by name: for the message when a loss is not a number."""
+        plan = self.plan(role, rank)
         return [self.index.name(int(i)) for i in plan(step).indices]
 
     @property
@@ -116,7 +123,7 @@ class PairedStream:
     @property
     def backend(self) -> str:
         """Which back-end makes the pixels: "dali" or "torchvision"."""
-        return self._unlabeled_loader.backend
+        return (self._unlabeled_loader or self._labeled_loader).backend
 
     def notes(self) -> list[str]:
         """What a person should know of the labeled images before the run: small classes, left-out ones."""
@@ -152,7 +159,33 @@ def augmentation(config: Config) -> Augmentation:
     )
 
 
-def macs(config: Config) -> int:
-    """Multiply-adds of one view's forward pass through the encoder and the head."""
+def views(config: Config) -> tuple[Augmentation, ...]:
+    """The views of an unlabeled image: two, or SwAV's two large and several small crops; none where labels are all."""
+    if config.criterion.instance == "none":
+        return ()
+    large = augmentation(config)
+    if config.criterion.instance != "swav":
+        return (large, large)
+    small = replace(large, size=config.swav.small_size, crop_scale=config.swav.small_scale)
+    return (large, large, *(small,) * config.swav.small_crops)
+
+
+def macs(config: Config, size: int | None = None) -> int:
+    """Multiply-adds of a forward pass through encoder and head of one view as large as a labeled image, or `size`."""
     m = config.model
-    return analytic_macs(m.name, m.stem, config.data.augmentation.size, m.hidden, m.output)
+    return analytic_macs(m.name, m.stem, size or config.data.augmentation.size, m.hidden, m.output)
+
+
+def update_macs(config: Config, arithmetic: Arithmetic, supervised: bool) -> int:
+    """Multiply-adds of the forward passes of one update, over all processes, with or without labeled images."""
+    a, large = arithmetic, macs(config)
+    unlabeled = a.large_views * large
+    if a.small_views:
+        unlabeled += a.small_views * macs(config, config.swav.small_size)
+    return a.global_unlabeled * unlabeled + (a.global_labeled * large if supervised else 0)
+
+
+def run_macs(config: Config, arithmetic: Arithmetic) -> int:
+    """Multiply-adds of all forward passes of a run, over all processes."""
+    on, off = arithmetic.supervised_steps, arithmetic.steps - arithmetic.supervised_steps
+    return on * update_macs(config, arithmetic, True) + off * update_macs(config, arithmetic, False)

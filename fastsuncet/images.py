@@ -14,11 +14,14 @@ from fastsuncet.distributed import broadcast_json
 from fastsuncet.launch import Place
 from pipelines import datasets
 from pipelines.cifar10 import cifar10
+from pipelines.cifar100 import cifar100
 from pipelines.errors import DataError
 from pipelines.index import ImageIndex
 from pipelines.index_file import load_index, save_index
 from pipelines.resident import digits
 from pipelines.splits import Split, labeled_split
+
+CIFAR = {"cifar10": cifar10, "cifar100": cifar100}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Images:
     def labeled_classes(self) -> int:
         """How many classes have a labeled image."""
         return int((self.split.per_class > 0).sum())
+
+    def counts(self) -> tuple[int, int, int]:
+        """(images, classes with a labeled one, labeled images): what a run's arithmetic asks for."""
+        return len(self.train), self.labeled_classes, len(self.split.indices)
 
     def fingerprint(self) -> str:
         """What decides the run's images and labels, in one line: a checkpoint is continued on no others."""
@@ -79,8 +86,8 @@ def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] |
     data = config.data
     if data.kind == "digits":
         return digits(train=train)
-    if data.kind == "cifar10":
-        return cifar10(data.root, train=train, download=data.download and scan)
+    if data.kind in CIFAR:
+        return CIFAR[data.kind](data.root, train=train, download=data.download and scan)
     folder = Path(data.root).expanduser() / (data.train if train else data.validation)
     kept = index_path(config, folder, train)
     if kept.exists():

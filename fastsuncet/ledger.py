@@ -1,13 +1,14 @@
 """The ledger: what a run has cost so far. Every checkpoint and every metrics line carries it.
 
 A FLOP here is the paper's: 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head. What
-that leaves out (losses, BatchNorm, optimizer, pixels) is under 2 % for a ResNet-50 at 224.
+that leaves out (losses with their classifier or prototypes, BatchNorm, optimizer, pixels) is under 2 % for a ResNet-50
+at 224.
 """
 
 import time
 from dataclasses import dataclass, field
 
-from fastsuncet.compute import petaflops
+from fastsuncet.compute import FLOP_PER_MAC
 
 
 @dataclass
@@ -15,23 +16,26 @@ class Ledger:
     """Cumulative cost over all ranks and all restarts.
 
     `images` counts samples through the network (both views of an unlabeled image, and labeled images), `updates`
-    optimizer steps, `petaflops` 6 x MAC x images / 1e15, `seconds` wall-clock time while a process was training.
+    optimizer steps, `petaflops` 6 x MAC / 1e15 over all samples, `seconds` wall-clock time while a process trained.
     """
 
-    macs: int  # multiply-adds of one sample's forward pass
     images: int = 0
     updates: int = 0
+    macs: int = (
+        0  # multiply-adds of all samples' forward passes: a whole number, so that no restart rounds it
+    )
     seconds: float = 0.0
     _ticked: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
     def petaflops(self) -> float:
         """Compute spent so far, in 1e15 floating-point operations."""
-        return petaflops(self.macs, self.images)
+        return FLOP_PER_MAC * self.macs / 1e15
 
-    def add(self, samples: int) -> None:
-        """Books one update on `samples` images, over all ranks."""
+    def add(self, samples: int, macs: int) -> None:
+        """Books one update on `samples` images of `macs` multiply-adds in all, over all ranks."""
         self.images += samples
+        self.macs += macs
         self.updates += 1
 
     def start_clock(self) -> None:
@@ -44,7 +48,7 @@ class Ledger:
         self.seconds, self._ticked = self.seconds + now - self._ticked, now
 
     def record(self) -> dict[str, int | float]:
-        """The columns of a metrics line and of a checkpoint's meta.json."""
+        """The columns of a metrics line."""
         return {
             "images": self.images,
             "updates": self.updates,
@@ -52,6 +56,12 @@ class Ledger:
             "seconds": round(self.seconds, 3),
         }
 
-    def restore(self, record: dict) -> None:
-        """Continues from a checkpoint's record; petaFLOPs follow from the images."""
-        self.images, self.updates, self.seconds = record["images"], record["updates"], record["seconds"]
+    def state(self) -> dict[str, int | float]:
+        """What a checkpoint's meta.json holds: the columns, and what petaFLOPs are counted from."""
+        return {**self.record(), "macs": self.macs}
+
+    def restore(self, state: dict) -> None:
+        """Continues from a checkpoint's `state`."""
+        self.images, self.updates, self.seconds = state["images"], state["updates"], state["seconds"]
+        # Before 0.3 a checkpoint kept the petaFLOPs alone, of views that all cost the same.
+        self.macs = state.get("macs", round(state["petaflops"] * 1e15 / FLOP_PER_MAC))

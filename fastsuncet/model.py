@@ -1,7 +1,8 @@
 """The network: a ResNet encoder and the projection head the contrastive losses see.
 
 Shapes: B images of (3, S, S) -> encoder output h (B, width) -> head output z (B, output). The losses use z;
-everything after pre-training (fine-tuning, linear probe, nearest neighbours) uses h and drops the head.
+everything after pre-training (fine-tuning, linear probe, nearest neighbours) uses h and drops the head. Two methods
+have one more layer: cross-entropy a classifier on h, SwAV prototypes on z.
 
 The encoder's state_dict has torchvision's names whichever library built it, so its weights load anywhere a
 `torchvision.models.resnet50` does (without `fc`).
@@ -30,11 +31,20 @@ class Model(nn.Module):
     is built on it: the optimizer's state copies the layout it finds.
     """
 
-    def __init__(self, encoder: nn.Module, head: nn.Sequential, width: int):
+    def __init__(
+        self,
+        encoder: nn.Module,
+        head: nn.Sequential,
+        width: int,
+        classifier: nn.Linear | None = None,  # (B, width) -> (B, C), SimCLR + cross-entropy
+        prototypes: nn.Linear | None = None,  # (B, output) -> (B, K) without bias, SwAV
+    ):
         super().__init__()
         self.encoder = encoder
         self.head = head
         self.width = width
+        self.classifier = classifier
+        self.prototypes = prototypes
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images (B, 3, S, S) to representations h (B, width): what is kept after pre-training."""
@@ -124,7 +134,8 @@ def initialise(model: nn.Module, seed: int) -> None:
         elif isinstance(module, nn.Linear):
             bound = 1 / math.sqrt(module.in_features)  # nn.Linear's own default, which takes no generator
             nn.init.uniform_(module.weight, -bound, bound, generator=generator)
-            nn.init.uniform_(module.bias, -bound, bound, generator=generator)
+            if module.bias is not None:
+                nn.init.uniform_(module.bias, -bound, bound, generator=generator)
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_parameters()
         elif next(module.parameters(recurse=False), None) is not None:
@@ -140,6 +151,8 @@ def build_model(
     output: int = 128,
     head_batchnorm: bool = False,
     *,
+    classes: int | None = None,
+    prototypes: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Model:
@@ -149,6 +162,7 @@ def build_model(
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
     head_batchnorm puts one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
+    classes: outputs of a linear classifier on h, prototypes: of a bias-free one on z; None: there is none.
 
     The weights are a function of the arguments alone, drawn on the CPU: every rank builds the same ones, for
     any device. On the device "meta" there are shapes and no weights, in no time and no memory.
@@ -169,8 +183,15 @@ def build_model(
         encoder = TinyResNet() if name == "resnet_tiny" else BUILDERS[library](name)
         if stem == "cifar":
             _use_cifar_stem(encoder)
-        head = _projection_head(WIDTHS[name], hidden, output, head_batchnorm)
-        model = Model(encoder, head, WIDTHS[name])
+        width = WIDTHS[name]
+        head = _projection_head(width, hidden, output, head_batchnorm)
+        model = Model(
+            encoder,
+            head,
+            width,
+            None if classes is None else nn.Linear(width, classes),
+            None if prototypes is None else nn.Linear(output, prototypes, bias=False),
+        )
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device="cpu")

@@ -63,10 +63,10 @@ def sheet(config: Config, step: int) -> list[tuple[str, list[tuple[np.ndarray, s
     images = open_images(config, place, validation=False)
     # The run's own arithmetic and plans, cut to a few rows: a step number means nothing without the batch's size. One
     # process stands for all, since a batch given over all processes does not depend on their number.
-    arithmetic = config.resolve(1, len(images.train), images.labeled_classes)
+    arithmetic = config.resolve(1, *images.counts())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     try:
-        rows = unlabeled(config, images.train, stream, step)
+        rows = unlabeled(config, images.train, stream, step) if stream.views else []
         if step < arithmetic.supervised_steps:
             rows.append(("labeled", labeled(config, images.train, stream, step)))
         return rows
@@ -82,7 +82,7 @@ def unlabeled(config: Config, index: ImageIndex, stream: PairedStream, step: int
     seen = {backend: views(config, index, first, backend, step) for backend in backends}
     visit = seen[backends[0]][1]
     rows = [("images", [(original(index, int(i)), index.name(int(i))[-22:]) for i in visit.indices])]
-    for number in range(2):
+    for number in range(len(plan.augmentations)):
         for backend in backends:
             title = f"view {number + 1}\n{NAMES[backend]}"
             rows.append((title, [(picture, "") for picture in seen[backend][0][number]]))

@@ -12,7 +12,10 @@ from tqdm import tqdm
 # key of a metrics record -> how a line writes its value, how the bar does
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "nt_xent": (".4f", lambda loss: f"nt_xent {loss:.2f}"),
+    "swav": (".4f", lambda loss: f"swav {loss:.2f}"),
     "suncet": (".4f", lambda loss: f"suncet {loss:.2f}"),
+    "cross_entropy": (".4f", lambda loss: f"cross-entropy {loss:.2f}"),
+    "sup_con": (".4f", lambda loss: f"L_sup_out {loss:.2f}"),
     "lr": (".4g", lambda lr: f"lr {lr:.3g}"),
     "views_per_second": (".1f", lambda rate: f"{_short(rate)} views/s"),
     "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # share of the time spent waiting for pixels

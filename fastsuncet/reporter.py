@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+from fastsuncet import methods
 from fastsuncet.config import Config
 from fastsuncet.launch import Place
 from fastsuncet.metrics import MetricsWriter
 from fastsuncet.progress import Progress
 from fastsuncet.say import say_line
-from fastsuncet.window import TERMS
 
-COLUMNS = (
-    *("epoch", "loss", *TERMS, "lr", "views_per_second", "data_wait", "replaced_images"),
-    *("images", "updates", "petaflops", "seconds"),
-)
+
+def columns(config: Config) -> tuple[str, ...]:
+    """The keys of a training line, in the table's order."""
+    losses = (term for term in methods.terms(config) if term != "none")
+    return (
+        *("epoch", "loss", *losses, "lr", "views_per_second", "data_wait", "replaced_images"),
+        *("images", "updates", "petaflops", "seconds"),
+    )
 
 
 class Reporter:
@@ -25,7 +29,7 @@ class Reporter:
         self.progress = Progress(steps, step)
         self.writer = MetricsWriter(
             folder,
-            COLUMNS,
+            columns(config),
             resume_step=step or None,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb,

@@ -102,7 +102,7 @@ def plan(config: Config) -> list[str]:
     world_size = launch.expected_ranks(config.meta.device)
     place = launch.Place(0, 1, 0, device)
     images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
-    arithmetic = config.resolve(world_size, len(images.train), images.labeled_classes)
+    arithmetic = config.resolve(world_size, *images.counts())
     stream_notes = PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
     lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None)
     return [
@@ -117,7 +117,7 @@ def plan(config: Config) -> list[str]:
 
 def start(config: Config, place: launch.Place, images: Images, folder: Path) -> Trainer:
     """A trainer that stands where the run left off, with its settings written down and said."""
-    arithmetic = config.resolve(place.world_size, len(images.train), images.labeled_classes)
+    arithmetic = config.resolve(place.world_size, *images.counts())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     trainer = Trainer(config, place, arithmetic, stream, images, folder)
     if place.first:  # only now: a refused run must not overwrite the record of the one it was refused for

@@ -50,7 +50,7 @@ def save(
         }
         meta = {
             "config": config.canonical(),
-            "ledger": ledger.record(),
+            "ledger": ledger.state(),
             "world_size": place.world_size,
             "images": images,
         }

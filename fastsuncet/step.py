@@ -2,7 +2,7 @@
 
 Everything fast (channels-last, autocast, DDP, compile) wraps the step from outside.
 
-Shapes: U unlabeled and S labeled images on this rank, D the width of a projection.
+Shapes: U unlabeled images of V views and S labeled images on this rank, D the width of a projection.
 """
 
 import inspect
@@ -10,12 +10,13 @@ import inspect
 import torch
 from torch import nn
 
+from fastsuncet import data, methods, norm
 from fastsuncet import model as models
-from fastsuncet import norm
 from fastsuncet.config import Config
 from fastsuncet.data import Batch
 from fastsuncet.launch import Place
-from fastsuncet.losses import nt_xent, suncet
+from fastsuncet.learner import Learner, Outputs
+from fastsuncet.losses.swav import normalise_prototypes_
 from fastsuncet.optim import LARS, parameter_groups
 
 # torch 2.15 renamed the switch and warns of the old name, 2.11 does not know the new one.
@@ -27,57 +28,66 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 def train_step(
     network: nn.Module, optimizer: LARS, batch: Batch, lr: float, setting: "Setting"
 ) -> torch.Tensor:
-    """One update: SimCLR + SuNCEt (paper section 3, equations 1 and 2) on one rank. Returns the two losses, (2,).
+    """One update: SimCLR + SuNCEt (paper section 3, equations 1 and 2) or another method, on one rank.
 
-    The result stays on the device: reading it is the caller's sync, and there is none in here.
+    Returns its two losses, (2,), on the device: reading them is the caller's sync, and there is none in here.
     """
     optimizer.set_lr(lr)
-    images = torch.cat(
-        [batch.view_1, batch.view_2, batch.labeled]
-    )  # (2U + S, 3, H, W): one forward shares BatchNorm
+    setting.before_update()
     with setting.autocast():
-        z = network(images)  # (2U + S, D)
-    views, labeled = z.float().split([2 * len(batch.view_1), len(batch.labeled)])
-    instance_loss = nt_xent(views, setting.temperature, keys=setting.keys, chunk_size=setting.chunk_size)
-    class_loss = suncet(  # 0 once supervision is switched off: no image, no branch
-        labeled,
-        batch.labels,
-        setting.temperature,
-        keys=setting.keys,
-        average=setting.average,
-        chunk_size=setting.chunk_size,
-    )
+        out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
+    out = in_float32(out)
+    instance_loss = setting.instance_loss(out)  # NT-Xent
+    class_loss = setting.supervised_loss(
+        out, batch.labels
+    )  # SuNCEt; 0 once switched off: no image, no branch
     setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
+    setting.freeze(batch.step)
     setting.scaler.step(optimizer)  # LARS
     setting.scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return torch.stack([instance_loss.detach(), class_loss.detach()])
 
 
-class Setting:
-    """What a step needs beside weights and images: the paper's constants, learning rate, precision."""
+def in_float32(out: Outputs) -> Outputs:
+    """What the losses read, in at least float32: a mixed-precision network ends in 16 bits."""
+    return Outputs(*(x if x is None or x.dtype == torch.float64 else x.float() for x in out))
 
-    def __init__(self, config: Config, device: torch.device):
-        criterion = config.criterion
-        self.temperature = criterion.temperature
-        self.keys = criterion.keys
-        self.average = criterion.average
-        self.chunk_size = criterion.chunk_size
+
+class Setting:
+    """What a step needs beside weights and images: the method's losses, learning rate, precision."""
+
+    def __init__(self, config: Config, model: models.Model, device: torch.device):
+        self.instance_loss = methods.instance_loss(config)
+        self.supervised_loss = methods.supervised_loss(config)
+        self.prototypes = model.prototypes.weight if model.prototypes is not None else None
+        self.freeze_steps = config.swav.freeze_steps
         self.device = device
         self.dtype = PRECISIONS[config.meta.precision]
         # On the device, so that a captured step reads today's value and not the one it was captured with.
         self.lr = torch.zeros((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
+    def before_update(self) -> None:
+        """SwAV: puts the prototypes back on the sphere, where the last update left them beside it."""
+        if self.prototypes is not None:
+            normalise_prototypes_(self.prototypes)
+
+    def freeze(self, step: int) -> None:
+        """SwAV: the prototypes stay where they are for the first updates, or all codes might agree on a few."""
+        if self.prototypes is not None and step < self.freeze_steps:
+            self.prototypes.grad = None
+
     def autocast(self) -> torch.autocast:
         """Mixed precision around the forward pass only; the losses are computed in float32."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
 
-def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, Setting]:
-    """The model, the network that trains it (itself, or DDP around it), its optimizer, and the step's setting.
+def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.Module, LARS, Setting]:
+    """The model, the network that trains it (a Learner, or DDP around it), its optimizer, and the step's setting.
 
-    Weights depend on the seed alone: every rank builds the same ones, on any device.
+    `classes` of the data set, for a method with a classifier. Weights depend on the seed alone: every rank builds the
+    same ones, on any device.
     """
     m, o = config.model, config.optimization
     model = models.build_model(
@@ -87,12 +97,14 @@ def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, 
         hidden=m.hidden,
         output=m.output,
         head_batchnorm=m.head_batchnorm,
+        classes=classes if methods.has_classifier(config) else None,
+        prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
         seed=config.meta.seed,
     )
     if m.sync_batchnorm:
         model = norm.synchronise(model)
     model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
-    setting = Setting(config, place.device)
+    setting = Setting(config, model, place.device)
     optimizer = LARS(
         parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm),
         setting.lr,
@@ -102,7 +114,7 @@ def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, 
         nesterov=o.nesterov,
         lr_in_momentum=o.lr_in_momentum,
     )
-    network: nn.Module = model
+    network: nn.Module = Learner(model)
     if config.meta.compile:
         # Static shapes: at the switch-off a run would otherwise recompile to other kernels than one resumed after it.
         network = torch.compile(network, dynamic=False)
@@ -114,11 +126,11 @@ def build(config: Config, place: Place) -> tuple[models.Model, nn.Module, LARS, 
             static_graph=True,
             **{BUFFER_SYNC: not m.sync_batchnorm},  # synchronised statistics are equal on all ranks already
         )
-        settle(network, model, setting, config.data.augmentation.size)
+        settle(network, model, setting, config)
     return model, network, optimizer, setting
 
 
-def settle(network: nn.Module, model: models.Model, setting: Setting, size: int) -> None:
+def settle(network: nn.Module, model: models.Model, setting: Setting, config: Config) -> None:
     """Runs DDP's first passes on blank images, so that every life of a run reduces gradients in the same order.
 
     DDP regroups its buckets once it has seen in which order gradients arrive, during its first passes. A ring reduces
@@ -126,11 +138,14 @@ def settle(network: nn.Module, model: models.Model, setting: Setting, size: int)
     restart would round otherwise than the same steps of a run nobody stopped. Changes no weight and no statistic.
     """
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    blank = torch.zeros(2, 3, size, size, device=setting.device)
+    sizes = [view.size for view in data.views(config)]
+    views = tuple(torch.zeros(1, 3, size, size, device=setting.device) for size in sizes)
+    size = config.data.augmentation.size
+    labeled = torch.zeros(2, 3, size, size, device=setting.device)
     for _ in range(3):  # a static graph regroups in its third pass
         with setting.autocast():
-            z = network(blank)
-        z.float().sum().backward()
+            out = network(views, labeled)
+        sum(x.float().sum() for x in out if x is not None).backward()
         network.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         buffer.copy_(before[name])

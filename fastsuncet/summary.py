@@ -1,10 +1,13 @@
 """What is about to happen, in ten lines: printed when a run starts, and by --dry-run instead of starting."""
 
+from dataclasses import replace
+
 import torch
 
+from fastsuncet import methods
 from fastsuncet.compute import Memory, memory_estimate, petaflops
 from fastsuncet.config import Arithmetic, Config
-from fastsuncet.data import PairedStream, macs
+from fastsuncet.data import PairedStream, macs, run_macs, update_macs
 from fastsuncet.images import Images
 from fastsuncet.launch import Place
 from fastsuncet.norm import describe
@@ -18,24 +21,29 @@ def summary(
     """Lines of "name    what", each a fact about this run. `stream` is None for a run not started."""
     a, c = arithmetic, config.criterion
     cost, samples = macs(config), a.samples(0)
-    on = f"SuNCEt on for the first {a.supervised_steps:,}" if a.supervised_steps else "SimCLR, without labels"
-    labeled = (
-        f" + {a.classes_per_batch} classes x {a.global_images_per_class} labeled"
-        if a.supervised_steps
-        else ""
-    )
+    on = methods.name(config) if a.supervised_steps else f"{methods.name(config)}, without labels"
+    if 0 < a.supervised_steps < a.steps:
+        on += f" for the first {a.supervised_steps:,}"
+    elif c.supervised_epochs == "plateau":
+        on += " until that has plateaued"
+    shown = [f"{a.views} x {a.global_unlabeled:,} unlabeled"] if a.views else []
+    if a.small_views:
+        shown = [f"({a.large_views} + {a.small_views} small) x {a.global_unlabeled:,} unlabeled"]
+    if a.supervised_steps:
+        shown.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled")
     ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
-    spent = petaflops(cost, a.total_samples())
+    update = petaflops(update_macs(config, a, a.supervised_steps > 0), 1)
+    spent = petaflops(run_macs(config, a), 1)
     lines = [
         ("run", f"{config.run_folder}"),
         ("data", f"{len(images.train):,} images; {images.split}"),
-        ("batch", f"2 x {a.global_unlabeled:,} unlabeled{labeled} = {samples:,} views an update, on {ranks}"),
+        ("batch", f"{' + '.join(shown)} = {samples:,} views an update, on {ranks}"),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {on}"),
         ("loss", f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"),
         (
             "compute",
-            f"6 x {cost / 1e9:.4g} GMAC a view: {petaflops(cost, samples):.4g} petaFLOPs an update, "
-            f"{petaflops(cost, samples * a.steps_per_epoch):.4g} an epoch, {spent:.4g} the run",
+            f"6 x {cost / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view: {update:.4g} petaFLOPs an update, "
+            f"{update * a.steps_per_epoch:.4g} an epoch, {spent:.4g} the run",
         ),
         ("memory", f"about {in_gigabytes(memory(config, a))} a process for the step (an estimate)"),
         ("norm", describe(a.world_size, shared=config.model.sync_batchnorm)),
@@ -50,17 +58,17 @@ def summary(
 
 def memory(config: Config, arithmetic: Arithmetic) -> Memory:
     """Bytes one process needs for a step of its share of the batch."""
-    m = config.model
-    return memory_estimate(
-        m.name,
-        m.stem,
-        config.data.augmentation.size,
-        m.hidden,
-        m.output,
-        samples=-(-arithmetic.samples(0) // arithmetic.world_size),
-        precision=config.meta.precision,
-        head_batchnorm=m.head_batchnorm,
-    )
+    m, a = config.model, arithmetic
+    small = a.small_views * a.local_unlabeled
+
+    def of(size: int, samples: int) -> Memory:
+        network = (m.name, m.stem, size, m.hidden, m.output)
+        precision, batchnorm = config.meta.precision, m.head_batchnorm
+        return memory_estimate(*network, samples=samples, precision=precision, head_batchnorm=batchnorm)
+
+    large = of(config.data.augmentation.size, -(-a.samples(0) // a.world_size) - small)
+    activations = of(config.swav.small_size, small).activations if small else 0
+    return replace(large, activations=large.activations + activations)
 
 
 def in_gigabytes(estimate: Memory) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from fastsuncet import state
+from fastsuncet import methods, state
 from fastsuncet.config import Arithmetic, Config
-from fastsuncet.data import PairedStream, macs
+from fastsuncet.data import LABELED, UNLABELED, PairedStream, update_macs
 from fastsuncet.distributed import broadcast, gather_json
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluate.online import online_knn
@@ -22,8 +22,9 @@ from fastsuncet.reporter import Reporter
 from fastsuncet.say import say_line
 from fastsuncet.signals import SignalFlag
 from fastsuncet.step import build, train_step
+from fastsuncet.supervision import Supervision
 from fastsuncet.vote import Vote
-from fastsuncet.window import TERMS, Window
+from fastsuncet.window import Window
 
 
 class Trainer:
@@ -40,15 +41,20 @@ class Trainer:
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.folder = stream, images, folder
-        self.model, self.network, self.optimizer, self.setting = build(config, place)
-        self.ledger = Ledger(macs(config))
+        built = build(config, place, len(images.train.classes))
+        self.model, self.network, self.optimizer, self.setting = built
+        self.terms = methods.terms(config)
+        self.cost = {on: update_macs(config, arithmetic, on) for on in (True, False)}
+        self.ledger = Ledger()
         self.window = Window(place.device)
+        self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.fingerprint = images.fingerprint()
         self.replaced: set[int] = set()  # bad images met by any rank, in any life of the run
         self.evaluated = True  # False: an evaluation is due at this very step
         self.step, extra = state.restore(folder, **self.parts(), say=say_line)  # updates done
         self.replaced.update(extra.get("replaced", []))
         self.evaluated = extra.get("evaluated", True)
+        self.supervision.restore(extra.get("supervision", {}))
 
     def run(self, signals: SignalFlag) -> None:
         """Trains to the last step. Raises Preempted once saved on a signal, NumericalError before anything is saved."""
@@ -61,12 +67,16 @@ class Trainer:
                 self.save()
             while self.step < self.arithmetic.steps:
                 # ------------------------------------------------------------------------------------------ hot region
-                batch = self.stream(self.step)
+                supervised = self.supervision.on(self.step)
+                batch = self.stream(self.step, supervised)
                 losses = train_step(self.network, self.optimizer, batch, self.lr(self.step), self.setting)
-                self.window.add(losses, self.step, self.arithmetic.samples(self.step), batch.wait)
+                views = self.arithmetic.update_samples(supervised)
+                self.window.add(losses, self.step, views, batch.wait)
                 # ----------------------------------------------------------------- nothing above waits for the device
+                if self.supervision.add(losses[1], self.step):
+                    self.out.say(f"{self.terms[1]} has plateaued: off from step {self.step + 1:,} on")
                 self.step += 1  # from here on, the updates done
-                self.ledger.add(self.arithmetic.samples(self.step - 1))
+                self.ledger.add(views, self.cost[supervised])
                 last = self.step == self.arithmetic.steps
                 stop = vote(signals.requested is not None) and not last
                 if last or self.step % self.config.logging.log_every == 0:
@@ -119,7 +129,8 @@ class Trainer:
         sums, first_bad, wait = self.window.read()
         self.refuse_nonfinite(first_bad)
         steps, seconds = self.window.steps, self.window.seconds()
-        terms = dict(zip(TERMS, (sums.mean(0) / steps).tolist()))
+        means = zip(self.terms, (sums.mean(0) / steps).tolist())
+        terms = {name: mean for name, mean in means if name != "none"}
         record = {
             **self.where(),
             "loss": sum(terms.values()),
@@ -165,7 +176,11 @@ class Trainer:
         self.count_replaced()
         self.ledger.tick()
         self.out.sync()
-        extra = {"replaced": sorted(self.replaced), "evaluated": self.evaluated}
+        extra = {
+            "replaced": sorted(self.replaced),
+            "evaluated": self.evaluated,
+            "supervision": self.supervision.state(),
+        }
         state.save(self.folder, self.step, **self.parts(), sums=sums, extra=extra, say=self.out.say)
 
     def parts(self) -> dict:
@@ -187,10 +202,10 @@ class Trainer:
             return
         step = int(first_bad[first_bad >= 0].min())
         rank, term = (first_bad == step).nonzero()[0].tolist()
-        names = self.stream.files(step, rank, TERMS[term])
+        names = self.stream.files(step, rank, (UNLABELED, LABELED)[term])
         shown = "\n  ".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
         raise NumericalError(
-            f"{TERMS[term]} is not a finite number at step {step:,} on rank {rank}. Nothing has been saved since; the "
-            f"last checkpoint is sound. A lower lr, a longer warmup or precision fp32 are the usual cures. "
+            f"{self.terms[term]} is not a finite number at step {step:,} on rank {rank}. Nothing has been saved since; "
+            f"the last checkpoint is sound. A lower lr, a longer warmup or precision fp32 are the usual cures. "
             f"The {len(names)} images of that loss:\n  {shown}"
         )

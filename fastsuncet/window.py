@@ -6,21 +6,19 @@ import torch
 
 from fastsuncet.distributed import all_gather_rows
 
-TERMS = ("nt_xent", "suncet")  # the order of the losses in every tensor, line and file
+T = 2  # of unlabeled images and of labeled ones, in this order; `methods.terms` names them
 
 
 class Window:
-    """Losses summed on the device, and the first step at which each was not a number. T = len(TERMS), W ranks.
+    """Losses summed on the device, and the first step at which each was not a number. T terms, W ranks.
 
     Nothing is read from the device until somebody asks, and then once for everything.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.sums = torch.zeros(len(TERMS), dtype=torch.float64, device=device)  # (T,)
-        self.first_bad = torch.full(
-            (len(TERMS),), -1.0, dtype=torch.float64, device=device
-        )  # (T,), -1 = none
+        self.sums = torch.zeros(T, dtype=torch.float64, device=device)  # (T,)
+        self.first_bad = torch.full((T,), -1.0, dtype=torch.float64, device=device)  # (T,), -1 = none
         self.restart()
 
     def restart(self) -> None:
@@ -52,7 +50,7 @@ class Window:
         """(W, T) sums and (W, T) first bad steps on the CPU, rank by rank, and the longest wait. The one sync."""
         wait = torch.tensor([self.wait], dtype=torch.float64, device=self.device)
         mine = torch.cat([self.sums, self.first_bad, wait])[None]  # (1, 2T + 1): one gather for everything
-        sums, first_bad, waits = all_gather_rows(mine).cpu().split([len(TERMS), len(TERMS), 1], dim=1)
+        sums, first_bad, waits = all_gather_rows(mine).cpu().split([T, T, 1], dim=1)
         return sums, first_bad, waits.max().item()
 
     def restore(self, sums: torch.Tensor, steps: int, rank: int, world_size: int) -> None:

@@ -42,10 +42,10 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
     seen: dict[int, str] = {}
     read = PairedStream.__call__
 
-    def watched(stream: PairedStream, step: int):
-        batch = read(stream, step)
+    def watched(stream: PairedStream, step: int, supervised: bool = True):
+        batch = read(stream, step, supervised)
         digest = hashlib.sha256()
-        for tensor in (batch.view_1, batch.view_2, batch.labeled, batch.labels):
+        for tensor in (*batch.views, batch.labeled, batch.labels):
             digest.update(tensor.contiguous().numpy().tobytes())
         seen[step] = digest.hexdigest()
         if step == stop_at and rank in (None, stream.place.rank):

@@ -91,12 +91,12 @@ def test_the_preview_shows_the_first_rows_of_the_runs_own_batch_and_decodes_no_o
     arithmetic = config.resolve(1, len(images.train), images.labeled_classes)
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     batch = stream(step)
-    names = [name[-22:] for name in stream.files(step, 0, "nt_xent")[:COLUMNS]]
+    names = [name[-22:] for name in stream.files(step, 0, "unlabeled")[:COLUMNS]]
     assert [caption for _, caption in rows["images"]] == names
     view = stream.views
     for title, tensor, order in (
-        ("view 1\ntorchvision", batch.view_1, range(COLUMNS)),
-        ("view 2\ntorchvision", batch.view_2, range(COLUMNS)),
+        ("view 1\ntorchvision", batch.views[0], range(COLUMNS)),
+        ("view 2\ntorchvision", batch.views[1], range(COLUMNS)),
         ("labeled", batch.labeled, [0, 6, 1, 7, 2, 8, 3, 9]),  # row i is of class i % 6
     ):
         theirs = tensor[list(order)].permute(0, 2, 3, 1).numpy() * np.array(view.std) + np.array(view.mean)

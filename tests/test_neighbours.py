@@ -125,7 +125,7 @@ def _features_and_accuracy(rank: int, world_size: int, folder: str) -> list:
     place = Place(rank, world_size, rank, CPU)
     config = small_config(Path(folder))
     images = open_images(config, place, validation=True)
-    model = build(config, Place(0, 1, 0, CPU))[0]
+    model = build(config, Place(0, 1, 0, CPU), 10)[0]
     chosen = np.arange(7)  # ragged on any number of ranks
     return [
         embed(model, images.validation, chosen, config, place, batch=2),

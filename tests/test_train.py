@@ -45,7 +45,7 @@ def test_the_ledger_counts_views_updates_and_petaflops_of_the_whole_run(tmp_path
     views = 10 * 2 * 360 + 4 * 40  # SuNCEt is on for the four steps of the first epoch
     assert (last["updates"], last["images"]) == (10, views)
     with join("cpu") as place:
-        model = step.build(config, place)[0].eval()
+        model = step.build(config, place, 10)[0].eval()
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
