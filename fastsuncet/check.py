@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from fastsuncet.config import Config
-from fastsuncet.images import index_path
+from fastsuncet.images import CIFAR, index_path
 from pipelines import datasets
 from pipelines.check import CheckReport, check
-from pipelines.cifar10 import cifar10
 from pipelines.errors import BadImage
 from pipelines.index import ImageIndex
 from pipelines.index_file import save_index
@@ -34,9 +33,9 @@ def check_config(config: Config, write: Write = print) -> None:
     if data.kind == "digits":
         _held("digits", digits(train=True), digits(train=False), write)
         return
-    if data.kind == "cifar10":
-        root = Path(data.root).expanduser()
-        _held(str(root), cifar10(root, train=True, download=data.download), cifar10(root, train=False), write)
+    if data.kind in CIFAR:
+        read, root = CIFAR[data.kind], Path(data.root).expanduser()
+        _held(str(root), read(root, train=True, download=data.download), read(root, train=False), write)
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     folder = Path(data.root).expanduser() / data.train

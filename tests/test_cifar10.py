@@ -1,5 +1,6 @@
 """CIFAR-10 from its Python batches, its archive, a server and folders; and what must not be believed."""
 
+import dataclasses
 import hashlib
 import http.server
 import io
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 
 from pipelines import cifar10 as module
-from pipelines.cifar10 import CLASSES, FOLDER, TEST, TRAIN, cifar10, read_batch
+from pipelines.cifar10 import CIFAR10, cifar10
+from pipelines.cifar_batch import read_batch
 from pipelines.download import download, sha256_of
 from pipelines.errors import DataError
 from tests.test_index import write_image
 
+ARCHIVE, FOLDER, CLASSES = CIFAR10.archive, CIFAR10.folder, CIFAR10.classes
+TRAIN, TEST = CIFAR10.train, CIFAR10.test
+LIMITS = {"key": b"labels", "classes": 10, "largest": CIFAR10.largest}
 ROWS = 6  # images in a batch of these tests; the format does not fix it
 
 
@@ -26,7 +31,9 @@ def batch_of(seed: int, rows: int = ROWS) -> dict:
     return {b"data": pixels, b"labels": draws.integers(0, 10, rows).tolist(), b"batch_label": b"of a test"}
 
 
-def authors_pickle(data: np.ndarray, labels: list[int], dtype: bytes = b"u1") -> bytes:
+def authors_pickle(
+    data: np.ndarray, labels: list[int], dtype: bytes = b"u1", key: bytes = b"labels"
+) -> bytes:
     """A batch as Python 2's NumPy wrote the authors' files: protocol 2, byte strings, the old module name."""
 
     def string(value: bytes) -> bytes:  # BINSTRING, which protocol 2 has and Python 3 reads but never writes
@@ -41,7 +48,7 @@ def authors_pickle(data: np.ndarray, labels: list[int], dtype: bytes = b"u1") ->
     array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + integer(0) + b"\x85" + string(b"b")
     array += b"tR(" + integer(1) + shape + element + b"\x89" + string(data.tobytes()) + b"tb"
     numbers = b"](" + b"".join(map(integer, labels)) + b"e"
-    return b"\x80\x02}(" + string(b"data") + array + string(b"labels") + numbers + b"u."
+    return b"\x80\x02}(" + string(b"data") + array + string(key) + numbers + b"u."
 
 
 def write_batches(folder, rows: int = ROWS) -> dict[str, dict]:
@@ -60,10 +67,10 @@ def write_archive(path, members: dict[str, bytes]) -> None:
             tar.addfile(entry, io.BytesIO(content))
 
 
-def trust(monkeypatch, path) -> None:
+def trust(monkeypatch, path, **changes) -> None:
     """Lets a test's own archive pass for the authors'."""
-    monkeypatch.setattr(module, "SHA256", sha256_of(path))
-    monkeypatch.setattr(module, "SIZE", os.path.getsize(path))
+    changes = {"sha256": sha256_of(path), "size": os.path.getsize(path), **changes}
+    monkeypatch.setattr(module, "CIFAR10", dataclasses.replace(CIFAR10, **changes))
 
 
 @pytest.fixture
@@ -83,7 +90,7 @@ def test_the_authors_pickles_are_read_as_planes_of_red_green_and_blue(tmp_path):
     batch = batch_of(0)
     (tmp_path / "batch").write_bytes(authors_pickle(batch[b"data"], batch[b"labels"]))
     assert pickle.loads((tmp_path / "batch").read_bytes(), encoding="bytes")[b"labels"] == batch[b"labels"]
-    pixels, labels = read_batch(tmp_path / "batch")
+    pixels, labels = read_batch(tmp_path / "batch", **LIMITS)
     assert pixels.shape == (ROWS, 32, 32, 3) and pixels.dtype == np.uint8 and pixels.flags.c_contiguous
     assert labels.dtype == np.int64 and labels.tolist() == batch[b"labels"]
     for image, channel, row, column in [(0, 0, 0, 0), (2, 1, 3, 31), (5, 2, 31, 7)]:
@@ -96,7 +103,7 @@ def test_the_authors_pickles_are_read_as_planes_of_red_green_and_blue(tmp_path):
 def test_batches_pickled_anew_by_todays_numpy_are_read_too(tmp_path, protocol):
     batch = batch_of(1)
     (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol))
-    pixels, labels = read_batch(tmp_path / "batch")
+    pixels, labels = read_batch(tmp_path / "batch", **LIMITS)
     assert labels.tolist() == batch[b"labels"]
     assert np.array_equal(pixels.transpose(0, 3, 1, 2).reshape(ROWS, -1), batch[b"data"])
 
@@ -133,21 +140,20 @@ def test_a_pickle_that_is_no_batch_is_refused_and_runs_nothing(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "batch").write_bytes(pickle.dumps(value, 3))
     with pytest.raises(DataError, match=said):
-        read_batch(tmp_path / "batch")
+        read_batch(tmp_path / "batch", **LIMITS)
     assert not (tmp_path / "RAN").exists()
 
 
-def test_a_batch_that_is_cut_off_or_far_too_large_is_refused(tmp_path, monkeypatch):
+def test_a_batch_that_is_cut_off_or_far_too_large_is_refused(tmp_path):
     batch = batch_of(0)
     data = authors_pickle(batch[b"data"], batch[b"labels"])
     for cut in (0, 10, len(data) // 2, len(data) - 1):
         (tmp_path / "batch").write_bytes(data[:cut])
-        with pytest.raises(DataError, match="not a CIFAR-10 batch"):
-            read_batch(tmp_path / "batch")
-    monkeypatch.setattr(module, "_LARGEST", len(data) - 1)
+        with pytest.raises(DataError, match="not a CIFAR batch"):
+            read_batch(tmp_path / "batch", **LIMITS)
     (tmp_path / "batch").write_bytes(data)
     with pytest.raises(DataError, match="larger than any"):
-        read_batch(tmp_path / "batch")
+        read_batch(tmp_path / "batch", **{**LIMITS, "largest": len(data) - 1})
 
 
 @pytest.mark.parametrize("inside", ["", FOLDER])
@@ -175,25 +181,25 @@ def test_the_archive_is_unpacked_by_name_and_nothing_else_in_it_is_written(archi
     root = tmp_path / "deep" / "root"
     root.mkdir(parents=True)
     trust(monkeypatch, archive)
-    os.rename(archive, root / module.ARCHIVE)
+    os.rename(archive, root / ARCHIVE)
     assert len(cifar10(root, train=False)) == ROWS
     assert sorted(os.listdir(root / FOLDER)) == sorted((*TRAIN, *TEST))
     assert not list(tmp_path.rglob("escaped"))
-    (root / module.ARCHIVE).unlink()
+    (root / ARCHIVE).unlink()
     assert len(cifar10(root)) == 5 * ROWS  # unpacked once
 
 
 def test_an_archive_that_is_not_the_authors_is_refused_unopened(archive, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    os.rename(archive, root / module.ARCHIVE)
+    os.rename(archive, root / ARCHIVE)
     with pytest.raises(DataError, match=r"is not CIFAR-10's archive: sha256 [0-9a-f]{64}, not 6d958be0"):
         cifar10(root)
-    assert os.listdir(root) == [module.ARCHIVE]
+    assert os.listdir(root) == [ARCHIVE]
 
 
 def test_links_and_giants_in_an_archive_are_not_unpacked(archive, tmp_path, monkeypatch):
-    path = tmp_path / "root" / module.ARCHIVE
+    path = tmp_path / "root" / ARCHIVE
     path.parent.mkdir()
     with tarfile.open(path, "w:gz") as tar:
         link = tarfile.TarInfo(f"{FOLDER}/test_batch")
@@ -202,8 +208,7 @@ def test_links_and_giants_in_an_archive_are_not_unpacked(archive, tmp_path, monk
         giant = tarfile.TarInfo(f"{FOLDER}/data_batch_1")
         giant.size = 2000
         tar.addfile(giant, io.BytesIO(b"\0" * 2000))
-    trust(monkeypatch, path)
-    monkeypatch.setattr(module, "_LARGEST", 1999)
+    trust(monkeypatch, path, largest=1999)
     with pytest.raises(DataError, match=r"lacks .*data_batch_1.*test_batch"):
         cifar10(path.parent)
     assert os.listdir(path.parent / FOLDER) == []
@@ -302,8 +307,8 @@ def test_a_server_that_cannot_be_reached_is_named_with_the_way_round(tmp_path):
 
 def test_cifar10_is_downloaded_only_when_asked(server, archive, tmp_path, monkeypatch):
     server.content = archive.read_bytes()
-    trust(monkeypatch, archive)
-    monkeypatch.setattr(module, "URL", server.url)
+    server.url = server.url.replace("/file", f"/{ARCHIVE}")
+    trust(monkeypatch, archive, url=server.url)
     with pytest.raises(DataError, match=r"no CIFAR-10 under .*data.download"):
         cifar10(tmp_path / "root")
     assert server.asked == []
