@@ -32,6 +32,8 @@ class ImageIndex:
     pixels: np.ndarray | None = None  # uint8 (N, H, W, 3)
     stamps: np.ndarray | None = None  # int64 (N, 2): bytes and modification time in ns, when sizes were read
     bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
+    # int8 (N, classes), where an image shows several: 1 the class is there, -1 it is not, 0 difficult, not to be asked.
+    presence: np.ndarray | None = None
 
     def __post_init__(self):
         if not isinstance(self.files, Names):
@@ -43,6 +45,10 @@ class ImageIndex:
             _check(self.stamps, "stamps", (n, 2), np.int64)
         if self.pixels is not None:
             _check(self.pixels, "pixels", (n, *self.pixels.shape[1:3], 3), np.uint8)
+        if self.presence is not None:
+            _check(self.presence, "presence", (n, len(self.classes)), np.int8)
+            if n and not -1 <= self.presence.min() <= self.presence.max() <= 1:
+                raise DataError("presence of the index must be 1 (there), -1 (not there) or 0 (difficult)")
         if n and not -1 <= self.labels.min() <= self.labels.max() < len(self.classes):
             raise DataError(
                 f"labels reach from {self.labels.min()} to {self.labels.max()}, but {len(self.classes)} "
@@ -65,10 +71,10 @@ class ImageIndex:
         return self.root / self.files[i]
 
     def fingerprint(self) -> str:
-        """sha256 of what decides a run: names, labels, classes, sizes, pixels; not of root and times."""
+        """sha256 of what decides a run: names, labels, classes, sizes, pixels, presence; not of root and times."""
         digest = hashlib.sha256()
         arrays = [self.files.lines, self.labels, Names.of(self.classes).lines, self.sizes]
-        for array in arrays if self.pixels is None else [*arrays, self.pixels]:
+        for array in [*arrays, *(held for held in (self.pixels, self.presence) if held is not None)]:
             digest.update(f"{array.shape}".encode())
             digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
         return digest.hexdigest()

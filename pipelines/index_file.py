@@ -34,6 +34,8 @@ def save_index(index: ImageIndex, path: str | Path) -> None:
         "bad": np.fromiter(index.bad, np.int64, len(index.bad)),
         "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
     }
+    if index.presence is not None:
+        arrays["presence"] = index.presence
     path = Path(path)
     # Under another name until every byte is on the disk: a reader, or a run after a power cut, finds the old
     # index or the new one, never half of one.
@@ -97,6 +99,7 @@ def _verified(path: Path) -> ImageIndex:
             sizes=arrays["sizes"],
             stamps=arrays["stamps"],
             bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
+            presence=arrays.get("presence"),
         )
         if index.fingerprint() != str(arrays["fingerprint"]):
             raise ValueError("its content does not match its fingerprint")
