@@ -26,7 +26,7 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.say import Say, say_line
 from fastsuncet.snapshot import Damaged, Loaded
 
-__all__ = ["Loaded", "load", "load_newest", "save"]
+__all__ = ["Loaded", "good_ones", "load", "load_newest", "save"]
 
 LATEST = "latest"
 # Besides the tensors: their names and shapes, the config. Only the check for free space uses it.
@@ -223,6 +223,33 @@ def load(path: str | Path) -> Loaded:
         return snapshot.parse(path, *snapshot.verify(path))
     except Damaged as fault:
         raise CheckpointError(f"checkpoint {path} cannot be used: {fault}") from fault
+
+
+def good_ones(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]:
+    """(step, folder) of every good checkpoint, ascending; each one that is not is said in one line.
+
+    Reads all of each from the disk. No folder, no checkpoint: an empty list. Raises CheckpointError for one in a newer
+    format, or a folder that cannot be listed.
+    """
+    folder = Path(folder)
+    try:
+        candidates = _checkpoints(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints in {folder} cannot be listed: {error}. {files.advice(error)}"
+        ) from error
+    return [(number, path) for number, path in sorted(candidates) if _is_good(path, number, say)]
+
+
+def _is_good(path: Path, step: int, say: Say) -> bool:
+    try:
+        snapshot.verify(path, step)
+    except Damaged as fault:
+        say(f"checkpoint: {path} cannot be used: {fault}")
+        return False
+    return True
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -1,0 +1,156 @@
+"""The encoder to evaluate: a run's checkpoint, or a file of weights from torchvision, timm or the authors."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from fastsuncet import checkpoint, methods, snapshot
+from fastsuncet.config import Config, ConfigErrors
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.model import WIDTHS, build_model
+from fastsuncet.say import Say, say_line
+from fastsuncet.state import FOLDER
+from fastsuncet.state_dicts import fill, read_weights
+
+ENCODER = "encoder."  # how a checkpoint names the encoder's tensors
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder with its weights, on the CPU, and where they come from."""
+
+    module: nn.Module  # (B, 3, S, S) float32 -> (B, width); plain BatchNorm; every parameter takes gradients
+    width: int
+    name: str  # as in model.name
+    stem: str  # "imagenet" or "cifar"
+    source: str  # the folder or file, as the user named it
+    step: int | None  # updates done; None where the file does not say
+    epoch: float | None
+    ledger: dict[str, Any] | None  # what the pre-training cost: a run's checkpoint has it
+    method: str | None  # "SimCLR + SuNCEt"
+
+    def record(self) -> dict[str, Any]:
+        """What a result says of the encoder it was measured on."""
+        return {
+            "source": self.source,
+            "step": self.step,
+            "epoch": self.epoch,
+            "method": self.method,
+            "ledger": self.ledger,
+        }
+
+
+def checkpoints_of(run: Path, say: Say = say_line) -> list[tuple[int, Path]]:
+    """(step, folder) of the good checkpoints of a run, ascending; each damaged one is said in one line.
+
+    `run` is a run's folder or the folder of its checkpoints. Raises CheckpointError where there is none.
+    """
+    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    good = checkpoint.good_ones(folder, say)
+    if not good:
+        raise CheckpointError(
+            f"{run} holds no checkpoint that can be used. A run saves its first one when checkpoint.every or "
+            "checkpoint.every_epochs says so, and its last one at its end"
+        )
+    return good
+
+
+def choose(where: Path, *, step: int | None = None, every: bool = False, say: Say = say_line) -> list[Path]:
+    """The checkpoint folders, or the one file, that `where` means: `step`'s, every good one, or the newest good one.
+
+    Raises ConfigError for what is not there, CheckpointError where nothing in a run can be used.
+    """
+    where = Path(where).expanduser()
+    if not where.exists():
+        raise ConfigError(
+            f"there is no {where}: --encoder takes a run's folder, one of its checkpoints, or a file of weights; "
+            "without it the config's own run is taken, which `fastsuncet train` makes"
+        )
+    if where.is_file() or (where / snapshot.META).is_file():
+        if step is not None or every:
+            kind = "file" if where.is_file() else "checkpoint"
+            raise ConfigError(
+                f"--step and --every-checkpoint choose among a run's checkpoints; {where} is one {kind}"
+            )
+        return [where]
+    if step is None and not every:
+        # Not the last of checkpoints_of: that would read every one of them from end to end.
+        newest = checkpoint.load_newest(where / FOLDER if (where / FOLDER).is_dir() else where, say=say)
+        if newest is not None:
+            return [newest.path]
+    good = dict(checkpoints_of(where, say))
+    if step is None:
+        return list(good.values())
+    if step not in good:
+        kept = ", ".join(f"{number:,}" for number in good)
+        raise ConfigError(f"{where} has no good checkpoint of step {step:,}; there are {kept}")
+    return [good[step]]
+
+
+def load_encoder(where: Path, config: Config, *, step: int | None = None, say: Say = say_line) -> Encoder:
+    """The encoder in `where`: a run's folder (its newest good checkpoint, or that of `step`), one checkpoint's folder,
+    a folder that fine-tuning wrote, or a file of weights.
+
+    A run's own config says what its network is; from a file's shapes it is inferred, and `config.model.library` builds
+    it. Heads are dropped. Raises ConfigError for what is not there, CheckpointError, with the keys and shapes, for what
+    cannot be used.
+    """
+    (found,) = choose(where, step=step, say=say)
+    if found.is_dir():
+        return _of_checkpoint(checkpoint.load(found))
+    weights = read_weights(found)
+    library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
+    module = _build(weights.name, library, weights.stem, weights.encoder, str(found))
+    return Encoder(
+        module, WIDTHS[weights.name], weights.name, weights.stem, str(found), None, None, None, None
+    )
+
+
+def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
+    source = str(loaded.path)
+    try:
+        config = Config.model_validate(loaded.meta["config"])
+    except (KeyError, ValidationError, ConfigErrors) as error:
+        raise CheckpointError(
+            f"{source} does not say what network it holds: its config is not one this version reads. It was written "
+            f"by {loaded.meta.get('versions')}"
+        ) from error
+    m = config.model
+    tensors = {
+        key.removeprefix(ENCODER): value for key, value in loaded.model.items() if key.startswith(ENCODER)
+    }
+    module = _build(m.name, m.library, m.stem, tensors, source)
+    return Encoder(
+        module,
+        WIDTHS[m.name],
+        m.name,
+        m.stem,
+        source,
+        loaded.step,
+        _epoch(loaded),
+        loaded.meta.get("ledger"),
+        methods.name(config),
+    )
+
+
+def _build(name: str, library: str, stem: str, tensors: Mapping[str, Tensor], source: str) -> nn.Module:
+    module = build_model(name, library, stem).encoder
+    fill(module, tensors, source)
+    return module
+
+
+def _epoch(loaded: checkpoint.Loaded) -> float | None:
+    """Epochs done: the checkpoint's own word, else what the run's metrics lines say of their steps."""
+    if "epoch" in loaded.meta:
+        return loaded.meta["epoch"]
+    try:
+        lines = (loaded.path.parent.parent / "metrics.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        return round(loaded.step / round(last["step"] / last["epoch"]), 4)
+    except (OSError, ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):
+        return None  # a checkpoint copied away from its run: the step still says where it stands
