@@ -41,9 +41,7 @@ def average_precision(scores: np.ndarray, presence: np.ndarray) -> float:
         return float("nan")
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
-    last = np.append(
-        ranked[1:] != ranked[:-1], True
-    )  # of each run of equal scores: a threshold lies below it
+    last = np.append(ranked[1:] != ranked[:-1], True)  # of each run of equal scores
     found = np.cumsum(there[order])[last]
     precision = found / (np.flatnonzero(last) + 1)
     # From the right, so that each threshold holds the best precision of itself and of all that find more.
