@@ -49,7 +49,7 @@ class Images:
 def open_images(config: Config, place: Place, *, validation: bool) -> Images:
     """Finds and checks the images of `config`. Raises DataError, with what to do, on every rank if on any."""
     data = config.data
-    train = _on_one_rank_first(place, lambda first: _open(config, train=True, scan=first))
+    train = on_one_rank_first(place, lambda first: _open(config, train=True, scan=first))
     split = labeled_split(
         train,
         data.split.kind,
@@ -60,13 +60,13 @@ def open_images(config: Config, place: Place, *, validation: bool) -> Images:
     )
     held_out = None
     if validation:
-        held_out = _on_one_rank_first(
+        held_out = on_one_rank_first(
             place, lambda first: _open(config, train=False, scan=first, classes=train.classes)
         )
     return Images(train, split, held_out)
 
 
-def _on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
+def on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
     """`read(True)` on rank 0, then `read(False)` elsewhere; a DataError of rank 0 is raised on all."""
     index, problem = None, None
     if place.first:
