@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from fastsuncet.compute import FLOP_PER_MAC
+from fastsuncet.energy import Meter
 
 
 @dataclass
@@ -16,7 +17,8 @@ class Ledger:
     """Cumulative cost over all ranks and all restarts.
 
     `images` counts samples through the network (both views of an unlabeled image, and labeled images), `updates`
-    optimizer steps, `petaflops` 6 x MAC / 1e15 over all samples, `seconds` wall-clock time while a process trained.
+    optimizer steps, `petaflops` 6 x MAC / 1e15 over all samples, `seconds` wall-clock time while a process trained,
+    `joules` the energy of all ranks' GPUs meanwhile: None unless every life of the run had a `meter`.
     """
 
     images: int = 0
@@ -25,7 +27,12 @@ class Ledger:
         0  # multiply-adds of all samples' forward passes: a whole number, so that no restart rounds it
     )
     seconds: float = 0.0
+    meter: Meter | None = None  # the same answer on every rank, None or not: with one, a tick is a collective
+    joules: float | None = None
     _ticked: float = field(default_factory=time.perf_counter, repr=False)
+
+    def __post_init__(self) -> None:
+        self.joules = 0.0 if self.meter else None
 
     @property
     def petaflops(self) -> float:
@@ -41,20 +48,26 @@ class Ledger:
     def start_clock(self) -> None:
         """Begins to count: what a process does before its first step (imports, a scan of the data) is no training."""
         self._ticked = time.perf_counter()
+        if self.meter:
+            self.meter.start()
 
     def tick(self) -> None:
-        """Books the time since the last tick."""
+        """Books the time, and the energy where it is metered, since the last tick. All ranks together."""
         now = time.perf_counter()
         self.seconds, self._ticked = self.seconds + now - self._ticked, now
+        if self.joules is not None:
+            spent = self.meter.spent()
+            self.joules = None if spent is None else self.joules + spent  # a sum with a gap would be no sum
 
     def record(self) -> dict[str, int | float]:
         """The columns of a metrics line."""
-        return {
+        columns = {
             "images": self.images,
             "updates": self.updates,
             "petaflops": self.petaflops,
             "seconds": round(self.seconds, 3),
         }
+        return columns if self.joules is None else {**columns, "joules": round(self.joules, 3)}
 
     def state(self) -> dict[str, int | float]:
         """What a checkpoint's meta.json holds: the columns, and what petaFLOPs are counted from."""
@@ -65,3 +78,4 @@ class Ledger:
         self.images, self.updates, self.seconds = state["images"], state["updates"], state["seconds"]
         # Before 0.3 a checkpoint kept the petaFLOPs alone, of views that all cost the same.
         self.macs = state.get("macs", round(state["petaflops"] * 1e15 / FLOP_PER_MAC))
+        self.joules = state.get("joules") if self.meter else None

@@ -15,7 +15,7 @@ def columns(config: Config) -> tuple[str, ...]:
     losses = (term for term in methods.terms(config) if term != "none")
     return (
         *("epoch", "loss", *losses, "lr", "views_per_second", "data_wait", "replaced_images"),
-        *("images", "updates", "petaflops", "seconds"),
+        *("images", "updates", "petaflops", "seconds", "joules"),
     )
 
 

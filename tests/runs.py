@@ -25,7 +25,7 @@ SMALL = (
     "evaluation.knn_every_epochs=null",
     "meta.threads=1",
 )
-TIMED = ("seconds", "views_per_second", "data_wait")  # what another life of a run need not repeat
+TIMED = ("seconds", "joules", "views_per_second", "data_wait")  # what another life of a run need not repeat
 
 
 def small_config(folder: Path, *overrides: str) -> Config:
