@@ -86,7 +86,7 @@ def demo(configs: Path, folder: Path, *, seed: int = 0, overrides: tuple[str, ..
 def probe_checkpoints(config: Config, place: Place) -> Curve:
     """Fits a linear classifier to the labeled images on every checkpoint of a run; accuracy on the test images."""
     images = open_images(config, place, validation=True)
-    model, _, _, _ = build(config, place)
+    model, _, _, _ = build(config, place, len(images.train.classes))
     updates, petaflops, accuracy = [], [], []
     for path in sorted((config.run_folder / "checkpoints").glob("step_*")):
         loaded = checkpoint.load(path)

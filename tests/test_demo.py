@@ -93,7 +93,7 @@ def test_the_preview_shows_the_first_rows_of_the_runs_own_batch_and_decodes_no_o
     batch = stream(step)
     names = [name[-22:] for name in stream.files(step, 0, "unlabeled")[:COLUMNS]]
     assert [caption for _, caption in rows["images"]] == names
-    view = stream.views
+    view = stream.labeled_view
     for title, tensor, order in (
         ("view 1\ntorchvision", batch.views[0], range(COLUMNS)),
         ("view 2\ntorchvision", batch.views[1], range(COLUMNS)),

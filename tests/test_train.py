@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsuncet import run, step
+from fastsuncet import losses, run, step
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.images import open_images
@@ -65,7 +65,7 @@ def test_suncet_is_zero_from_its_switch_off_on_and_the_update_gets_smaller(tmp_p
 
 def test_a_loss_that_is_not_a_number_stops_the_run_with_step_term_and_files_and_saves_nothing(tmp_path):
     config = small_config(tmp_path, "checkpoint.every=2", "logging.log_every=100")
-    poison = step.suncet
+    poison = losses.suncet
 
     def poisoned(z, labels, *arguments, **keywords):
         poisoned.calls += 1
@@ -74,7 +74,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_with_step_term_and_files_and_
 
     poisoned.calls = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "suncet", poisoned)
+        patch.setattr(losses, "suncet", poisoned)
         with pytest.raises(
             NumericalError, match=r"suncet is not a finite number at step 5 on rank 0"
         ) as error:
