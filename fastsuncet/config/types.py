@@ -60,7 +60,7 @@ ImagesPerClass = Annotated[
 ]
 Epochs = Annotated[
     CountOrZero | Literal["all", "plateau"],
-    Allowed("a whole number of epochs, 0 or more, or all, or plateau"),
+    Allowed("a whole number of epochs, 0 or more, or all or plateau"),
 ]
 BlurWindow = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1, lt=1000), AfterValidator(_odd)],
