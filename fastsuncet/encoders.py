@@ -17,7 +17,7 @@ from fastsuncet.say import Say, say_line
 from fastsuncet.state import FOLDER
 from fastsuncet.state_dicts import fill, read_weights
 
-ENCODER = "encoder."  # how a checkpoint names the encoder's tensors
+ENCODER, CLASSIFIER = "encoder.", "classifier."  # how a checkpoint names their tensors
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Encoder:
     epoch: float | None
     ledger: dict[str, Any] | None  # what the pre-training cost: a run's checkpoint has it
     method: str | None  # "SimCLR + SuNCEt"
+    classifier: nn.Linear | None = None  # (B, width) -> (B, C), where it comes with one
 
     def record(self) -> dict[str, Any]:
         """What a result says of the encoder it was measured on."""
@@ -97,8 +98,8 @@ def load_encoder(where: Path, config: Config, *, step: int | None = None, say: S
     a folder that fine-tuning wrote, or a file of weights.
 
     A run's own config says what its network is; from a file's shapes it is inferred, and `config.model.library` builds
-    it. Heads are dropped. Raises ConfigError for what is not there, CheckpointError, with the keys and shapes, for what
-    cannot be used.
+    it. Projection heads are dropped, a classifier is kept beside it. Raises ConfigError for what is not there,
+    CheckpointError, with the keys and shapes, for what cannot be used.
     """
     (found,) = choose(where, step=step, say=say)
     if found.is_dir():
@@ -125,6 +126,9 @@ def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
         key.removeprefix(ENCODER): value for key, value in loaded.model.items() if key.startswith(ENCODER)
     }
     module = _build(m.name, m.library, m.stem, tensors, source)
+    classifier = None
+    if f"{CLASSIFIER}weight" in loaded.model:
+        classifier = _classifier(loaded.model[f"{CLASSIFIER}weight"], loaded.model[f"{CLASSIFIER}bias"])
     return Encoder(
         module,
         WIDTHS[m.name],
@@ -135,6 +139,7 @@ def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
         _epoch(loaded),
         loaded.meta.get("ledger"),
         methods.name(config),
+        classifier,
     )
 
 
@@ -142,6 +147,12 @@ def _build(name: str, library: str, stem: str, tensors: Mapping[str, Tensor], so
     module = build_model(name, library, stem).encoder
     fill(module, tensors, source)
     return module
+
+
+def _classifier(weight: Tensor, bias: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0])
+    linear.load_state_dict({"weight": weight, "bias": bias})
+    return linear
 
 
 def _epoch(loaded: checkpoint.Loaded) -> float | None:

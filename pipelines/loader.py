@@ -14,7 +14,7 @@ import torch
 from pipelines.backend import choose_backend, require_gpu
 from pipelines.errors import BadImage, DataError
 from pipelines.params import Augmentation, Center
-from pipelines.plan import CenterPlan, Plan, Visit
+from pipelines.plan import CenterPlan, PassPlan, Plan, Visit
 from pipelines.probe import bad_images as probe
 
 STAND_IN_ATTEMPTS = 1000  # a data set in which that many draws in a row are bad has other problems
@@ -78,11 +78,33 @@ def open_evaluation_loader(
     """
     plan = CenterPlan(index, indices, batch, Center(size, resize, tuple(mean), tuple(std)))
     pace = {"threads": threads, "prefetch": prefetch}
-    engine = _engine(backend, device, device_id, dtype, **pace)
+    return EvaluationLoader(_one_pass(index, plan, _engine(backend, device, device_id, dtype, **pace)), plan)
+
+
+def open_pass_loader(
+    index: Any,  # pipelines.index.ImageIndex
+    plan: PassPlan,
+    *,
+    device: str = "cpu",
+    device_id: int = 0,
+    threads: int = 3,
+    prefetch: int = 2,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> "PassLoader":
+    """A loader of random views of the images of `plan`, each image once; options as `open_loader`'s.
+
+    As in every evaluation a bad image raises BadImage.
+    """
+    pace = {"threads": threads, "prefetch": prefetch}
+    return PassLoader(_one_pass(index, plan, _engine(backend, device, device_id, dtype, **pace)), plan)
+
+
+def _one_pass(index: Any, plan: CenterPlan | PassPlan, engine: tuple) -> "Loader":
     bad = sorted(index.bad.keys() & set(plan.indices.tolist()))
     if bad:
         raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad])
-    return EvaluationLoader(Loader(index, plan, *engine, bad_images=0), plan)
+    return Loader(index, plan, *engine, bad_images=0)
 
 
 class Engine(Protocol):
@@ -123,7 +145,7 @@ class Loader:
     def __init__(
         self,
         index: Any,
-        plan: Plan | CenterPlan,
+        plan: Plan | CenterPlan | PassPlan,
         backend: str,
         engine: Callable[..., Engine],
         decode: Callable,  # see pipelines.probe
@@ -215,32 +237,40 @@ class Loader:
         raise DataError(f"no image can stand in for {self._index.name(bad)}: too many others are bad as well")
 
 
-class EvaluationLoader:
-    """Iterates over (images (B, 3, S, S), labels (B,), indices (B,)): each image once, the last batch ragged.
+class PassLoader:
+    """Iterates over (views, labels (B,), indices (B,)): each image once, the last batch ragged.
 
-    Images are on the device; labels and indices are int64 on the CPU, where they cost no transfer. May be
-    iterated again.
+    `views` are one (B, 3, S, S) tensor for each of the plan's, on the device; labels and indices are int64 on
+    the CPU, where they cost no transfer. May be iterated again.
     """
 
-    def __init__(self, loader: Loader, plan: CenterPlan):
+    def __init__(self, loader: Loader, plan: CenterPlan | PassPlan):
         self._loader, self._plan = loader, plan
         self.backend = loader.backend
 
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
         try:
             for step in range(len(self._plan)):
                 try:
-                    (images,) = self._loader(step)
+                    views = self._loader(step)
                 except BadImage as bad:
                     raise BadImage(bad.files) from bad  # without the step: it would read as one of training's
                 visit = self._loader.visit(step)
-                yield images, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
+                yield views, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
         finally:
             self.close()
 
     def close(self) -> None:
         """Frees the engine; iterating again starts a new one."""
         self._loader.close()
+
+
+class EvaluationLoader(PassLoader):
+    """Iterates over (images (B, 3, S, S), labels (B,), indices (B,)): a PassLoader of one view."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for (images,), labels, indices in super().__iter__():
+            yield images, labels, indices

@@ -105,3 +105,49 @@ class CenterPlan:
         (center,) = self.augmentations
         view = center_view(center, self.index.sizes[indices])
         return Visit(step, indices, self.index.labels[indices], (view,))
+
+
+class PassPlan:
+    """One pass over images with random views: every image of `indices` once, in order, `batch` a step.
+
+    View v of the image in place p is a pure function of (seed, role, v, p), where the places of this rank's
+    `indices` begin at `first`: ranks that share a list see the views that one would.
+    """
+
+    def __init__(
+        self,
+        index: Any,
+        indices: np.ndarray,
+        batch: int,
+        augmentations: Sequence[Augmentation],
+        *,
+        seed: int,
+        role: str,
+        first: int = 0,
+    ):
+        self.index, self.indices, self.batch = index, np.asarray(indices, np.int64), batch
+        self.augmentations = tuple(augmentations)
+        self.seed, self.role, self.first = seed, role, first
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch)
+
+    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
+        """The visit of `step`; an evaluation shows no stand-ins, so `replaced` must be empty."""
+        if replaced:
+            raise ValueError("an evaluation shows every image it names: none can stand in for another")
+        if step >= len(self):
+            raise StopIteration  # what a reader ahead takes for the end
+        indices = self.indices[step * self.batch : (step + 1) * self.batch]
+        views = tuple(
+            draw_view(
+                augmentation,
+                self.index.sizes[indices],
+                seed=self.seed,
+                step=0,  # the place is the only counter, however large the batches
+                role=f"{self.role}/view {view}",
+                first_row=self.first + step * self.batch,
+            )
+            for view, augmentation in enumerate(self.augmentations)
+        )
+        return Visit(step, indices, self.index.labels[indices], views)

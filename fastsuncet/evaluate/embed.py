@@ -1,17 +1,25 @@
-"""Images through an encoder: what every evaluation starts from. Each image exactly once, on any number of ranks.
+"""Images through a network: what every evaluation starts from. Each image exactly once, on any number of ranks.
 
-Shapes: N images in all, n of them on this rank, E the width of the encoder's output.
+Shapes: N images in all, n of them on this rank, V views of each, E the width of the network's output.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from fastsuncet.config import Config
+from fastsuncet.data import augmentation
 from fastsuncet.distributed import all_gather_rows
 from fastsuncet.launch import Place
 from fastsuncet.model import Model
 from pipelines.index import ImageIndex
-from pipelines.loader import open_evaluation_loader
+from pipelines.loader import PassLoader, open_evaluation_loader, open_pass_loader
+from pipelines.plan import PassPlan
+
+SUPPORTS = "supports"  # the role of `embed_views`' draws: a stream apart from training's
 
 
 def view_size(size: int) -> tuple[int, int]:
@@ -19,26 +27,37 @@ def view_size(size: int) -> tuple[int, int]:
     return (size, round(size * 256 / 224)) if size > 64 else (size, size)
 
 
-@torch.no_grad()
 def embed(
     model: Model,
     index: ImageIndex,
     indices: np.ndarray,  # (N,) int64 - which images of the index
-    config: Config,  # of the run: size of a view, normalisation, back-end
+    config: Config,
     place: Place,
     *,
     batch: int = 256,
-) -> torch.Tensor:
-    """The encoder's outputs before the projection head, (N, E) float32 on the device, in the order of `indices`.
+) -> Tensor:
+    """`outputs` of the model's encoder, before the projection head: (N, E) float32 on the device."""
+    return outputs(model.encoder, index, indices, config, place, batch=batch)
 
-    Single centre crop, BatchNorm in evaluation mode, float32; the model is put back into the mode it came in. Each
-    rank embeds a block of the images and all ranks return all rows, N x E x 4 bytes on each. No gradient.
+
+def outputs(
+    network: nn.Module,  # (B, 3, S, S) -> (B, E), on the place's device
+    index: ImageIndex,
+    indices: np.ndarray,  # (N,) int64 - which images of the index
+    config: Config,  # size of a view, normalisation, back-end
+    place: Place,
+    *,
+    batch: int = 256,
+) -> Tensor:
+    """What `network` makes of each image, (N, E) float32 on the device, in the order of `indices`.
+
+    Single centre crop, BatchNorm in evaluation mode, float32; the network is put back into the mode it came in. Each
+    rank takes a block of the images and all ranks return all rows, N x E x 4 bytes on each. No gradient. Raises
+    BadImage for an image that cannot be decoded: an accuracy over other images would be another accuracy.
     """
     data = config.data
     crop, resize = view_size(data.augmentation.size)
-    share = -(-len(indices) // place.world_size)
-    # A ragged share is filled up so that ranks gather equal shapes; the filling is cut off again below.
-    mine = np.resize(indices, share * place.world_size)[place.rank * share :][:share]
+    mine, _ = _block(indices, place)
     loader = open_evaluation_loader(
         index,
         mine,
@@ -47,22 +66,75 @@ def embed(
         resize,
         mean=data.augmentation.mean,
         std=data.augmentation.std,
-        device="gpu" if place.device.type == "cuda" else "cpu",
-        device_id=place.device.index or 0,
-        threads=data.decode_threads,
-        backend=data.backend,
+        **_pixels(config, place),
     )
-    training = model.training
-    model.eval()
+    rows = _forward(network, loader, len(mine), 1, place)
+    return all_gather_rows(rows[:, 0])[: len(indices)]  # blocks in rank order are the images' order
+
+
+def embed_views(
+    network: nn.Module,
+    index: ImageIndex,
+    indices: np.ndarray,  # (N,) int64
+    views: int,
+    config: Config,
+    place: Place,
+    *,
+    batch: int = 256,
+) -> Tensor:
+    """`outputs` of V random views of each image, (N, V, E): random resized crops and flips, no colour (appendix G).
+
+    A view is drawn from (meta.seed, its number, the image's place in `indices`): the same on any number of ranks, and
+    at every checkpoint.
+    """
+    crop = replace(augmentation(config), jitter=0.0, grey=0.0, blur=0.0)
+    mine, first = _block(indices, place)
+    plan = PassPlan(
+        index,
+        mine,
+        min(max(1, batch // views), len(mine)),
+        (crop,) * views,
+        seed=config.meta.seed,
+        role=SUPPORTS,
+        first=first,
+    )
+    rows = _forward(network, open_pass_loader(index, plan, **_pixels(config, place)), len(mine), views, place)
+    return all_gather_rows(rows)[: len(indices)]
+
+
+def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
+    """This rank's block of the images, equally long on all ranks, and where in `indices` it begins."""
+    share = -(-len(indices) // place.world_size)
+    # A ragged share is filled up so that ranks gather equal shapes; the callers cut the filling off again.
+    first = place.rank * share
+    return np.resize(indices, share * place.world_size)[first:][:share], first
+
+
+def _pixels(config: Config, place: Place) -> dict[str, Any]:
+    """How a loader makes pixels here."""
+    return {
+        "device": "gpu" if place.device.type == "cuda" else "cpu",
+        "device_id": place.device.index or 0,
+        "threads": config.data.decode_threads,
+        "backend": config.data.backend,
+    }
+
+
+@torch.no_grad()
+def _forward(network: nn.Module, loader: PassLoader, images: int, views: int, place: Place) -> Tensor:
+    """(n, V, E) of the loader's n images."""
+    training = network.training
+    network.eval()
     try:
         rows, done = None, 0
-        for images, _, _ in loader:
-            h = model.encode(images.to(place.device))
-            # One block from the start: a list of batches joined at the end would hold every row twice.
-            rows = h.new_empty(share, h.shape[1]) if rows is None else rows
-            rows[done : done + len(h)] = h
+        for shown, _, _ in loader:
+            for view, pixels in enumerate(shown if isinstance(shown, list) else [shown]):
+                h = network(pixels.to(place.device)).float()
+                # One block from the start: a list of batches joined at the end would hold every row twice.
+                rows = h.new_empty(images, views, h.shape[1]) if rows is None else rows
+                rows[done : done + len(h), view] = h
             done += len(h)
     finally:
-        model.train(training)
+        network.train(training)
         loader.close()
-    return all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order
+    return rows

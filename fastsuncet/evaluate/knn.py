@@ -1,0 +1,31 @@
+"""K nearest labeled neighbours on the validation images: the question of appendix G that trains nothing."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastsuncet.config import Config
+from fastsuncet.distributed import sum_over_ranks
+from fastsuncet.evaluate.embed import outputs
+from fastsuncet.evaluate.neighbours import knn_predict
+from fastsuncet.evaluate.score import Measured, own_rows, supports, true_labels
+from fastsuncet.images import Images
+from fastsuncet.launch import Place
+
+
+def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
+    """Top-1 accuracy of `knn_predict` with whole and with weighted votes, h of `network` (B, 3, S, S) -> (B, E).
+
+    The paper leaves the vote open, so both are told. Single centre crops of labeled and validation images alike.
+    """
+    chosen, truth = supports(images, config), true_labels(images, place)
+    columns = outputs(network, images.train, chosen, config, place)
+    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
+    rows = outputs(network, images.validation, np.arange(len(truth)), config, place)
+    mine, classes, k = own_rows(place), len(images.train.classes), config.evaluation.knn_k
+    right = [
+        (knn_predict(rows[mine], columns, labels, classes, k=k, weighted=weighted) == truth[mine]).sum()
+        for weighted in (False, True)
+    ]
+    plain, weighted = (sum_over_ranks(torch.stack(right)).double() / len(truth)).tolist()
+    return Measured({"top1": plain, "top1_weighted": weighted}, len(truth), {"k": k})
