@@ -21,7 +21,7 @@ FLOORS = [
     "pipelines.check",
     # ---- the door -----------------------------------------------------------------------------------------------
     "fastsuncet.errors fastsuncet.say fastsuncet.files fastsuncet.signals fastsuncet.versions fastsuncet.distributed",
-    "fastsuncet.config fastsuncet.launch fastsuncet.vote fastsuncet.energy",
+    "fastsuncet.config fastsuncet.launch fastsuncet.vote fastsuncet.energy fastsuncet.kernels",
     "fastsuncet.losses fastsuncet.optim fastsuncet.model fastsuncet.norm fastsuncet.compute fastsuncet.contents",
     "fastsuncet.learner",
     "fastsuncet.methods",

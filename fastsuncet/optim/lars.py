@@ -19,9 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsuncet.optim.lars_foreach import lars_foreach
+from fastsuncet.optim.lars_kernel import lars_auto, lars_kernel
 from fastsuncet.optim.lars_reference import lars_reference
 
-IMPLEMENTATIONS: dict[str, Callable[..., None]] = {"foreach": lars_foreach, "reference": lars_reference}
+IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
+    "auto": lars_auto,
+    "foreach": lars_foreach,
+    "reference": lars_reference,
+    "kernel": lars_kernel,
+}
 HYPERPARAMETERS = (
     "lr",
     "momentum",
@@ -41,7 +47,8 @@ class LARS(Optimizer):
     group's weight decay (see `parameter_groups`). lr: a float, or a 0-dim tensor on the parameters'
     device, which `set_lr` fills in place: what a captured CUDA graph needs. Set one or the other once;
     both round alike to float32, but are not the same bits. implementation: "foreach" (all tensors at
-    once), "reference" (one by one), "auto" (the fastest that runs here).
+    once), "reference" (one by one), "kernel" (two launches of our own, CUDA float32 only), "auto" (the kernel where
+    it runs and agreed with foreach when it was first tried, else foreach).
 
     Works on float64, float32, bfloat16 and float16 in any memory layout, norms in float32 or better. A
     parameter without gradient is left as it is. Under `torch.amp.GradScaler` the scale and the overflow
@@ -82,8 +89,8 @@ class LARS(Optimizer):
             raise ValueError(f"LARS: trust_coefficient must be positive, got {trust_coefficient}")
         if nesterov and momentum == 0:
             raise ValueError("LARS: nesterov needs a momentum above 0")
-        if implementation not in ("auto", *IMPLEMENTATIONS):
-            names = ", ".join(("auto", *IMPLEMENTATIONS))
+        if implementation not in IMPLEMENTATIONS:
+            names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")
         defaults = {
             "lr": lr,
@@ -121,8 +128,7 @@ class LARS(Optimizer):
                 loss = closure()
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
-            name = group["implementation"]
-            update = IMPLEMENTATIONS["foreach" if name == "auto" else name]
+            update = IMPLEMENTATIONS[group["implementation"]]
             setting = {key: group[key] for key in HYPERPARAMETERS}
             for params, grads, buffers in self._lists(group["params"]):
                 update(params, grads, buffers, **setting, **scaling)

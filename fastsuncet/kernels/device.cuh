@@ -1,0 +1,41 @@
+// What the kernels share. Compiled by NVRTC, which has no headers of its own, and by the tests' host shim.
+#pragma once
+
+#ifdef __CUDACC__  // the shim has an arena a block
+#define SHARED(type, name, size) __shared__ type name[size]
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+constexpr int WARP = 32;
+#endif
+
+constexpr unsigned ALL = 0xffffffffu;  // every lane of a warp takes part
+
+// A pair that is reduced together, so that two sums cost the barriers of one.
+struct Two {
+    float a, b;
+};
+
+struct Sum {
+    static __device__ Two join(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }
+};
+
+struct Max {
+    // Not fmaxf, which would drop a NaN: a diverged row must show in its loss.
+    static __device__ float of(float x, float y) { return x > y || x != x ? x : y; }
+    static __device__ Two join(Two x, Two y) { return {of(x.a, y.a), of(x.b, y.b)}; }
+};
+
+// `mine` of the block's N threads joined, the same bits in every thread and in every run: no atomics, a fixed tree.
+// All threads of the block must call it. Two barriers.
+template <class Op, int N>
+__device__ Two block_reduce(Two mine) {
+    static_assert(N % WARP == 0, "a shuffle needs whole warps");
+    SHARED(Two, warps, N / WARP);
+    for (int step = WARP / 2; step > 0; step /= 2)
+        mine = Op::join(mine, {__shfl_xor_sync(ALL, mine.a, step), __shfl_xor_sync(ALL, mine.b, step)});
+    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = mine;
+    __syncthreads();
+    Two all = warps[0];
+    for (int warp = 1; warp < N / WARP; ++warp) all = Op::join(all, warps[warp]);
+    __syncthreads();  // `warps` may be written again only now
+    return all;
+}

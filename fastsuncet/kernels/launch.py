@@ -1,0 +1,84 @@
+"""Compiled kernels on torch's current stream, with raw pointers: nothing allocated, nothing waited for.
+
+The one convention of our sources: an integer parameter is a `long long`, a real one a `float`, everything else a
+pointer or a struct by value. So Python's values need no signature to be packed, and the tests' compiler checks that
+every kernel keeps to it.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsuncet.kernels import nvrtc
+from fastsuncet.kernels.nvrtc import KernelError, bindings, check
+
+
+class Arguments:
+    """A kernel's arguments as the driver wants them: an array of the addresses of their values.
+
+    Tensor or None: a pointer. int: long long. float: float. A ctypes array or structure: by value. The driver copies
+    them before the launch returns, so this need not outlive it; the tensors must, as for any asynchronous call.
+    """
+
+    def __init__(self, *values: Any):
+        self.values = [_as_c(value) for value in values]
+        self.pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in self.values))
+        self.address = ctypes.addressof(self.pointers)
+
+
+def _as_c(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if isinstance(value, int):  # a bool is one
+        return ctypes.c_longlong(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    if isinstance(value, ctypes.Array | ctypes.Structure):
+        return value
+    raise TypeError(f"a kernel takes tensors, None, int, float and ctypes arrays, not {type(value).__name__}")
+
+
+class Module:
+    """The kernels of one source on one device."""
+
+    def __init__(self, source: str, device: torch.device, options: tuple[str, ...]):
+        code = nvrtc.compiled(source, nvrtc.architecture(*torch.cuda.get_device_capability(device)), options)
+        self.source, self.device, self.driver = source, device, bindings("driver")
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # so that torch's context exists, and is the current one
+            self.module = check(self.driver.cuModuleLoadData(code))
+        self.functions: dict[str, Any] = {}
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int], block: int, arguments: Arguments, *, shared: int = 0
+    ) -> None:
+        """Queues `kernel` on torch's current stream. `shared`: bytes of dynamic shared memory for each block.
+
+        May be captured in a CUDA graph once the kernel was launched outside of one: its loading may not.
+        """
+        if grid[0] == 0 or grid[1] == 0:
+            return
+        with torch.cuda.device(self.device):  # no launch of its own, and another device may be current
+            stream = torch.cuda.current_stream().cuda_stream
+            function = self.function(kernel)
+            status = self.driver.cuLaunchKernel(
+                function, *grid, 1, block, 1, 1, shared, stream, arguments.address, 0
+            )
+        if int(status[0]) != 0:
+            raise KernelError(f"{kernel} of {self.source}, grid {grid}, block {block}: {status[0].name}")
+
+    def function(self, kernel: str) -> Any:
+        if kernel not in self.functions:
+            self.functions[kernel] = check(self.driver.cuModuleGetFunction(self.module, kernel.encode()))
+        return self.functions[kernel]
+
+
+@functools.cache
+def load(source: str, device: torch.device, options: tuple[str, ...] = ()) -> Module:
+    """The kernels of `source` ("lars.cu") on a CUDA device with an index. Raises KernelError."""
+    if device.type != "cuda":
+        raise KernelError(f"{source}: our kernels run on CUDA devices, not on {device}")
+    return Module(source, device, options)

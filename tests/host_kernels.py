@@ -1,0 +1,69 @@
+"""The kernels' own sources built by g++ (tests/host_shim) and launched on CPU tensors through the callers' own code."""
+
+import contextlib
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastsuncet.kernels import launch
+
+SHIM = Path(__file__).parent / "host_shim"
+SOURCES = Path(launch.__file__).parent
+# A small block, and warps of 4: the barriers and exchanges are the same in kind, and a thread is a real one here.
+SIZES = {"THREADS": 8, "CHUNK": 32, "TENSORS": 6}
+
+
+@functools.cache
+def built(name: str, *flags: str) -> Path:
+    """A file of tests/host_shim compiled with `flags`; the test is skipped, with the reason, where that cannot be."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here to build the kernels for the CPU with")
+    path = Path(tempfile.mkdtemp(prefix="host-kernels-")) / "built"
+    command = [compiler, "-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    command += [f"-D{key}={value}" for key, value in SIZES.items()]
+    command += [f"-I{SOURCES}", "-include", str(SHIM / "shim.h"), str(SHIM / name), "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "sanitize" in " ".join(flags) and "cannot find" in done.stderr:
+        pytest.skip(f"this g++ has no thread sanitizer: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+class HostModule:
+    """What `launch.Module` is on a device."""
+
+    def __init__(self, source: str, device: torch.device, options: tuple[str, ...] = ()):
+        self.library = ctypes.CDLL(str(built("kernels.cpp", "-O1", "-shared", "-fPIC")))
+        self.launched: list[str] = []
+
+    def launch(self, kernel, grid, block, arguments, *, shared=0):
+        if 0 in grid:
+            return
+        self.launched.append(kernel)
+        count = len(arguments.values)
+        call = getattr(self.library, f"launch_{kernel}")
+        takes = call(ctypes.c_void_p(arguments.address), count, *grid, block, shared)
+        assert takes == 0, f"{kernel} takes {takes} arguments, its caller gave {count}"
+
+
+@contextlib.contextmanager
+def on_the_host(**sizes):
+    """Kernels run on CPU tensors; yields the module, which keeps the names of what was launched.
+
+    `sizes`: modules of ours by name, whose THREADS and the like become those of the host's build.
+    """
+    module = HostModule("", torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "load", lambda source, device, options=(): module)
+        for caller in sizes.values():
+            for key, value in SIZES.items():
+                if hasattr(caller, key):
+                    patch.setattr(caller, key, value)
+        yield module
