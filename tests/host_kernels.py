@@ -54,15 +54,15 @@ class HostModule:
 
 
 @contextlib.contextmanager
-def on_the_host(**sizes):
+def on_the_host(*callers):
     """Kernels run on CPU tensors; yields the module, which keeps the names of what was launched.
 
-    `sizes`: modules of ours by name, whose THREADS and the like become those of the host's build.
+    `callers`: modules of ours whose THREADS and the like become those of the host's build.
     """
     module = HostModule("", torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "load", lambda source, device, options=(): module)
-        for caller in sizes.values():
+        for caller in callers:
             for key, value in SIZES.items():
                 if hasattr(caller, key):
                     patch.setattr(caller, key, value)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsuncet.kernels.launch import KernelError
+from fastsuncet.losses import contrast_kernel
 from fastsuncet.optim import LARS, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
 from tests.host_kernels import SIZES, on_the_host
@@ -14,7 +15,7 @@ from tests.networks import give_gradients, tiny_network
 
 @pytest.fixture(autouse=True, scope="module")
 def host():
-    with on_the_host(lars=lars_kernel) as module:
+    with on_the_host(lars_kernel, contrast_kernel) as module:
         yield module
 
 
@@ -142,3 +143,75 @@ def test_a_1x1_convolution_is_dense_in_either_layout():
     p = torch.randn(4, 6, 1, 1).to(memory_format=torch.channels_last)
     g = torch.randn(4, 6, 1, 1)
     assert p.stride() != g.stride() and lars_kernel.why_not([p], [g], [torch.zeros_like(g)]) is None
+
+
+# The middle of a contrastive loss
+
+
+def rows_in_float64(logits, ids, first, weights, every):
+    """w_i L_i and w_i dL_i/dl_ij, by autograd."""
+    logits = logits.double().requires_grad_()
+    losses = []
+    for i, w in enumerate(weights.double()):
+        positive = ids == ids[first + i]
+        positive[first + i] = False
+        others = torch.arange(len(ids)) != first + i
+        if w == 0 or not positive.any():
+            losses.append(0 * w)
+            continue
+        level = logits[i][positive].mean() if every else logits[i][positive].logsumexp(0)
+        losses.append(w * (logits[i][others].logsumexp(0) - level))
+    losses = torch.stack(losses)
+    gradient = torch.autograd.grad(losses.sum() + 0 * logits.sum(), logits)[0]
+    return losses.detach(), gradient
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    keys=st.integers(1, 90),
+    classes=st.integers(1, 30),
+    every=st.booleans(),
+    height=st.sampled_from(
+        [1.0, 20.0, 1000.0]
+    ),  # 1 / temperature; at 1000 an exponential is 0 or 1 or a sum of ones
+    staged=st.sampled_from([0, 7, 1000]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_row_pass_is_the_formula_for_any_row(keys, classes, every, height, staged, seed):
+    generator = torch.Generator().manual_seed(seed)
+    anchors = int(torch.randint(1, min(keys, 5) + 1, (), generator=generator))
+    first = int(torch.randint(0, keys - anchors + 1, (), generator=generator))
+    # Ids that differ only above their low 32 bits, and a row left out by its weight.
+    ids = torch.randint(-classes, classes, (keys,), generator=generator)
+    ids = torch.where(torch.rand(keys, generator=generator) < 0.2, ids + (1 << 32), ids)
+    weights = torch.rand(anchors, generator=generator) * (torch.rand(anchors, generator=generator) < 0.8)
+    logits = (torch.rand(anchors, keys, generator=generator) * 2 - 1) * height
+    losses, gradient = rows_in_float64(logits, ids, first, weights, every)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contrast_kernel, "STAGED", staged)
+        found, d_logits = contrast_kernel.row_pass(ids, every)(logits.clone(), first, weights)
+    torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6 * height)
+    torch.testing.assert_close(
+        d_logits.double(), gradient, rtol=2e-6 * height + 2e-6, atol=1e-7 + 1e-7 * height
+    )
+
+
+def test_a_long_row_is_the_formula_where_a_thread_forgets_which_keys_are_positive():
+    """64 keys of 8 threads are 512: from there on ids are read again."""
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(2, 700, generator=generator) * 5, torch.arange(700) % 50
+    weights = torch.tensor([0.5, 2.0])
+    for every in (False, True):
+        losses, gradient = rows_in_float64(logits, ids, 100, weights, every)
+        for staged in (600, 100):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(contrast_kernel, "STAGED", staged)
+                found, d_logits = contrast_kernel.row_pass(ids, every)(logits.clone(), 100, weights)
+            assert relative(found, losses) < 1e-6 and relative(d_logits, gradient) < 1e-6
+
+
+def test_a_logit_that_is_no_number_shows_in_the_loss():
+    logits = torch.zeros(2, 6)
+    logits[0, 4] = torch.nan
+    losses, _ = contrast_kernel.row_pass(torch.arange(6) % 3, False)(logits, 0, torch.ones(2))
+    assert losses.isnan().tolist() == [True, False]

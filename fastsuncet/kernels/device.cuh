@@ -1,8 +1,9 @@
 // What the kernels share. Compiled by NVRTC, which has no headers of its own, and by the tests' host shim.
 #pragma once
 
-#ifdef __CUDACC__  // the shim has an arena a block
+#ifdef __CUDACC__  // the shim has its own: an arena a block, names in namespaces
 #define SHARED(type, name, size) __shared__ type name[size]
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS) name
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 constexpr int WARP = 32;
 #endif

@@ -38,9 +38,8 @@ __device__ void each(long long begin, long long end, bool by_four, F4 f4, F f) {
 
 __device__ float4 load4(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-lars_norms(const Tensor* tensors, const int* tensor_of_chunk, const __grid_constant__ Gradients gradients,
-           const float* grad_scale, Two* slots) {
+KERNEL(lars_norms)(const Tensor* tensors, const int* tensor_of_chunk, const __grid_constant__ Gradients gradients,
+                   const float* grad_scale, Two* slots) {
     const int number = tensor_of_chunk[blockIdx.x];
     const Tensor t = tensors[number];
     const float* g = gradients.of[number];
@@ -64,11 +63,10 @@ lars_norms(const Tensor* tensors, const int* tensor_of_chunk, const __grid_const
     if (threadIdx.x == 0) slots[blockIdx.x] = squares;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-lars_update(const Tensor* tensors, const int* tensor_of_chunk, const __grid_constant__ Gradients gradients,
-            const float* grad_scale, const float* found_inf, const Two* slots, const float* lr_on_device, float lr,
-            float momentum, float weight_decay, float trust_coefficient, float eps, long long nesterov,
-            long long lr_in_momentum, long long lars) {
+KERNEL(lars_update)(const Tensor* tensors, const int* tensor_of_chunk, const __grid_constant__ Gradients gradients,
+                    const float* grad_scale, const float* found_inf, const Two* slots, const float* lr_on_device,
+                    float lr, float momentum, float weight_decay, float trust_coefficient, float eps,
+                    long long nesterov, long long lr_in_momentum, long long lars) {
     if (found_inf && *found_inf != 0.0f) return;  // the same for all threads: nobody waits for them
     const int number = tensor_of_chunk[blockIdx.x];
     const Tensor t = tensors[number];

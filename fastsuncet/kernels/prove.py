@@ -21,7 +21,11 @@ def usable(source: str, device: torch.device, prove: Callable[[torch.device], No
     `prove(device)` runs both on something small and raises KernelError where they differ; it waits for the device.
     False everywhere but on CUDA, and with FASTSUNCET_KERNELS=off in the environment.
     """
-    if device.type != "cuda" or os.environ.get("FASTSUNCET_KERNELS") == "off":
+    if (
+        device.type != "cuda"
+        or not torch.cuda.is_available()
+        or os.environ.get("FASTSUNCET_KERNELS") == "off"
+    ):
         return False
     if (source, device) not in _reasons:
         if torch.cuda.is_current_stream_capturing():

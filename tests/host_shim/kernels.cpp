@@ -5,6 +5,10 @@ namespace lars {
 #include "lars.cu"
 }
 
+namespace contrast {
+#include "contrast.cu"
+}
+
 #define LAUNCHER(space, kernel)                                                                              \
     extern "C" int launch_##kernel(void** values, int count, unsigned grid_x, unsigned grid_y, int threads, \
                                    int shared) {                                                            \
@@ -13,3 +17,4 @@ namespace lars {
 
 LAUNCHER(lars, lars_norms)
 LAUNCHER(lars, lars_update)
+LAUNCHER(contrast, contrast_rows)

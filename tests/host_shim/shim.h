@@ -25,9 +25,8 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define KERNEL(name) void name
 #define __grid_constant__
-#define __launch_bounds__(...)
-#define __restrict__
 
 #ifndef WARP_SIZE
 #define WARP_SIZE 4

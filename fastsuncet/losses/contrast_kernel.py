@@ -1,0 +1,70 @@
+"""The middle of a chunk's sweep in one launch of our own (fastsuncet/kernels/contrast.cu), where PyTorch takes some 14
+passes over the logits. The products on both sides stay cuBLAS'.
+
+    R  anchors of the chunk        M  keys        w_i  what anchor i weighs
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastsuncet.kernels import launch
+from fastsuncet.kernels.prove import require_close, usable
+
+THREADS = 256
+STAGED = 11 << 10  # keys of a row kept in shared memory: 44 of the 48 KB that a block has on any card
+
+# (logits (R, M), overwritten; the key that is the first anchor; w (R,)) -> w_i L_i (R,), w_i dL_i/dl_ij (R, M)
+RowPass = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
+
+
+def options() -> tuple[str, ...]:
+    """What contrast.cu is compiled with."""
+    return (f"-DTHREADS={THREADS}",)
+
+
+def runs_on(example: Tensor, twin: Callable[[Tensor, bool], RowPass]) -> bool:
+    """Whether the kernel takes logits like `example`: CUDA, float32, and it agreed with `twin` when first tried."""
+    return (
+        example.is_cuda
+        and example.dtype == torch.float32
+        and usable("contrast.cu", example.device, lambda device: prove(device, twin))
+    )
+
+
+def row_pass(ids: Tensor, every: bool) -> RowPass:
+    """The pass over a chunk whose anchors and keys have `ids` (M,) int64, by the mean of the positives' logits if
+    `every`, else by their log-sum-exp. A row of weight 0 or without a positive gives zeros.
+
+    On float32 CUDA tensors, without waiting; the same bits in every run.
+    """
+    low = ids.view(torch.int32)[::2].contiguous()  # the low halves: every machine with CUDA is little-endian
+    module = launch.load("contrast.cu", ids.device, options())
+
+    def rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+        anchors, keys = logits.shape
+        if not (logits.is_contiguous() and weights.is_contiguous() and keys == len(ids)):
+            raise launch.KernelError(
+                f"contrast: logits {tuple(logits.shape)}, {len(ids)} ids, or not contiguous"
+            )
+        losses = torch.empty_like(weights)
+        staged = min(keys, STAGED)
+        arguments = launch.Arguments(logits, low, ids, weights, losses, first, keys, staged, every)
+        module.launch("contrast_rows", (anchors, 1), THREADS, arguments, shared=4 * staged)
+        return losses, logits
+
+    return rows
+
+
+def prove(device: torch.device, twin: Callable[[Tensor, bool], RowPass]) -> None:
+    """Kernel and twin over rows with one, several and no positives, kept whole and not. Raises KernelError."""
+    for keys in (37, STAGED + THREADS + 1):
+        ids = torch.arange(keys, device=device) % 12  # 37: the ids 0 have four rows
+        ids[3] = 1 << 33  # one alone, whose low half is that of id 0
+        wave = torch.sin(torch.arange(5 * keys, device=device) * 0.37).view(5, keys) * 30
+        weights = (ids[2:7] < 12).float() * 0.5
+        for every in (False, True):
+            found, expected = (make(ids, every)(wave.clone(), 2, weights) for make in (row_pass, twin))
+            require_close("the contrastive loss", found[0], expected[0], 1e-5)
+            require_close("the contrastive gradient", found[1], expected[1], 1e-5)

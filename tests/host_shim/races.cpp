@@ -1,0 +1,58 @@
+// Every kernel once over sizes that do not divide, for the thread sanitizer. What they compute is tested elsewhere.
+//   races [FILE:LINE]   leaves out the __syncthreads of that line, to see that it is missed
+#include "device.cuh"
+#include "kernels.cpp"
+
+using Floats = std::vector<float>;
+
+static Floats wave(size_t size, float step) {
+    Floats x(size);
+    for (size_t i = 0; i < size; ++i) x[i] = std::sin(step * float(i));
+    return x;
+}
+
+// Packs arguments as fastsuncet/kernels/launch.py does, and runs.
+template <class... A>
+static void run(int (*launcher)(void**, int, unsigned, unsigned, int, int), unsigned grid_x, unsigned grid_y, int shared,
+                A... arguments) {
+    void* values[] = {&arguments...};
+    if (launcher(values, sizeof...(A), grid_x, grid_y, THREADS, shared) != 0) std::abort();
+}
+
+static void run_lars() {
+    const long long sizes[] = {1, CHUNK, 2 * CHUNK + 5, THREADS * CHUNK + 1};
+    std::vector<Floats> w, b, g;
+    std::vector<lars::Tensor> tensors;
+    std::vector<int> chunks;
+    lars::Gradients gradients;
+    for (int t = 0; t < 4; ++t) {
+        w.push_back(wave(sizes[t], 0.3f)), g.push_back(wave(sizes[t], 0.7f)), b.emplace_back(sizes[t]);
+        tensors.push_back({w[t].data(), b[t].data(), sizes[t], (long long)chunks.size()});
+        gradients.of[t] = g[t].data();
+        chunks.insert(chunks.end(), (sizes[t] + CHUNK - 1) / CHUNK, t);
+    }
+    std::vector<Two> slots(chunks.size());
+    const float none = 0, scale = 8;
+    run(launch_lars_norms, chunks.size(), 1, 0, tensors.data(), chunks.data(), gradients, &scale, slots.data());
+    run(launch_lars_update, chunks.size(), 1, 0, tensors.data(), chunks.data(), gradients, &scale, &none, slots.data(),
+        &scale, 0.0f, 0.9f, 1e-2f, 1e-3f, 1e-8f, 1LL, 1LL, 1LL);
+}
+
+static void run_contrast() {
+    const long long keys = 29, anchors = 5;
+    std::vector<long long> ids;
+    std::vector<int> low;
+    for (int j = 0; j < keys; ++j) ids.push_back(j % 7), low.push_back(j % 7);
+    for (long long every : {0, 1}) {
+        Floats logits = wave(anchors * keys, 0.9f), weights(anchors, 0.5f), losses(anchors);
+        weights[1] = 0;
+        run(launch_contrast_rows, anchors, 1, 20 * sizeof(float), logits.data(), low.data(), ids.data(), weights.data(),
+            losses.data(), 3LL, keys, 20LL, every);
+    }
+}
+
+int main(int count, char** words) {
+    if (count > 1) shim::skipped = words[1];
+    run_lars();
+    run_contrast();
+}
