@@ -107,6 +107,33 @@ def _demo(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
+def _report(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="the folder of a run, of any seed and method")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="compare with this one (default: the one without labels)"
+    )
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append", default=[], help="top1, top5, knn, ... (default: top1)"
+    )
+    parser.add_argument(
+        "--paper", metavar="FIGURE", nargs="?", const="", help="draw the paper's own points beside the runs'"
+    )
+    parser.add_argument("--output", metavar="DIR", default="report", help="for everything (default: report)")
+    options = parser.parse_intermixed_args(arguments)
+    if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: a figure's name was left out
+        options.runs, options.paper = [options.paper, *options.runs], ""
+    runs = [Path(run) for run in options.runs]
+    if not runs and options.baseline is None and options.paper is None:
+        parser.error(f"which runs? For example: {parser.prog} runs/cifar10_simclr runs/cifar10_suncet")
+    from fastsuncet.report import paper, report
+
+    figures = [options.paper] if options.paper else [paper.TEN] if runs else [paper.TEN, paper.ONE]
+    baseline = Path(options.baseline) if options.baseline else None
+    shown = [] if options.paper is None else figures
+    report(runs, Path(options.output), baseline=baseline, metrics=options.metric, figures=shown)
+    return 0
+
+
 def _doctor(parser: Parser, arguments: list[str]) -> int:
     parser.parse_args(arguments)
     from fastsuncet.doctor import doctor
@@ -130,6 +157,7 @@ COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = 
     "preview": (_preview, cli_help.PREVIEW),
     "data check": (_check, cli_help.CHECK),
     "demo": (_demo, cli_help.DEMO),
+    "report": (_report, cli_help.REPORT),
     "doctor": (_doctor, cli_help.DOCTOR),
     "version": (_version, cli_help.VERSION),
 }

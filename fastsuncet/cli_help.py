@@ -32,6 +32,7 @@ commands:
   preview CONFIG [section.key=value ...]  draw the augmented views a config makes as a picture
   data check FOLDER or CONFIG             decode every image once and name the bad ones
   demo                                    both methods on small real images, compared in minutes
+  report RUN ... [--baseline RUN]         runs side by side: accuracy against cost, compute saved
   doctor                                  what is installed here, what is missing, what to do about it
   version                                 versions, for a bug report
 
@@ -98,6 +99,26 @@ against compute, and says in words what this run showed. Minutes on two CPU core
 examples:
   fastsuncet demo
   fastsuncet demo --seed 1 --folder /tmp/demo""",
+)
+
+REPORT = Help(
+    "RUN ... [--baseline RUN] [--metric NAME] [--paper [FIGURE]] [--output DIR]",
+    """\
+Puts runs side by side: accuracy against epochs, updates, petaFLOPs, hours and joules, as pictures and tables, and how
+much of the baseline's compute each method needed to match the baseline's best. Reads what `evaluate`, `finetune` and
+`transfer` wrote into each run, and the nearest-neighbour lines it wrote itself. Runs that only their seed sets apart
+are averaged. With --paper the paper's own points are drawn too; without any RUN, they alone.""",
+    """\
+examples:
+  fastsuncet report runs/cifar10_simclr runs/cifar10_suncet
+  fastsuncet report runs/cifar10_* --baseline runs/cifar10_simclr_seed0 --metric top1 --metric top5
+  fastsuncet report runs/in1k_10pct --paper imagenet-10pct --output reports/in1k
+  fastsuncet report --paper                                        the paper's curves, and what it says was saved
+
+figures: imagenet-10pct (the default) and imagenet-1pct are curves; transfer, related, npi and losses single points
+
+exit codes: 0 written; 2 no such metric or figure; 3 no such run, or nothing in it was evaluated yet;
+5 a result is damaged, or the report cannot be written""",
 )
 
 DOCTOR = Help(

@@ -30,6 +30,7 @@ FLOORS = [
     "fastsuncet.supervision fastsuncet.step fastsuncet.reporter fastsuncet.state fastsuncet.summary",
     "fastsuncet.encoders",
     "fastsuncet.evaluate",
+    "fastsuncet.report",
     "fastsuncet.train fastsuncet.preview fastsuncet.doctor fastsuncet.check",
     "fastsuncet.run",
     "fastsuncet.demo",
