@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con
+from fastsuncet.losses.pairs import COLDEST
 from tests import dense_losses
 from tests.dense_losses import gradient
 from tests.vectors import load_vectors
@@ -139,6 +140,37 @@ def test_cross_entropy_is_the_mean_that_torch_computes():
     assert torch.equal(
         cross_entropy(logits.bfloat16(), labels.int()), cross_entropy(logits.bfloat16().float(), labels)
     )
+
+
+@pytest.mark.parametrize("temperature", [COLDEST / 1.0001, COLDEST, COLDEST * 1.0001])
+def test_the_sweep_of_a_process_alone_ends_where_float32_does(temperature):
+    """At its coldest, rows that look away from everything still have exponentials to tell apart, e^-80."""
+    z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    z[:20, 0], z[20:, 0] = z[:20, 0].abs() + 9, -z[20:, 0].abs() - 9
+    labels = torch.arange(40) % 20  # every positive is on the other side
+    for loss, truth, arguments in (
+        (nt_xent, dense_losses.nt_xent, (temperature,)),
+        (suncet, dense_losses.suncet, (labels, temperature)),
+    ):
+        value, grad = gradient(loss, z, *arguments)
+        true_value, true_grad = gradient(truth, z.double(), *arguments)
+        assert value.item() == pytest.approx(true_value.item(), rel=1e-6) and value > 70
+        assert _relative(grad, true_grad) < 3e-6
+
+
+@pytest.mark.parametrize("loss", ["nt_xent", "suncet"])
+def test_a_process_alone_meets_each_pair_once_and_gets_the_same(loss, monkeypatch):
+    z, labels = _batch(rows=300, width=32, dtype=torch.float32)
+    arguments = (0.1,) if loss == "nt_xent" else (labels, 0.1)
+    chunked, dense = globals()[loss], getattr(dense_losses, loss)
+    pairs = gradient(chunked, z, *arguments)
+    monkeypatch.setattr("fastsuncet.losses.contrast.COLDEST", math.inf)
+    general = gradient(chunked, z, *arguments)
+    assert not torch.equal(pairs[1], general[1]), "both went the same way"
+    true_loss, true_grad = gradient(dense, z.double(), *arguments)
+    for value, grad in (pairs, general):
+        assert value.item() == pytest.approx(true_loss.item(), rel=1e-6)
+        assert _relative(grad, true_grad) < 1e-6
 
 
 # The authors' numbers

@@ -3,9 +3,9 @@
     python tools/bench_loss.py [--json FILE] [--rows N ...] [--rounds R] [--quick]
 
 Time is CPU time on one thread, contenders in turns. Memory is asked in a fresh process for each point, twice: as
-resident memory that the system saw grow, and as bytes of live tensors. The limit is the sweep's three matrix
-products and nothing else. `pip install -e ".[bench]"` brings pytorch-metric-learning; without it its rows are
-left out.
+resident memory that the system saw grow, and as bytes of live tensors. The last row is three matrix products
+and nothing else: what the sweep over ranks is made of, and more than a process alone has to do.
+`pip install -e ".[bench]"` brings pytorch-metric-learning; without it its rows are left out.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from tools.bench_common import (
 WIDTH, TEMPERATURE, IMAGES_PER_CLASS = 128, 0.1, 8
 LISTING_ROWS = 1024  # each class's slice has an N x N gradient: a minute a call at 4,096
 OURS, AUTHORS, NCA = "fastsuncet", "dense, as the authors", "metric-learning NCALoss"
-LISTING, LIMIT = "Listing 2, by class", "limit: 3 matrix products"
+LISTING, LIMIT = "Listing 2, by class", "3 matrix products alone"
 Loss = Callable[[Tensor], Tensor]  # z (N, D) -> scalar
 Prepared = Callable[
     [Tensor], Loss
@@ -159,7 +159,7 @@ def forward_backward(function: Loss, z: Tensor) -> Tensor:
 
 
 def three_products(rows: int) -> Callable[[], None]:
-    """What no exact sweep can do without: the N x N logits and the gradients of both their factors, by chunks."""
+    """What no exact sweep over ranks can do without: the N x N logits and the gradients of both factors, by chunks."""
     z, _ = inputs("suncet", rows)
     keys = z.detach()
     chunk = min(ROWS_PER_CHUNK, rows)

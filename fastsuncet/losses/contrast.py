@@ -10,20 +10,23 @@
 
 A loss names its ids, its weights and its level: NT-Xent and SuNCEt take the log-sum-exp of the positives,
 L_sup_out their mean. The sweep takes R anchors at a time and turns their R x M logits into the gradient
-while it has them: three matrix products a chunk, and never an N x M matrix. Backward only scales.
+while it has them: three matrix products a chunk, and never an N x M matrix. Backward only scales. On a CPU a
+process alone, whose keys are its anchors, needs only two: `pairs.py`.
 
 Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
 without its maximum taken out can reach 9e7, and float16 ends at 65,504. The products follow torch's own
 TF32 switch, off unless someone set it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank
+from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank, world_size
+from fastsuncet.losses.pairs import COLDEST, chunks, sweep_pairs
 
 # (logits (R, M), positive (R, M) bool) -> level (R,), t (R, M). It may overwrite the logits, their last use.
 Level = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -53,11 +56,14 @@ def contrast(
     device.
     """
     with outside_autocast(z.device.type):
-        unit = unit_rows(z)
+        unit, weights, chunk = unit_rows(z), weights.to(unit_dtype(z)), chunk_size or ROWS_PER_CHUNK
+        alone = world_size(group) == 1 and keys == "attached" and level is any_positive
+        # On a GPU launches are what a small batch costs, and this way has more of them.
+        if alone and temperature >= COLDEST and not z.is_cuda:
+            return _Swept.apply(partial(sweep_pairs, ids, weights, temperature, chunk), unit)
         every = gather_rows(unit, group) if keys == "attached" else all_gather_rows(unit, group)
-        first = rank(group) * len(z)
-        chunk = chunk_size or ROWS_PER_CHUNK
-        return _Sweep.apply(unit / temperature, every, ids, weights.to(unit.dtype), first, level, chunk)
+        sweep = partial(_sweep, ids, weights, rank(group) * len(z), level, chunk)
+        return _Swept.apply(sweep, unit / temperature, every)
 
 
 def unit_rows(z: Tensor) -> Tensor:
@@ -65,9 +71,14 @@ def unit_rows(z: Tensor) -> Tensor:
 
     F.normalize would hand it 1e12 times its gradient, and a projection head that died would ruin the encoder.
     """
-    z = z if z.dtype == torch.float64 else z.float()
+    z = z.to(unit_dtype(z))
     length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
     return z / length.masked_fill(length < 1e-12, torch.inf)
+
+
+def unit_dtype(z: Tensor) -> torch.dtype:
+    """What is computed in: float64 for float64 `z`, else float32."""
+    return torch.float64 if z.dtype == torch.float64 else torch.float32
 
 
 def any_positive(logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,24 +92,13 @@ def every_positive(logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     return (t * logits.masked_fill_(~positive, 0)).sum(dim=1), t
 
 
-class _Sweep(torch.autograd.Function):
-    """Queries (N, D) = unit rows / temperature, keys (M, D) = unit rows -> sum_i w_i L_i; both gradients."""
+class _Swept(torch.autograd.Function):
+    """A loss that a sweep computes together with its gradients by `rows`, those of them that are wanted."""
 
     @staticmethod
-    def forward(ctx, queries, keys, ids, weights, first, level, chunk) -> Tensor:
-        loss = queries.new_zeros(())
-        d_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
-        d_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(queries), chunk):
-            q, w = queries[rows], weights[rows]
-            losses, d_logits = _contrast_rows(q, keys, ids, first + rows.start, level)
-            loss += w @ losses
-            d_logits.mul_(w[:, None])
-            if d_queries is not None:
-                torch.mm(d_logits, keys, out=d_queries[rows])
-            if d_keys is not None:
-                d_keys.addmm_(d_logits.T, q)
-        ctx.save_for_backward(d_queries, d_keys)
+    def forward(ctx, sweep: Callable, *rows: Tensor) -> Tensor:
+        loss, gradients = sweep(*rows, wanted=ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
@@ -110,8 +110,33 @@ class _Sweep(torch.autograd.Function):
                 "a contrastive loss can be differentiated once: its gradient is computed with its value "
                 "and has no graph of its own, so create_graph=True would give a wrong second derivative"
             )
-        gradients = [None if gradient is None else gradient * scale for gradient in ctx.saved_tensors]
-        return *gradients, None, None, None, None, None
+        return None, *(None if gradient is None else gradient * scale for gradient in ctx.saved_tensors)
+
+
+def _sweep(
+    ids: Tensor,
+    weights: Tensor,
+    first: int,
+    level: Level,
+    chunk: int,
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Queries (N, D) = unit rows / temperature, keys (M, D) = unit rows -> sum_i w_i L_i; both gradients."""
+    loss = queries.new_zeros(())
+    d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
+    for rows in chunks(len(queries), chunk):
+        q, w = queries[rows], weights[rows]
+        losses, d_logits = _contrast_rows(q, keys, ids, first + rows.start, level)
+        loss += w @ losses
+        d_logits.mul_(w[:, None])
+        if d_queries is not None:
+            torch.mm(d_logits, keys, out=d_queries[rows])
+        if d_keys is not None:
+            d_keys.addmm_(d_logits.T, q)
+    return loss, (d_queries, d_keys)
 
 
 def _contrast_rows(q: Tensor, keys: Tensor, ids: Tensor, first: int, level: Level) -> tuple[Tensor, Tensor]:
@@ -142,7 +167,3 @@ def outside_autocast(device_type: str) -> AbstractContextManager:
 
 def _lowest(x: Tensor) -> float:
     return torch.finfo(x.dtype).min
-
-
-def _chunks(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
