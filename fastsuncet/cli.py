@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -52,6 +53,26 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     from fastsuncet.run import run
 
     return run(config, ["train", *arguments], dry_run=options.dry_run)
+
+
+def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument(
+        "--encoder",
+        metavar="PATH",
+        help="a run, one of its checkpoints, or a file of weights (default: this run)",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", metavar="N", type=int, help="this checkpoint of the run (default: the newest)"
+    )
+    which.add_argument("--every-checkpoint", action="store_true", help="each good checkpoint of the run")
+    options = _with_config(parser, arguments)
+    config = _load(options)
+    from fastsuncet.evaluation import evaluate
+
+    where = None if options.encoder is None else Path(options.encoder)
+    command = ["evaluate", kind, *arguments]
+    return evaluate(config, kind, command, encoder=where, step=options.step, every=options.every_checkpoint)
 
 
 def _preview(parser: Parser, arguments: list[str]) -> int:
@@ -154,6 +175,10 @@ def _version(parser: Parser, arguments: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = {
     "train": (_train, cli_help.TRAIN),
+    "evaluate knn": (partial(_evaluate, "knn"), cli_help.KNN),
+    "evaluate npi": (partial(_evaluate, "npi"), cli_help.NPI),
+    "evaluate linear": (partial(_evaluate, "linear"), cli_help.LINEAR),
+    "evaluate accuracy": (partial(_evaluate, "accuracy"), cli_help.ACCURACY),
     "preview": (_preview, cli_help.PREVIEW),
     "data check": (_check, cli_help.CHECK),
     "demo": (_demo, cli_help.DEMO),

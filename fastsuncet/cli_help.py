@@ -29,6 +29,7 @@ Pre-trains image encoders with SimCLR + SuNCEt: contrast between images, helped 
 
 commands:
   train CONFIG [section.key=value ...]    pre-train, or continue a run where it stopped
+  evaluate knn|npi|linear|accuracy CONFIG what a run's encoder knows, counted on the validation images
   preview CONFIG [section.key=value ...]  draw the augmented views a config makes as a picture
   data check FOLDER or CONFIG             decode every image once and name the bad ones
   demo                                    both methods on small real images, compared in minutes
@@ -60,6 +61,78 @@ examples:
   torchrun --nproc-per-node 8 -m fastsuncet train configs/in1k_10pct.yaml
 
 --dry-run prints every key there is, with its value in this run.
+
+{EXIT_CODES}""",
+)
+
+EVALUATE = "CONFIG [section.key=value ...] [--encoder PATH] [--step N | --every-checkpoint]"
+EVALUATED = """\
+The encoder is that of the config's own run, its newest checkpoint, or --encoder's: a run's folder, one of its
+checkpoints, a folder that fine-tuning wrote, or a file of weights (torchvision, timm, the authors' checkpoints; as
+torch.save or .safetensors). Each validation image is counted once, on any number of processes. The numbers go to
+<logging.folder>/<logging.write_tag>/results, a file each; the same evaluation done again replaces its file."""
+
+KNN = Help(
+    EVALUATE,
+    f"""\
+Nearest neighbours: each validation image is given the class of most of the evaluation.knn_k labeled training images
+most similar to it. Nothing is trained.
+
+{EVALUATED}""",
+    f"""\
+examples:
+  fastsuncet evaluate knn configs/digits_demo.yaml
+  fastsuncet evaluate knn configs/cifar10_suncet.yaml evaluation.knn_k=20 --every-checkpoint
+  fastsuncet evaluate knn configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
+      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
+
+{EXIT_CODES}""",
+)
+
+NPI = Help(
+    EVALUATE,
+    f"""\
+SuNCEt's non-parametric inference (paper, appendix G): the probability of a class is the softmax over all labeled images
+of their similarity / temperature, summed over the class. Nothing is trained. npi.views random crops of each labeled
+image join in; npi.temperature is training's unless given. The paper's model is fine-tuned first: name its folder with
+--encoder.
+
+{EVALUATED}""",
+    f"""\
+examples:
+  fastsuncet evaluate npi configs/digits_demo.yaml
+  fastsuncet evaluate npi configs/in1k_10pct.yaml data.root=/data/imagenet npi.views=10 --step 140740
+
+{EXIT_CODES}""",
+)
+
+LINEAR = Help(
+    EVALUATE,
+    f"""\
+The linear protocol: logistic regression on the frozen representations of the labeled training images, fitted to its
+optimum. linear.strength is the inverse of the penalty (scikit-learn's C). data.split.kind=all makes it the usual
+protocol on every training image.
+
+{EVALUATED}""",
+    f"""\
+examples:
+  fastsuncet evaluate linear configs/digits_demo.yaml
+  fastsuncet evaluate linear configs/cifar10_suncet.yaml data.split.kind=all data.split.fraction=null
+
+{EXIT_CODES}""",
+)
+
+ACCURACY = Help(
+    EVALUATE,
+    f"""\
+Counts how often a network that has a classifier is right: one that `fastsuncet finetune` trained, or a file of
+torchvision or timm with its fc.
+
+{EVALUATED}""",
+    f"""\
+examples:
+  fastsuncet evaluate accuracy configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
+      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
 
 {EXIT_CODES}""",
 )

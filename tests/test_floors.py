@@ -33,7 +33,7 @@ FLOORS = [
     "fastsuncet.report",
     "fastsuncet.train fastsuncet.preview fastsuncet.doctor fastsuncet.check",
     "fastsuncet.run",
-    "fastsuncet.demo",
+    "fastsuncet.demo fastsuncet.evaluation",
     "fastsuncet.cli_help",
     "fastsuncet.cli",
     "fastsuncet.__main__",

@@ -105,3 +105,12 @@ def supports(images: Images, config: Config) -> np.ndarray:
             f"name them, and {asked[empty].sum():,} validation images would count as wrong. The labels: {images.split}"
         )
     return chosen
+
+
+def labels_record(images: Images, config: Config) -> dict[str, Any]:
+    """What a result says of the labels: how they were chosen, which share of the training images, how many."""
+    split = config.data.split
+    share = (
+        round(len(images.split.indices) / len(images.train), 4) if split.fraction is None else split.fraction
+    )
+    return {"kind": split.kind, "fraction": share, "count": len(images.split.indices)}

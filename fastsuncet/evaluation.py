@@ -1,0 +1,163 @@
+"""`fastsuncet evaluate`: from a config and a checkpoint to numbers on the screen and in the run's results."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fastsuncet import launch
+from fastsuncet.config import Config
+from fastsuncet.distributed import broadcast_json
+from fastsuncet.encoders import Encoder, choose, load_encoder
+from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
+from fastsuncet.evaluate.accuracy import accuracy
+from fastsuncet.evaluate.embed import view_size
+from fastsuncet.evaluate.knn import knn
+from fastsuncet.evaluate.linear import linear
+from fastsuncet.evaluate.npi import npi
+from fastsuncet.evaluate.score import Measured, labels_record, standard_error
+from fastsuncet.images import Images, open_images
+from fastsuncet.launch import Place
+from fastsuncet.results import write_result
+from fastsuncet.run import deterministic
+from fastsuncet.say import say_line
+from fastsuncet.snapshot import versions
+
+KINDS: dict[str, Callable[[nn.Module, Images, Config, Place], Measured]] = {
+    "knn": knn,
+    "npi": npi,
+    "linear": linear,
+    "accuracy": accuracy,
+}
+TITLES = {
+    "knn": "nearest neighbours",
+    "npi": "SuNCEt's non-parametric inference",
+    "linear": "linear classifier on frozen representations",
+    "accuracy": "the network's own classifier",
+}
+
+
+def evaluate(
+    config: Config,
+    kind: str,  # of KINDS
+    arguments: list[str],  # start the same command on further ranks
+    *,
+    encoder: Path | None = None,  # None: the config's own run
+    step: int | None = None,
+    every: bool = False,
+) -> int:
+    """Measures the chosen checkpoints, says each number, writes each result; returns the exit code."""
+    if config.data.kind in ("image_folder", "csv") and config.data.validation is None:
+        raise config.error(
+            "data.validation", "an evaluation needs validation images: the name of their folder"
+        )
+    if launch.should_start_ranks(config.meta.device):
+        # Nothing is resumed, so there is no status to read after a signal.
+        return launch.start_ranks(arguments, Path(os.devnull))
+    with launch.join(config.meta.device) as place:
+        try:
+            deterministic(config, place)
+            chosen = _choose_on_one_rank(place, encoder or config.run_folder, step, every)
+            measure(config, kind, chosen, place)
+        except RuntimeError as error:
+            raise launch.in_words(error) from error
+    return 0
+
+
+def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> list[Measured]:
+    """Evaluates each of `chosen` on the config's images. Collective; rank 0 writes and talks.
+
+    Raises what loading, reading and counting raise: ConfigError, CheckpointError, DataError.
+    """
+    first = load_encoder(chosen[0], config)  # a file that is none is found before a million images are
+    _require_classifier(first, kind)
+    images = open_images(config, place, validation=True)
+    told = []
+    for path in chosen:
+        encoder = first if path == chosen[0] else load_encoder(path, config)
+        _require_classifier(encoder, kind)
+        measured = KINDS[kind](_network(encoder, kind, config, place), images, config, place)
+        told.append(measured)
+        if place.first:
+            for line in _heading(kind, measured, images) if len(told) == 1 else []:
+                say_line(line)
+            say_line(f"{_name(encoder)}  {_number(measured)}")
+            written = write_result(config.run_folder, _record(config, kind, measured, encoder, images))
+    if place.first:
+        say_line(f"written  {written if len(chosen) == 1 else f'{written.parent}, {len(chosen)} files'}")
+    return told
+
+
+def _choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool) -> list[Path]:
+    """What rank 0 finds, on every rank: while a run goes on, two ranks may find two newest checkpoints."""
+    found, problem = None, None
+    if place.first:
+        try:
+            found = [str(path) for path in choose(where, step=step, every=every)]
+        except FastSuncetError as error:
+            problem = error
+    news = broadcast_json({"found": found, "failed": problem is not None})
+    if problem is not None:
+        raise problem
+    if news["failed"]:
+        raise CheckpointError("rank 0 found nothing to evaluate; its own message says why")
+    return [Path(path) for path in news["found"]]
+
+
+def _require_classifier(encoder: Encoder, kind: str) -> None:
+    if kind == "accuracy" and encoder.classifier is None:
+        raise ConfigError(
+            f"{encoder.source} has no classifier, so there is nothing to count: --encoder names a folder that "
+            "`fastsuncet finetune` wrote, or a file of torchvision or timm with its fc. Representations without one "
+            "are measured by `fastsuncet evaluate knn`, npi and linear"
+        )
+
+
+def _network(encoder: Encoder, kind: str, config: Config, place: Place) -> nn.Module:
+    network = nn.Sequential(encoder.module, encoder.classifier) if kind == "accuracy" else encoder.module
+    return network.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
+
+
+def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, images: Images) -> dict:
+    size, resize = view_size(config.data.augmentation.size)
+    return {
+        "kind": kind,
+        "metrics": measured.metrics,
+        "images": measured.images,
+        "labels": labels_record(images, config),
+        "encoder": encoder.record(),
+        "setting": measured.setting | {"size": size, "resize": resize},
+        "run": config.run_folder.name,
+        "versions": versions(),
+    }
+
+
+def _heading(kind: str, measured: Measured, images: Images) -> list[str]:
+    """What the numbers are of, in the columns of a run's summary."""
+    setting = [
+        f"{key.replace('_', ' ')} {value}" for key, value in measured.setting.items() if key != "converged"
+    ]
+    lines = [f"{kind:<9}{', '.join([TITLES[kind], *setting])}"]
+    if kind != "accuracy":
+        lines.append(f"labels   {images.split}")
+    return [*lines, f"images   {measured.images:,} for validation, each once"]
+
+
+def _name(encoder: Encoder) -> str:
+    if encoder.step is None:
+        return f"encoder  {encoder.source} ({encoder.name}, {encoder.stem} stem)\ntop 1   "
+    epoch = "" if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, "
+    return f"step {encoder.step:,} ({epoch}{encoder.method})"
+
+
+def _number(measured: Measured) -> str:
+    """The accuracy as a person would quote it, and how far chance alone would move it."""
+    top1 = measured.metrics["top1"]
+    parts = [f"{100 * top1:.2f} %, standard error {100 * standard_error(top1, measured.images):.2f}"]
+    if "top5" in measured.metrics:
+        parts.append(f"top 5 {100 * measured.metrics['top5']:.2f} %")
+    if "top1_weighted" in measured.metrics:
+        parts.append(f"{100 * measured.metrics['top1_weighted']:.2f} % with weighted votes")
+    return "; ".join([*parts, *measured.notes])
