@@ -14,7 +14,7 @@
 constexpr float LOWEST = -3.402823466e+38f;  // no logit is as low: a maximum still there has seen none
 constexpr int FLAGS = 64;                    // keys a thread remembers the kind of; of the rest it reads the ids again
 
-// d_ij over l_ij, and w_i L_i. `low` holds the low halves of `ids`: equal ones are looked at whole, and few are equal.
+// d_ij over l_ij, and L_i. `low` holds the low halves of `ids`: equal ones are looked at whole, and few are equal.
 // every = 0: level_i = log sum_{j in P(i)} exp l_ij; 1: the mean over P(i). A row that weighs nothing, or without a
 // positive, gets zeros.
 KERNEL(contrast_rows)(float* logits, const int* low, const long long* ids, const float* weights, float* losses,
@@ -73,5 +73,5 @@ KERNEL(contrast_rows)(float* logits, const int* low, const long long* ids, const
         else
             row[j] = j == self ? 0.0f : expf(l - top.a) * push;
     }
-    if (threadIdx.x == 0) losses[blockIdx.x] = weight * (top.a + logf(sums.a) - level);
+    if (threadIdx.x == 0) losses[blockIdx.x] = top.a + logf(sums.a) - level;
 }

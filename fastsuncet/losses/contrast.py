@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank, world_size
+from fastsuncet.losses import contrast_kernel
 from fastsuncet.losses.pairs import COLDEST, chunks, sweep_pairs
 
 # (logits (R, M), positive (R, M) bool) -> level (R,), t (R, M). It may overwrite the logits, their last use.
@@ -33,8 +34,9 @@ Level = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # R when the caller names none. Logits, p, t and two masks take 14 R M bytes in float32: 7 MB at 4,096 keys and so on
 # with M, not with N M. On a CPU 96 to 256 rows take the same time and 512 more, for they leave the cache; of the equal
-# ones a small one keeps a process's own peak well under 40 MB at 4,096. Fewer rows make thinner products on a GPU.
-ROWS_PER_CHUNK = 128
+# ones a small one keeps a process's own peak well under 40 MB at 4,096. On a GPU they would be thin products and many
+# launches; the logits of 1,024, 32 MB at 8,192 keys, may stay in the L2 of a large one. Arithmetic, not yet measured.
+ROWS_PER_CHUNK, ROWS_PER_CHUNK_ON_CUDA = 128, 1024
 
 
 def contrast(
@@ -56,7 +58,8 @@ def contrast(
     device.
     """
     with outside_autocast(z.device.type):
-        unit, weights, chunk = unit_rows(z), weights.to(unit_dtype(z)), chunk_size or ROWS_PER_CHUNK
+        unit, weights = unit_rows(z), weights.to(unit_dtype(z))
+        chunk = chunk_size or (ROWS_PER_CHUNK_ON_CUDA if z.is_cuda else ROWS_PER_CHUNK)
         alone = world_size(group) == 1 and keys == "attached" and level is any_positive
         # On a GPU launches are what a small batch costs, and this way has more of them.
         if alone and temperature >= COLDEST and not z.is_cuda:
@@ -127,11 +130,12 @@ def _sweep(
     """Queries (N, D) = unit rows / temperature, keys (M, D) = unit rows -> sum_i w_i L_i; both gradients."""
     loss = queries.new_zeros(())
     d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
+    fused = contrast_kernel.runs_on(queries, row_pass)
+    over_rows = (contrast_kernel.row_pass if fused else row_pass)(ids, level is every_positive)
     for rows in chunks(len(queries), chunk):
         q, w = queries[rows], weights[rows]
-        losses, d_logits = _contrast_rows(q, keys, ids, first + rows.start, level)
+        losses, d_logits = over_rows(q @ keys.T, first + rows.start, w)
         loss += w @ losses
-        d_logits.mul_(w[:, None])
         if d_queries is not None:
             torch.mm(d_logits, keys, out=d_queries[rows])
         if d_keys is not None:
@@ -139,16 +143,20 @@ def _sweep(
     return loss, (d_queries, d_keys)
 
 
-def _contrast_rows(q: Tensor, keys: Tensor, ids: Tensor, first: int, level: Level) -> tuple[Tensor, Tensor]:
-    """L_i (R,) and dL_i/dl_ij (R, M) of the anchors that begin at key `first`."""
-    positive = ids[first : first + len(q), None] == ids
-    positive.diagonal(first).fill_(False)
-    logits = q @ keys.T
-    # The lowest number, not -inf: a row left with nothing would be 0/0, and NaN times its zero weight is NaN.
-    logits.diagonal(first).fill_(_lowest(logits))
-    everything, p = _log_sum_exp(logits)
-    positives, t = level(logits, positive)
-    return everything - positives, p.sub_(t)
+def row_pass(ids: Tensor, every: bool) -> contrast_kernel.RowPass:
+    """The twin of `contrast_kernel.row_pass`: the level is `every_positive` or `any_positive`, by `every`."""
+    level = every_positive if every else any_positive
+
+    def over_rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+        positive = ids[first : first + len(logits), None] == ids
+        positive.diagonal(first).fill_(False)
+        # The lowest number, not -inf: a row left with nothing would be 0/0, and NaN times its zero weight is NaN.
+        logits.diagonal(first).fill_(_lowest(logits))
+        everything, p = _log_sum_exp(logits)
+        positives, t = level(logits, positive)
+        return everything - positives, p.sub_(t).mul_(weights[:, None])
+
+    return over_rows
 
 
 def _log_sum_exp(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,8 @@ def nt_xent(
         temperature: above 0.
         group: the ranks whose views are contrasted; None for the default one, or this process alone.
         keys: "attached" or "detached", whether gradient reaches rows also as keys; see below.
-        chunk_size: anchors at a time, the price in memory; None for 128. Changes no result beyond rounding.
+        chunk_size: anchors at a time, the price in memory; None for 128, on CUDA 1,024. Changes no result
+            beyond rounding.
 
     Returns:
         A scalar, float32 (float64 for float64 `z`), also under autocast: this rank's share. The mean over
