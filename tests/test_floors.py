@@ -20,6 +20,7 @@ FLOORS = [
     "pipelines.loader",
     "pipelines.check",
     # ---- the door -----------------------------------------------------------------------------------------------
+    "fastsuncet.switch_off",
     "fastsuncet.errors fastsuncet.say fastsuncet.files fastsuncet.signals fastsuncet.versions fastsuncet.distributed",
     "fastsuncet.config fastsuncet.launch fastsuncet.vote fastsuncet.energy fastsuncet.kernels",
     "fastsuncet.losses fastsuncet.optim fastsuncet.model fastsuncet.norm fastsuncet.compute fastsuncet.contents",
