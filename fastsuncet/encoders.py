@@ -107,8 +107,18 @@ def load_encoder(where: Path, config: Config, *, step: int | None = None, say: S
     weights = read_weights(found)
     library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
     module = _build(weights.name, library, weights.stem, weights.encoder, str(found))
+    classifier = _classifier(*weights.classifier) if weights.classifier else None
     return Encoder(
-        module, WIDTHS[weights.name], weights.name, weights.stem, str(found), None, None, None, None
+        module,
+        WIDTHS[weights.name],
+        weights.name,
+        weights.stem,
+        str(found),
+        step=None,
+        epoch=None,
+        ledger=None,
+        method=None,
+        classifier=classifier,
     )
 
 

@@ -147,7 +147,7 @@ def _heading(kind: str, measured: Measured, images: Images) -> list[str]:
 
 def _name(encoder: Encoder) -> str:
     if encoder.step is None:
-        return f"encoder  {encoder.source} ({encoder.name}, {encoder.stem} stem)\ntop 1   "
+        return f"encoder  {encoder.source} ({encoder.name}, {encoder.stem} stem)\ntop 1  "
     epoch = "" if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, "
     return f"step {encoder.step:,} ({epoch}{encoder.method})"
 

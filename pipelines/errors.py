@@ -11,10 +11,10 @@ class BadImage(DataError):
     """One or more image files of one step cannot be decoded.
 
     `files` holds (path, reason) for each; `step` is the training step that asked for them, None outside
-    training; `allowed` is how many the run was told to replace by others.
+    training; `allowed` is how many the run was told to replace by others, None where none can be.
     """
 
-    def __init__(self, files: list[tuple[str, str]], step: int | None = None, *, allowed: int = 0):
+    def __init__(self, files: list[tuple[str, str]], step: int | None = None, *, allowed: int | None = 0):
         self.files = files
         self.step = step
         where = ""
@@ -22,5 +22,7 @@ class BadImage(DataError):
             where = f" up to step {step}" if allowed else f" in the batch of step {step}"
         count = "1 image" if len(files) == 1 else f"{len(files)} images"
         lines = "\n".join(f"  {path}: {reason}" for path, reason in files)
-        remedy = f"Repair or remove them, or allow more than {allowed} to be replaced by others (bad_images)."
-        super().__init__(f"{count}{where} cannot be decoded:\n{lines}\n{remedy}")
+        remedy = "Repair or remove them"
+        if allowed is not None:
+            remedy += f", or allow more than {allowed} to be replaced by others (bad_images)"
+        super().__init__(f"{count}{where} cannot be decoded:\n{lines}\n{remedy}.")

@@ -103,7 +103,7 @@ def open_pass_loader(
 def _one_pass(index: Any, plan: CenterPlan | PassPlan, engine: tuple) -> "Loader":
     bad = sorted(index.bad.keys() & set(plan.indices.tolist()))
     if bad:
-        raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad])
+        raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad], allowed=None)
     return Loader(index, plan, *engine, bad_images=0)
 
 
@@ -257,7 +257,8 @@ class PassLoader:
                 try:
                     views = self._loader(step)
                 except BadImage as bad:
-                    raise BadImage(bad.files) from bad  # without the step: it would read as one of training's
+                    # Without the step: it would read as one of training's.
+                    raise BadImage(bad.files, allowed=None) from bad
                 visit = self._loader.visit(step)
                 yield views, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
         finally:
