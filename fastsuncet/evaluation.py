@@ -59,7 +59,7 @@ def evaluate(
     with launch.join(config.meta.device) as place:
         try:
             deterministic(config, place)
-            chosen = _choose_on_one_rank(place, encoder or config.run_folder, step, every)
+            chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
             measure(config, kind, chosen, place)
         except RuntimeError as error:
             raise launch.in_words(error) from error
@@ -90,7 +90,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> list
     return told
 
 
-def _choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool) -> list[Path]:
+def choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool) -> list[Path]:
     """What rank 0 finds, on every rank: while a run goes on, two ranks may find two newest checkpoints."""
     found, problem = None, None
     if place.first:
