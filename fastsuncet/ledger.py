@@ -23,9 +23,8 @@ class Ledger:
 
     images: int = 0
     updates: int = 0
-    macs: int = (
-        0  # multiply-adds of all samples' forward passes: a whole number, so that no restart rounds it
-    )
+    # Multiply-adds of all forward passes: a whole number, so that no restart rounds it.
+    macs: int = 0
     seconds: float = 0.0
     meter: Meter | None = None  # the same answer on every rank, None or not: with one, a tick is a collective
     joules: float | None = None

@@ -22,14 +22,22 @@ def columns(config: Config) -> tuple[str, ...]:
 class Reporter:
     """`write(kind, record)` on every rank; only rank 0 has files and a bar. A context manager: leaving closes them."""
 
-    def __init__(self, config: Config, folder: Path, steps: int, step: int, place: Place):
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        steps: int,
+        step: int,
+        place: Place,
+        names: tuple[str, ...] | None = None,  # columns of a training line; None: those of pre-training
+    ):
         self.writer = self.progress = None
         if not place.first:
             return
         self.progress = Progress(steps, step)
         self.writer = MetricsWriter(
             folder,
-            columns(config),
+            columns(config) if names is None else names,
             resume_step=step or None,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb,

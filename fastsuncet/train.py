@@ -12,6 +12,7 @@ from fastsuncet import methods, state
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data import LABELED, UNLABELED, PairedStream, update_macs
 from fastsuncet.distributed import broadcast, gather_json
+from fastsuncet.energy import open_meter
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluate.online import online_knn
 from fastsuncet.images import Images
@@ -45,7 +46,7 @@ class Trainer:
         self.model, self.network, self.optimizer, self.setting = built
         self.terms = methods.terms(config)
         self.cost = {on: update_macs(config, arithmetic, on) for on in (True, False)}
-        self.ledger = Ledger()
+        self.ledger = Ledger(meter=open_meter(place.device))
         self.window = Window(place.device)
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.fingerprint = images.fingerprint()

@@ -141,13 +141,13 @@ def arithmetic(
         views, visits = 2 * unlabeled + classes * per_class, on * per_class  # visits to each class of a batch
         local_per_class = round(c.labeled_share * views / classes / world_size)
         per_class = local_per_class * world_size
-        local_unlabeled = (views - classes * per_class) // 2 // world_size
+        local_unlabeled = max(0, views - classes * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size
         check(
             per_class >= 2 and unlabeled >= 2,
             "criterion.labeled_share",
-            f"of {views:,} views an update in {classes} classes on {world_size} processes are {per_class} labeled "
-            f"images a class beside {unlabeled:,} unlabeled ones; of both 2 are the least",
+            f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
+            f"processes, and {unlabeled:,} unlabeled ones; of both 2 are the least",
         )
         if problems:
             return None, problems
