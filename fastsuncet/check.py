@@ -18,6 +18,7 @@ from pipelines.check import CheckReport, check
 from pipelines.errors import BadImage
 from pipelines.index import ImageIndex
 from pipelines.index_file import save_index
+from pipelines.packed import open_pack
 from pipelines.resident import digits
 
 Write = Callable[[str], object]
@@ -25,6 +26,8 @@ Write = Callable[[str], object]
 
 def check_config(config: Config, write: Write = print) -> None:
     """Checks the training and the validation images of `config`, and keeps the index of both for its runs.
+
+    Training images in a pack are checked there, checksums first; the pack holds its own index.
 
     Raises BadImage, which names them all, for more bad images than data.bad_images; DataError for missing
     folders, a CSV that does not fit, and whatever else keeps images from being found.
@@ -40,14 +43,18 @@ def check_config(config: Config, write: Write = print) -> None:
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     folder = Path(data.root).expanduser() / data.train
     # As in a run, the index of a CSV's images is kept without its labels: they may change, and the pixels
-    # not.
-    train = datasets.image_tree(folder) if data.kind == "csv" else datasets.image_folder(folder)
+    # not. The images of a pack are those that a run would read: the folder they came from is not looked at.
+    if data.pack is not None:
+        train = open_pack(Path(data.pack).expanduser())
+    else:
+        train = datasets.image_tree(folder) if data.kind == "csv" else datasets.image_folder(folder)
     if data.kind == "csv":
         classes = datasets.with_csv_labels(train, Path(data.csv).expanduser()).classes
     else:
         classes = train.classes
     reports = [_checked(train, data.backend, device, data.decode_threads, write)]
-    _keep(reports[0], index_path(config, folder, True), write)
+    if data.pack is None:
+        _keep(reports[0], index_path(config, folder, True), write)
     if data.validation is not None:
         folder = Path(data.root).expanduser() / data.validation
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:

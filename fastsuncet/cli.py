@@ -108,6 +108,16 @@ def _check(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
+def _pack(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("--output", metavar="FILE", help="the pack (default: data.pack)")
+    options = _with_config(parser, arguments)
+    config = _load(options)
+    from fastsuncet.pack import pack
+
+    pack(config, None if options.output is None else Path(options.output))
+    return 0
+
+
 def _demo(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="what to change in both configs"
@@ -181,6 +191,7 @@ COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = 
     "evaluate accuracy": (partial(_evaluate, "accuracy"), cli_help.ACCURACY),
     "preview": (_preview, cli_help.PREVIEW),
     "data check": (_check, cli_help.CHECK),
+    "data pack": (_pack, cli_help.PACK),
     "demo": (_demo, cli_help.DEMO),
     "report": (_report, cli_help.REPORT),
     "doctor": (_doctor, cli_help.DOCTOR),

@@ -32,6 +32,7 @@ commands:
   evaluate knn|npi|linear|accuracy CONFIG what a run's encoder knows, counted on the validation images
   preview CONFIG [section.key=value ...]  draw the augmented views a config makes as a picture
   data check FOLDER or CONFIG             decode every image once and name the bad ones
+  data pack CONFIG --output FILE          the training images as one file, for shared file systems
   demo                                    both methods on small real images, compared in minutes
   report RUN ... [--baseline RUN]         runs side by side: accuracy against cost, compute saved
   doctor                                  what is installed here, what is missing, what to do about it
@@ -161,6 +162,23 @@ examples:
 
 exit codes: 0 every image is good, or data.bad_images allows for the bad ones; 2 the config is wrong;
 3 there are bad images, or none at all""",
+)
+
+PACK = Help(
+    "CONFIG [section.key=value ...] [--output FILE]",
+    """\
+Copies the training images of CONFIG, byte for byte, into one file that a run reads with data.pack=FILE: one file to
+open where the folder has a million. The pixels are the same to the bit, so a run may change over when it is resumed.
+`fastsuncet data check CONFIG data.pack=FILE` verifies the checksum of every image and decodes it.
+
+A packing that was stopped is continued by the same command. FILE is only there once it is whole.""",
+    """\
+examples:
+  fastsuncet data pack configs/in1k_10pct.yaml data.root=/data/imagenet --output /data/imagenet/train.pack
+  fastsuncet train configs/in1k_10pct.yaml data.root=/data/imagenet data.pack=/data/imagenet/train.pack
+
+exit codes: 0 packed, or there already; 2 the config is wrong or has no files; 3 a file is gone or has changed, more
+images are bad than data.bad_images allows, or the pack cannot be written""",
 )
 
 DEMO = Help(

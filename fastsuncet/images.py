@@ -18,6 +18,7 @@ from pipelines.cifar100 import cifar100
 from pipelines.errors import DataError
 from pipelines.index import ImageIndex
 from pipelines.index_file import load_index, save_index
+from pipelines.packed import open_pack
 from pipelines.resident import digits
 from pipelines.splits import Split, labeled_split
 
@@ -89,6 +90,27 @@ def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] |
     if data.kind in CIFAR:
         return CIFAR[data.kind](data.root, train=train, download=data.download and scan)
     folder = Path(data.root).expanduser() / (data.train if train else data.validation)
+    if train and data.pack is not None:
+        index = _packed(config, folder, compare=scan)
+    else:
+        index = file_index(config, folder, train=train, scan=scan, classes=classes)
+    if data.kind == "csv" and train:
+        index = datasets.with_csv_labels(index, Path(data.csv).expanduser())
+    index.require_good(data.bad_images if train else 0)  # an accuracy over other images is another accuracy
+    return index
+
+
+def _packed(config: Config, folder: Path, *, compare: bool) -> ImageIndex:
+    """The pack's images, which are those of the kept index where there is one; `folder` itself is not looked at."""
+    kept = index_path(config, folder, True)
+    like = load_index(kept, root=folder, refresh=False) if compare and kept.exists() else None
+    return open_pack(Path(config.data.pack).expanduser(), like)
+
+
+def file_index(
+    config: Config, folder: Path, *, train: bool, scan: bool, classes: tuple[str, ...] | None = None
+) -> ImageIndex:
+    """The images below `folder` as its kept index has them, scanned where there is none yet; a CSV's without labels."""
     kept = index_path(config, folder, train)
     if kept.exists():
         # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are, by one rank,
@@ -104,11 +126,9 @@ def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] |
             "file system that all machines share"
         )
     else:
-        index = datasets.image_tree(folder) if data.kind == "csv" and train else _scan_folder(folder, classes)
+        tree = config.data.kind == "csv" and train
+        index = datasets.image_tree(folder) if tree else _scan_folder(folder, classes)
         save_index(index, kept)
-    if data.kind == "csv" and train:
-        index = datasets.with_csv_labels(index, Path(data.csv).expanduser())
-    index.require_good(data.bad_images if train else 0)  # an accuracy over other images is another accuracy
     return index
 
 

@@ -18,6 +18,7 @@ from fastsuncet.data import LABELED, UNLABELED, PairedStream
 from fastsuncet.images import open_images
 from fastsuncet.launch import Place
 from pipelines.backend import dali_problem
+from pipelines.headers import readable_by_pil
 from pipelines.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.params import ViewParams
@@ -135,5 +136,5 @@ def original(index: ImageIndex, i: int) -> np.ndarray:
     """The stored image, (H, W, 3) in [0, 1]."""
     if index.pixels is not None:
         return index.pixels[i] / 255
-    with Image.open(index.path(i)) as image:
+    with Image.open(readable_by_pil(index.content(i))) as image:
         return np.asarray(image.convert("RGB")) / 255

@@ -36,16 +36,19 @@ class DaliEngine:
         prefetch: int,
         dtype: torch.dtype,
     ):
-        if index.pixels is None:
-            stored = FilePaths(index)
-        else:
+        if index.pixels is not None:
             stored = ResidentPixels(index.pixels, device, device_id)
+        elif index.pack is not None:
+            stored = PackedBytes(index.pack)
+        else:
+            stored = FilePaths(index)
         self._device, self._device_id = device, device_id
         self._pipeline = graphs.views(
             lambda iteration: stored(visit(first_step + iteration).indices),
             lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views),
             augmentations,
             resident=index.pixels is not None,
+            packed=index.pack is not None,
             images_stream=stored.stream,
             dtype=str(dtype).removeprefix("torch."),
             batch_size=batch,
@@ -79,6 +82,18 @@ class FilePaths:
 
     def __call__(self, indices: np.ndarray) -> list[np.ndarray]:
         return [encoded_path(self.index.path(i)) for i in indices]
+
+
+class PackedBytes:
+    """What image files hold, out of a pack's memory map. DALI copies it: pages that are let go cost it nothing."""
+
+    stream = None
+
+    def __init__(self, pack: Any):
+        self.pack = pack
+
+    def __call__(self, indices: np.ndarray) -> list[np.ndarray]:
+        return self.pack.fetch(indices)
 
 
 class ResidentPixels:
@@ -125,14 +140,20 @@ class DaliDecoder:
 
     def __init__(self, device: str = "cpu", device_id: int = 0):
         self._placement = placement(device, device_id)
-        self._path, self._pipeline = None, None
+        self._image, self._packed, self._pipeline = None, None, None
 
-    def __call__(self, path: os.PathLike) -> tuple[int, int]:
+    def __call__(self, image: os.PathLike | bytes) -> tuple[int, int]:
         """The (height, width) of the decoded image. The pipeline is kept until a file kills it."""
-        self._path = encoded_path(path)
-        if self._pipeline is None:
+        self._image, packed = fed(image), isinstance(image, bytes)
+        if self._pipeline is None or packed != self._packed:
+            self._packed = packed
             self._pipeline = graphs.decoded(
-                lambda: [self._path], batch_size=1, num_threads=1, prefetch_queue_depth=1, **self._placement
+                lambda: [self._image],
+                packed=packed,
+                batch_size=1,
+                num_threads=1,
+                prefetch_queue_depth=1,
+                **self._placement,
             )
         try:
             (images,) = self._pipeline.run()
@@ -148,6 +169,11 @@ def placement(device: str, device_id: int) -> dict[str, Any]:
     if device == "gpu":
         return {"decode": "mixed", "device_id": device_id}
     return {"decode": "cpu", "device_id": None}
+
+
+def fed(image: os.PathLike | bytes) -> np.ndarray:
+    """An image as a graph takes it: a file by its name, a packed one by its bytes."""
+    return np.frombuffer(image, np.uint8) if isinstance(image, bytes) else encoded_path(image)
 
 
 def encoded_path(path: os.PathLike) -> np.ndarray:

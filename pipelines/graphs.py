@@ -36,6 +36,7 @@ def views(
     *,
     decode: str,
     resident: bool,
+    packed: bool = False,
     dtype: str,
     images_stream: Any = None,  # the CUDA stream on which `images` writes resident pixels; None on the CPU
     hw_decoder_load: float = ONE_DECODER,
@@ -44,7 +45,7 @@ def views(
     if resident:
         image = resident_images(images, decode, images_stream)
     else:
-        image = decoded_images(images, decode, hw_decoder_load)
+        image = decoded_images(images, decode, hw_decoder_load, packed)
     names = [list(view_inputs(augmentation)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     return tuple(
@@ -54,9 +55,9 @@ def views(
 
 
 @pipeline_def(exec_dynamic=True)
-def decoded(images: Callable, *, decode: str, hw_decoder_load: float = ONE_DECODER):
+def decoded(images: Callable, *, decode: str, packed: bool = False, hw_decoder_load: float = ONE_DECODER):
     """The images alone, as they are decoded for training: for looking into a step that failed."""
-    return decoded_images(images, decode, hw_decoder_load)
+    return decoded_images(images, decode, hw_decoder_load, packed)
 
 
 def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str):
@@ -93,9 +94,11 @@ def resident_images(images: Callable, decode: str, stream: Any):
     return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream)
 
 
-def decoded_images(images: Callable, decode: str, hw_decoder_load: float):
-    """Images as they are stored, uint8 HWC RGB, decoded from the files that `images` names."""
-    encoded = fn.io.file.read(fn.external_source(images))
+def decoded_images(images: Callable, decode: str, hw_decoder_load: float, packed: bool):
+    """Images as they are stored, uint8 HWC RGB, decoded from the files that `images` names or, packed, holds."""
+    encoded = fn.external_source(images)
+    if not packed:
+        encoded = fn.io.file.read(encoded)
     # adjust_orientation: torchvision's folders ignore EXIF, and the index holds the sizes as stored. Fancy
     # up-sampling: libjpeg does it, and without it the GPU's hybrid decoder gives other colours at edges.
     return fn.decoders.image(

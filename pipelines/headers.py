@@ -1,5 +1,6 @@
 """Sizes of image files from their headers, many files at a time, without decoding a pixel."""
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,19 +41,24 @@ class Headers:
     bad: dict[int, str]  # row -> why the image cannot be used
 
 
-def image_size(path: str | Path, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.BytesIO:
+    """A file's path, or the bytes that one held, as PIL opens them."""
+    return io.BytesIO(image) if isinstance(image, bytes) else image
+
+
+def image_size(file: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(height, width) from the header. Raises ValueError that says why the file is no usable image.
 
     `max_pixels` keeps out decompression bombs: a 20000 x 20000 JPEG of 1 MB takes 4.5 GB to decode.
     """
     too_many = f"more than {max_pixels / 1e6:g} megapixels"
     try:
-        with Image.open(path, formats=_RECOGNISED) as image:
+        with Image.open(readable_by_pil(file), formats=_RECOGNISED) as image:
             (width, height), kind = image.size, image.format
     except FileNotFoundError:
         raise ValueError("no such file") from None
     except Image.UnidentifiedImageError:
-        empty = os.path.getsize(path) == 0
+        empty = (len(file) if isinstance(file, bytes) else os.path.getsize(file)) == 0
         raise ValueError("an empty file" if empty else "not an image: no known header") from None
     except Image.DecompressionBombError:  # PIL's own limit, 179 megapixels, comes before ours
         raise ValueError(too_many) from None

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from pipelines.names import Names
 
 @dataclass(frozen=True, eq=False)
 class ImageIndex:
-    """N images under the numbers 0..N-1, in files under `root` or in memory as `pixels`.
+    """N images under the numbers 0..N-1: in files under `root`, packed in the one file `root`, or in memory.
 
     An image in `bad` keeps its number, so that labels and splits do not shift, and has the size 0, 0;
     `require_good` refuses it. Raises DataError for arrays that do not fit each other.
@@ -34,6 +35,7 @@ class ImageIndex:
     bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
     # int8 (N, classes), where an image shows several: 1 the class is there, -1 it is not, 0 difficult, not to be asked.
     presence: np.ndarray | None = None
+    pack: Any = None  # pipelines.packed.Pack: where the content of the files is read from instead
 
     def __post_init__(self):
         if not isinstance(self.files, Names):
@@ -65,10 +67,18 @@ class ImageIndex:
         return self.files[i]
 
     def path(self, i: int) -> Path:
-        """The image's file. Raises DataError when the data are in memory only."""
+        """The image's file, of a packed image PACK/NAME. Raises DataError when the data are in memory only."""
         if self.root is None:
             raise DataError(f"{self.name(i)} is held in memory and has no file")
         return self.root / self.files[i]
+
+    def content(self, i: int) -> Path | bytes:
+        """What a decoder is given: the image's file or, of a packed image, what that file held."""
+        return self.path(i) if self.pack is None else self.pack[i].tobytes()
+
+    def damage(self, i: int) -> str | None:
+        """Why the stored bytes of an image cannot be the right ones, where that can be told: only in a pack."""
+        return None if self.pack is None else self.pack.damage(i)
 
     def fingerprint(self) -> str:
         """sha256 of what decides a run: names, labels, classes, sizes, pixels, presence; not of root and times."""

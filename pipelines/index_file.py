@@ -3,6 +3,7 @@
 import contextlib
 import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,18 +25,9 @@ def save_index(index: ImageIndex, path: str | Path) -> None:
     arrays = {
         "kind": np.array(_KIND),
         "version": np.array(_VERSION),
-        "fingerprint": np.array(index.fingerprint()),
-        "root": np.array(str(index.root)),
-        "files": index.files.lines,
-        "labels": index.labels,
-        "classes": Names.of(index.classes).lines,
-        "sizes": index.sizes,
         "stamps": index.stamps,
-        "bad": np.fromiter(index.bad, np.int64, len(index.bad)),
-        "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
+        **arrays_of(index),
     }
-    if index.presence is not None:
-        arrays["presence"] = index.presence
     path = Path(path)
     # Under another name until every byte is on the disk: a reader, or a run after a power cut, finds the old
     # index or the new one, never half of one.
@@ -56,6 +48,40 @@ def save_index(index: ImageIndex, path: str | Path) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise DataError(f"cannot write the index {path}: {error.strerror or error}") from error
+
+
+def arrays_of(index: ImageIndex) -> dict[str, np.ndarray]:
+    """What an index of files says, as arrays without pickles, but for the files' times; `index_of` reads it."""
+    arrays = {
+        "fingerprint": np.array(index.fingerprint()),
+        "root": np.array(str(index.root)),
+        "files": index.files.lines,
+        "labels": index.labels,
+        "classes": Names.of(index.classes).lines,
+        "sizes": index.sizes,
+        "bad": np.fromiter(index.bad, np.int64, len(index.bad)),
+        "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
+    }
+    if index.presence is not None:
+        arrays["presence"] = index.presence
+    return arrays
+
+
+def index_of(arrays: Mapping[str, np.ndarray]) -> ImageIndex:
+    """The index that `arrays_of` was given. KeyError, ValueError or DataError: these arrays are not its own."""
+    index = ImageIndex(
+        root=Path(str(arrays["root"])),
+        files=Names(arrays["files"]),
+        labels=arrays["labels"],
+        classes=tuple(Names(arrays["classes"])),
+        sizes=arrays["sizes"],
+        stamps=arrays.get("stamps"),
+        bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
+        presence=arrays.get("presence"),
+    )
+    if index.fingerprint() != str(arrays["fingerprint"]):
+        raise ValueError("its content does not match its fingerprint")
+    return index
 
 
 def load_index(
@@ -91,18 +117,9 @@ def _verified(path: Path) -> ImageIndex:
     if (version := int(arrays.get("version", -1))) != _VERSION:
         raise DataError(f"the index {path} has version {version}, not {_VERSION}: delete it; {_MAKE}")
     try:
-        index = ImageIndex(
-            root=Path(str(arrays["root"])),
-            files=Names(arrays["files"]),
-            labels=arrays["labels"],
-            classes=tuple(Names(arrays["classes"])),
-            sizes=arrays["sizes"],
-            stamps=arrays["stamps"],
-            bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
-            presence=arrays.get("presence"),
-        )
-        if index.fingerprint() != str(arrays["fingerprint"]):
-            raise ValueError("its content does not match its fingerprint")
+        if "stamps" not in arrays:
+            raise ValueError("it lacks the files' times")
+        index = index_of(arrays)
     except (KeyError, ValueError, DataError) as error:
         raise DataError(f"the index {path} is damaged ({error}): delete it; {_MAKE}") from error
     # A file like any other: whoever wrote it, it must not lead out of the data folder. Two substring searches

@@ -1,5 +1,6 @@
 """Says which file of a failed step cannot be used, and why: DALI's own message often names no file at all."""
 
+import io
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from pipelines.headers import image_size
+from pipelines.headers import image_size, readable_by_pil
 
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 CUT_OFF = "a truncated JPEG: its end is missing"
@@ -15,7 +16,7 @@ TAIL = 65536  # bytes searched for a JPEG's end; what cameras and editors append
 
 
 def bad_images(
-    index: Any, indices: Iterable[int], decode: Callable[[os.PathLike], tuple[int, int]]
+    index: Any, indices: Iterable[int], decode: Callable[[os.PathLike | bytes], tuple[int, int]]
 ) -> dict[int, str]:
     """The images among `indices` that training cannot use: index -> reason in words, in the order given.
 
@@ -25,38 +26,42 @@ def bad_images(
     distinct = list(dict.fromkeys(map(int, indices)))
     found, refused = {}, []
     for i in distinct:
-        path, (height, width) = index.path(i), index.sizes[i].tolist()
+        image, (height, width) = index.content(i), index.sizes[i].tolist()
+        damage = index.damage(i)
+        if damage is not None:
+            found[i] = damage
+            continue
         try:
-            now_height, now_width = decode(path)
+            now_height, now_width = decode(image)
         except Exception as error:
-            refused.append(path)
-            found[i] = diagnosis(path, error)
+            refused.append(image)
+            found[i] = diagnosis(image, error)
         else:
             if (now_height, now_width) != (height, width):
                 found[i] = (
                     f"is {now_width} x {now_height} now, in the index {width} x {height}: make it again"
                 )
-    if len(refused) == len(distinct) > 1 and all(readable(path) for path in refused):
+    if len(refused) == len(distinct) > 1 and all(map(readable, refused)):
         # A GPU that has failed refuses every file. Nobody should throw away a good data set for that.
         return {}
     return found
 
 
-def readable(path: Path) -> bool:
+def readable(image: Path | bytes) -> bool:
     """Whether another decoder than training's reads the whole file."""
     try:
-        with Image.open(path) as image:
-            image.load()
+        with Image.open(readable_by_pil(image)) as opened:
+            opened.load()
     except Exception:  # PIL's parsers fail with whatever error they come across
         return False
     return True
 
 
-def diagnosis(path: Path, error: Exception) -> str:
+def diagnosis(image: Path | bytes, error: Exception) -> str:
     """The plainest true sentence about a file that the decoder refused with `error`."""
     try:
-        image_size(path)
-        if is_cut_off(path):
+        image_size(image)
+        if is_cut_off(image):
             return CUT_OFF
     except ValueError as problem:  # absent, empty, no image, a GIF, too many pixels
         return str(problem)
@@ -65,12 +70,12 @@ def diagnosis(path: Path, error: Exception) -> str:
     return f"damaged: {first_line(error)}"
 
 
-def is_cut_off(path: Path) -> bool:
+def is_cut_off(image: Path | bytes) -> bool:
     """Whether a JPEG lacks its end marker, which a lenient decoder may forgive; its pixels never contain one."""
-    with open(path, "rb") as stream:
+    with io.BytesIO(image) if isinstance(image, bytes) else open(image, "rb") as stream:
         if stream.read(len(JPEG_START)) != JPEG_START:
             return False
-        stream.seek(-min(TAIL, os.path.getsize(path)), os.SEEK_END)
+        stream.seek(-min(TAIL, stream.seek(0, os.SEEK_END)), os.SEEK_END)
         return JPEG_END not in stream.read()
 
 

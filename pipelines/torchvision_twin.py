@@ -15,6 +15,7 @@ from PIL import Image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from pipelines.headers import readable_by_pil
 from pipelines.params import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.plan import Visit
 
@@ -73,7 +74,7 @@ class TwinEngine:
 
     def _one_image(self, visit: Visit, row: int) -> list[torch.Tensor]:
         i = int(visit.indices[row])
-        pixels = read_rgb(self._index.path(i)) if self._index.pixels is None else self._index.pixels[i]
+        pixels = read_rgb(self._index.content(i)) if self._index.pixels is None else self._index.pixels[i]
         if pixels.shape[:2] != tuple(self._index.sizes[i]):
             # torchvision would pad a crop that reaches over the edge; DALI's slice refuses it.
             raise RuntimeError(f"{self._index.name(i)} has not the size that its crop was drawn for")
@@ -148,17 +149,17 @@ def normalise(image: torch.Tensor, augmentation: Augmentation | Center) -> torch
     return F.normalize(image, list(augmentation.mean), list(augmentation.std))
 
 
-def read_rgb(path: os.PathLike) -> np.ndarray:
-    """An image file as (H, W, 3) uint8 RGB, EXIF orientation ignored. RuntimeError when it cannot be
-    decoded."""
+def read_rgb(file: os.PathLike | bytes) -> np.ndarray:
+    """An image file, or what it held, as (H, W, 3) uint8 RGB, EXIF orientation ignored. RuntimeError when it cannot
+    be decoded."""
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(readable_by_pil(file), formats=FORMATS) as image:
             return np.array(image.convert("RGB"))
     except Exception as error:  # PIL's plug-ins raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise RuntimeError(f"{path}: {error}") from error
+        raise RuntimeError(f"{'a packed image' if isinstance(file, bytes) else file}: {error}") from error
 
 
-def pil_decode(path: os.PathLike) -> tuple[int, int]:
+def pil_decode(file: os.PathLike | bytes) -> tuple[int, int]:
     """The (height, width) of a file that decodes; RuntimeError for one that does not. For pipelines.probe."""
-    height, width, _channels = read_rgb(path).shape
+    height, width, _channels = read_rgb(file).shape
     return height, width

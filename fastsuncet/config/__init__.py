@@ -41,6 +41,7 @@ FREE_ON_RESUME = (
     "data.root",
     "data.csv",
     "data.index",
+    "data.pack",
     "data.split.file",
     "data.download",
     "data.bad_images",

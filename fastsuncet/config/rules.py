@@ -52,6 +52,7 @@ READ_ONLY_WITH = {
     "data.csv": (None, "data.kind", ("csv",)),
     "data.download": (False, "data.kind", ("cifar10", "cifar100")),
     "data.index": (None, "data.kind", ("image_folder", "csv")),
+    "data.pack": (None, "data.kind", ("image_folder", "csv")),
     "data.split.file": (None, "data.split.kind", ("names", "csv")),
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),

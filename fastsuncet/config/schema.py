@@ -98,6 +98,7 @@ class Data(Section):
     download: Switch = False  # cifar10, cifar100: fetch it into root if it is not there
     split: Split = Split()
     index: Text | None = None  # where the scanned list of training images is kept; null: beside the runs
+    pack: Text | None = None  # the training images as one file, which `fastsuncet data pack` makes; null: the files
     # How many undecodable images may be replaced before the run ends: by each process, in each of its two streams
     # (unlabeled, labeled), counted anew when the run is started again.
     bad_images: CountOrZero = 0
