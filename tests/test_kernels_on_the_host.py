@@ -5,18 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastsuncet import losses, norm_kernels
 from fastsuncet.kernels.launch import KernelError
-from fastsuncet.losses import contrast_kernel
+from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.optim import LARS, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
+from tests import dense_losses
+from tests.dense_losses import gradient
 from tests.host_kernels import SIZES, on_the_host
 from tests.networks import give_gradients, tiny_network
 
 
 @pytest.fixture(autouse=True, scope="module")
 def host():
-    with on_the_host(lars_kernel, contrast_kernel) as module:
-        yield module
+    with on_the_host(lars_kernel, contrast_kernel, norm_kernels) as launched:
+        yield launched
 
 
 def relative(found, expected):
@@ -83,11 +86,11 @@ def test_lars_is_two_launches_and_one_more_for_the_plain_group(host):
         groups = parameter_groups(network, exclude_bias_and_norm=exclude)
         optimizers[exclude] = LARS(groups, 0.1, implementation="kernel")
     give_gradients(network, 0)
-    host.launched.clear()
+    host.clear()
     optimizers[True].step()
-    assert host.launched == ["lars_norms", "lars_update", "lars_update"]
+    assert host == ["lars_norms", "lars_update", "lars_update"]
     optimizers[False].step()
-    assert host.launched[3:] == ["lars_norms", "lars_update"] * 2  # 8 tensors, 6 a launch
+    assert host[3:] == ["lars_norms", "lars_update"] * 2  # 8 tensors, 6 a launch
 
 
 def test_lars_steps_a_channels_last_network_as_foreach_does_and_in_the_same_bits_again():
@@ -149,7 +152,7 @@ def test_a_1x1_convolution_is_dense_in_either_layout():
 
 
 def rows_in_float64(logits, ids, first, weights, every):
-    """w_i L_i and w_i dL_i/dl_ij, by autograd."""
+    """L_i, or 0 for a row that is left out, and w_i dL_i/dl_ij by autograd."""
     logits = logits.double().requires_grad_()
     losses = []
     for i, w in enumerate(weights.double()):
@@ -160,9 +163,9 @@ def rows_in_float64(logits, ids, first, weights, every):
             losses.append(0 * w)
             continue
         level = logits[i][positive].mean() if every else logits[i][positive].logsumexp(0)
-        losses.append(w * (logits[i][others].logsumexp(0) - level))
+        losses.append(logits[i][others].logsumexp(0) - level)
     losses = torch.stack(losses)
-    gradient = torch.autograd.grad(losses.sum() + 0 * logits.sum(), logits)[0]
+    gradient = torch.autograd.grad(weights.double() @ losses + 0 * logits.sum(), logits)[0]
     return losses.detach(), gradient
 
 
@@ -186,14 +189,12 @@ def test_the_row_pass_is_the_formula_for_any_row(keys, classes, every, height, s
     ids = torch.where(torch.rand(keys, generator=generator) < 0.2, ids + (1 << 32), ids)
     weights = torch.rand(anchors, generator=generator) * (torch.rand(anchors, generator=generator) < 0.8)
     logits = (torch.rand(anchors, keys, generator=generator) * 2 - 1) * height
-    losses, gradient = rows_in_float64(logits, ids, first, weights, every)
+    value, slope = rows_in_float64(logits, ids, first, weights, every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contrast_kernel, "STAGED", staged)
         found, d_logits = contrast_kernel.row_pass(ids, every)(logits.clone(), first, weights)
-    torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6 * height)
-    torch.testing.assert_close(
-        d_logits.double(), gradient, rtol=2e-6 * height + 2e-6, atol=1e-7 + 1e-7 * height
-    )
+    torch.testing.assert_close(found.double(), value, rtol=2e-6, atol=2e-6 * height)
+    torch.testing.assert_close(d_logits.double(), slope, rtol=2e-6 * height + 2e-6, atol=1e-7 + 1e-7 * height)
 
 
 def test_a_long_row_is_the_formula_where_a_thread_forgets_which_keys_are_positive():
@@ -202,12 +203,12 @@ def test_a_long_row_is_the_formula_where_a_thread_forgets_which_keys_are_positiv
     logits, ids = torch.randn(2, 700, generator=generator) * 5, torch.arange(700) % 50
     weights = torch.tensor([0.5, 2.0])
     for every in (False, True):
-        losses, gradient = rows_in_float64(logits, ids, 100, weights, every)
+        value, slope = rows_in_float64(logits, ids, 100, weights, every)
         for staged in (600, 100):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(contrast_kernel, "STAGED", staged)
                 found, d_logits = contrast_kernel.row_pass(ids, every)(logits.clone(), 100, weights)
-            assert relative(found, losses) < 1e-6 and relative(d_logits, gradient) < 1e-6
+            assert relative(found, value) < 1e-6 and relative(d_logits, slope) < 1e-6
 
 
 def test_a_logit_that_is_no_number_shows_in_the_loss():
@@ -215,3 +216,39 @@ def test_a_logit_that_is_no_number_shows_in_the_loss():
     logits[0, 4] = torch.nan
     losses, _ = contrast_kernel.row_pass(torch.arange(6) % 3, False)(logits, 0, torch.ones(2))
     assert losses.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("loss", ["nt_xent", "suncet", "sup_con"])
+def test_a_whole_loss_swept_by_the_kernel_is_the_dense_equation(loss, host, monkeypatch):
+    monkeypatch.setattr(contrast_kernel, "runs_on", lambda example, twin: True)
+    z = torch.randn(26, 5, generator=torch.Generator().manual_seed(1))
+    arguments = () if loss == "nt_xent" else (torch.arange(26) % 9,)
+    host.clear()
+    for keys in (
+        ("attached", "detached") if loss == "sup_con" else ("detached",)
+    ):  # one alone sweeps pairs on a CPU
+        setting = {"keys": keys, "temperature": 0.1}
+        found = gradient(getattr(losses, loss), z, *arguments, **setting, chunk_size=7)
+        expected = gradient(getattr(dense_losses, loss), z.double(), *arguments, **setting)
+        assert relative(found[0], expected[0]) < 1e-6 and relative(found[1], expected[1]) < 1e-5
+    assert set(host) == {"contrast_rows"}
+
+
+def test_the_kernels_would_notice_if_a_twin_and_they_disagreed():
+    """What a run on a card asks first. Here it passes, and fails as soon as either side is wrong."""
+    here = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contrast_kernel, "STAGED", 40)
+        contrast_kernel.prove(here, contrast.row_pass)
+        with pytest.raises(KernelError, match="contrastive"):
+            contrast_kernel.prove(here, lambda ids, every: contrast.row_pass(ids, not every))
+    lars_kernel.prove(here)
+    norm_kernels.prove(here)
+    for caller, holder, twin in (
+        (lars_kernel, lars_kernel, "lars_foreach"),
+        (norm_kernels, norm_kernels.F, "relu"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holder, twin, lambda x, *_, **__: x)
+            with pytest.raises(KernelError, match="differs from its twin"):
+                caller.prove(here)

@@ -6,6 +6,18 @@
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS) name
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 constexpr int WARP = 32;
+
+// In PTX, because NVRTC has no cuda_fp16.h of its own.
+__device__ inline float half_to_float(unsigned bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)bits));
+    return x;
+}
+__device__ inline unsigned float_to_half(float x) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
 #endif
 
 constexpr unsigned ALL = 0xffffffffu;  // every lane of a warp takes part
