@@ -11,10 +11,11 @@ from pathlib import Path
 
 from fastsuncet import files
 from fastsuncet.errors import CheckpointError
-from fastsuncet.report import paper
-from fastsuncet.report.curves import KNN, Curve, read_run
+from fastsuncet.report import claims, paper
+from fastsuncet.report.curves import KNN, Curve
 from fastsuncet.report.figure import draw_panel
 from fastsuncet.report.panels import Panel, arrange, choose_metrics
+from fastsuncet.report.reading import read_runs
 from fastsuncet.report.saved import RULE, Saving, savings
 from fastsuncet.report.saved_figure import draw_saved
 from fastsuncet.report.table import (
@@ -51,11 +52,10 @@ def report(
     Raises DataError where there is nothing to report, ConfigError for a metric or figure that there is not.
     """
     runs = list(dict.fromkeys([*runs, *([baseline] if baseline else [])]))
-    curves, notes = [], []
-    for run in runs:
-        found = read_run(run)
-        curves += found
-        notes += [] if found else [f"{run}: nothing was evaluated yet"]
+    curves = read_runs(runs)
+    heard = {Path(curve.run).resolve() for curve in curves}
+    silent = [run for run in runs if run.resolve() not in heard]
+    notes = [f"{run}: nothing was evaluated yet" for run in silent]
     if runs and not curves:
         raise DataError(
             f"{', '.join(map(str, runs))}: nothing was evaluated yet. `fastsuncet evaluate`, `finetune` and `transfer` "
@@ -105,8 +105,8 @@ def _write(
     pictures = [path for metric in metrics for panel in panels for path in draw_panel(panel, metric, output)]
     by_metric = {metric: [s for panel in panels for s in savings(panel, metric)] for metric in metrics}
     every = [s for found in by_metric.values() for s in found]
-    claims = any(name in (paper.TEN, paper.ONE) for name in figures)
-    pictures += draw_saved(every, paper.printed() if claims else [], output)
+    claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
+    pictures += draw_saved(every, claims.printed() if claimed else [], output)
     lines = ["# Report", ""]
     for metric in metrics:
         head, rows, plain = methods_table(panels, metric, by_metric[metric])
@@ -120,8 +120,8 @@ def _write(
         "",
     ]
     lines += _saved_section(panels, every)
-    if claims:
-        lines += ["## The paper's percentages", "", *paper.compare()[0], ""]
+    if claimed:
+        lines += ["## The paper's percentages", "", *claims.compare()[0], ""]
     for name in figures:
         lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
     lines += ["## Pictures", ""]

@@ -25,6 +25,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "osD^vPX*"
 DASHES: tuple = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", KNN: "accuracy"}
+DPI = 200
 CROSSING = "first as good, interpolated"
 CROSSED = {"marker": "|", "markersize": 11, "markeredgewidth": 1.6, "linestyle": "none"}
 # Cost -> (what it is, [(from this largest value on, divided by, unit)]), from large to small.
@@ -138,6 +139,8 @@ def _draw(axes: Axes, panel: Panel, groups: list[Group], metric: str, cost: str)
 
 def legend(figure: Figure, handles: dict[str, Artist]) -> None:
     """Below everything, in as many columns as the picture is wide enough for."""
+    if not handles:  # nothing was ever reached: words in the picture say so
+        return
     wide = figure.get_figwidth() * 13 / (max(map(len, handles)) + 7)  # 13 of its letters to an inch
     columns = max(1, min(len(handles), int(wide)))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
@@ -150,7 +153,8 @@ def write(figure: Figure, folder: Path, name: str) -> list[Path]:
     # matplotlib writes its version into a PNG and the date into an SVG: a picture should change with its numbers only.
     for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, dpi=200, metadata=metadata)
+        figure.savefig(buffer, format=suffix, dpi=DPI, metadata=metadata)
+        figure.set_layout_engine("none")  # where everything is does not change from one format to the next
         path = folder / f"{stem}.{suffix}"
         files.replace(path, buffer.getvalue())
         paths.append(path)

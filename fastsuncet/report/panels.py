@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from fastsuncet.errors import ConfigError
@@ -121,7 +122,8 @@ def _name(members: list[Curve], joined: list[list[Curve]]) -> str:
 
 def _baseline(groups: list[Group], run: str | None) -> Group | None:
     if run is not None:
-        return next((group for group in groups if run in [curve.run for curve in group.curves]), None)
+        place = Path(run).resolve()
+        return next((g for g in groups if place in [Path(curve.run).resolve() for curve in g.curves]), None)
     without = [group for group in groups if not group.supervised and not group.published]
     if not without:
         without = [group for group in groups if not group.supervised]
