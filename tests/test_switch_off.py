@@ -26,7 +26,8 @@ def _noisy(curve: np.ndarray, seed: int, noise: float = 0.05) -> np.ndarray:
     return curve * (1 + noise * np.random.default_rng(seed).standard_normal(len(curve)))
 
 
-# Real curves
+# Real curves: one seed each. The paper sees fewer labels plateau sooner; these runs, which all see as many labeled
+# images an update and the same schedule, do not show it (79, 71 and 57 epochs for 10, 20 and 50 %).
 
 
 @pytest.mark.parametrize("fraction", sorted(CURVES))
