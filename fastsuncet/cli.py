@@ -55,6 +55,29 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     return run(config, ["train", *arguments], dry_run=options.dry_run)
 
 
+def _transfer(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument(
+        "--encoder",
+        metavar="PATH",
+        help="a run, one of its checkpoints, or a file of weights (default: this run)",
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="this checkpoint of the run (default: the newest)"
+    )
+    parser.add_argument(
+        "--cell", metavar="I/N", default="1/1", help="share I of N of the grid's cells, for an array of jobs"
+    )
+    options = _with_config(parser, arguments)
+    if options.step is not None and options.step < 0:
+        parser.error(f"--step is a whole number, 0 or more, not {options.step}")
+    config = _load(options)
+    from fastsuncet.transfer import transfer
+    from fastsuncet.transfer.grid import read_share
+
+    where = None if options.encoder is None else Path(options.encoder)
+    return transfer(config, arguments, encoder=where, step=options.step, share=read_share(options.cell))
+
+
 def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:
     parser.add_argument(
         "--encoder",
@@ -73,6 +96,30 @@ def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:
     where = None if options.encoder is None else Path(options.encoder)
     command = ["evaluate", kind, *arguments]
     return evaluate(config, kind, command, encoder=where, step=options.step, every=options.every_checkpoint)
+
+
+def _sweep(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check every config, print every command, start nothing"
+    )
+    parser.add_argument("--list", action="store_true", help="print how far every run is, start nothing")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="these runs; * and ? stand in"
+    )
+    parser.add_argument("--task", metavar="I/N", help="share I of N of the runs, for an array of jobs")
+    parser.add_argument("--keep-going", action="store_true", help="go on with the other runs where one fails")
+    options = _with_config(parser, arguments)
+    from fastsuncet.sweep import sweep
+
+    return sweep(
+        options.config,
+        options.overrides,
+        task=options.task,
+        patterns=options.only,
+        dry_run=options.dry_run,
+        show=options.list,
+        keep_going=options.keep_going,
+    )
 
 
 def _preview(parser: Parser, arguments: list[str]) -> int:
@@ -185,10 +232,12 @@ def _version(parser: Parser, arguments: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = {
     "train": (_train, cli_help.TRAIN),
+    "transfer": (_transfer, cli_help.TRANSFER),
     "evaluate knn": (partial(_evaluate, "knn"), cli_help.KNN),
     "evaluate npi": (partial(_evaluate, "npi"), cli_help.NPI),
     "evaluate linear": (partial(_evaluate, "linear"), cli_help.LINEAR),
     "evaluate accuracy": (partial(_evaluate, "accuracy"), cli_help.ACCURACY),
+    "sweep": (_sweep, cli_help.SWEEP),
     "preview": (_preview, cli_help.PREVIEW),
     "data check": (_check, cli_help.CHECK),
     "data pack": (_pack, cli_help.PACK),

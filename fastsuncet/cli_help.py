@@ -29,7 +29,12 @@ Pre-trains image encoders with SimCLR + SuNCEt: contrast between images, helped 
 
 commands:
   train CONFIG [section.key=value ...]    pre-train, or continue a run where it stopped
-  evaluate knn|npi|linear|accuracy CONFIG what a run's encoder knows, counted on the validation images
+  transfer CONFIG [section.key=value ...] fine-tune on CIFAR-10, CIFAR-100 and VOC 2007, over a grid, and choose
+  evaluate knn CONFIG [...]               nearest labeled neighbours: what a run's representations know
+  evaluate npi CONFIG [...]               SuNCEt's own classifier on them, which has no parameters
+  evaluate linear CONFIG [...]            a linear classifier on them, fitted to the labeled images
+  evaluate accuracy CONFIG [...]          a network that has its classifier: fine-tuned here, or another program's
+  sweep SWEEP [section.key=value ...]     several runs from one file, each with its commands
   preview CONFIG [section.key=value ...]  draw the augmented views a config makes as a picture
   data check FOLDER or CONFIG             decode every image once and name the bad ones
   data pack CONFIG --output FILE          the training images as one file, for shared file systems
@@ -62,6 +67,28 @@ examples:
   torchrun --nproc-per-node 8 -m fastsuncet train configs/in1k_10pct.yaml
 
 --dry-run prints every key there is, with its value in this run.
+
+{EXIT_CODES}""",
+)
+
+TRANSFER = Help(
+    "CONFIG [section.key=value ...] [--encoder PATH] [--step N] [--cell I/N]",
+    """\
+Fine-tunes an encoder on each data set of transfer.datasets, once for every learning rate and weight decay of the
+grid (paper, appendix C: 7 x 8 cells of 20,000 steps). Cells are compared on validation images; the best is trained once
+more on all training images and counted once on the test images, and that number goes to the run's results.
+
+Data sets lie below transfer.root as their authors publish them: cifar-10-batches-py, cifar-100-python (transfer.download
+fetches these two), VOCdevkit; or each in a folder named cifar10, cifar100, voc07.
+
+A finished cell is read, not trained again, and one that was stopped is continued: run the same command again. With
+--cell each job of an array takes its share of the cells, and whichever finishes a data set's last one makes the choice.""",
+    f"""\
+examples:
+  fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data
+  fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data 'transfer.datasets=[cifar10]' --step 227000
+  fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data --encoder resnet50.pth
+  sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
 
 {EXIT_CODES}""",
 )
@@ -134,6 +161,36 @@ torchvision or timm with its fc.
 examples:
   fastsuncet evaluate accuracy configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
+
+{EXIT_CODES}""",
+)
+
+SWEEP = Help(
+    "SWEEP [section.key=value ...] [--only NAME] [--task I/N] [--dry-run | --list] [--keep-going]",
+    """\
+Does what SWEEP lists (train, finetune, evaluate ..., transfer) with every run that it makes of a config, one command
+after the other, each as a process of its own on all GPUs of this machine. Nothing starts before all configs are sound.
+What is done is skipped and what was stopped is continued: after any end the same command goes on. Overrides are for all
+runs.
+
+In a Slurm array task T does run T; with --task each job does its share of the runs. A signal is passed on to the
+command that runs, and 75 is passed back.
+
+  base: cifar10_suncet.yaml                 a config, taken from the sweep's own folder
+  name: cifar10-p{data.split.fraction}      of each run; without it the sweep's name and what varies
+  set: {checkpoint.keep: 10}                the same in all runs
+  vary: {data.split.fraction: [0.01, 0.1]}  a run for each combination of what is listed here
+  runs: {a: {meta.seed: 0}, b: {}}          a run for each entry; an entry can have a base of its own
+  commands:                                 or a plain list: [train, finetune]
+    train:
+    finetune: {set: {finetune.epochs: 90}, every_checkpoint: true}
+    evaluate knn: {vary: {evaluation.knn_k: [10, 20]}}""",
+    f"""\
+examples:
+  fastsuncet sweep configs/paper/cifar10_suncet.yaml --dry-run
+  fastsuncet sweep configs/paper/cifar10_suncet.yaml --list
+  fastsuncet sweep configs/paper/in1k_suncet_10pct.yaml data.root=/data/imagenet --only '*-100ep'
+  sbatch --array=1-6 job.sh    with: fastsuncet sweep configs/paper/cifar10_suncet.yaml
 
 {EXIT_CODES}""",
 )
