@@ -4,6 +4,7 @@ import torch
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.distributed import all_gather_rows
+from fastsuncet.switch_off import PlateauRule
 
 
 class Supervision:
@@ -19,8 +20,6 @@ class Supervision:
         self.arithmetic, self.rank = arithmetic, rank
         self.rule = None
         if c.supervised_epochs == "plateau":
-            from fastsuncet.switch_off import PlateauRule
-
             self.rule = PlateauRule(c.plateau_epochs, c.plateau_gain)
         self.ended: int | None = None  # the first step without, once the rule has spoken
         self.sum = torch.zeros((), dtype=torch.float64, device=device)  # of this rank's losses in this epoch

@@ -1,6 +1,7 @@
 """The loop on real data: what it refuses, what it says, and that ranks share one experiment."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from fastsuncet.launch import join
 from pipelines.errors import BadImage
 from tests.pictures import write_pictures
 from tests.ranks import run_ranks
-from tests.runs import CONFIGS, final_state, small_config, train
+from tests.runs import CONFIGS, assert_equal_to_the_bit, final_state, small_config, train
 
 
 def lines(config, kind: str) -> list[dict]:
@@ -61,6 +62,37 @@ def test_suncet_is_zero_from_its_switch_off_on_and_the_update_gets_smaller(tmp_p
     assert all(record["suncet"] > 0 for record in records[:4])
     assert all(record["suncet"] == 0 for record in records[4:])
     assert records[4]["images"] - records[3]["images"] == 720
+
+
+PLATEAU = (
+    "criterion.supervised_epochs=plateau",
+    "criterion.plateau_epochs=1",
+    "criterion.plateau_gain=0.5",  # a loss that does not halve from one epoch to the next has plateaued
+    "optimization.steps=14",  # three epochs and a half
+)
+
+
+def test_supervision_ends_by_itself_once_its_loss_has_plateaued_and_the_ledger_knows(tmp_path):
+    config = small_config(tmp_path, *PLATEAU, "logging.log_every=1")
+    train(config)
+    records = lines(config, "train")
+    on = [record["suncet"] > 0 for record in records]
+    assert (
+        on == [True] * 8 + [False] * 6
+    )  # two epochs of four updates are compared, and the second was too little
+    cost = [b["images"] - a["images"] for a, b in pairwise([{"images": 0}, *records])]
+    assert cost == [760] * 8 + [720] * 6
+
+
+@pytest.mark.parametrize("stop_at", [2, 7, 8, 11])  # within an epoch, at its end, after the switch-off
+def test_a_run_that_waits_for_a_plateau_ends_it_at_the_same_step_however_often_it_is_stopped(
+    tmp_path, stop_at
+):
+    whole, parts = small_config(tmp_path / "a", *PLATEAU), small_config(tmp_path / "b", *PLATEAU)
+    train(whole)
+    train(parts, stop_at=stop_at)
+    train(parts)
+    assert_equal_to_the_bit(final_state(parts), final_state(whole))
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_with_step_term_and_files_and_saves_nothing(tmp_path):
