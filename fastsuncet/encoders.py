@@ -29,11 +29,12 @@ class Encoder:
     name: str  # as in model.name
     stem: str  # "imagenet" or "cifar"
     source: str  # the folder or file, as the user named it
-    step: int | None  # updates done; None where the file does not say
+    step: int | None  # updates of pre-training; None where the file does not say
     epoch: float | None
     ledger: dict[str, Any] | None  # what the pre-training cost: a run's checkpoint has it
     method: str | None  # "SimCLR + SuNCEt"
     classifier: nn.Linear | None = None  # (B, width) -> (B, C), where it comes with one
+    tuned: int | None = None  # updates of fine-tuning since
 
     def record(self) -> dict[str, Any]:
         """What a result says of the encoder it was measured on."""
@@ -136,6 +137,16 @@ def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
         key.removeprefix(ENCODER): value for key, value in loaded.model.items() if key.startswith(ENCODER)
     }
     module = _build(m.name, m.library, m.stem, tensors, source)
+    # What fine-tuning wrote says of which encoder it began with: that one's step and cost are what counts.
+    began = loaded.meta.get("encoder")
+    known = {
+        "step": loaded.step,
+        "epoch": _epoch(loaded),
+        "ledger": loaded.meta.get("ledger"),
+        "method": methods.name(config),
+    }
+    if began is not None:
+        known = {key: began.get(key) for key in known}
     classifier = None
     if f"{CLASSIFIER}weight" in loaded.model:
         classifier = _classifier(loaded.model[f"{CLASSIFIER}weight"], loaded.model[f"{CLASSIFIER}bias"])
@@ -145,11 +156,9 @@ def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
         m.name,
         m.stem,
         source,
-        loaded.step,
-        _epoch(loaded),
-        loaded.meta.get("ledger"),
-        methods.name(config),
-        classifier,
+        **known,
+        classifier=classifier,
+        tuned=None if began is None else loaded.step,
     )
 
 

@@ -122,13 +122,16 @@ def _network(encoder: Encoder, kind: str, config: Config, place: Place) -> nn.Mo
 
 def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, images: Images) -> dict:
     size, resize = view_size(config.data.augmentation.size)
+    setting = measured.setting | {"size": size, "resize": resize}
+    if encoder.tuned is not None:
+        setting["finetuned"] = encoder.tuned  # updates: the same encoder before and after is two evaluations
     return {
         "kind": kind,
         "metrics": measured.metrics,
         "images": measured.images,
         "labels": labels_record(images, config),
         "encoder": encoder.record(),
-        "setting": measured.setting | {"size": size, "resize": resize},
+        "setting": setting,
         "run": config.run_folder.name,
         "versions": versions(),
     }
@@ -146,10 +149,11 @@ def _heading(kind: str, measured: Measured, images: Images) -> list[str]:
 
 
 def _name(encoder: Encoder) -> str:
+    tuned = "" if encoder.tuned is None else f", fine-tuned for {encoder.tuned:,} updates"
     if encoder.step is None:
-        return f"encoder  {encoder.source} ({encoder.name}, {encoder.stem} stem)\ntop 1  "
+        return f"encoder  {encoder.source} ({encoder.name}, {encoder.stem} stem{tuned})\ntop 1  "
     epoch = "" if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, "
-    return f"step {encoder.step:,} ({epoch}{encoder.method})"
+    return f"step {encoder.step:,} ({epoch}{encoder.method}{tuned})"
 
 
 def _number(measured: Measured) -> str:

@@ -118,6 +118,26 @@ def test_a_checkpoint_whose_tensors_are_not_its_configs_network_names_the_shapes
         load_encoder(tmp_path, config)
 
 
+def test_what_fine_tuning_wrote_counts_from_the_encoder_it_began_with(tmp_path, config):
+    model = trained("resnet_tiny", "imagenet")
+    classifier = torch.nn.Linear(64, 10)
+    tensors = {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
+    tensors |= {f"classifier.{key}": value for key, value in classifier.state_dict().items()}
+    ledger = {"images": 64, "updates": 700, "petaflops": 0.2, "seconds": 9.5}
+    began = {"source": "runs/a", "step": 700, "epoch": 12.5, "method": "SimCLR", "ledger": ledger}
+    meta = {"config": config.canonical(), "encoder": began, "world_size": 1}
+    checkpoint.save(tmp_path / "checkpoints", 40, model=tensors, state={}, meta=meta, keep=1)
+    encoder = load_encoder(tmp_path, config)
+    assert (encoder.step, encoder.epoch, encoder.method, encoder.ledger) == (700, 12.5, "SimCLR", ledger)
+    assert encoder.tuned == 40 and encoder.source.endswith("step_00000040")
+    assert torch.equal(encoder.classifier.weight, classifier.weight)
+    assert torch.equal(outputs(encoder.module), outputs(model.encoder))
+    began.update(dict.fromkeys(("step", "epoch", "method", "ledger")))  # of a torchvision file
+    checkpoint.save(tmp_path / "checkpoints", 50, model=tensors, state={}, meta=meta, keep=1)
+    encoder = load_encoder(tmp_path, config)
+    assert (encoder.step, encoder.ledger, encoder.tuned) == (None, None, 50)
+
+
 # ----------------------------------------------------------------------------------------------------------- files
 def wrapped(state: dict, how: str) -> dict:
     prefix, _, key = how.partition(" in ")
