@@ -1,9 +1,11 @@
 """A run's state: what a checkpoint holds, and how all ranks save it and continue from it together."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastsuncet import checkpoint
 from fastsuncet.config import Config
@@ -40,29 +42,39 @@ def save(
     The data have no state: a step's images are a function of its number. What is kept beside weights, momentum and
     scaler is the part of a metrics interval that is already behind us, so that its line comes out the same.
     """
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "window": {"sums": sums, "steps": window.steps},
+        "extra": extra,
+    }
+    meta = {
+        "config": config.canonical(),
+        "ledger": ledger.state(),
+        "world_size": place.world_size,
+        "images": images,
+    }
+    keep = config.checkpoint.keep
+    save_together(folder, step, place=place, model=model, state=state, meta=meta, keep=keep, say=say)
+
+
+def save_together(
+    folder: Path,
+    step: int,
+    *,
+    place: Place,
+    model: nn.Module,
+    state: dict[str, Any],
+    meta: dict[str, Any],
+    keep: int,
+    say: Say,
+) -> None:
+    """`checkpoint.save` by rank 0 in `folder`/checkpoints; every rank leaves together, with or without an error."""
     problem = None
     if place.first:
-        state = {
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(),
-            "window": {"sums": sums, "steps": window.steps},
-            "extra": extra,
-        }
-        meta = {
-            "config": config.canonical(),
-            "ledger": ledger.state(),
-            "world_size": place.world_size,
-            "images": images,
-        }
         try:
             checkpoint.save(
-                folder / FOLDER,
-                step,
-                model=model.state_dict(),
-                state=state,
-                meta=meta,
-                keep=config.checkpoint.keep,
-                say=say,
+                folder / FOLDER, step, model=model.state_dict(), state=state, meta=meta, keep=keep, say=say
             )
         except (
             Exception
@@ -93,12 +105,33 @@ def restore(
     Rank 0 chooses and verifies, the others read what it chose: no two ranks continue from different steps. Raises
     CheckpointError on every rank: damaged ones only, another config (each key named), other images.
     """
+    loaded = load_together(
+        folder, place=place, expect=lambda meta: refuse_others(meta, config, images), say=say
+    )
+    if loaded is None:
+        return 0, {}
+    if place.first and loaded.meta["world_size"] != place.world_size:
+        say(
+            f"on {place.world_size} processes instead of {loaded.meta['world_size']}: the same images in the same "
+            "global batches, so results are equal up to rounding, not to the bit"
+        )
+    model.load_state_dict(loaded.model)
+    optimizer.load_state_dict(loaded.state["optimizer"])
+    scaler.load_state_dict(loaded.state["scaler"])
+    ledger.restore(loaded.meta["ledger"])
+    interval = loaded.state["window"]
+    window.restore(interval["sums"], interval["steps"], place.rank, place.world_size)
+    return loaded.step, loaded.state["extra"]
+
+
+def load_together(
+    folder: Path, *, place: Place, expect: Callable[[dict[str, Any]], None], say: Say
+) -> checkpoint.Loaded | None:
+    """`checkpoint.load_newest` in `folder`/checkpoints, the same on every rank: rank 0 chooses, the others follow."""
     loaded, problem = None, None
     if place.first:
         try:
-            loaded = checkpoint.load_newest(
-                folder / FOLDER, expect=lambda meta: refuse_others(meta, config, images), say=say
-            )
+            loaded = checkpoint.load_newest(folder / FOLDER, expect=expect, say=say)
         except CheckpointError as error:
             problem = error
     chosen = broadcast_json({"failed": problem is not None, "path": str(loaded.path) if loaded else None})
@@ -107,23 +140,11 @@ def restore(
     if chosen["failed"]:
         raise CheckpointError("rank 0 found checkpoints it cannot continue from; its own message says why")
     if chosen["path"] is None:
-        return 0, {}
+        return None
     if loaded is None:
-        loaded = checkpoint.load(chosen["path"])
-    model.load_state_dict(loaded.model)
-    optimizer.load_state_dict(loaded.state["optimizer"])
-    scaler.load_state_dict(loaded.state["scaler"])
-    ledger.restore(loaded.meta["ledger"])
-    interval = loaded.state["window"]
-    window.restore(interval["sums"], interval["steps"], place.rank, place.world_size)
-    if place.first:
-        say(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
-        if loaded.meta["world_size"] != place.world_size:
-            say(
-                f"on {place.world_size} processes instead of {loaded.meta['world_size']}: the same images in the same "
-                "global batches, so results are equal up to rounding, not to the bit"
-            )
-    return loaded.step, loaded.state["extra"]
+        return checkpoint.load(chosen["path"])
+    say(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
+    return loaded
 
 
 def refuse_others(meta: dict[str, Any], config: Config, images: str) -> None:

@@ -78,6 +78,23 @@ class UnlabeledSampler:
         return self._order(epoch)[first : first + self.local_batch].copy()
 
 
+class SubsetSampler:
+    """Every image of `indices` once an epoch, as `UnlabeledSampler` shows those of a whole data set.
+
+    `indices` int64 (L,): their numbers in the data set, in any order: it is the ascending one that is shuffled.
+    """
+
+    def __init__(self, indices: np.ndarray, global_batch: int, world_size: int, seed: int):
+        self.indices = np.sort(np.asarray(indices, np.int64))  # where a plan looks for stand-ins
+        self._places = UnlabeledSampler(len(self.indices), global_batch, world_size, seed)
+        self.world_size, self.local_batch = world_size, self._places.local_batch
+        self.steps_per_epoch = self._places.steps_per_epoch
+
+    def rows(self, step: int, rank: int) -> np.ndarray:
+        """Image indices, int64 (local_batch,), of `rank` at `step`."""
+        return self.indices[self._places.rows(step, rank)]
+
+
 class ClassSampler:
     """Labeled batches by class (recipe 2.3): C classes shared by all ranks, n images of each on every rank.
 

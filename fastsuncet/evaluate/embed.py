@@ -17,6 +17,7 @@ from fastsuncet.launch import Place
 from fastsuncet.model import Model
 from pipelines.index import ImageIndex
 from pipelines.loader import PassLoader, open_evaluation_loader, open_pass_loader
+from pipelines.params import Center
 from pipelines.plan import PassPlan
 
 SUPPORTS = "supports"  # the role of `embed_views`' draws: a stream apart from training's
@@ -48,6 +49,7 @@ def outputs(
     place: Place,
     *,
     batch: int = 256,
+    view: Center | None = None,  # None: the config's
 ) -> Tensor:
     """What `network` makes of each image, (N, E) float32 on the device, in the order of `indices`.
 
@@ -55,18 +57,18 @@ def outputs(
     rank takes a block of the images and all ranks return all rows, N x E x 4 bytes on each. No gradient. Raises
     BadImage for an image that cannot be decoded: an accuracy over other images would be another accuracy.
     """
-    data = config.data
-    crop, resize = view_size(data.augmentation.size)
+    a = config.data.augmentation
+    view = view or Center(*view_size(a.size), a.mean, a.std)
     mine, _ = _block(indices, place)
     loader = open_evaluation_loader(
         index,
         mine,
         min(batch, len(mine)),
-        crop,
-        resize,
-        mean=data.augmentation.mean,
-        std=data.augmentation.std,
-        **_pixels(config, place),
+        view.size,
+        view.resize,
+        mean=view.mean,
+        std=view.std,
+        **loader_options(config, place),
     )
     rows = _forward(network, loader, len(mine), 1, place)
     return all_gather_rows(rows[:, 0])[: len(indices)]  # blocks in rank order are the images' order
@@ -96,9 +98,11 @@ def embed_views(
         (crop,) * views,
         seed=config.meta.seed,
         role=SUPPORTS,
-        first=first,
+        first=0,
     )
-    rows = _forward(network, open_pass_loader(index, plan, **_pixels(config, place)), len(mine), views, place)
+    rows = _forward(
+        network, open_pass_loader(index, plan, **loader_options(config, place)), len(mine), views, place
+    )
     return all_gather_rows(rows)[: len(indices)]
 
 
@@ -110,7 +114,7 @@ def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
     return np.resize(indices, share * place.world_size)[first:][:share], first
 
 
-def _pixels(config: Config, place: Place) -> dict[str, Any]:
+def loader_options(config: Config, place: Place) -> dict[str, Any]:
     """How a loader makes pixels here."""
     return {
         "device": "gpu" if place.device.type == "cuda" else "cpu",
