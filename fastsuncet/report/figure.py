@@ -126,10 +126,11 @@ def _draw(axes: Axes, panel: Panel, groups: list[Group], metric: str, cost: str)
         )
         if seeds > 1:
             axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
-        if target is None or group is panel.baseline:
+        # The paper's runs and the reader's are not each other's baseline; a first checkpoint is no crossing.
+        if target is None or group.published != panel.baseline.published or mean[0] >= 100 * target:
             continue
         at = crossing(x, mean, 100 * target, linear=True)
-        if at is not None:
+        if at is not None and group is not panel.baseline:
             axes.plot([at], [100 * target], color="black", zorder=4, label=CROSSING, **CROSSED)
     axes.set_xlabel(label)
     axes.set_xlim(0, 1.04 * max(everything) / divisor)

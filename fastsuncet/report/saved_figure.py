@@ -50,7 +50,10 @@ def draw_saved(savings: list[Saving], printed: list[Printed], folder: Path) -> l
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel(f"to match the best of {shown[0].baseline}, % of its cost")
+        rivals = {s.baseline for s in shown}
+        axes.set_xlabel(
+            f"to match the best of {rivals.pop() if len(rivals) == 1 else 'the baseline'}, % of its cost"
+        )
         handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
         legend(figure, handles)
         return write(figure, folder, "saved")
@@ -70,15 +73,8 @@ def _draw(axes, s: Saving, y: float) -> None:
     color, marker, name = VERSIONS[s.cost]
     level = y + _offset(s)
     if s.share() is None:
-        axes.annotate(
-            f"{name}: never reached",
-            (1, level),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="center",
-            color=color,
-            fontsize=8,
-        )
+        text = {"va": "center", "color": color, "fontsize": 8}
+        axes.annotate(f"{name}: never reached", (0.015, level), xycoords=("axes fraction", "data"), **text)
         return
     linear, checkpoint = 100 * s.share(), 100 * s.share(linear=False)
     axes.plot([linear, checkpoint], [level, level], color=color, linewidth=1.2, zorder=2)
