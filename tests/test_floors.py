@@ -35,6 +35,7 @@ FLOORS = [
     "fastsuncet.train fastsuncet.preview fastsuncet.doctor fastsuncet.check fastsuncet.pack",
     "fastsuncet.run",
     "fastsuncet.demo fastsuncet.evaluation fastsuncet.sweep",
+    "fastsuncet.transfer",
     "fastsuncet.cli_help",
     "fastsuncet.cli",
     "fastsuncet.__main__",
