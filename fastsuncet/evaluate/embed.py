@@ -98,7 +98,7 @@ def embed_views(
         (crop,) * views,
         seed=config.meta.seed,
         role=SUPPORTS,
-        first=0,
+        first=first,
     )
     rows = _forward(
         network, open_pass_loader(index, plan, **loader_options(config, place)), len(mine), views, place
