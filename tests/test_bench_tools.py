@@ -165,8 +165,9 @@ def test_bench_lars_tells_time_operators_waits_and_bytes(tmp_path, capsys):
 
 def test_bench_pipeline_tells_speed_and_cpu_beside_a_data_loader(tmp_path, capsys):
     report = run(bench_pipeline, tmp_path, capsys)
-    ours, peer = report["points"]
+    ours, peer, files, pack = report["points"]
     assert ours["peer"] == peer["name"] and "speed_to_peer" not in peer
+    assert pack["peer"] == files["name"] and spreads(pack["speed_to_peer"]) and "peer" not in files
     for row in report["points"]:
         assert min(row["images_per_second"]) > 0 and min(row["cpu_ms_per_image"]) > 0
     assert report["files"] == 8 and report["made_up"]

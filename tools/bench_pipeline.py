@@ -1,6 +1,6 @@
 """SimCLR's two views from JPEG files: the DALI loader and its torchvision twin against torchvision's DataLoader.
 
-    python tools/bench_pipeline.py [FOLDER] [--json FILE] [--rounds R] [--images N] [--quick]
+    python tools/bench_pipeline.py [FOLDER] [--json FILE] [--rounds R] [--images N] [--pack] [--quick]
 
 FOLDER is any tree of images; without one, pictures are made up and written first. Everyone gets two threads or
 two worker processes, reads the same files, decodes each once and gives two float32 views of 224 pixels in batches
@@ -10,6 +10,9 @@ Colour, in the table: "exact" is torchvision's jitter (contrast about the image'
 fixed order brightness, contrast, saturation, hue; "fast" is one linear twist in YIQ, another augmentation of about
 the same strength; "stock" is torchvision's jitter in torchvision's random order. Blur: Gaussian, 23 pixels wide,
 or as wide as sigma asks for (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used.
+
+The same files are also read out of a pack (`fastsuncet data pack`). Both are in the page cache by then, and a user
+cannot empty it: this tells what a pack costs or saves the processor, and nothing of a disk or a file server.
 """
 
 import argparse
@@ -36,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `
 
 from pipelines.datasets import image_tree
 from pipelines.loader import open_loader
+from pipelines.packed import open_pack
+from pipelines.packing import write_pack
 from pipelines.params import Augmentation, blur_windows
 from pipelines.plan import Plan
 from pipelines.sampling import UnlabeledSampler
@@ -52,6 +57,7 @@ from tools.bench_common import (
 )
 
 WORKERS, SIGMA = 2, (0.1, 2.0)
+FILES, PACK = "read files", "read pack"
 DRAINED = 5  # batches thrown away before a turn: more than anybody has prepared while others had theirs
 
 
@@ -59,23 +65,32 @@ DRAINED = 5  # batches thrown away before a turn: more than anybody has prepared
 class Contender:
     """Who makes the two views, and how."""
 
-    engine: (
-        str  # "dali", "twin", "decode", or for the DataLoader what its transforms work on: "tensors", "PIL"
-    )
+    # "dali", from files or from a "pack"; "twin"; "decode", "read files", "read pack": a part of the work alone; or
+    # for the DataLoader what its transforms work on: "tensors", "PIL".
+    engine: str
     color: str
     blur: str  # "23", "sigma" or "box"
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        if self.engine == "decode":
-            return "limit: DALI, decoding alone"
-        who = {"dali": "fastsuncet DALI", "twin": "fastsuncet torchvision twin"}
+        alone = {
+            "decode": "limit: DALI, decoding alone",
+            FILES: "reading alone, files",
+            PACK: "reading alone, pack",
+        }
+        if self.engine in alone:
+            return alone[self.engine]
+        who = {
+            "dali": "fastsuncet DALI",
+            "pack": "fastsuncet DALI from a pack",
+            "twin": "fastsuncet torchvision twin",
+        }
         return f"{who.get(self.engine, f'DataLoader, v2 on {self.engine}')}, {self.color}, blur {self.blur}"
 
     @property
     def ours(self) -> bool:
-        return self.engine in ("dali", "twin")
+        return self.engine in ("dali", "pack", "twin")
 
 
 CONTENDERS = (
@@ -83,6 +98,7 @@ CONTENDERS = (
     Contender("dali", "exact", "sigma"),
     Contender("dali", "fast", "23"),
     Contender("dali", "fast", "sigma"),
+    Contender("pack", "fast", "sigma"),
     Contender("twin", "exact", "23"),
     Contender("twin", "exact", "sigma"),
     Contender("tensors", "stock", "23"),
@@ -91,8 +107,11 @@ CONTENDERS = (
     Contender("PIL", "stock", "sigma"),
     Contender("PIL", "stock", "box"),
     Contender("decode", "-", "-"),
+    Contender(FILES, "-", "-"),
+    Contender(PACK, "-", "-"),
 )
-QUICK = (CONTENDERS[2], CONTENDERS[6])
+PACKED = (CONTENDERS[3], CONTENDERS[4], *CONTENDERS[-2:])
+QUICK = (CONTENDERS[2], CONTENDERS[7], *CONTENDERS[-2:])
 
 
 class SigmaBlur(nn.Module):
@@ -154,9 +173,17 @@ class Endless(Sampler):
             yield from torch.randperm(self.count).tolist()
 
 
-def batches(contender: Contender, folder: str, batch: int) -> Iterator[Any]:
+@dataclass(frozen=True)
+class Stored:
+    """The same images twice: a tree of files, and those packed."""
+
+    folder: str
+    pack: str
+
+
+def batches(contender: Contender, stored: Stored, batch: int) -> Iterator[Any]:
     """Batch after batch of two views, without end."""
-    index = image_tree(folder)
+    index = open_pack(stored.pack) if contender.engine in ("pack", PACK) else image_tree(stored.folder)
     if contender.engine in ("tensors", "PIL"):
         paths = [index.path(i) for i in range(len(index))]
         data = TwoViews(paths, contender.engine, contender.blur)
@@ -172,7 +199,10 @@ def batches(contender: Contender, folder: str, batch: int) -> Iterator[Any]:
     if contender.engine == "decode":
         yield from decoded(plan)
         return
-    backend = "dali" if contender.engine == "dali" else "torchvision"
+    if contender.engine in (FILES, PACK):
+        yield from read(plan)
+        return
+    backend = "torchvision" if contender.engine == "twin" else "dali"
     loader = open_loader(index, plan, views, threads=WORKERS, prefetch=2, backend=backend)
     for step in itertools.count():
         yield loader(step)
@@ -195,10 +225,29 @@ def decoded(plan: Plan) -> Iterator[Any]:
         yield pipeline.run()
 
 
-def serve(pipe: Connection, contender: Contender, folder: str, batch: int) -> None:
+def read(plan: Plan) -> Iterator[Any]:
+    """The same files as bytes in DALI's memory, not decoded."""
+    from nvidia.dali import fn, pipeline_def
+
+    from pipelines.dali_engine import FilePaths, PackedBytes
+
+    packed, steps = plan.index.pack is not None, itertools.count()
+    stored = PackedBytes(plan.index.pack) if packed else FilePaths(plan.index)
+
+    @pipeline_def(exec_dynamic=True)
+    def encoded() -> Any:
+        given = fn.external_source(lambda: stored(plan.sampler.rows(next(steps), 0)))
+        return given if packed else fn.io.file.read(given)  # DALI copies what it is given: one copy each
+
+    pipeline = encoded(batch_size=plan.batch, num_threads=WORKERS, prefetch_queue_depth=2, device_id=None)
+    while True:
+        yield pipeline.run()
+
+
+def serve(pipe: Connection, contender: Contender, stored: Stored, batch: int) -> None:
     """A contender's process: for each number of batches asked for, sends (wall seconds, CPU seconds)."""
     torch.set_num_threads(1)
-    source = batches(contender, folder, batch)
+    source = batches(contender, stored, batch)
     next(source)  # built, workers started
     pipe.send(None)
     try:
@@ -224,7 +273,7 @@ def cpu_seconds() -> float:
 
 
 def measure(
-    contenders: tuple[Contender, ...], folder: str, batch: int, count: int, rounds: int
+    contenders: tuple[Contender, ...], stored: Stored, batch: int, count: int, rounds: int
 ) -> list[dict[str, Any]]:
     """One row a contender: seconds of each turn over `count` batches, by the wall and by the CPU."""
     lines: dict[Contender, Connection] = {}
@@ -234,7 +283,7 @@ def measure(
         for contender in contenders:
             lines[contender], far_end = multiprocessing.Pipe()
             # Not daemonic: daemons may not have the workers that a DataLoader is made of.
-            server = PROCESSES.Process(target=serve, args=(far_end, contender, folder, batch), daemon=False)
+            server = PROCESSES.Process(target=serve, args=(far_end, contender, stored, batch), daemon=False)
             server.start()
             servers.append(server)
             far_end.close()
@@ -275,13 +324,22 @@ def peers(found: list[dict[str, Any]], blur: str) -> list[dict[str, Any]]:
 
 
 def compare(found: list[dict[str, Any]]) -> None:
-    """Adds to each row of ours how it stands to the fastest DataLoader with the same blur kernel."""
+    """Adds to each row of ours how it stands to the fastest DataLoader with the same blur kernel; a pack, to files."""
     for row in found:
         same_blur = peers(found, row["blur"])
         if row["engine"] in ("dali", "twin") and same_blur:
             row["peer"] = same_blur[0]["name"]
             row["speed_to_peer"] = ratios(row["images_per_second"], same_blur[0]["images_per_second"])
             row["cpu_of_peer"] = ratios(same_blur[0]["cpu_ms_per_image"], row["cpu_ms_per_image"])
+    for one, other in ((PACK, FILES), ("pack", "dali")):
+        for row in found:
+            same = [
+                x for x in found if (x["engine"], x["color"], x["blur"]) == (other, row["color"], row["blur"])
+            ]
+            if row["engine"] == one and same:
+                row["peer"] = same[0]["name"]
+                row["speed_to_peer"] = ratios(row["images_per_second"], same[0]["images_per_second"])
+                row["cpu_of_peer"] = ratios(same[0]["cpu_ms_per_image"], row["cpu_ms_per_image"])
 
 
 def targets_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -314,7 +372,10 @@ def show(found: list[dict[str, Any]]) -> None:
             for row in found
         ],
     )
-    print("x peer: against the fastest DataLoader with the same blur kernel\n")
+    print("x peer: against the fastest DataLoader with the same blur kernel; a pack's against the files")
+    print(
+        "files and pack were in the page cache, which cannot be emptied here: a cold disk is not measured\n"
+    )
 
 
 def write_pictures(folder: Path, count: int, height: int = 375, width: int = 500) -> None:
@@ -342,17 +403,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="two contenders, 8 pictures: for a look and for the tests"
     )
+    parser.add_argument("--pack", action="store_true", help="only what is read from files and from a pack")
     options = parser.parse_args(arguments)
     batch, count, rounds, contenders = 32, max(1, options.images // 32), options.rounds, CONTENDERS
+    if options.pack:
+        contenders = tuple(c for c in CONTENDERS if c in PACKED)
     if options.quick:
         batch, count, rounds, contenders = 4, 2, 2, QUICK
     where = environment()
     with tempfile.TemporaryDirectory() as made_up:
         if options.folder is None:
             write_pictures(Path(made_up), 8 if options.quick else 256)
-        folder = options.folder or made_up
-        files = len(image_tree(folder))
-        found = measure(contenders, folder, batch, count, rounds)
+        index = image_tree(options.folder or made_up)
+        with tempfile.TemporaryDirectory() as packed:
+            stored = Stored(str(index.root), f"{packed}/images.pack")
+            write_pack(index, stored.pack)
+            found = measure(contenders, stored, batch, count, rounds)
+        files = len(index)
     compare(found)
     print(
         f"two views of 224 pixels from {files} files, batches of {batch}, {WORKERS} threads or workers each"
