@@ -136,8 +136,8 @@ def test_extras_that_are_not_installed_come_with_one_command(monkeypatch):
     monkeypatch.setattr(page, "installed", {"scikit-learn": "1.9"}.get)
     assert page.extras() == Finding(
         "absent",
-        "tensorboard, wandb (installed: scikit-learn 1.9)",
-        "pip install 'fastsuncet[tensorboard,wandb]' for the settings that use them",
+        "tensorboard, wandb, nvidia-ml-py (installed: scikit-learn 1.9)",
+        "pip install 'fastsuncet[tensorboard,wandb,energy]' for what uses them",
     )
 
 

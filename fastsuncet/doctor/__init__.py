@@ -116,8 +116,13 @@ def apex() -> Finding:
 
 
 def extras() -> Finding:
-    """What only some commands and settings use."""
-    wanted = {"scikit-learn": "demo", "tensorboard": "tensorboard", "wandb": "wandb"}
+    """What only some commands and settings use, and the joules of a run (nvidia-ml-py)."""
+    wanted = {
+        "scikit-learn": "demo",
+        "tensorboard": "tensorboard",
+        "wandb": "wandb",
+        "nvidia-ml-py": "energy",
+    }
     there = {package: version for package in wanted if (version := installed(package))}
     missing = {package: extra for package, extra in wanted.items() if package not in there}
     facts = ", ".join(f"{package} {version}" for package, version in there.items())
@@ -126,7 +131,7 @@ def extras() -> Finding:
     return Finding(
         "absent",
         ", ".join(missing) + (f" (installed: {facts})" if facts else ""),
-        f"pip install 'fastsuncet[{','.join(missing.values())}]' for the settings that use "
+        f"pip install 'fastsuncet[{','.join(missing.values())}]' for what uses "
         + ("it" if len(missing) == 1 else "them"),
     )
 
