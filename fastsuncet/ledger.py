@@ -75,6 +75,6 @@ class Ledger:
     def restore(self, state: dict) -> None:
         """Continues from a checkpoint's `state`."""
         self.images, self.updates, self.seconds = state["images"], state["updates"], state["seconds"]
-        # Before 0.3 a checkpoint kept the petaFLOPs alone, of views that all cost the same.
+        # The first checkpoints kept the petaFLOPs alone.
         self.macs = state.get("macs", round(state["petaflops"] * 1e15 / FLOP_PER_MAC))
         self.joules = state.get("joules") if self.meter else None
