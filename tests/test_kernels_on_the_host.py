@@ -1,19 +1,27 @@
 """The kernels' sources, run on a CPU with a real thread for each of theirs, say what their twins say in float64."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsuncet import losses, norm_kernels
+from fastsuncet.kernels import nvrtc
 from fastsuncet.kernels.launch import KernelError
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.optim import LARS, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
 from tests import dense_losses
 from tests.dense_losses import gradient
-from tests.host_kernels import SIZES, on_the_host
+from tests.host_kernels import SIZES, built, on_the_host
 from tests.networks import give_gradients, tiny_network
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -252,3 +260,20 @@ def test_the_kernels_would_notice_if_a_twin_and_they_disagreed():
             patch.setattr(holder, twin, lambda x, *_, **__: x)
             with pytest.raises(KernelError, match="differs from its twin"):
                 caller.prove(here)
+
+
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no NVRTC: {nvrtc.unavailable()}")
+def test_every_kernel_agrees_with_its_twin_through_nvidias_own_bindings_and_a_driver_without_a_card(tmp_path):
+    (tmp_path / "libcuda.so.1").symlink_to(built("libcuda.cpp", "-O1", "-shared", "-fPIC"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.host_driver"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # On another stream than torch's the driver refuses, and that is said.
+    assert done.stdout.startswith("lars_norms of lars.cu, grid (7, 1), block 8: CUDA_ERROR_INVALID_VALUE"), (
+        done.stdout
+    )
