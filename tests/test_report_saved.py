@@ -173,7 +173,7 @@ def test_the_explanation_of_the_10_percent_puts_the_papers_percentage_on_our_lin
     assert "a 400-epoch run between the two (appendix G has one) would have to reach 67.0" in text
 
 
-def test_every_row_of_the_recipes_targets_is_in_the_data_with_a_source():
+def test_every_experiment_of_the_paper_is_in_the_data_with_a_source():
     points = paper.load()
     assert {p.row for p in points} == set(range(1, 29))
     assert all(p.source for p in points)

@@ -20,7 +20,7 @@ SUNCET = "SimCLR + SuNCEt"
 class Published:
     """One row of the data: a number the paper or its authors' README gives."""
 
-    row: int  # of docs/recipe.md, section 6
+    row: int  # the experiment it belongs to: one table, figure or statement
     figure: str
     method: str
     labels: str  # in %, or ""
@@ -136,5 +136,5 @@ def sources(figure: str) -> list[str]:
         listed = list(members)
         rows = ", ".join(map(str, sorted({p.row for p in listed})))
         read = "; read from the picture, good to 0.1 at best" if any(p.approx for p in listed) else ""
-        lines.append(f"- {source}: row {rows} of docs/recipe.md, section 6{read}")
+        lines.append(f"- {source}: row {rows} of paper_points.csv{read}")
     return lines
