@@ -242,7 +242,8 @@ class Npi(Section):
 class Transfer(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
-    root: Text | None = None  # folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit
+    # Folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100, voc07.
+    root: Text | None = None
     datasets: Datasets = ("cifar10", "cifar100", "voc07")
     download: Switch = False  # cifar10, cifar100
     steps: Count = 20_000

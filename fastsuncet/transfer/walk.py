@@ -96,9 +96,10 @@ def outcome_of(one: Bench, record: Record | None, fresh: bool) -> str:
 
 def time_left(taken: Sequence[float], left: int) -> str:
     """A guess from the cells so far."""
-    minutes = round(sum(taken) / len(taken) * left / 60)
-    hours = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-    return f"; {left} left, about {hours}"
+    seconds = sum(taken) / len(taken) * left
+    hours, minutes = divmod(round(seconds / 60), 60)
+    about = f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 90 else f"{seconds:.0f} s"
+    return f"; {left} left, about {about}"
 
 
 def conclude(one: Bench, cells: Sequence[Cell], say: Say) -> None:
