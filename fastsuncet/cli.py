@@ -55,6 +55,15 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     return run(config, ["train", *arguments], dry_run=options.dry_run)
 
 
+def _finetune(parser: Parser, arguments: list[str]) -> int:
+    options = _with_encoder(parser, arguments)
+    config = _load(options)
+    from fastsuncet.finetune import finetune
+
+    where = None if options.encoder is None else Path(options.encoder)
+    return finetune(config, arguments, encoder=where, step=options.step, every=options.every_checkpoint)
+
+
 def _transfer(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument(
         "--encoder",
@@ -79,17 +88,7 @@ def _transfer(parser: Parser, arguments: list[str]) -> int:
 
 
 def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:
-    parser.add_argument(
-        "--encoder",
-        metavar="PATH",
-        help="a run, one of its checkpoints, or a file of weights (default: this run)",
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step", metavar="N", type=int, help="this checkpoint of the run (default: the newest)"
-    )
-    which.add_argument("--every-checkpoint", action="store_true", help="each good checkpoint of the run")
-    options = _with_config(parser, arguments)
+    options = _with_encoder(parser, arguments)
     config = _load(options)
     from fastsuncet.evaluation import evaluate
 
@@ -232,6 +231,7 @@ def _version(parser: Parser, arguments: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = {
     "train": (_train, cli_help.TRAIN),
+    "finetune": (_finetune, cli_help.FINETUNE),
     "transfer": (_transfer, cli_help.TRANSFER),
     "evaluate knn": (partial(_evaluate, "knn"), cli_help.KNN),
     "evaluate npi": (partial(_evaluate, "npi"), cli_help.NPI),
@@ -263,6 +263,22 @@ def _with_config(parser: Parser, arguments: list[str]) -> argparse.Namespace:
             "section.key=value"
         )
     options.config = files[0]
+    return options
+
+
+def _with_encoder(parser: Parser, arguments: list[str]) -> argparse.Namespace:
+    """One config, and which encoder or encoders are meant."""
+    parser.add_argument(
+        "--encoder",
+        metavar="PATH",
+        help="a run, one of its checkpoints, or a file of weights (default: this run)",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", metavar="N", type=int, help="this checkpoint of the run (default: the newest)"
+    )
+    which.add_argument("--every-checkpoint", action="store_true", help="each good checkpoint of the run")
+    options = _with_config(parser, arguments)
     return options
 
 

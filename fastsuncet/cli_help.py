@@ -29,6 +29,7 @@ Pre-trains image encoders with SimCLR + SuNCEt: contrast between images, helped 
 
 commands:
   train CONFIG [section.key=value ...]    pre-train, or continue a run where it stopped
+  finetune CONFIG [section.key=value ...] train encoder and a new classifier on the labeled images, and count
   transfer CONFIG [section.key=value ...] fine-tune on CIFAR-10, CIFAR-100 and VOC 2007, over a grid, and choose
   evaluate knn CONFIG [...]               nearest labeled neighbours: what a run's representations know
   evaluate npi CONFIG [...]               SuNCEt's own classifier on them, which has no parameters
@@ -67,6 +68,32 @@ examples:
   torchrun --nproc-per-node 8 -m fastsuncet train configs/in1k_10pct.yaml
 
 --dry-run prints every key there is, with its value in this run.
+
+{EXIT_CODES}""",
+)
+
+FINETUNE = Help(
+    "CONFIG [section.key=value ...] [--encoder PATH] [--step N | --every-checkpoint]",
+    """\
+Fine-tunes a pre-trained encoder on the labeled images of data.split and counts the accuracy on all validation images
+(paper, appendix B): the projection head is dropped, a linear classifier begins at zero, and all weights are trained by
+SGD with Nesterov momentum; images are cropped at random and flipped. The numbers are those of the section finetune.
+
+The encoder is that of the config's own run, its newest checkpoint, or --encoder's: a run's folder, one of its
+checkpoints, or a file of weights (torchvision, timm, the authors' checkpoints; as torch.save or .safetensors).
+
+Each fine-tuning has a folder in <run>/finetune, named after its labels and checkpoint, or by finetune.write_tag. One
+that was stopped is continued by the same command, one that has ended is not trained again. Its number goes to
+<run>/results, its network stays in its folder: `fastsuncet evaluate npi CONFIG --encoder FOLDER` takes it.""",
+    f"""\
+examples:
+  fastsuncet finetune configs/digits_demo.yaml finetune.epochs=20 finetune.batch_size=64
+  fastsuncet finetune configs/cifar10_suncet.yaml finetune.epochs=90 finetune.batch_size=256 --every-checkpoint
+  fastsuncet finetune configs/in1k_10pct.yaml data.root=/data/imagenet finetune.accumulate=4 --step 140740
+  fastsuncet finetune configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
+      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
+
+Not enough memory: finetune.accumulate=A makes each update in A passes, BatchNorm then sees 1/A of a process's images.
 
 {EXIT_CODES}""",
 )

@@ -35,7 +35,7 @@ FLOORS = [
     "fastsuncet.train fastsuncet.preview fastsuncet.doctor fastsuncet.check fastsuncet.pack",
     "fastsuncet.run",
     "fastsuncet.demo fastsuncet.evaluation fastsuncet.sweep",
-    "fastsuncet.transfer",
+    "fastsuncet.transfer fastsuncet.finetune",
     "fastsuncet.cli_help",
     "fastsuncet.cli",
     "fastsuncet.__main__",

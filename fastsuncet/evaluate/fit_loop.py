@@ -72,7 +72,15 @@ class Fitter:
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         view = Augmentation(
-            s.size, s.crop_scale, jitter=0.0, grey=0.0, blur=0.0, mean=tuple(s.mean), std=tuple(s.std)
+            size=s.size,
+            crop_scale=s.crop_scale,
+            crop_ratio=s.crop_ratio,
+            flip=s.flip,
+            jitter=0.0,
+            grey=0.0,
+            blur=0.0,
+            mean=s.mean,
+            std=s.std,
         )
         several = s.loss == "sigmoid"
         sizes = {"batch": s.batch, "passes": s.accumulate, "seed": s.seed}

@@ -30,6 +30,8 @@ class FitSetting:
     seed: int
     precision: str  # of meta.precision
     accumulate: int  # passes an update
+    flip: float = 0.5  # probability
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
     save_every: int = 1000  # updates; beside the last one and a signal
 
 
