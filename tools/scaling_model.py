@@ -1,0 +1,245 @@
+"""What a training step says to other ranks, to the byte, and what that makes of one card's step on many.
+
+    python tools/scaling_model.py CONFIG [section.key=value ...] --step-ms T --images U --labeled S [--json FILE]
+
+T is the time of one step on ONE card with U unlabeled and S labeled images on it: measured (`tools/bench_step.py`) or,
+for a look at the formulae, made up; then every number that depends on it is made up too. U and S stay the same on each
+card (weak scaling). docs/scaling.md says where the network's figures come from and what follows.
+
+The bytes are exact (`step_messages.py`). The times are a model: latency + bytes / bandwidth, as NCCL itself predicts a
+collective when it chooses an algorithm.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
+
+from fastsuncet.config import Config, load_config
+from fastsuncet.errors import FastSuncetError
+from tools.bench_common import environment, print_table, write_json
+from tools.step_messages import messages, summed
+
+FLOAT, INTEGER = (
+    4,
+    8,
+)  # bytes: rows, statistics and gradients are float32 in every precision; labels are int64
+WORLDS = (1, 8, 64, 512, 4096)
+BUCKET = 25 << 20  # bytes of DDP's gradient buckets, its default
+BACKWARD = 2 / 3  # share of a step under which gradients can travel: 4 of 6 FLOP a multiply-add
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links, and NCCL's own latencies; by default nodes of 8 H100 or H200, each GPU with a network card of its own."""
+
+    gpus_a_node: int = 8
+    node_gbs: float = 450.0  # GB/s of a GPU in one direction, NVLink 4
+    card_gbs: float = 50.0  # GB/s of a network card, 400 Gb/s
+    # Microseconds, from NCCL's src/graph/tuning.cc (baseLat and hwLat, at commit 01afd20a): of a call, of a hop inside
+    # a node, of a hop between nodes; for the protocols LL (low latency) and Simple (full bandwidth).
+    ring: tuple = ((3.6, 0.47, 2.7), (8.4, 3.4, 9.6))
+    tree: tuple = ((4.4, 0.52, 5.0), (0.0, 28.0, 50.0))
+
+    def seconds(self, collective: str, size: int, ranks: int) -> float:
+        """Of one collective over `size` bytes: the fastest of the algorithms and protocols that NCCL has for it.
+
+        Gathers and scatters are rings, so their latency grows with the ranks; an all-reduce may be a tree.
+        """
+        if ranks == 1 or size == 0:
+            return 0.0
+        nodes = math.ceil(ranks / self.gpus_a_node)
+        bandwidth = self.node_gbs if nodes == 1 else min(self.node_gbs, self.gpus_a_node * self.card_gbs)
+        ways = [self._ring(collective, size, ranks, nodes, bandwidth, low) for low in (True, False)]
+        if collective == "all_reduce":
+            ways += [self._tree(size, ranks, nodes, bandwidth, low) for low in (True, False)]
+        return 1e-6 * min(ways)
+
+    def _ring(self, collective: str, size: int, ranks: int, nodes: int, bandwidth: float, low: bool) -> float:
+        base, inside, between = self.ring[0 if low else 1]
+        if low:
+            inside, bandwidth = inside * (1.8 if nodes > 1 else 1), bandwidth / 4
+        trips = 2 if collective == "all_reduce" else 1
+        hops, far = trips * (ranks - 1), trips * (nodes - 1)
+        return base + (hops - far) * inside + far * between + size / (1e3 * bandwidth * ranks / hops)
+
+    def _tree(self, size: int, ranks: int, nodes: int, bandwidth: float, low: bool) -> float:
+        base, inside, between = self.tree[0 if low else 1]
+        bandwidth = 0.9 * bandwidth / 2
+        if low:
+            inside, bandwidth = inside * (1.8 if nodes > 1 else 1), bandwidth / 3.8
+        latency = base + 2 * ((ranks / nodes - 1) * inside + math.log2(nodes) * between)
+        return latency + size / (1e3 * bandwidth)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on W ranks, in milliseconds by term; `gradients` is what is left of them after the backward pass."""
+
+    ranks: int
+    views: int  # of all ranks
+    one_card: float
+    norm_gather: float
+    norm_reduce: float
+    rows: float  # gathered forward, their gradient reduced backward
+    gradients: float
+    similarity: float  # products with the other ranks' rows
+    gathered_mb: float  # joined rows that each rank holds
+
+    @property
+    def step(self) -> float:
+        """Everything one after the other, but for gradients that travel under the backward pass."""
+        terms = self.norm_gather, self.norm_reduce, self.rows, self.gradients, self.similarity
+        return self.one_card + sum(terms)
+
+    @property
+    def efficiency(self) -> float:
+        """Views a second and card, over those of one card alone."""
+        return self.one_card / self.step
+
+    @property
+    def largest(self) -> str:
+        """The term beside the card's own work that costs most; "" on one card."""
+        names = "norm_gather", "norm_reduce", "rows", "gradients", "similarity"
+        return max(names, key=lambda name: getattr(self, name)) if self.ranks > 1 else ""
+
+
+def predict(
+    config: Config,
+    ranks: int,
+    images: int,
+    labeled: int,
+    step_ms: float,
+    network: Network,
+    teraflops: float,
+    *,
+    reduced_norm: bool = False,
+) -> Prediction:
+    """A step on `ranks` cards from one on one card. `teraflops`: of the similarity products, in float32.
+
+    `reduced_norm`: as if BatchNorm's statistics were summed by an all-reduce of the same bytes a rank, not gathered.
+    """
+    said = messages(config, ranks, images, labeled)
+
+    def milliseconds(*starts: str) -> float:
+        chosen = [x for x in said if x.what.startswith(starts)]
+        return 1e3 * sum(network.seconds(x.collective, x.bytes, ranks) * x.calls for x in chosen)
+
+    norm_gather = milliseconds("BatchNorm, statistics")
+    if reduced_norm:
+        own = [x.bytes // ranks for x in said if x.what == "BatchNorm, statistics"]
+        norm_gather = 1e3 * sum(network.seconds("all_reduce", size, ranks) for size in own)
+    size = next((x.bytes for x in said if x.what == "gradients of the weights"), 0)
+    buckets = [min(BUCKET, size - start) for start in range(0, size, BUCKET)]
+    times = [1e3 * network.seconds("all_reduce", bucket, ranks) for bucket in buckets]
+    # The last bucket is ready when the backward pass is over; the others travel under it, as far as they fit.
+    exposed = max(times[-1], sum(times) - BACKWARD * step_ms) if times else 0.0
+    width = config.model.output
+    # Forward, gradient by anchors, gradient by keys: 2 FLOP each for every pair of a row here with one elsewhere.
+    flop = sum(3 * 2 * width * rows * rows * (ranks - 1) for rows in (2 * images, labeled))
+    return Prediction(
+        ranks=ranks,
+        views=ranks * (2 * images + labeled),
+        one_card=step_ms,
+        norm_gather=norm_gather,
+        norm_reduce=milliseconds("BatchNorm, gradients"),
+        rows=milliseconds("rows", "labels", "gradient of"),
+        gradients=exposed,
+        similarity=flop / (teraflops * 1e9),
+        gathered_mb=sum(x.bytes for x in said if x.what.startswith("rows")) / 1e6,
+    )
+
+
+def show(config: Config, predictions: Sequence[Prediction], images: int, labeled: int) -> None:
+    """Both tables: bytes at 8 ranks, times at each number of them."""
+    eight = messages(config, 8, images, labeled)
+    print("What a rank says in a step on 8 cards (NCCL), by the largest tensor of each collective:")
+    rows = [
+        [x.what, x.collective, str(sum(y.what == x.what for y in eight)), f"{x.bytes:,}", f"{x.sent(8):,.0f}"]
+        for x in summed(eight)
+    ]
+    print_table(["", "", "calls", "bytes", "sent, with rings"], rows)
+    head = (
+        "cards",
+        "step, ms",
+        "efficiency",
+        "norm gather",
+        "norm reduce",
+        "rows",
+        "gradients",
+        "similarity",
+        "largest",
+    )
+    times = "norm_gather", "norm_reduce", "rows", "gradients", "similarity"
+    print_table(
+        head,
+        [
+            [
+                str(p.ranks),
+                f"{p.step:.1f}",
+                f"{p.efficiency:.2f}",
+                *(f"{getattr(p, t):.2f}" for t in times),
+                p.largest,
+            ]
+            for p in predictions
+        ],
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the tables and writes the JSON. 2 for a config that is wrong or not modelled."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--step-ms", type=float, required=True, help="of one card alone")
+    parser.add_argument("--images", type=int, required=True, help="unlabeled images of that step")
+    parser.add_argument("--labeled", type=int, default=0, help="labeled images of that step")
+    parser.add_argument("--gpus-a-node", type=int, default=Network.gpus_a_node)
+    parser.add_argument(
+        "--node-gbs", type=float, default=Network.node_gbs, help="GB/s of a GPU inside a node"
+    )
+    parser.add_argument(
+        "--card-gbs", type=float, default=Network.card_gbs, help="GB/s of a GPU's network card"
+    )
+    parser.add_argument(
+        "--teraflops", type=float, default=67.0, help="of the similarity products; 67: H200, float32"
+    )
+    parser.add_argument(
+        "--reduced-norm", action="store_true", help="as if BatchNorm's statistics were all-reduced"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    network = Network(options.gpus_a_node, options.node_gbs, options.card_gbs)
+    try:
+        config = load_config(options.config, options.overrides)
+        predictions = [
+            predict(
+                config,
+                ranks,
+                options.images,
+                options.labeled,
+                options.step_ms,
+                network,
+                options.teraflops,
+                reduced_norm=options.reduced_norm,
+            )
+            for ranks in WORLDS
+        ]
+    except FastSuncetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    show(config, predictions, options.images, options.labeled)
+    points = [
+        asdict(p) | {"step": p.step, "efficiency": p.efficiency, "largest": p.largest} for p in predictions
+    ]
+    report = {"tool": "scaling_model", "environment": environment(), "network": asdict(network)}
+    write_json(options.json, {**report, "step_ms": options.step_ms, "points": points})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
