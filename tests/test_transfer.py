@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import types
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,31 @@ def test_the_best_cell_is_trained_again_on_all_images_and_counted_on_the_test_im
     (grid_csv,) = (whole / "digits_demo").rglob("grid.csv")
     assert len(grid_csv.read_text().splitlines()) == 4
     assert not list((whole / "digits_demo").rglob("fit")), "checkpoints of finished cells are left behind"
+
+
+def test_cells_are_compared_on_images_they_never_saw_and_the_chosen_one_learns_from_all(
+    bench_top, tmp_path, monkeypatch
+):
+    calls, good = [], {0.01: 0.5, 0.1: 0.85, 0.03: 0.2}  # learning rate -> share of right answers
+
+    def stand_in(encoder, train, indices, index, asked, setting, *_, **__):
+        calls.append((setting, indices, index, asked))
+        truth, count = torch.from_numpy(index.labels[asked]), round(good[setting.lr] * len(asked))
+        said = torch.where(torch.arange(len(asked)) < count, truth, (truth + 1) % 10)
+        return types.SimpleNamespace(logits=torch.nn.functional.one_hot(said, 10).float())
+
+    monkeypatch.setattr(cells_module, "fit", stand_in)
+    assert command(bench_top, tmp_path) == 0
+    *cells, (setting, indices, index, asked) = calls
+    for one, learned, where, validated in cells:
+        assert sorted([*learned, *validated]) == list(range(100)) and where is cells[0][2]
+        assert one.weight_decay == pytest.approx(0.001 / one.lr) and one.bn_momentum == pytest.approx(0.1)
+        assert np.array_equal(validated, cells[0][3])
+    assert (setting.lr, len(index)) == (0.1, TEST_IMAGES)
+    assert indices.tolist() == list(range(100)) and asked.tolist() == list(range(TEST_IMAGES))
+    (result,) = read_results(tmp_path / "digits_demo")
+    assert result["metrics"]["cifar10"] == pytest.approx(20 / 23)  # round(0.85 x 23)
+    assert result["chosen"]["cifar10"]["validation"] == pytest.approx(17 / 20)
 
 
 def test_the_same_command_again_trains_nothing(whole, bench_top, monkeypatch, capsys):
