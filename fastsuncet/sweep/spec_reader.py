@@ -27,11 +27,11 @@ class _Reader:
         self.document, self.problems = document, list(document.problems)
 
     def wrong(self, key: Key, text: str) -> None:
-        origin = self.document.origins.get(key)
-        while origin is None and key:  # an entry of a list has no line of its own
-            key = key[:-1]
-            origin = self.document.origins.get(key)
-        self.problems.append(Problem(".".join(key), text, origin or Origin(self.document.file)))
+        at = key
+        while at and at not in self.document.origins:  # an entry of a list has no line of its own
+            at = at[:-1]
+        origin = self.document.origins.get(at, Origin(self.document.file))
+        self.problems.append(Problem(".".join(at or key), text, origin))
 
     def spec(self) -> Spec:
         top = self.document.values

@@ -1,0 +1,436 @@
+"""A sweep: many runs from one file, in order, each command once, and whatever ends it told by its exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastsuncet import cli, sweep
+from fastsuncet.config import ConfigErrors
+from fastsuncet.config.reader import Document
+from fastsuncet.errors import ConfigError
+from fastsuncet.sweep import jobs
+from fastsuncet.sweep.child import Children
+from fastsuncet.sweep.runs import Run, expand
+from fastsuncet.sweep.share import only, share
+from fastsuncet.sweep.spec import COMMANDS, as_yaml
+from fastsuncet.sweep.spec_reader import read_sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = f"base: {ROOT}/configs/digits_demo.yaml\n"
+SMALL = """\
+set:
+  optimization.steps: 2
+  optimization.warmup: 0
+  criterion.unsupervised_batch_size: 16
+  criterion.supervised_imgs_per_class: 2
+  checkpoint.every: 1
+  evaluation.knn_every_epochs: null
+"""
+TWO = DIGITS + SMALL + "vary: {data.split.fraction: [0.1, 0.5]}\ncommands: [train, evaluate knn]\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "SLURM_ARRAY_TASK_ID", "FASTSUNCET_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(text: str, name: str = "two.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def names(text: str, *overrides: str) -> list[str]:
+    return [run.name for run in expand(read_sweep(written(text)), overrides)]
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Stands in for the processes: notes what they were given, does what a train does, ends with `codes` in order."""
+
+    class Script:
+        def __init__(self):
+            self.ran, self.codes, self.meanwhile = [], [], lambda children: None
+
+        def run(self, children, arguments):
+            command = " ".join(word for word in arguments[:2] if "." not in word and "/" not in word)
+            tag = next(word for word in arguments if word.startswith("logging.write_tag="))
+            self.ran.append(f"{command} {tag.partition('=')[2]}")
+            self.meanwhile(children)
+            code = self.codes.pop(0) if self.codes else 0
+            if code == 0 and command == "train":
+                folder = Path("runs") / tag.partition("=")[2]
+                folder.mkdir(parents=True)
+                (folder / "status.json").write_text('{"state": "done", "step": 2}')
+            return code
+
+    script = Script()
+    monkeypatch.setattr(Children, "run", lambda self, arguments: script.run(self, arguments))
+    return script
+
+
+# ------------------------------------------------------------------------------------------------------- real, in small
+def test_two_real_runs_are_trained_and_evaluated_once_and_a_lost_number_is_measured_again(capfd, monkeypatch):
+    path = written(TWO)
+    assert cli.main(["sweep", path]) == 0
+    said = capfd.readouterr().out
+    assert said.count("sweep    run ") == 4
+    assert said.endswith(
+        "run              command       state\n"
+        "two-fraction0.1  train         done\n"
+        "                 evaluate knn  done\n"
+        "two-fraction0.5  train         done\n"
+        "                 evaluate knn  done\n"
+        "2 runs, 4 commands: all done\n"
+    )
+    results = {run: list(Path("runs", run, "results").glob("knn-*.json")) for run in names(TWO)}
+    assert [len(found) for found in results.values()] == [1, 1]
+    fractions = [json.loads(found.read_text())["labels"]["fraction"] for (found,) in results.values()]
+    assert fractions == [0.1, 0.5]
+    # Done is done: no process is started.
+    monkeypatch.setattr(Children, "run", lambda self, arguments: pytest.fail(f"{arguments} was done"))
+    assert cli.main(["sweep", path]) == 0
+    # Other data roots, decode threads, log intervals make no other number; another k does, and so does a lost result.
+    assert cli.main(["sweep", path, "data.decode_threads=1", "logging.log_every=1"]) == 0
+    asked = []
+    monkeypatch.setattr(Children, "run", lambda self, arguments: asked.append(arguments[:2]) or 0)
+    assert cli.main(["sweep", path, "evaluation.knn_k=3"]) == 0
+    assert asked == [("evaluate", "knn")] * 2
+    asked.clear()
+    results["two-fraction0.5"][0].unlink()
+    assert cli.main(["sweep", path, "--list"]) == 0
+    assert f"to do again: {results['two-fraction0.5'][0].name} is gone" in capfd.readouterr().out
+    assert cli.main(["sweep", path]) == 0
+    assert asked == [("evaluate", "knn")]
+
+
+def test_sigterm_reaches_the_run_which_saves_and_the_sweep_leaves_with_75():
+    endless = TWO.replace("optimization.steps: 2", "optimization.steps: 1000000")
+    path = written(endless)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastsuncet", "sweep", path],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    checkpoints = Path("runs/two-fraction0.1/checkpoints")
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    status = json.loads(Path("runs/two-fraction0.1/status.json").read_text())
+    assert status["state"] == "preempted" and status["message"].startswith("SIGTERM"), said
+    assert not Path("runs/two-fraction0.5").exists()
+    assert "two-fraction0.1: train was stopped by a signal; the same command goes on" in said
+    (first, *rest) = [jobs.state(job) for run in expand(read_sweep(path)) for job in run.jobs]
+    assert (first.done, first.words) == (False, f"preempted at step {status['step']}")
+    assert {state.words for state in rest} == {"to do"}
+
+
+# ---------------------------------------------------------------------------------------------- in order, and to where
+def test_commands_run_in_order_and_the_second_time_nothing_does(children):
+    path = written(TWO)
+    assert sweep.sweep(path) == 0
+    order = [f"{command} two-fraction{p}" for p in (0.1, 0.5) for command in ("train", "evaluate knn")]
+    assert children.ran == order
+    assert sweep.sweep(path) == 0
+    assert children.ran == order
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 137])
+def test_a_failure_ends_the_sweep_with_its_exit_code(children, capsys, code):
+    children.codes = [0, code]
+    assert sweep.sweep(written(TWO)) == code
+    assert children.ran == ["train two-fraction0.1", "evaluate knn two-fraction0.1"]
+    said = f"two-fraction0.1: evaluate knn ended with exit code {code}; its message stands above"
+    assert said in capsys.readouterr().out
+
+
+def test_keep_going_leaves_out_the_rest_of_the_failed_run_alone(children):
+    children.codes = [4]
+    assert sweep.sweep(written(TWO), keep_going=True) == 4
+    assert children.ran == ["train two-fraction0.1", "train two-fraction0.5", "evaluate knn two-fraction0.5"]
+
+
+def test_a_run_that_saved_on_a_signal_ends_the_sweep_with_75_even_when_it_keeps_going(children):
+    children.codes = [75]
+    assert sweep.sweep(written(TWO), keep_going=True) == 75
+    assert children.ran == ["train two-fraction0.1"]
+
+
+def test_a_signal_that_a_command_outlives_starts_no_further_one(children):
+    children.meanwhile = lambda running: running._handle(signal.SIGUSR1, None)
+    assert sweep.sweep(written(TWO)) == 75
+    assert children.ran == ["train two-fraction0.1"]
+
+
+def test_a_run_of_other_settings_in_its_folder_is_refused_before_anything_starts(children):
+    path = written(TWO)
+    folder = Path("runs/two-fraction0.5")
+    folder.mkdir(parents=True)
+    job = expand(read_sweep(path))[1].jobs[0]
+    (folder / "config.yaml").write_text(job.config.to_yaml().replace("lr: 1.0", "lr: 2.0"))
+    with pytest.raises(ConfigError) as refused:
+        sweep.sweep(path)
+    assert str(refused.value) == (
+        "runs/two-fraction0.5 holds a run with optimization.lr: 2.0, and this one has 1.0. Give the sweep another "
+        "name, or move that folder away"
+    )
+    assert children.ran == []
+
+
+def test_an_evaluation_of_a_run_that_went_on_is_done_again(children):
+    path = written(TWO)
+    sweep.sweep(path)
+    Path("runs/two-fraction0.1/status.json").write_text('{"state": "done", "step": 3}')
+    states = [jobs.state(job).words for run in expand(read_sweep(path)) for job in run.jobs]
+    assert states == ["done", "to do again: the run has moved on", "done", "done"]
+
+
+def test_under_torchrun_a_sweep_is_refused(children, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="call it without torchrun"):
+        sweep.sweep(written(TWO))
+
+
+def test_a_dry_run_prints_every_command_and_loads_no_torch():
+    path = written(
+        TWO.replace("[train, evaluate knn]", "{train: , evaluate npi: {vary: {npi.views: [1, 2]}}}")
+    )
+    code = (
+        "import sys; from fastsuncet.cli import main; code = main(['sweep', 'two.yaml', '--dry-run', '--only', '*5']);"
+        "print(code, sorted({'torch', 'numpy', 'nvidia'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    same = (
+        f"{ROOT}/configs/digits_demo.yaml optimization.steps=2 optimization.warmup=0 "
+        "criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2 checkpoint.every=1 "
+        "evaluation.knn_every_epochs=null data.split.fraction=0.5"
+    )
+    tag = "logging.write_tag=two-fraction0.5"
+    assert done.stdout.splitlines() == [
+        f"fastsuncet train {same} {tag}",
+        f"fastsuncet evaluate npi {same} npi.views=1 {tag}",
+        f"fastsuncet evaluate npi {same} npi.views=2 {tag}",
+        "",
+        "dry run: 1 run, 3 commands; every config is sound, nothing was started",
+        "0 []",
+    ]
+    assert done.stderr == "" and path == "two.yaml"
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+def scripted(monkeypatch, code: str) -> Children:
+    """Children that run `code` instead of fastsuncet, and say "ready" by making a file."""
+    popen = subprocess.Popen
+    text = f"import os, signal, sys, time, pathlib\n{code}"
+    monkeypatch.setattr(subprocess, "Popen", lambda command: popen([sys.executable, "-c", text]))
+    return Children()
+
+
+READY = "pathlib.Path('ready').touch(); time.sleep(60)"
+
+
+def asked_to_stop(number: int = signal.SIGTERM) -> None:
+    """Signals this process once the child is there."""
+
+    def wait_and_signal():
+        while not Path("ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait_and_signal, daemon=True).start()
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("pass", 0), ("sys.exit(75)", 75)],
+)
+def test_a_child_that_nobody_stopped_ends_as_it_would_in_a_shell(monkeypatch, code, ends):
+    with scripted(monkeypatch, code) as children:
+        assert children.run(["version"]) == ends
+        assert children.requested is None
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        (READY, 75),  # one that knows nothing of signals dies of it: nothing is lost but its time
+        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); {READY}", 75),
+        (
+            f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); {READY}",
+            5,
+        ),  # could not save: a person has to look
+        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY}", 0),
+    ],
+)
+def test_a_signal_is_passed_on_and_the_child_has_the_last_word(monkeypatch, code, ends):
+    before = signal.getsignal(signal.SIGTERM)
+    with scripted(monkeypatch, code) as children:
+        asked_to_stop()
+        assert children.run(["train"]) == ends
+        assert children.requested == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_just_before_a_child_is_there_reaches_it(monkeypatch):
+    with scripted(monkeypatch, "time.sleep(60)") as children:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert children.run(["train"]) == 75
+
+
+# --------------------------------------------------------------------------------------------------------- whose runs
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_the_tasks_of_an_array_do_every_run_exactly_once(count, tasks):
+    runs = [Run(f"run{i}", ()) for i in range(count)]
+    shares = [share(runs, f"{i}/{tasks}", {})[0] for i in range(1, tasks + 1)]
+    assert sorted((run for part in shares for run in part), key=runs.index) == runs
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    slurm = [share(runs, None, {"SLURM_ARRAY_TASK_ID": str(i)})[0] for i in range(1, count + 1)]
+    assert slurm == [[run] for run in runs]
+
+
+def test_a_task_without_a_run_or_with_no_number_is_refused():
+    runs = [Run("a", ()), Run("b", ())]
+    with pytest.raises(ConfigError) as refused:
+        share(runs, None, {"SLURM_ARRAY_TASK_ID": "0"})
+    assert str(refused.value) == (
+        "this is task 0 of a Slurm array, and the sweep has 2 runs: submit it with --array=1-2, or give each task a "
+        "share with --task I/N"
+    )
+    for wrong in ("3/2", "0/2", "1", "1/0", "a/b", "1/2/3"):
+        with pytest.raises(ConfigError, match="--task is I/N with 1 <= I <= N, such as 2/8, not"):
+            share(runs, wrong, {})
+    assert share(runs, "2/2", {"SLURM_ARRAY_TASK_ID": "1"})[0] == runs[1:]  # said beats found
+
+
+def test_only_chooses_by_name_and_refuses_a_name_that_is_none():
+    runs = [Run(name, ()) for name in ("a-1", "a-2", "b-1")]
+    assert [run.name for run in only(runs, ["a-*", "b-1"])] == ["a-1", "a-2", "b-1"]
+    assert only(runs, []) == runs
+    with pytest.raises(ConfigError, match="--only c: no run has such a name; there are a-1, a-2, b-1"):
+        only(runs, ["a-1", "c"])
+
+
+# ------------------------------------------------------------------------------------------------------------ its file
+JOINED = "runs: {a: {}, b: {criterion.temperature: 0.5}}\ncommands: [train]\n"
+
+
+def test_runs_are_named_after_the_sweep_and_what_varies():
+    vary = "vary: {meta.seed: [0, 1], data.split.fraction: [0.1], data.split.seed: [7]}\n"
+    assert names(DIGITS + vary + "commands: [train]\n") == [
+        "two-meta.seed0-fraction0.1-data.split.seed7",
+        "two-meta.seed1-fraction0.1-data.split.seed7",
+    ]
+    assert names(DIGITS + "vary: {meta.seed: [0, 1]}\n" + JOINED) == [
+        "two-a-seed0",
+        "two-a-seed1",
+        "two-b-seed0",
+        "two-b-seed1",
+    ]
+    named = DIGITS + 'name: "{run}.{data.augmentation.crop_scale}"\n'
+    vary = "vary: {data.augmentation.crop_scale: [[0.2, 1.0], [0.4, 1.0]]}\n"
+    assert names(named + vary + JOINED) == ["a.0.2_1.0", "a.0.4_1.0", "b.0.2_1.0", "b.0.4_1.0"]
+
+
+def test_a_run_can_have_a_base_of_its_own_and_a_command_its_own_settings():
+    text = (
+        DIGITS
+        + f"runs: {{s: {{base: {ROOT}/configs/digits_simclr.yaml}}, d: {{}}}}\n"
+        + "commands:\n  train:\n  evaluate knn:\n    set: {evaluation.knn_k: 3}\n    every_checkpoint: true\n"
+        + "  evaluate npi: {encoder: finetune/x, runs: {a: {npi.views: 1}, b: {npi.views: 2}}}\n"
+    )
+    first, second = expand(read_sweep(written(text)))
+    assert [run.jobs[0].config.criterion.supervised_epochs for run in (first, second)] == [0, "all"]
+    train, knn, one, two = first.jobs
+    assert (train.config.evaluation.knn_k, knn.config.evaluation.knn_k) == (10, 3)
+    assert knn.arguments[-1] == "--every-checkpoint"
+    assert one.arguments[-2:] == two.arguments[-2:] == ("--encoder", "runs/two-s/finetune/x")
+    assert [job.config.npi.views for job in (one, two)] == [1, 2]
+
+
+def test_overrides_are_for_all_runs_and_may_not_touch_what_varies():
+    runs = expand(read_sweep(written(TWO)), ["meta.seed=3", "logging.folder=elsewhere"])
+    assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
+    assert runs[0].folder == Path("elsewhere/two-fraction0.1")
+    with pytest.raises(ConfigErrors) as refused:
+        expand(read_sweep(written(TWO)), ["data.split.fraction=1"])
+    assert "is what this sweep varies; leave it to the sweep, or choose runs with --only" in str(
+        refused.value
+    )
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=("C", "Z")), max_size=8)
+    | st.sampled_from(["null", "1", "1e-4", "yes", "a b", "#x", "a: b", "-", ""]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(json_values)
+def test_a_value_reads_back_from_the_command_line_as_it_stood_in_the_file(value):
+    back = Document(as_yaml(value)).values
+    assert back == value and type(back) is type(value)
+
+
+def test_every_command_of_a_sweep_is_one_of_the_command_line():
+    assert set(COMMANDS) <= set(cli.COMMANDS)
+
+
+def wrong_sweeps() -> list:
+    """(file, message) of each case of wrong_sweeps.txt, named."""
+    cases = (Path(__file__).parent / "wrong_sweeps.txt").read_text().split("\n=== ")[1:]
+    parts = [re.fullmatch(r"(.*?)\n(.*?)---\n(.*)", case.rstrip("\n"), re.S) for case in cases]
+    return [pytest.param(case[2], case[3], id=case[1]) for case in parts]
+
+
+@pytest.mark.parametrize(("text", "message"), wrong_sweeps())
+def test_a_wrong_sweep_is_told_with_its_line_before_anything_starts(children, text, message):
+    base = f"{ROOT}/configs/digits_demo.yaml"
+    with pytest.raises(ConfigErrors) as refused:
+        sweep.sweep(written(text.replace("digits.yaml", base)))
+    assert str(refused.value).replace(base, "digits.yaml").split("\n\n", 1)[1] == message
+    assert children.ran == []
+
+
+def test_everything_wrong_with_the_configs_of_all_runs_is_told_at_once():
+    text = (
+        f"{DIGITS}vary:\n  criterion.temperature: [0.1, -1, 0]\n  meta.seed: [0, x]\ncommands: [train]\n"
+        "set:\n  optimization.lrr: 3\n"
+    )
+    with pytest.raises(ConfigErrors) as refused:
+        expand(read_sweep(written(text)))
+    assert str(refused.value) == (
+        "3 problems in the config\n\n"
+        "  two.yaml:3: criterion.temperature: -1, 0\n      must be a number above 0\n"
+        "  two.yaml:4: meta.seed: x\n      must be a whole number from 0 to 2^63 - 1\n"
+        "  two.yaml:7: optimization.lrr: 3\n      there is no such key; did you mean optimization.lr?"
+    )
+
+
+def test_a_sweep_of_too_many_runs_is_a_slip_of_the_hand():
+    many = ", ".join(map(str, range(50)))
+    text = f"{DIGITS}vary: {{meta.seed: [{many}], data.split.seed: [{many}]}}\ncommands: [train]\n"
+    with pytest.raises(ConfigErrors, match="these are 2,500 command lines; 2,000 are the most a sweep may"):
+        expand(read_sweep(written(text)))
