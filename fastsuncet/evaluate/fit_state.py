@@ -1,6 +1,7 @@
 """What a fit saves and continues from, and what must be the same for it to continue."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def identity_of(
     chosen = hashlib.sha256(np.sort(indices).astype("<i8").tobytes()).hexdigest()
     values = config.canonical()
     return {
-        **numbers,
+        **json.loads(json.dumps(numbers)),  # as a checkpoint will give them back: tuples are lists there
         "encoder": digest_of(encoder.module),
         "images": f"{train.fingerprint()}/{chosen}",
         **{key: values[key.split(".")[0]][key.split(".")[1]] for key in ROUNDING},

@@ -28,13 +28,14 @@ def heading(job: Job, *, brief: bool) -> list[str]:
         count, parts = len(labeled(job.images)), place.world_size * s.accumulate
         ranks = "1 process" if place.world_size == 1 else f"{place.world_size} processes"
         passes = "" if s.accumulate == 1 else f", in {s.accumulate} passes"
+        over = f" (which leaves {count % s.batch:,} images out, drawn anew)" if count % s.batch else ""
         decay = f"weight decay {s.weight_decay:g}" if s.weight_decay else "no weight decay"
         layers = encoder_layers(encoder.name, encoder.stem, s.size)
         macs = sum(layer.macs for layer in layers) + encoder.width * s.num_classes
         lines += [
             ("labels", f"{job.images.split}"),
             ("batch", f"{s.batch:,} images on {ranks}{passes}; BatchNorm over {s.batch // parts:,} of them"),
-            ("steps", f"{count // s.batch:,} an epoch, {s.steps:,} in {config.finetune.epochs} epochs"),
+            ("steps", f"{count // s.batch:,} an epoch{over}, {s.steps:,} in {config.finetune.epochs} epochs"),
             (
                 "SGD",
                 f"lr {s.lr:g} to 0 along half a cosine, {'Nesterov ' if s.nesterov else ''}momentum {s.momentum:g}, "
