@@ -27,6 +27,7 @@ FLOORS = [
     "fastsuncet.learner fastsuncet.norm_kernels",
     "fastsuncet.methods",
     "fastsuncet.snapshot fastsuncet.sinks fastsuncet.window fastsuncet.ledger fastsuncet.results fastsuncet.state_dicts",
+    "fastsuncet.data_wait",
     "fastsuncet.checkpoint fastsuncet.metrics fastsuncet.progress fastsuncet.data fastsuncet.images",
     "fastsuncet.supervision fastsuncet.step fastsuncet.reporter fastsuncet.state fastsuncet.summary",
     "fastsuncet.encoders",
