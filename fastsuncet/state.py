@@ -25,6 +25,7 @@ def save(
     folder: Path,
     step: int,  # updates done
     *,
+    epoch: float,  # the same in passes over the images
     config: Config,
     place: Place,
     model: Model,
@@ -50,6 +51,7 @@ def save(
     }
     meta = {
         "config": config.canonical(),
+        "epoch": epoch,
         "ledger": ledger.state(),
         "world_size": place.world_size,
         "images": images,

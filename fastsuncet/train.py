@@ -122,8 +122,11 @@ class Trainer:
     def where(self) -> dict[str, int | float]:
         """How far the run is, and what it has cost: in every metrics line."""
         self.ledger.tick()
-        epoch = self.step / self.arithmetic.steps_per_epoch
-        return {"step": self.step, "epoch": round(epoch, 4), **self.ledger.record()}
+        return {"step": self.step, "epoch": self.epoch(), **self.ledger.record()}
+
+    def epoch(self) -> float:
+        """Passes over the unlabeled images so far, or over the labeled ones where those are all."""
+        return round(self.step / self.arithmetic.steps_per_epoch, 4)
 
     def log(self) -> None:
         """A metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
@@ -182,7 +185,8 @@ class Trainer:
             "evaluated": self.evaluated,
             "supervision": self.supervision.state(),
         }
-        state.save(self.folder, self.step, **self.parts(), sums=sums, extra=extra, say=self.out.say)
+        parts, epoch = self.parts(), self.epoch()
+        state.save(self.folder, self.step, **parts, epoch=epoch, sums=sums, extra=extra, say=self.out.say)
 
     def parts(self) -> dict:
         """What is saved and restored."""
