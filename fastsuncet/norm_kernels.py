@@ -261,7 +261,7 @@ def _join(
     running_mean: Tensor | None = None,
     running_variance: Tensor | None = None,
 ) -> Tensor:
-    """(groups, 1 + 2C) -> (1 + 2C): the count, the means, the squared deviations of all together."""
+    """(groups, 1 + 2C) -> (1 + 2C): the count, the means, the variances of all together."""
     joined = moments.new_empty(moments.shape[1])
     channels = moments.shape[1] // 2
     wanted = (inverse, running_mean, running_variance)

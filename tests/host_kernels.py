@@ -57,11 +57,16 @@ def built(name: str, *flags: str) -> Path:
     return path
 
 
+def library() -> Path:
+    """Every kernel's launcher, and a driver that knows them: one build, of some ten seconds, for all tests."""
+    return built("libcuda.cpp", "-O1", "-shared", "-fPIC")
+
+
 class HostModule:
     """What `launch.Module` is on a device."""
 
     def __init__(self, launched: list[str], source: str, options: tuple[str, ...]):
-        self.library = ctypes.CDLL(str(built("kernels.cpp", "-O1", "-shared", "-fPIC")))
+        self.library = ctypes.CDLL(str(library()))
         self.launched = launched
         element = [option.removeprefix("-DELEMENT=") for option in options if "ELEMENT" in option]
         self.space = element[0] if element else source.removesuffix(".cu")

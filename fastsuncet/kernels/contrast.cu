@@ -1,4 +1,4 @@
-// The row-wise middle of a contrastive loss, between two matrix products: logits (R, M) in, their gradient out in place.
+// The row-wise middle of a contrastive loss, between matrix products: logits (R, M) in, their gradient out in place.
 //
 //   L_i = log sum_{j != i} exp l_ij - level_i          d_ij = w_i (softmax_{j != i} l_ij - d level_i / d l_ij)
 //

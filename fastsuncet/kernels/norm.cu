@@ -1,15 +1,15 @@
 // BatchNorm with its neighbours, a residual added before and a ReLU after, for training in channels-last memory.
 //
-//   norm_moments         x -> mean and squared deviations of each block's rows            reads 2 bytes an element*
+//   norm_moments         x -> mean and variance of each block's rows                       reads 2 bytes an element*
 //   norm_join            joins those of blocks, and those of ranks gathered in between
 //   norm_apply           relu((x - mean) inverse weight + bias + residual)                6 with a residual, else 4
 //   norm_gradient_sums   sum of g and of g xhat over each block's rows, g = dy behind the ReLU                    4
 //   norm_gradient_join   joins those of blocks; ranks are summed outside
 //   norm_gradient_apply  (g - mean g - xhat mean(g xhat)) inverse weight, and g itself    8 with a residual, else 6
 //
-// * in 16 bits. Six a forward pass and ten a backward one; with a residual 8 and 12, and 1/8 twice and once for the signs
-// of what the ReLU saw, kept as bits. One by one (BatchNorm, +, ReLU) PyTorch moves 6, 6, 4 forward and 10, 0, 6
-// backward. No atomics: the same bits in every run.
+// * in 16 bits: 6 forward and 10 backward, with a residual 8 and 12. There the signs of what the ReLU saw are kept as
+// bits, an eighth of a byte written once and read twice. One by one PyTorch's BatchNorm, + and ReLU move 6, 6 and 4
+// forward and 10, 0 and 6 backward. No atomics: the same bits in every run.
 //
 // n rows of C channels: x[row * C + channel]. A thread holds V neighbouring channels, 16 bytes, and walks down rows;
 // `width` threads lie side by side, a power of two that divides both THREADS and C / V. gridDim.x: groups of rows,
@@ -96,7 +96,8 @@ struct Moments {
     }
 };
 
-// moments (groups, 1 + 2 C): a count, means, squared deviations, the layout that ranks gather.
+// moments (groups, 1 + 2 C): a count, means, variances, as `RankBatchNorm` gathers them, which another rank may run.
+// Every group has a row.
 KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long channels, long long width) {
     SHARED(float, means, THREADS * V);
     SHARED(float, squares, THREADS * V);
@@ -129,7 +130,7 @@ KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long chan
             all.join({counts[lane], means[lane * tile + c], squares[lane * tile + c]});
         const long long channel = blockIdx.y * tile + c;
         if (channel == 0) out[0] = all.n;
-        out[1 + channel] = all.mean, out[1 + channels + channel] = all.squares;
+        out[1 + channel] = all.mean, out[1 + channels + channel] = all.squares / all.n;
     }
 }
 
@@ -146,7 +147,7 @@ KERNEL(norm_join)(const float* moments, float* out, float* inverse, float* runni
 #pragma unroll 4
         for (long long group = lane; group < groups; group += 8) {
             const float* in = moments + group * (1 + 2 * channels);
-            all.join({in[0], in[1 + channel], in[1 + channels + channel]});
+            all.join({in[0], in[1 + channel], in[1 + channels + channel] * in[0]});
         }
     }
     parts[threadIdx.x] = all;
@@ -154,8 +155,9 @@ KERNEL(norm_join)(const float* moments, float* out, float* inverse, float* runni
     if (lane > 0 || channel >= channels) return;
     for (int other = 1; other < 8; ++other) all.join(parts[other * ACROSS + across]);
     if (channel == 0) out[0] = all.n;
-    out[1 + channel] = all.mean, out[1 + channels + channel] = all.squares;
-    if (inverse) inverse[channel] = 1.0f / sqrtf(all.squares / all.n + eps);
+    const float variance = all.squares / all.n;
+    out[1 + channel] = all.mean, out[1 + channels + channel] = variance;
+    if (inverse) inverse[channel] = 1.0f / sqrtf(variance + eps);
     if (running_mean) {
         running_mean[channel] += momentum * (all.mean - running_mean[channel]);
         running_variance[channel] += momentum * (all.squares / (all.n - 1.0f) - running_variance[channel]);

@@ -20,6 +20,10 @@ TENSORS = (
 )
 
 
+class Unfit(launch.KernelError):
+    """Tensors the kernel cannot take; nothing was launched."""
+
+
 def options() -> tuple[str, ...]:
     """What lars.cu is compiled with."""
     return (f"-DTHREADS={THREADS}", f"-DCHUNK={CHUNK}", f"-DTENSORS={TENSORS}")
@@ -45,11 +49,11 @@ def lars_kernel(
     with the layout of its parameter; `lr`, `grad_scale` and `found_inf` are read on the device.
 
     Under a captured CUDA graph the tensors' addresses are those of the capture, and a plain float `lr` its value.
-    The same bits in every run. Raises KernelError for tensors that are anything else.
+    The same bits in every run. Raises Unfit for tensors that are anything else.
     """
     reason = why_not(params, grads, buffers, lr, grad_scale, found_inf)
     if reason is not None:
-        raise launch.KernelError(f"LARS: the kernel cannot take these tensors: {reason}")
+        raise Unfit(f"LARS: the kernel cannot take these tensors: {reason}")
     module = launch.load("lars.cu", params[0].device, options())
     lr_on_device, lr = (lr, 0.0) if isinstance(lr, Tensor) else (None, float(lr))
     rule = (momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, lars)
@@ -70,12 +74,12 @@ def lars_kernel(
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **setting) -> None:
     """`lars_kernel` where it takes these tensors and has agreed with its twin on this device, else `lars_foreach`."""
-    device = params[0].device
-    scalars = (setting["lr"], setting["grad_scale"], setting["found_inf"])
-    # The device first: on a CPU not even the layouts are looked at.
-    kernel = device.type == "cuda" and why_not(params, grads, buffers, *scalars) is None
-    update = lars_kernel if kernel and usable("lars.cu", device, prove) else lars_foreach
-    update(params, grads, buffers, **setting)
+    if usable("lars.cu", params[0].device, prove):
+        try:
+            return lars_kernel(params, grads, buffers, **setting)
+        except Unfit:  # not asked beforehand: on the host the answer is half of what a step costs
+            pass
+    return lars_foreach(params, grads, buffers, **setting)
 
 
 def why_not(
@@ -90,9 +94,9 @@ def why_not(
         for x, p in zip(tensors, params):
             if x.dtype != torch.float32 or x.device != device:
                 return f"a {kind} is {x.dtype} on {x.device}; all must be float32 on one device"
-            if not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+            if x is p and not (p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)):
                 return f"a {kind} of shape {tuple(x.shape)} is not dense"
-            if not _same_order(x, p):
+            if x is not p and not _same_order(x, p):
                 return (
                     f"a {kind} of shape {tuple(x.shape)} lies in memory in another order than its parameter"
                 )

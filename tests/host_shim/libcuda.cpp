@@ -1,5 +1,5 @@
-// A driver without a card: the five calls that fastsuncet/kernels/launch.py needs, on the kernels' host build. Loaded by
-// NVIDIA's own Python bindings as libcuda.so.1, so that what is said to them is what a driver would hear.
+// A driver without a card: the calls that fastsuncet/kernels/launch.py needs, on the kernels' host build. NVIDIA's own
+// Python bindings load it as libcuda.so.1, so that what is said to them is what a driver would hear.
 #include "kernels.cpp"
 
 #include <dlfcn.h>

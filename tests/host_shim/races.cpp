@@ -13,8 +13,8 @@ static Floats wave(size_t size, float step) {
 
 // Packs arguments as fastsuncet/kernels/launch.py does, and runs.
 template <class... A>
-static void run(int (*launcher)(void**, int, unsigned, unsigned, int, int), unsigned grid_x, unsigned grid_y, int shared,
-                A... arguments) {
+static void run(int (*launcher)(void**, int, unsigned, unsigned, int, int), unsigned grid_x, unsigned grid_y,
+                int shared, A... arguments) {
     void* values[] = {&arguments...};
     if (launcher(values, sizeof...(A), grid_x, grid_y, THREADS, shared) != 0) std::abort();
 }
@@ -34,8 +34,8 @@ static void run_lars() {
     std::vector<Two> slots(chunks.size());
     const float none = 0, scale = 8;
     run(launch_lars_lars_norms, chunks.size(), 1, 0, tensors.data(), chunks.data(), gradients, &scale, slots.data());
-    run(launch_lars_lars_update, chunks.size(), 1, 0, tensors.data(), chunks.data(), gradients, &scale, &none, slots.data(),
-        &scale, 0.0f, 0.9f, 1e-2f, 1e-3f, 1e-8f, 1LL, 1LL, 1LL);
+    run(launch_lars_lars_update, chunks.size(), 1, 0, tensors.data(), chunks.data(), gradients, &scale, &none,
+        slots.data(), &scale, 0.0f, 0.9f, 1e-2f, 1e-3f, 1e-8f, 1LL, 1LL, 1LL);
 }
 
 static void run_contrast() {
@@ -46,8 +46,8 @@ static void run_contrast() {
     for (long long every : {0, 1}) {
         Floats logits = wave(anchors * keys, 0.9f), weights(anchors, 0.5f), losses(anchors);
         weights[1] = 0;
-        run(launch_contrast_contrast_rows, anchors, 1, 20 * sizeof(float), logits.data(), low.data(), ids.data(), weights.data(),
-            losses.data(), 3LL, keys, 20LL, every);
+        run(launch_contrast_contrast_rows, anchors, 1, 20 * sizeof(float), logits.data(), low.data(), ids.data(),
+            weights.data(), losses.data(), 3LL, keys, 20LL, every);
     }
 }
 
@@ -65,8 +65,8 @@ static void run_norm() {
     const unsigned joining = (2 * channels + THREADS / 8 - 1) / (THREADS / 8);
 
     RUN(norm_moments, groups, tiles, 0, in(x), moments.data(), n, channels, width);
-    RUN(norm_join, joining, 1, 0, moments.data(), joined.data(), inverse.data(), &running[0], &running[channels], groups,
-        channels, 1e-5f, 0.1f);
+    RUN(norm_join, joining, 1, 0, moments.data(), joined.data(), inverse.data(), &running[0], &running[channels],
+        groups, channels, 1e-5f, 0.1f);
     RUN(norm_apply, groups, tiles, 0, in(x), in(dy), mean, inverse.data(), weight.data(), bias, out(y), signs.data(), n,
         channels, width, 1LL);
     RUN(norm_gradient_sums, groups, tiles, 0, in(dy), in(x), signs.data(), mean, inverse.data(), weight.data(), bias,

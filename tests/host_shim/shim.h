@@ -145,7 +145,7 @@ void call(void (*kernel)(A...), void** values, std::index_sequence<I...>) {
 template <class... A>
 int launch(void (*kernel)(A...), void** values, int count, unsigned grid_x, unsigned grid_y, int threads, int shared,
            int at_once) {
-    static_assert((conventional<std::decay_t<A>> && ...), "a parameter is neither pointer, long long, float nor struct");
+    static_assert((conventional<std::decay_t<A>> && ...), "a parameter is no pointer, long long, float or struct");
     if (count != ANY && count != int(sizeof...(A))) return sizeof...(A);
     if (shared > int(DYNAMIC) || threads % WARP) std::abort();
     std::vector<std::unique_ptr<Block>> blocks;
