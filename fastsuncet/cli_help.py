@@ -217,7 +217,7 @@ examples:
   fastsuncet sweep configs/paper/cifar10_suncet.yaml --dry-run
   fastsuncet sweep configs/paper/cifar10_suncet.yaml --list
   fastsuncet sweep configs/paper/in1k_suncet_10pct.yaml data.root=/data/imagenet --only '*-100ep'
-  sbatch --array=1-6 job.sh    with: fastsuncet sweep configs/paper/cifar10_suncet.yaml
+  sbatch --array=1-6 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml
 
 {EXIT_CODES}""",
 )

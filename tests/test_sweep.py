@@ -1,5 +1,6 @@
 """A sweep: many runs from one file, in order, each command once, and whatever ends it told by its exit code."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet import cli, sweep
+from fastsuncet import cli, files, sweep
 from fastsuncet.config import ConfigErrors
 from fastsuncet.config.reader import Document
 from fastsuncet.errors import ConfigError
@@ -24,6 +25,7 @@ from fastsuncet.sweep.runs import Run, expand
 from fastsuncet.sweep.share import only, share
 from fastsuncet.sweep.spec import COMMANDS, as_yaml
 from fastsuncet.sweep.spec_reader import read_sweep
+from tests.test_deploy import calls, command
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = f"base: {ROOT}/configs/digits_demo.yaml\n"
@@ -240,7 +242,9 @@ def scripted(monkeypatch, code: str) -> Children:
     """Children that run `code` instead of fastsuncet, and say "ready" by making a file."""
     popen = subprocess.Popen
     text = f"import os, signal, sys, time, pathlib\n{code}"
-    monkeypatch.setattr(subprocess, "Popen", lambda command: popen([sys.executable, "-c", text]))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", text], **options)
+    )
     return Children()
 
 
@@ -289,10 +293,33 @@ def test_a_signal_is_passed_on_and_the_child_has_the_last_word(monkeypatch, code
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_closed_terminal_lets_the_run_save(monkeypatch):
+    saves = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); {READY}"
+    with scripted(monkeypatch, saves) as children:
+        asked_to_stop(signal.SIGHUP)
+        assert children.run(["train"]) == 75
+        assert children.requested == "SIGHUP"
+
+
+def test_a_child_has_a_session_of_its_own_so_a_signal_to_the_group_comes_to_it_once(monkeypatch):
+    with scripted(monkeypatch, "sys.exit(0 if os.getsid(0) == os.getpid() else 3)") as children:
+        assert children.run(["train"]) == 0
+
+
 def test_a_signal_just_before_a_child_is_there_reaches_it(monkeypatch):
     with scripted(monkeypatch, "time.sleep(60)") as children:
         os.kill(os.getpid(), signal.SIGTERM)
         assert children.run(["train"]) == 75
+
+
+@pytest.mark.parametrize(("held", "words"), [(True, "running at step 1"), (False, "stopped at step 1")])
+def test_a_run_that_is_running_is_told_from_one_that_was_killed(held, words):
+    (job, _) = expand(read_sweep(written(TWO)))[0].jobs
+    folder = job.config.run_folder
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text('{"state": "running", "step": 1}')
+    with files.exclusive(folder / ".running") if held else contextlib.nullcontext():
+        assert jobs.state(job).words == words
 
 
 # --------------------------------------------------------------------------------------------------------- whose runs
@@ -434,3 +461,20 @@ def test_a_sweep_of_too_many_runs_is_a_slip_of_the_hand():
     text = f"{DIGITS}vary: {{meta.seed: [{many}], data.split.seed: [{many}]}}\ncommands: [train]\n"
     with pytest.raises(ConfigErrors, match="these are 2,500 command lines; 2,000 are the most a sweep may"):
         expand(read_sweep(written(text)))
+
+
+# ------------------------------------------------------------------------------------------------------ on a cluster
+@pytest.mark.parametrize(("code", "requeued"), [(0, []), (75, ["scontrol requeue 70_3"]), (5, []), (137, [])])
+def test_the_array_job_requeues_its_own_task_on_75_alone_and_keeps_the_exit_code(code, requeued):
+    command(Path.cwd(), "srun", f"exit {code}")
+    command(Path.cwd(), "scontrol", "")
+    environment = {**os.environ, "PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "73"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    script = ROOT / "tools" / "cluster" / "sweep.sbatch"
+    words = ["bash", str(script), "a sweep.yaml", "data.root=/data"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == code
+    asked, *then = calls(Path.cwd())
+    assert asked.endswith("fastsuncet sweep a sweep.yaml data.root=/data")
+    assert then == requeued
+    assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 2

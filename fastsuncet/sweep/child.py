@@ -1,6 +1,8 @@
 """One command after the other as processes of their own, with every signal passed on.
 
-A process each, so that exit codes, signals and memory are what they are when a person types the command.
+A process each, so that exit codes, signals and memory are what they are when a person types the command. And each in a
+session of its own: a scheduler and a terminal signal a whole group, a child would hear of it twice, and the second one breaks
+off the shutdown of torchrun's agent.
 """
 
 import signal
@@ -33,7 +35,8 @@ class Children:
         Where we were asked to stop, a child that left without a reason of its own was stopped by that: 75, because the
         same command starts it again.
         """
-        self._child = subprocess.Popen([sys.executable, "-m", "fastsuncet", *arguments])
+        command = [sys.executable, "-m", "fastsuncet", *arguments]
+        self._child = subprocess.Popen(command, start_new_session=True)
         while self._pending:  # one that came between the check before and this line
             self._child.send_signal(self._pending.pop(0))
         code = self._child.wait()
@@ -44,13 +47,18 @@ class Children:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
+        if (
+            number == signal.SIGHUP
+        ):  # the terminal is gone, and to a trainer that would be the end without a save
+            number = signal.SIGTERM
         if self._child is None:
             self._pending.append(number)
         else:
             self._child.send_signal(number)  # nothing where it has just ended
 
     def __enter__(self) -> "Children":
-        for name in ASKING:
+        hung_up = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []  # not under nohup
+        for name in [*ASKING, *hung_up]:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._handle)
         return self
