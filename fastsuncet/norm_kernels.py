@@ -135,7 +135,7 @@ class FusedNorm(RankBatchNorm):
         floats = all(
             t is None or t.dtype == torch.float32 for t in (self.weight, self.bias, self.running_mean)
         )
-        return plain and floats and usable("norm.cu", x.device, prove) and fits(x, residual)
+        return plain and floats and usable("norm.cu", x, prove) and fits(x, residual)
 
 
 ALONE: Any = "alone"  # in place of a group: this process's statistics, whatever groups there are

@@ -3,9 +3,11 @@
 import ctypes
 import hashlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastsuncet import norm_kernels
 from fastsuncet.kernels import launch, nvrtc, prove
@@ -122,6 +124,20 @@ def test_without_the_bindings_the_reason_names_both_layouts(monkeypatch):
     assert "cuda.bindings.nvrtc" in reason and "cuda.nvrtc" in reason
 
 
+def test_without_the_compilers_library_the_reason_is_the_bindings(monkeypatch):
+    def not_found():
+        raise RuntimeError("Failure finding libnvrtc.so")
+
+    monkeypatch.setattr(nvrtc, "bindings", lambda name: SimpleNamespace(nvrtcVersion=not_found))
+    nvrtc.version.cache_clear()
+    try:
+        assert nvrtc.unavailable() == "NVRTC: Failure finding libnvrtc.so"
+        with pytest.raises(KernelError, match="finding libnvrtc"):
+            nvrtc.architecture(9, 0)
+    finally:
+        nvrtc.version.cache_clear()
+
+
 # Launching
 
 
@@ -142,7 +158,7 @@ def test_arguments_are_packed_as_the_convention_says():
 def test_a_cpu_has_no_kernels():
     with pytest.raises(KernelError, match="not on cpu"):
         launch.load("lars.cu", torch.device("cpu"))
-    assert not prove.usable("lars.cu", torch.device("cpu"), lambda device: None)
+    assert not prove.usable("lars.cu", torch.zeros(1), lambda device: None)
 
 
 # Whether one may stand in
@@ -152,14 +168,13 @@ def test_a_cpu_has_no_kernels():
 def card(monkeypatch):
     """A CUDA device that is only talked about."""
     monkeypatch.setattr(prove, "_reasons", {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return torch.device("cuda", 0)
 
 
 def test_a_kernel_that_agrees_is_asked_once(card):
     asked = []
-    assert prove.usable("x.cu", card, asked.append) and prove.usable("x.cu", card, asked.append)
+    assert prove.agrees("x.cu", card, asked.append) and prove.agrees("x.cu", card, asked.append)
     assert asked == [card]
 
 
@@ -168,10 +183,10 @@ def test_a_kernel_that_differs_stays_off_and_one_warning_says_why(card):
         prove.require_close("the loss", torch.tensor([1.0, torch.nan]), torch.ones(2), 1e-3)
 
     with pytest.warns(UserWarning, match="x.cu stays off on cuda:0.*the loss differs from its twin"):
-        assert not prove.usable("x.cu", card, differs)
+        assert not prove.agrees("x.cu", card, differs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not prove.usable("x.cu", card, differs)
+        assert not prove.agrees("x.cu", card, differs)
 
 
 def test_nothing_is_tried_during_a_capture_or_when_switched_off(card, monkeypatch):
@@ -180,6 +195,24 @@ def test_nothing_is_tried_during_a_capture_or_when_switched_off(card, monkeypatc
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.warns(UserWarning, match="not tried before"):
-        assert not prove.usable("x.cu", card, untouched)
+        assert not prove.agrees("x.cu", card, untouched)
     monkeypatch.setenv("FASTSUNCET_KERNELS", "off")
-    assert not prove.usable("x.cu", card, untouched)
+    assert not prove.agrees("x.cu", card, untouched)
+
+
+def test_tensors_without_memory_are_the_twins(card):
+    asked = []
+    with FakeTensorMode():
+        fake = torch.empty(3, device="cuda")
+    assert fake.is_cuda and not prove.usable("x.cu", fake, asked.append)
+    assert asked == [] and prove.agrees("x.cu", fake.device, asked.append)
+
+
+def test_a_proof_may_run_backward_wherever_it_is_asked_for(card):
+    def runs_backward(device):
+        x = torch.ones(2, requires_grad=True)
+        (x @ x).backward()
+        assert x.grad.dtype == torch.float32
+
+    with torch.inference_mode():
+        assert prove.agrees("x.cu", card, runs_backward)

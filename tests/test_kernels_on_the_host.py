@@ -151,7 +151,7 @@ def test_lars_refuses_tensors_it_would_misread(change, told):
 
 
 def test_auto_takes_the_kernel_where_it_may_and_its_twin_for_what_it_cannot(host, monkeypatch):
-    monkeypatch.setattr(lars_kernel, "usable", lambda source, device, prove: device.type == "cpu")
+    monkeypatch.setattr(lars_kernel, "usable", lambda source, example, prove: example.is_cpu)
     for dtype, launched in ((torch.float32, 2), (torch.float64, 0)):
         network = tiny_network(dtype)
         optimizer = LARS([network[0].weight], 0.1)

@@ -49,15 +49,19 @@ def unavailable() -> str | None:
     """Why nothing can be compiled here, or None."""
     try:
         version()
-    except (KernelError, RuntimeError) as error:  # the bindings raise RuntimeError where there is no libnvrtc
+    except KernelError as error:
         return str(error)
     return None
 
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """NVRTC's own."""
-    return check(bindings("nvrtc").nvrtcVersion())
+    """NVRTC's own. Raises KernelError where there is none: what else is asked of it, is asked after this."""
+    nvrtc = bindings("nvrtc")
+    try:
+        return check(nvrtc.nvrtcVersion())
+    except RuntimeError as error:  # the bindings' own, where they find no libnvrtc
+        raise KernelError(f"NVRTC: {error}") from error
 
 
 def check(result: tuple[Any, ...]) -> Any:
@@ -71,14 +75,14 @@ def check(result: tuple[Any, ...]) -> Any:
 def architecture(major: int, minor: int) -> str:
     """What to compile for on a device of this compute capability: its own machine code, or, on a card newer than
     the compiler, the newest portable code it knows, which the driver finishes."""
-    known = check(bindings("nvrtc").nvrtcGetSupportedArchs())
+    compiler, known = version(), check(bindings("nvrtc").nvrtcGetSupportedArchs())
     asked = 10 * major + minor
     if asked in known:
         return f"sm_{asked}"
     older = [each for each in known if each < asked]
     if not older:
         raise KernelError(
-            f"NVRTC {version()} compiles for none as old as sm_{asked}; its oldest is sm_{min(known)}"
+            f"NVRTC {compiler} compiles for none as old as sm_{asked}; its oldest is sm_{min(known)}"
         )
     return f"compute_{max(older)}"
 

@@ -9,23 +9,30 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
 
 from fastsuncet.kernels.nvrtc import KernelError
 
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 
 
-def usable(source: str, device: torch.device, prove: Callable[[torch.device], None]) -> bool:
-    """Whether the kernels of `source` run on `device` and agree with their twin; if not, one warning says why.
+def usable(source: str, example: Tensor, prove: Callable[[torch.device], None]) -> bool:
+    """Whether the kernels of `source` take tensors like `example`: on CUDA, with memory behind them, not traced.
+
+    And agree with their twin on its device; see `agrees`.
+    """
+    # A fake or a functional tensor has no address to give. What is compiled or counted with those is the twin.
+    plain = type(example) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+    return example.is_cuda and plain and agrees(source, example.device, prove)
+
+
+def agrees(source: str, device: torch.device, prove: Callable[[torch.device], None]) -> bool:
+    """Whether the kernels of `source` run on a CUDA device and agree with their twin; if not, one warning says why.
 
     `prove(device)` runs both on something small and raises KernelError where they differ; it waits for the device.
-    False everywhere but on CUDA, and with FASTSUNCET_KERNELS=off in the environment.
+    False, too, with FASTSUNCET_KERNELS=off in the environment.
     """
-    if (
-        device.type != "cuda"
-        or not torch.cuda.is_available()
-        or os.environ.get("FASTSUNCET_KERNELS") == "off"
-    ):
+    if os.environ.get("FASTSUNCET_KERNELS") == "off":
         return False
     if (source, device) not in _reasons:
         if torch.cuda.is_current_stream_capturing():
@@ -45,13 +52,15 @@ def usable(source: str, device: torch.device, prove: Callable[[torch.device], No
 
 def _why_not(device: torch.device, prove: Callable[[torch.device], None]) -> str | None:
     try:
-        prove(device)
+        # Whatever the caller is in the middle of: a proof runs backward, and in the types it names.
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            prove(device)
     except KernelError as error:
         return str(error)
     return None
 
 
-def require_close(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
     """Raises KernelError unless |found - expected| <= tolerance max|expected|, everywhere. Waits for the device."""
     error = (found - expected).abs().max() / expected.abs().max()
     if not error.item() <= tolerance:  # NaN is not

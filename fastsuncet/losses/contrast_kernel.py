@@ -26,11 +26,8 @@ def options() -> tuple[str, ...]:
 
 def runs_on(example: Tensor, twin: Callable[[Tensor, bool], RowPass]) -> bool:
     """Whether the kernel takes logits like `example`: CUDA, float32, and it agreed with `twin` when first tried."""
-    return (
-        example.is_cuda
-        and example.dtype == torch.float32
-        and usable("contrast.cu", example.device, lambda device: prove(device, twin))
-    )
+    single = example.dtype == torch.float32
+    return single and usable("contrast.cu", example, lambda device: prove(device, twin))
 
 
 def row_pass(ids: Tensor, every: bool) -> RowPass:

@@ -74,7 +74,7 @@ def lars_kernel(
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **setting) -> None:
     """`lars_kernel` where it takes these tensors and has agreed with its twin on this device, else `lars_foreach`."""
-    if usable("lars.cu", params[0].device, prove):
+    if usable("lars.cu", params[0], prove):
         try:
             return lars_kernel(params, grads, buffers, **setting)
         except Unfit:  # not asked beforehand: on the host the answer is half of what a step costs
