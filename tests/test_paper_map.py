@@ -10,6 +10,7 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.config import load_config
+from fastsuncet.sweep.jobs import _mark
 from tests.test_configs import PROFILE, hyper
 from tools import paper_hours
 from tools.paper_hours import GPUS, IMAGENET, between_the_marks, cost, hours, jobs_of, runs_of, sizes
@@ -233,6 +234,29 @@ def test_runs_that_two_files_share_are_the_same_run():
         ours, theirs = one(here, run), one(there, run)
         assert ours.run_folder == theirs.run_folder
         assert ours.changed_keys(theirs.canonical()) == []
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_no_evaluation_of_a_sweep_is_taken_for_another_one(name):
+    marks = [_mark(job) for job in jobs(name) if job.command != "train"]
+    assert len(set(marks)) == len(marks)
+
+
+def test_fine_tunings_on_two_lists_of_labels_are_two():
+    command = "fastsuncet sweep configs/paper/in1k_simclr.yaml finetune.epochs=30 --only *-100ep"
+    assert len({_mark(job) for job in jobs_of(command) if job.command == "finetune"}) == 2
+
+
+def test_an_evaluation_that_two_files_share_is_the_same_one():
+    ours, theirs = (
+        {
+            _mark(job)
+            for job in jobs(name)
+            if job.command == "finetune" and job.config.optimization.epochs == 400
+        }
+        for name in ("in1k_npi.yaml", "in1k_suncet_10pct.yaml")
+    )
+    assert ours == theirs != set()
 
 
 # ----------------------------------------------------------------------------------------------------------- the costs

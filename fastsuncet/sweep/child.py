@@ -1,8 +1,8 @@
 """One command after the other as processes of their own, with every signal passed on.
 
-A process each, so that exit codes, signals and memory are what they are when a person types the command. And each in a
-session of its own: a scheduler and a terminal signal a whole group, a child would hear of it twice, and the second one breaks
-off the shutdown of torchrun's agent.
+A process each, so that exit codes, signals and memory are what they are when a person types the command. Each has a
+session of its own: a scheduler and a terminal signal a whole group, a child would hear of it twice, and the second time
+breaks off the shutdown of torchrun's agent.
 """
 
 import signal
