@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+from fastsuncet.losses import nt_xent
 from fastsuncet.optim.lars import LARS
-from tools import bench_lars, bench_loss, bench_pipeline
+from tools import bench_lars, bench_loss, bench_pipeline, bench_step
 from tools.bench_common import Counter, interleaved, ratios, resident_growth, spread, target
 from tools.bench_loss import LISTING, OURS, contenders, forward_backward, inputs
 
@@ -120,9 +121,9 @@ def test_our_lars_step_makes_no_list_of_the_size_of_the_network_on_a_cpu():
     assert counter.peak < 0.2 * sum(p.nbytes for p in params)
 
 
-def run(tool, tmp_path, capsys):
+def run(tool, tmp_path, capsys, *more):
     path = tmp_path / "report.json"
-    assert tool.main(["--quick", "--json", str(path)]) == 0
+    assert tool.main(["--quick", "--json", str(path), *more]) == 0
     report, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert report["tool"] == tool.__name__.removeprefix("tools.")
     assert report["environment"].keys() >= {"date", "commit", "cpu", "cores", "load", "versions", "command"}
@@ -161,6 +162,25 @@ def test_bench_lars_tells_time_operators_waits_and_bytes(tmp_path, capsys):
     assert loop["host_waits"] == 2 * report["tensors"]
     assert ours["bytes_per_parameter"] < rows[bench_lars.TIMM]["bytes_per_parameter"]
     assert {asked["what"]: asked["met"] for asked in report["targets"]}["host waits"]
+
+
+def test_bench_step_tells_speed_beside_a_plain_step_and_counts_what_a_step_asks(tmp_path, capsys):
+    report = run(bench_step, tmp_path, capsys, "--device", "cpu")
+    rows = {row["name"]: row for row in report["points"]}
+    assert rows[bench_step.FIXED]["views"] == 256 and rows[bench_step.PLAIN]["views"] == 256
+    for row in rows.values():
+        assert min(row["views_per_second"]) > 0 and spreads(row["speed_to_fixed"])
+    assert rows[bench_step.FIXED]["host_waits"] == rows[bench_step.SIMCLR]["host_waits"] == 0
+    assert 100 < rows[bench_step.FIXED]["operators"] <= 320 and "operators" not in rows[bench_step.END_TO_END]
+    assert report["device"] == "cpu" and report["cuda_says_of_waits"] is None
+
+
+def test_the_plain_step_has_the_loss_of_ours_and_of_its_library():
+    z = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
+    ours = nt_xent(z, 0.2)
+    torch.testing.assert_close(bench_step.dense_nt_xent(*z.chunk(2), 0.2), ours)
+    lightly = pytest.importorskip("lightly.loss", reason="lightly is not installed (extra bench)")
+    torch.testing.assert_close(lightly.NTXentLoss(0.2)(*z.chunk(2)), ours)
 
 
 def test_bench_pipeline_tells_speed_and_cpu_beside_a_data_loader(tmp_path, capsys):

@@ -201,7 +201,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {
             name: found
-            for name in (*packages, "pytorch-metric-learning", "numpy", "pillow")
+            for name in (*packages, "pytorch-metric-learning", "lightly", "numpy", "pillow")
             if (found := _version(name))
         },
         "command": " ".join(["python", *sys.argv]),
