@@ -226,6 +226,12 @@ def test_batchnorm_is_each_ranks_own_so_two_ranks_equal_two_passes_of_one(tmp_pa
     assert not torch.allclose(ours["encoder.bn1.running_mean"], passes["encoder.bn1.running_mean"])
 
 
+def test_two_ranks_in_two_passes_equal_four_passes_of_one(tmp_path):
+    run_ranks(on_rank, 2, str(tmp_path / "ranks"), "resnet", 2)
+    run(tmp_path / "passes", replace(SETTING, accumulate=4, steps=4), resnet())
+    close(weights(tmp_path / "ranks"), weights(tmp_path / "passes"))
+
+
 def test_batchnorms_momentum_can_be_set(tmp_path):
     encoder = resnet()
     run(tmp_path, replace(SETTING, bn_momentum=0.25, steps=1), encoder)
