@@ -10,7 +10,7 @@ import inspect
 import torch
 from torch import nn
 
-from fastsuncet import data, methods, norm
+from fastsuncet import data, methods, norm, norm_kernels
 from fastsuncet import model as models
 from fastsuncet.config import Config
 from fastsuncet.data import Batch
@@ -101,7 +101,9 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
         seed=config.meta.seed,
     )
-    if m.sync_batchnorm:
+    if m.fused_batchnorm:
+        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, implementation="kernel")
+    elif m.sync_batchnorm:
         model = norm.synchronise(model)
     model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
     setting = Setting(config, model, place.device)

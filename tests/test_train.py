@@ -64,6 +64,18 @@ def test_suncet_is_zero_from_its_switch_off_on_and_the_update_gets_smaller(tmp_p
     assert records[4]["images"] - records[3]["images"] == 720
 
 
+def test_fused_batchnorm_is_the_same_training_where_there_is_no_card(tmp_path):
+    plain = small_config(tmp_path / "plain")
+    fused = small_config(tmp_path / "fused", "model.fused_batchnorm=true")
+    train(plain)
+    train(fused)
+    (ours, _, lines_1), (theirs, _, lines_2) = final_state(fused), final_state(plain)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=key)
+    assert lines_1[-1]["loss"] == pytest.approx(lines_2[-1]["loss"], rel=1e-5)
+
+
 PLATEAU = (
     "criterion.supervised_epochs=plateau",
     "criterion.plateau_epochs=1",

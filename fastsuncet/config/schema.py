@@ -98,7 +98,9 @@ class Data(Section):
     download: Switch = False  # cifar10, cifar100: fetch it into root if it is not there
     split: Split = Split()
     index: Text | None = None  # where the scanned list of training images is kept; null: beside the runs
-    pack: Text | None = None  # the training images as one file, which `fastsuncet data pack` makes; null: the files
+    pack: Text | None = (
+        None  # the training images as one file, which `fastsuncet data pack` makes; null: the files
+    )
     # How many undecodable images may be replaced before the run ends: by each process, in each of its two streams
     # (unlabeled, labeled), counted anew when the run is started again.
     bad_images: CountOrZero = 0
@@ -118,6 +120,9 @@ class Model(Section):
     output: Count = 128
     head_batchnorm: Switch = False
     sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
+    # BatchNorm, the sum with a block's input and ReLU in one pass over the pixels, by our own CUDA kernels. Off until it
+    # has been measured on a card; on a CPU it changes nothing.
+    fused_batchnorm: Switch = False
 
 
 class Criterion(Section):
