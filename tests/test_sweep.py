@@ -83,38 +83,38 @@ def children(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------- real, in small
-def test_two_real_runs_are_trained_and_evaluated_once_and_a_lost_number_is_measured_again(capfd, monkeypatch):
-    path = written(TWO)
+def test_real_runs_are_trained_and_evaluated_once_and_a_lost_number_is_measured_again(capfd, monkeypatch):
+    path = written(TWO.replace("[train, evaluate knn]", "[train]"))
     assert cli.main(["sweep", path]) == 0
+    states = [json.loads(Path("runs", run, "status.json").read_text())["state"] for run in names(TWO)]
+    assert states == ["done", "done"]
+    path = written(TWO)
+    capfd.readouterr()
+    assert cli.main(["sweep", path, "--only", "*0.5"]) == 0
     said = capfd.readouterr().out
-    assert said.count("sweep    run ") == 4
+    assert said.count("sweep    run ") == 1
     assert said.endswith(
         "run              command       state\n"
-        "two-fraction0.1  train         done\n"
-        "                 evaluate knn  done\n"
         "two-fraction0.5  train         done\n"
         "                 evaluate knn  done\n"
-        "2 runs, 4 commands: all done\n"
+        "1 run, 2 commands: all done\n"
     )
-    results = {run: list(Path("runs", run, "results").glob("knn-*.json")) for run in names(TWO)}
-    assert [len(found) for found in results.values()] == [1, 1]
-    fractions = [json.loads(found.read_text())["labels"]["fraction"] for (found,) in results.values()]
-    assert fractions == [0.1, 0.5]
-    # Done is done: no process is started.
-    monkeypatch.setattr(Children, "run", lambda self, arguments: pytest.fail(f"{arguments} was done"))
-    assert cli.main(["sweep", path]) == 0
-    # Other data roots, decode threads, log intervals make no other number; another k does, and so does a lost result.
-    assert cli.main(["sweep", path, "data.decode_threads=1", "logging.log_every=1"]) == 0
+    (result,) = Path("runs/two-fraction0.5/results").glob("knn-*.json")
+    assert json.loads(result.read_text())["labels"]["fraction"] == 0.5
+    # Done is done: no process is started. Other places, threads, log intervals make no other number.
     asked = []
     monkeypatch.setattr(Children, "run", lambda self, arguments: asked.append(arguments[:2]) or 0)
-    assert cli.main(["sweep", path, "evaluation.knn_k=3"]) == 0
-    assert asked == [("evaluate", "knn")] * 2
-    asked.clear()
-    results["two-fraction0.5"][0].unlink()
-    assert cli.main(["sweep", path, "--list"]) == 0
-    assert f"to do again: {results['two-fraction0.5'][0].name} is gone" in capfd.readouterr().out
-    assert cli.main(["sweep", path]) == 0
+    for same in ([], ["data.decode_threads=1", "logging.log_every=1"]):
+        assert cli.main(["sweep", path, "--only", "*0.5", *same]) == 0
+    assert asked == []
+    # Another k does, and so does a lost result.
+    assert cli.main(["sweep", path, "--only", "*0.5", "evaluation.knn_k=3"]) == 0
     assert asked == [("evaluate", "knn")]
+    result.unlink()
+    assert cli.main(["sweep", path, "--list"]) == 0
+    assert f"to do again: {result.name} is gone" in capfd.readouterr().out
+    assert cli.main(["sweep", path, "--only", "*0.5"]) == 0
+    assert asked == [("evaluate", "knn")] * 2
 
 
 def test_sigterm_reaches_the_run_which_saves_and_the_sweep_leaves_with_75():
