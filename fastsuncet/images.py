@@ -6,8 +6,10 @@ read what it wrote: a million files asked for by 64 ranks at once is how to brin
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from fastsuncet.config import Config
 from fastsuncet.distributed import broadcast_json
@@ -129,7 +131,26 @@ def file_index(
         tree = config.data.kind == "csv" and train
         index = datasets.image_tree(folder) if tree else _scan_folder(folder, classes)
         save_index(index, kept)
-    return index
+    return index if classes is None else numbered(index, classes)
+
+
+def numbered(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
+    """The same images with their classes numbered as in `classes`: a kept index may be from another training set's run.
+
+    Raises DataError where an image's class is none of them.
+    """
+    if index.classes == classes:
+        return index
+    place = {name: number for number, name in enumerate(classes)}
+    shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
+    unknown = [name for name in shown if name not in place]
+    if unknown:
+        raise DataError(
+            f"{index.root} has images of {len(unknown)} classes that no training image has: {', '.join(unknown[:5])}"
+        )
+    # The last place is that of the label -1.
+    number = np.array([*(place.get(name, -1) for name in index.classes), -1], np.int64)
+    return replace(index, labels=number[index.labels], classes=classes)
 
 
 def _scan_folder(folder: Path, classes: tuple[str, ...] | None) -> ImageIndex:
@@ -140,5 +161,7 @@ def index_path(config: Config, folder: Path, train: bool) -> Path:
     """Where the index of `folder` is kept: data.index, or beside the runs, under a name no other folder has."""
     if config.data.index is not None and train:
         return Path(config.data.index).expanduser()
-    name = hashlib.sha256(f"{config.data.kind}:{folder.resolve()}".encode()).hexdigest()[:12]
+    # A folder in both roles has two indexes: a training set has its own classes, a validation set those of another.
+    role = config.data.kind if train else f"{config.data.kind}, validation"
+    name = hashlib.sha256(f"{role}:{folder.resolve()}".encode()).hexdigest()[:12]
     return Path(config.logging.folder).expanduser() / "indices" / f"{folder.name}-{name}.npz"

@@ -216,9 +216,13 @@ def everything(rank: int, world_size: int, folder: str) -> list:
 
 
 def colours_of(folder):
+    return load_colours(folder, "npi.views=2", "evaluation.knn_k=3")
+
+
+def load_colours(folder, *overrides):
     from fastsuncet.config import load_config
 
-    return load_config(folder / "colours.yaml", ["npi.views=2", "evaluation.knn_k=3"])
+    return load_config(folder / "colours.yaml", overrides)
 
 
 def test_separable_images_are_all_right_and_ranks_count_each_once_however_ragged(tmp_path):
@@ -315,6 +319,34 @@ def test_a_validation_image_without_a_label_is_named(tmp_path):
     images.validation.labels[3] = -1
     with pytest.raises(DataError, match=r"1 of the 11 validation images have no label \(b/3\.png\)"):
         true_labels(images, ALONE)
+
+
+def test_a_kept_validation_index_takes_the_numbers_of_the_training_classes_at_hand(tmp_path):
+    import shutil
+
+    config = colours(tmp_path)
+    open_images(config, ALONE, validation=True)
+    shutil.copytree(tmp_path / "train", tmp_path / "more")
+    shutil.copytree(tmp_path / "train" / "r", tmp_path / "more" / "a")  # b, g, r become 1, 2, 3
+    images = open_images(colours(tmp_path, **{"data.train": "more"}), ALONE, validation=True)
+    assert images.validation.classes == images.train.classes == ("a", "b", "g", "r")
+    for i, label in enumerate(images.validation.labels):
+        assert images.validation.classes[label] == images.validation.name(i)[0]
+
+    shutil.rmtree(tmp_path / "more" / "g")
+    (tmp_path / "more").rename(tmp_path / "less")
+    with pytest.raises(DataError, match=r"val has images of 1 classes that no training image has: g"):
+        open_images(colours(tmp_path, **{"data.train": "less"}), ALONE, validation=True)
+
+
+def test_a_folder_that_was_validated_on_has_its_own_classes_when_trained_on(tmp_path):
+    import shutil
+
+    config = colours(tmp_path)
+    shutil.rmtree(tmp_path / "val" / "g")
+    assert open_images(config, ALONE, validation=True).validation.classes == ("b", "g", "r")
+    config = load_colours(tmp_path, "data.train=val")
+    assert open_images(config, ALONE, validation=False).train.classes == ("b", "r")
 
 
 @pytest.mark.parametrize("part", ["train/g/2.png", "val/b/1.png"])
