@@ -81,7 +81,8 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> list
         measured = KINDS[kind](_network(encoder, kind, config, place), images, config, place)
         told.append(measured)
         if place.first:
-            for line in _heading(kind, measured, images) if len(told) == 1 else []:
+            foreign = encoder.step is None and _as_stored(config)
+            for line in _heading(kind, measured, images, foreign) if len(told) == 1 else []:
                 say_line(line)
             say_line(f"{_name(encoder)}  {_number(measured)}")
             written = write_result(config.run_folder, _record(config, kind, measured, encoder, images))
@@ -121,8 +122,13 @@ def _network(encoder: Encoder, kind: str, config: Config, place: Place) -> nn.Mo
 
 
 def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, images: Images) -> dict:
-    size, resize = view_size(config.data.augmentation.size)
+    a = config.data.augmentation
+    size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
+    if config.data.kind in ("image_folder", "csv"):  # of two folders of images each has its own number
+        setting["validation"] = images.validation.fingerprint()[:12]
+    if not _as_stored(config):
+        setting |= {"mean": list(a.mean), "std": list(a.std)}
     if encoder.tuned is not None:
         setting["finetuned"] = encoder.tuned  # updates: the same encoder before and after is two evaluations
     return {
@@ -137,7 +143,13 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
     }
 
 
-def _heading(kind: str, measured: Measured, images: Images) -> list[str]:
+def _as_stored(config: Config) -> bool:
+    """Whether a network is shown pixels in [0, 1]."""
+    a = config.data.augmentation
+    return not any(a.mean) and set(a.std) == {1.0}
+
+
+def _heading(kind: str, measured: Measured, images: Images, foreign: bool) -> list[str]:
     """What the numbers are of, in the columns of a run's summary."""
     setting = [
         f"{key.replace('_', ' ')} {value}" for key, value in measured.setting.items() if key != "converged"
@@ -145,7 +157,13 @@ def _heading(kind: str, measured: Measured, images: Images) -> list[str]:
     lines = [f"{kind:<9}{', '.join([TITLES[kind], *setting])}"]
     if kind != "accuracy":
         lines.append(f"labels   {images.split}")
-    return [*lines, f"images   {measured.images:,} for validation, each once"]
+    lines.append(f"images   {measured.images:,} for validation, each once")
+    if foreign:
+        lines.append(
+            "pixels   0 to 1; the weights of torchvision and timm expect data.augmentation.mean=[0.485,0.456,0.406] "
+            "data.augmentation.std=[0.229,0.224,0.225]"
+        )
+    return lines
 
 
 def _name(encoder: Encoder) -> str:

@@ -82,6 +82,7 @@ def test_a_classifier_of_its_own_is_counted_and_one_of_other_classes_refused(fol
     code, out, err = fastsuncet(folder, capsys, "evaluate", "accuracy", "--encoder", str(folder / "ten.pth"))
     assert (code, err) == (0, "")
     assert "labels" not in out
+    assert "pixels   0 to 1; the weights of torchvision and timm expect data.augmentation.mean=[0.485," in out
     assert f"encoder  {folder / 'ten.pth'} (resnet18, imagenet stem)\ntop 1  " in out
     assert 0 <= results(folder)["accuracy None"]["metrics"]["top1"] < 0.5  # untrained
     code, _, err = fastsuncet(folder, capsys, "evaluate", "accuracy", "--encoder", str(folder / "seven.pth"))
@@ -117,6 +118,45 @@ def test_another_programs_file_in_place_of_a_checkpoint_ends_with_5(folder, caps
     torch.save({"state_dict": {"conv1.weight": torch.ones(8, 3, 5, 5)}}, tmp_path / "other.pth")
     code, _, err = fastsuncet(folder, capsys, "evaluate", "knn", "--encoder", str(tmp_path / "other.pth"))
     assert code == 5 and "other.pth holds a ResNet with no blocks" in err
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["data.split.file=b.txt"],
+        ["data.validation=val2"],
+        ["data.augmentation.mean=[0.5,0.5,0.5]"],
+        ["data.augmentation.std=[0.5,0.5,0.5]"],
+    ],
+)
+def test_other_labels_other_images_and_other_pixels_are_other_results(folder, capsys, tmp_path, other):
+    """As many labels, as many images: only their names tell them apart."""
+    pictures(tmp_path)
+    command = ["evaluate", "knn", str(tmp_path / "c.yaml"), f"--encoder={folder / 'ten.pth'}"]
+    paths = [word.replace("=b.txt", f"={tmp_path / 'b.txt'}") for word in other]
+    for words in ([], paths, [], paths):
+        assert cli.main([*command, *words]) == 0
+    capsys.readouterr()
+    assert len(list((tmp_path / "runs" / "c" / "results").iterdir())) == 2
+
+
+def pictures(folder):
+    """Two classes of three training images each, two lists of four of them, and two validation sets."""
+    from PIL import Image
+
+    for part, first in (("train", 0), ("val", 0), ("val2", 5)):
+        for label in "ab":
+            (folder / part / label).mkdir(parents=True)
+            for i in range(first, first + 3):
+                Image.new("RGB", (16, 16), (20 * i, 30, 40)).save(folder / part / label / f"{i}.png")
+    (folder / "a.txt").write_text("a/0.png\na/1.png\nb/0.png\nb/1.png\n")
+    (folder / "b.txt").write_text("a/0.png\na/2.png\nb/0.png\nb/1.png\n")
+    (folder / "c.yaml").write_text(
+        f"data: {{kind: image_folder, root: {folder}, decode_threads: 1, backend: torchvision,\n"
+        f"  split: {{kind: names, file: {folder / 'a.txt'}}}, augmentation: {{size: 16, blur: 0.0}}}}\n"
+        "criterion: {temperature: 0.1, unsupervised_batch_size: 6}\n"
+        f"optimization: {{epochs: 1, lr: 1.0}}\nlogging: {{folder: {folder / 'runs'}}}\nmeta: {{device: cpu}}\n"
+    )
 
 
 def test_an_unfinished_fit_is_said_and_written(folder, capsys):

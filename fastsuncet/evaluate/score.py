@@ -113,4 +113,7 @@ def labels_record(images: Images, config: Config) -> dict[str, Any]:
     share = (
         round(len(images.split.indices) / len(images.train), 4) if split.fraction is None else split.fraction
     )
-    return {"kind": split.kind, "fraction": share, "count": len(images.split.indices)}
+    record = {"kind": split.kind, "fraction": share, "count": len(images.split.indices)}
+    if split.seed or split.kind in ("names", "csv"):  # kind and share alone do not say which images
+        record["names"] = images.split.fingerprint[:12]
+    return record
