@@ -1,7 +1,8 @@
 """A ResNet's weights in a file of another program: torchvision's, timm's, the authors', or a trainer's around one.
 
 What is looked for is a `conv1.weight` of three input channels; what stands before that name (`module.`, `encoder.`,
-...) is a prefix, and the shapes say which network it is. Nothing in a file is run: tensors and plain types are read.
+...) is a prefix, and the shapes say which network it is. They cannot say how it is strided or blurred: timm's resnetaa
+and resnetblur look like a plain ResNet. Nothing in a file is run: tensors and plain types are read.
 """
 
 import pickle
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from fastsuncet.compute import SHAPES
 from fastsuncet.errors import CheckpointError
+from fastsuncet.model import WIDTHS
 
 # Where trainers put the network in what they save: the authors, torchvision's references and timm, many others.
 WRAPPINGS = ("encoder", "state_dict", "model", "model_state_dict", "state_dict_ema", "model_ema")
@@ -50,7 +52,7 @@ def read_weights(path: Path) -> Weights:
             f"{path} holds a network with {told(others)} beside conv1, bn1 and its layers: {_known()}"
         )
     name, stem = _identify(path, trunk)
-    return Weights(name, stem, trunk, _classifier(tensors))
+    return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]))
 
 
 def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
@@ -169,11 +171,13 @@ def _identify(path: Path, trunk: Mapping[str, Tensor]) -> tuple[str, str]:
     )
 
 
-def _classifier(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+def _classifier(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor] | None:
+    """fc, where it is a linear layer on the encoder; any other shape is a head of something else."""
     weight, bias = tensors.get("fc.weight"), tensors.get("fc.bias")
-    if weight is None or weight.ndim != 2:
+    if weight is None or weight.ndim != 2 or weight.shape[1] != width:
         return None
-    return weight.float(), weight.new_zeros(len(weight)).float() if bias is None else bias.float()
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    return (weight.float(), bias.float()) if bias.shape == weight.shape[:1] else None
 
 
 def _known() -> str:

@@ -254,6 +254,16 @@ def test_a_classifier_is_kept_for_whoever_asks_for_it(tmp_path):
     assert read_weights(tmp_path / "authors.pth").classifier is None
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 512, 1)}],
+    ids=["of another width", "with another bias", "a convolution"],
+)
+def test_an_fc_that_does_not_fit_the_encoder_is_no_classifier_of_it(tmp_path, config, other):
+    torch.save(torchvision.models.resnet18(num_classes=7).state_dict() | other, tmp_path / "weights.pth")
+    assert load_encoder(tmp_path / "weights.pth", config).classifier is None
+
+
 def without(state: dict, *parts: str) -> dict:
     return {key: value for key, value in state.items() if not any(part in key for part in parts)}
 
