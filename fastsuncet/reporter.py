@@ -7,7 +7,6 @@ from fastsuncet.config import Config
 from fastsuncet.launch import Place
 from fastsuncet.metrics import MetricsWriter
 from fastsuncet.progress import Progress
-from fastsuncet.say import say_line
 
 
 def columns(config: Config) -> tuple[str, ...]:
@@ -58,8 +57,9 @@ class Reporter:
             self.progress.say(f"{kind}: step {record['step']:,}  {told}")
 
     def say(self, line: str) -> None:
-        """Tells a person, without breaking the bar."""
-        (self.progress.say if self.progress else say_line)(line)
+        """Tells a person, once and without breaking the bar: what all ranks know, rank 0 says."""
+        if self.progress is not None:
+            self.progress.say(line)
 
     def sync(self) -> None:
         """Waits until every line is on the disk: a checkpoint must not claim a step whose line could still be lost."""

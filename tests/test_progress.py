@@ -10,9 +10,13 @@ import termios
 import time
 
 import pytest
+import torch
 
 from fastsuncet import progress
+from fastsuncet.launch import Place
 from fastsuncet.progress import Progress
+from fastsuncet.reporter import Reporter
+from tests.runs import small_config
 
 RECORD = {
     "step": 120,
@@ -166,3 +170,11 @@ def test_lines_go_to_standard_output(capsys):
     assert out.splitlines()[0].startswith("step=120/600")
     assert out.splitlines()[1] == "hello"
     assert err == ""
+
+
+def test_of_all_ranks_the_first_alone_speaks(tmp_path, capsys):
+    config = small_config(tmp_path)
+    for rank in (0, 1, 2):
+        with Reporter(config, tmp_path, 10, 0, Place(rank, 3, rank, torch.device("cpu"))) as reporter:
+            reporter.say("suncet has plateaued")
+    assert capsys.readouterr().out.count("suncet has plateaued") == 1
