@@ -3,7 +3,6 @@
 Shapes: U unlabeled images of V views each and S labeled ones on this rank, H = W the side of a view in pixels.
 """
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +29,6 @@ class Batch:
     views: tuple[torch.Tensor, ...]  # V of (U, 3, H, W) - row i of each shows the same image
     labeled: torch.Tensor  # (S, 3, H, W) - S = 0 once supervision is switched off
     labels: torch.Tensor  # (S,) int64
-    wait: float  # seconds the host waited for the pixels
 
 
 class PairedStream:
@@ -93,7 +91,6 @@ class PairedStream:
 
         Raises BadImage, with the file's name, for more bad files than the config allows.
         """
-        began = time.perf_counter()
         shown = self._unlabeled_loader(step) if self._unlabeled_loader else ()
         shown = tuple(self._to_device(view) for view in shown)
         labeled, labels = self._no_images, self._no_labels
@@ -104,7 +101,7 @@ class PairedStream:
         elif self._labeled_loader is not None:
             self._labeled_loader.close()  # supervision is off for good: its threads and buffers are free
             self._labeled_loader = None
-        return Batch(step, shown, labeled, labels, time.perf_counter() - began)
+        return Batch(step, shown, labeled, labels)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.place.device, non_blocking=True)

@@ -69,10 +69,12 @@ class Trainer:
             while self.step < self.arithmetic.steps:
                 # ------------------------------------------------------------------------------------------ hot region
                 supervised = self.supervision.on(self.step)
+                self.window.wait.begin()
                 batch = self.stream(self.step, supervised)
+                self.window.wait.end()
                 losses = train_step(self.network, self.optimizer, batch, self.lr(self.step), self.setting)
                 views = self.arithmetic.update_samples(supervised)
-                self.window.add(losses, self.step, views, batch.wait)
+                self.window.add(losses, self.step, views)
                 # ----------------------------------------------------------------- nothing above waits for the device
                 if self.supervision.add(losses[1], self.step):
                     self.out.say(f"{self.terms[1]} has plateaued: off from step {self.step + 1:,} on")

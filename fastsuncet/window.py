@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from fastsuncet.data_wait import DataWait
 from fastsuncet.distributed import all_gather_rows
 
 T = 2  # of unlabeled images and of labeled ones, in this order; `methods.terms` names them
@@ -19,6 +20,7 @@ class Window:
         self.device = device
         self.sums = torch.zeros(T, dtype=torch.float64, device=device)  # (T,)
         self.first_bad = torch.full((T,), -1.0, dtype=torch.float64, device=device)  # (T,), -1 = none
+        self.wait = DataWait(device)  # `begin` before a batch is asked for, `end` once it is there
         self.restart()
 
     def restart(self) -> None:
@@ -30,25 +32,24 @@ class Window:
     def start_clock(self) -> None:
         """Measures speed from now on: after a restart, an evaluation, or whatever else is no training."""
         self.views = 0  # over all ranks
-        self.wait = 0.0  # seconds this rank waited for pixels
+        self.wait.restart()
         self.started = time.perf_counter()
 
-    def add(self, losses: torch.Tensor, step: int, views: int, wait: float) -> None:
-        """Takes the (T,) losses of `step`, its views over all ranks, and the seconds waited for its pixels. No sync."""
+    def add(self, losses: torch.Tensor, step: int, views: int) -> None:
+        """Takes the (T,) losses of `step` and its views over all ranks. No sync."""
         self.sums += losses
         bad = ~torch.isfinite(losses) & (self.first_bad < 0)
         self.first_bad = torch.where(bad, float(step), self.first_bad)
         self.steps += 1
         self.views += views
-        self.wait += wait
 
     def seconds(self) -> float:
         """Wall-clock time since `start_clock`."""
         return time.perf_counter() - self.started
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """(W, T) sums and (W, T) first bad steps on the CPU, rank by rank, and the longest wait. The one sync."""
-        wait = torch.tensor([self.wait], dtype=torch.float64, device=self.device)
+        """(W, T) sums and (W, T) first bad steps on the CPU, rank by rank; the longest wait, seconds. The one sync."""
+        wait = torch.tensor([self.wait.seconds()], dtype=torch.float64, device=self.device)
         mine = torch.cat([self.sums, self.first_bad, wait])[None]  # (1, 2T + 1): one gather for everything
         sums, first_bad, waits = all_gather_rows(mine).cpu().split([T, T, 1], dim=1)
         return sums, first_bad, waits.max().item()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fastsuncet import checkpoint
+from fastsuncet.data_wait import DataWait
 from fastsuncet.encoders import Encoder, load_encoder
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from fastsuncet.evaluate.fit import FitResult, FitSetting, fit
@@ -140,11 +141,19 @@ def test_the_weights_are_those_of_nesterovs_formula_in_float64(tmp_path, nestero
     run(tmp_path, setting)
     view = Augmentation(8, (0.3, 1.0), jitter=0, grey=0, blur=0, mean=setting.mean, std=setting.std)
     sizes = {"batch": 12, "passes": 1, "seed": 5, "several": False}
-    stream = FitStream(pictures(45), np.arange(5, 45), view, config_in(tmp_path), ALONE, **sizes)
+    stream = FitStream(
+        pictures(45),
+        np.arange(5, 45),
+        view,
+        config_in(tmp_path),
+        ALONE,
+        wait=DataWait(torch.device("cpu")),
+        **sizes,
+    )
     model = Classifier(plain_encoder().module, 16, CLASSES).double()
     speed = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(setting.steps):
-        images, labels, _ = stream(step, 0)
+        images, labels = stream(step, 0)
         logp = model(images.double()).log_softmax(1)
         gradients = torch.autograd.grad(-logp[torch.arange(12), labels].mean(), list(model.parameters()))
         with torch.no_grad():
@@ -168,8 +177,10 @@ def test_an_image_is_cropped_and_flipped_and_its_colour_left_alone(tmp_path):
     index.pixels[:] = [10, 200, 90]
     view = Augmentation(8, (0.3, 1.0), jitter=0, grey=0, blur=0)
     sizes = {"batch": 40, "passes": 1, "seed": 0, "several": False}
-    stream = FitStream(index, np.arange(40), view, config_in(tmp_path), ALONE, **sizes)
-    images, labels, _ = stream(3, 0)
+    stream = FitStream(
+        index, np.arange(40), view, config_in(tmp_path), ALONE, wait=DataWait(torch.device("cpu")), **sizes
+    )
+    images, labels = stream(3, 0)
     assert torch.equal(
         (images * 255).round(), torch.tensor([10.0, 200, 90]).view(1, 3, 1, 1).expand(40, 3, 8, 8)
     )

@@ -3,7 +3,6 @@
 Shapes: B images an update over W ranks in A passes each, m = B / (W A) images a pass, C classes.
 """
 
-import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.config import Config
+from fastsuncet.data_wait import DataWait
 from fastsuncet.evaluate.embed import loader_options
 from fastsuncet.launch import Place
 from pipelines.index import ImageIndex
@@ -64,7 +64,9 @@ class FitStream:
         passes: int,  # A
         seed: int,
         several: bool,  # whether an image shows several classes: targets are then the index's presence
+        wait: DataWait,  # told when pixels are asked for and when they are there
     ):
+        self.wait = wait
         sampler = SubsetSampler(indices, batch, place.world_size * passes, seed)
         self.plan = PassPlan(index, sampler, view, seed=seed, passes=passes, place=place)
         self.steps_per_epoch, self.passes = sampler.steps_per_epoch, passes
@@ -79,15 +81,16 @@ class FitStream:
             **loader_options(config, place),
         )
 
-    def __call__(self, step: int, part: int) -> tuple[Tensor, Tensor, float]:
-        """(images (m, 3, S, S), targets, seconds waited): labels int64 (m,), or presence int8 (m, C)."""
-        began = time.perf_counter()
+    def __call__(self, step: int, part: int) -> tuple[Tensor, Tensor]:
+        """Images (m, 3, S, S) and targets: labels int64 (m,), or presence int8 (m, C)."""
+        self.wait.begin()
         number = step * self.passes + part
         (images,) = self._loader(number)
         visit = self._loader.visit(number)  # asked last: a bad image may be replaced by one of another class
         targets = self._index.presence[visit.indices] if self._several else visit.labels
-        moved = (x.to(self._device, non_blocking=True) for x in (images, torch.from_numpy(targets)))
-        return *moved, time.perf_counter() - began
+        images, targets = (x.to(self._device, non_blocking=True) for x in (images, torch.from_numpy(targets)))
+        self.wait.end()
+        return images, targets
 
     def files(self, step: int) -> list[str]:
         """The images of this rank's share of a step, by name."""

@@ -84,8 +84,9 @@ class Fitter:
         )
         several = s.loss == "sigmoid"
         sizes = {"batch": s.batch, "passes": s.accumulate, "seed": s.seed}
-        self.stream = FitStream(train, indices, view, config, place, several=several, **sizes)
         self.window, self.ledger = Window(device), Ledger()
+        sizes["wait"] = self.window.wait
+        self.stream = FitStream(train, indices, view, config, place, several=several, **sizes)
         layers = encoder_layers(encoder.name, encoder.stem, s.size)
         self.macs = s.batch * (sum(layer.macs for layer in layers) + encoder.width * s.num_classes)
         self.every = max(config.logging.log_every, -(-s.steps // LINES))  # steps
@@ -105,7 +106,7 @@ class Fitter:
             self.window.start_clock()
             terms = TERMS[self.setting.loss]
             while self.step < steps:
-                told, wait = fit_step(
+                told = fit_step(
                     self.network,
                     self.optimizer,
                     self.scaler,
@@ -115,7 +116,7 @@ class Fitter:
                     self.step,
                     self.lr(self.step),
                 )
-                self.window.add(told, self.step, self.setting.batch, wait)
+                self.window.add(told, self.step, self.setting.batch)
                 self.step += 1  # from here on, the updates done
                 self.ledger.add(self.setting.batch, self.macs)
                 last = self.step == steps

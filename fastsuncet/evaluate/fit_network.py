@@ -108,15 +108,15 @@ def fit_step(
     step: int,
     lr: float,
 ) -> tuple[Tensor, float]:
-    """One update. Returns ((loss, share right), (2,) on the device, of this rank) and the seconds waited for pixels.
+    """One update. Returns loss and share right, (2,), on the device, of this rank.
 
     Gradients of all passes add up; ranks exchange them in the last one only. The host reads nothing of the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    total, waited = 0, 0.0
+    total = 0
     for part in range(stream.passes):
-        images, targets, wait = stream(step, part)
+        images, targets = stream(step, part)
         apart = part < stream.passes - 1 and isinstance(network, nn.parallel.DistributedDataParallel)
         with network.no_sync() if apart else contextlib.nullcontext():
             with autocast():
@@ -124,8 +124,7 @@ def fit_step(
             loss, right = terms(logits.float(), targets)
             scaler.scale(loss / stream.passes).backward()
         total = total + torch.stack([loss.detach(), right]) / stream.passes
-        waited += wait
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return total, waited
+    return total
