@@ -131,7 +131,7 @@ KNN = Help(
     EVALUATE,
     f"""\
 Nearest neighbours: each validation image is given the class of most of the evaluation.knn_k labeled training images
-most similar to it. Nothing is trained.
+most similar to it, cropped at random once (paper, appendix G). Nothing is trained.
 
 {EVALUATED}""",
     f"""\

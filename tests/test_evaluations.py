@@ -16,6 +16,7 @@ from fastsuncet.evaluate.accuracy import accuracy
 from fastsuncet.evaluate.embed import embed_views, outputs
 from fastsuncet.evaluate.knn import knn
 from fastsuncet.evaluate.linear import fit_linear, linear
+from fastsuncet.evaluate.neighbours import knn_predict
 from fastsuncet.evaluate.npi import npi, npi_probabilities
 from fastsuncet.evaluate.score import correct_in_top, standard_error, supports, true_labels
 from fastsuncet.images import Images, open_images
@@ -235,6 +236,30 @@ def test_separable_images_are_all_right_and_ranks_count_each_once_however_ragged
         for one, other in zip(chance, theirs[1]):
             assert other == pytest.approx(one, abs=1e-12)
         torch.testing.assert_close(theirs[2], views, rtol=1e-5, atol=1e-6)
+
+
+def test_neighbours_are_sought_among_the_very_views_that_npi_sums_over(tmp_path, monkeypatch):
+    """Appendix G crops and flips the labeled images at random before it compares its two classifiers."""
+    config = colours(tmp_path)
+    images = open_images(config, ALONE, validation=True)
+    network = build_model("resnet_tiny", seed=1).encoder
+    seen = []
+
+    def watched(rows, columns, *arguments, **options):
+        seen.append(columns)
+        return knn_predict(rows, columns, *arguments, **options)
+
+    monkeypatch.setattr("fastsuncet.evaluate.knn.knn_predict", watched)
+    measured = knn(network, images, config, ALONE)
+    views = embed_views(network, images.train, images.split.indices, 1, config, ALONE)
+    assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
+    assert measured.setting == {"k": 10, "seed": 0} and measured.notes == ()
+
+
+def test_more_neighbours_than_there_are_labeled_images_is_said(tmp_path):
+    config = colours(tmp_path, **{"evaluation.knn_k": "30"})
+    measured = knn(Colour(), open_images(config, ALONE, validation=True), config, ALONE)
+    assert measured.notes == ("all 18 labeled images vote: there are no 30",)
 
 
 def test_an_accuracy_is_a_whole_number_of_the_images(tmp_path):

@@ -6,7 +6,7 @@ from torch import nn
 
 from fastsuncet.config import Config
 from fastsuncet.distributed import sum_over_ranks
-from fastsuncet.evaluate.embed import outputs
+from fastsuncet.evaluate.embed import embed_views, outputs
 from fastsuncet.evaluate.neighbours import knn_predict
 from fastsuncet.evaluate.score import Measured, own_rows, supports, true_labels
 from fastsuncet.images import Images
@@ -16,10 +16,11 @@ from fastsuncet.launch import Place
 def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
     """Top-1 accuracy of `knn_predict` with whole and with weighted votes, h of `network` (B, 3, S, S) -> (B, E).
 
-    The paper leaves the vote open, so both are told. Single centre crops of labeled and validation images alike.
+    The paper leaves the vote open, so both are told. Supports are one random crop of each labeled image, the very views
+    of `npi` with one view, since appendix G compares the two; queries are single centre crops.
     """
     chosen, truth = supports(images, config), true_labels(images, place)
-    columns = outputs(network, images.train, chosen, config, place)
+    columns = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     rows = outputs(network, images.validation, np.arange(len(truth)), config, place)
     mine, classes, k = own_rows(place), len(images.train.classes), config.evaluation.knn_k
@@ -28,4 +29,6 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
         for weighted in (False, True)
     ]
     plain, weighted = (sum_over_ranks(torch.stack(right)).double() / len(truth)).tolist()
-    return Measured({"top1": plain, "top1_weighted": weighted}, len(truth), {"k": k})
+    setting = {"k": k, "seed": config.meta.seed}  # of the crops
+    notes = (f"all {len(chosen)} labeled images vote: there are no {k}",) if k > len(chosen) else ()
+    return Measured({"top1": plain, "top1_weighted": weighted}, len(truth), setting, notes)
