@@ -157,6 +157,23 @@ def the_blur_fits_the_view(config: Sections) -> Breaks:
         )
 
 
+@rule("criterion.instance", "swav.small_crops", "swav.small_size", "data.augmentation.size")
+def small_crops_are_small(config: Sections) -> Breaks:
+    small, size = config.swav, config.data.augmentation.size
+    if config.criterion.instance == "swav" and small.small_crops and small.small_size >= size:
+        yield (
+            "swav.small_size",
+            f"is {small.small_size}, and the large crops have {size} pixels (data.augmentation.size); SwAV's are 96 "
+            "beside 224. Make it smaller, or write swav.small_crops: 0",
+        )
+
+
+@rule("criterion.instance", "swav.prototypes")
+def prototypes_can_be_told_apart(config: Sections) -> Breaks:
+    if config.criterion.instance == "swav" and config.swav.prototypes < 2:
+        yield "swav.prototypes", "must be 2 or more: every image belongs to a single one, and nothing is learned"
+
+
 @rule("criterion.instance", "criterion.unsupervised_batch_size")
 def unlabeled_images_have_a_loss(config: Sections) -> Breaks:
     size, instance = config.criterion.unsupervised_batch_size, config.criterion.instance
