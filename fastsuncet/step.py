@@ -26,7 +26,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 
 def train_step(
-    network: nn.Module, optimizer: LARS, batch: Batch, lr: float, setting: "Setting"
+    network: nn.Module, optimizer: LARS, batch: Batch, lr: float | torch.Tensor, setting: "Setting"
 ) -> torch.Tensor:
     """One update: SimCLR + SuNCEt (paper section 3, equations 1 and 2) or another method, on one rank.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fastsuncet import methods, state
+from fastsuncet.captured import Step
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data import LABELED, UNLABELED, PairedStream, update_macs
 from fastsuncet.distributed import broadcast, gather_json
@@ -22,7 +23,7 @@ from fastsuncet.optim import warmup_cosine
 from fastsuncet.reporter import Reporter
 from fastsuncet.say import say_line
 from fastsuncet.signals import SignalFlag
-from fastsuncet.step import build, train_step
+from fastsuncet.step import build
 from fastsuncet.supervision import Supervision
 from fastsuncet.vote import Vote
 from fastsuncet.window import Window
@@ -44,6 +45,7 @@ class Trainer:
         self.stream, self.images, self.folder = stream, images, folder
         built = build(config, place, len(images.train.classes))
         self.model, self.network, self.optimizer, self.setting = built
+        self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
         self.terms = methods.terms(config)
         self.cost = {on: update_macs(config, arithmetic, on) for on in (True, False)}
         self.ledger = Ledger(meter=open_meter(place.device))
@@ -72,7 +74,7 @@ class Trainer:
                 self.window.wait.begin()
                 batch = self.stream(self.step, supervised)
                 self.window.wait.end()
-                losses = train_step(self.network, self.optimizer, batch, self.lr(self.step), self.setting)
+                losses = self.update(batch, self.lr(self.step))  # step.train_step
                 views = self.arithmetic.update_samples(supervised)
                 self.window.add(losses, self.step, views)
                 # ----------------------------------------------------------------- nothing above waits for the device

@@ -33,6 +33,7 @@ FLOORS = [
     "fastsuncet.encoders",
     "fastsuncet.evaluate",
     "fastsuncet.report",
+    "fastsuncet.captured",
     "fastsuncet.train fastsuncet.preview fastsuncet.doctor fastsuncet.check fastsuncet.pack",
     "fastsuncet.run",
     "fastsuncet.demo fastsuncet.evaluation fastsuncet.sweep",

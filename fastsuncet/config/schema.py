@@ -52,6 +52,7 @@ class Meta(Section):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the network; the losses are always float32
     channels_last: Switch = True
     compile: Switch = False  # torch.compile of the network: the first step takes minutes
+    cuda_graph: Switch = False  # the step as one CUDA graph; off until it has been measured on a card
     threads: Count | None = None  # of torch on a CPU; null: torch decides
 
 

@@ -111,8 +111,11 @@ class LARS(Optimizer):
         for p in self.param_groups[-1]["params"]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
 
-    def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group; a tensor is filled, without waiting for the device."""
+    def set_lr(self, lr: float | Tensor) -> None:
+        """Sets the learning rate of every group; a tensor is filled, without waiting for the device.
+
+        Groups that hold a tensor take a 0-dim one of the same device too: so a captured step reads today's value.
+        """
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
