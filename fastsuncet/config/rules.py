@@ -171,7 +171,10 @@ def small_crops_are_small(config: Sections) -> Breaks:
 @rule("criterion.instance", "swav.prototypes")
 def prototypes_can_be_told_apart(config: Sections) -> Breaks:
     if config.criterion.instance == "swav" and config.swav.prototypes < 2:
-        yield "swav.prototypes", "must be 2 or more: every image belongs to a single one, and nothing is learned"
+        yield (
+            "swav.prototypes",
+            "must be 2 or more: every image belongs to a single one, and nothing is learned",
+        )
 
 
 @rule("criterion.instance", "criterion.unsupervised_batch_size")
