@@ -121,8 +121,8 @@ class Model(Section):
     output: Count = 128
     head_batchnorm: Switch = False
     sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
-    # BatchNorm, the sum with a block's input and ReLU in one pass over the pixels, by our own CUDA kernels. Off until it
-    # has been measured on a card; on a CPU it changes nothing.
+    # BatchNorm, the sum with a block's input and ReLU in one pass over the pixels, by our own CUDA kernels. Off until
+    # it has been measured on a card; on a CPU it changes nothing.
     fused_batchnorm: Switch = False
 
 
