@@ -57,9 +57,7 @@ def heard_in_a_step(rank: int, world_size: int, folder: str, overrides: list[str
     _, network, optimizer, setting = build(config, Place(rank, world_size, rank, torch.device("cpu")), 10)
     generator = torch.Generator().manual_seed(rank)
     views = tuple(torch.rand(IMAGES, 3, 16, 16, generator=generator) for _ in range(2))
-    batch = Batch(
-        0, views, torch.rand(LABELED, 3, 16, 16, generator=generator), torch.arange(LABELED) // 2, 0.0
-    )
+    batch = Batch(0, views, torch.rand(LABELED, 3, 16, 16, generator=generator), torch.arange(LABELED) // 2)
     for _ in range(3):
         with Heard() as heard:
             train_step(network, optimizer, batch, 0.1, setting)

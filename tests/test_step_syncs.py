@@ -23,9 +23,7 @@ def batch_of(config: Config, labeled: int) -> Batch:
     draw = torch.Generator().manual_seed(0)
     shown = tuple(torch.rand(U, 3, v.size, v.size, generator=draw) for v in views(config))
     size = config.data.augmentation.size
-    return Batch(
-        0, shown, torch.rand(labeled, 3, size, size, generator=draw), torch.arange(labeled) // 2, 0.0
-    )
+    return Batch(0, shown, torch.rand(labeled, 3, size, size, generator=draw), torch.arange(labeled) // 2)
 
 
 class RankCounter(Counter):

@@ -17,6 +17,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fastsuncet.data import Batch, PairedStream
 from fastsuncet.images import open_images
 from fastsuncet.launch import Place, join
 from fastsuncet.model import build_model
+from fastsuncet.run import deterministic
 from fastsuncet.step import PRECISIONS, build, train_step
 from tools.bench_common import (
     Counter,
@@ -60,6 +62,14 @@ class Bench:
         self.batch = self.stream(0)
         self.views = sum(map(len, self.batch.views)) + len(self.batch.labeled)
 
+    @classmethod
+    def like(cls, other: "Bench", config: Config) -> "Bench":
+        """The same images and batch under another config."""
+        made = cls.__new__(cls)
+        made.__dict__.update(other.__dict__)
+        made.config = config
+        return made
+
     def ours(self, batch_of: Callable[[int], Batch]) -> Callable[[], Any]:
         """Our step on the batches that `batch_of` gives."""
         _, network, optimizer, setting = build(self.config, self.place, self.classes)
@@ -76,7 +86,7 @@ class Bench:
         every = torch.cat([*self.batch.views, self.batch.labeled])
         half = len(every) // 2
         views = (every[:half], every[half : 2 * half])
-        return Batch(0, views, every[:0], self.batch.labels[:0], 0.0)
+        return replace(self.batch, views=views, labeled=every[:0], labels=self.batch.labels[:0])
 
     def plain(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
         """The step of a tutorial, in our precision and memory layout."""
@@ -242,10 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
         rounds, steps = 2, 1
     digits = Path(__file__).resolve().parents[1] / "configs" / "digits_demo.yaml"
     config = load_config(files[0] if files else digits, overrides)
-    if config.meta.threads is not None:
-        torch.set_num_threads(config.meta.threads)
     where = environment()
     with join(config.meta.device) as place:
+        deterministic(config, place)  # as a run does
         found = bench(config, place, rounds, steps)
         show(found, place.device)
     print_targets(found["targets"])

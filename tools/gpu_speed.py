@@ -1,0 +1,227 @@
+"""What the speed parts of `gpu_suite.py` share, and those that time one piece: LARS, the losses, the loader.
+
+On a GPU times are those between two events with the work of many calls between them; on a CPU, for rehearsals, the
+wall's.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastsuncet.losses import nt_xent, suncet
+from fastsuncet.model import build_model
+from fastsuncet.optim import LARS, parameter_groups
+from tools import bench_step
+from tools.bench_common import spread, told
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CLASSES = 20
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every part is told."""
+
+    device: str
+    small: bool
+    pictures: Path  # a folder of JPEGs by class, or where to make one
+    scratch: Path  # an empty folder of the part's own
+
+
+def table(title: str, head: list[str], rows: list[list[Any]]) -> Found:
+    """A part that found one table."""
+    return {"tables": [{"title": title, "head": head, "rows": rows}]}
+
+
+def pictures(options: Options) -> Path:
+    """JPEGs of ImageNet's usual size in CLASSES folders; written once, by the first part that asks."""
+    folder = options.pictures
+    if not folder.exists():
+        from tools.bench_pipeline import write_pictures
+
+        partial_folder = folder.with_name(f"{folder.name}.part")
+        each = 2 if options.small else 26
+        height, width = (60, 80) if options.small else (375, 500)
+        places = [partial_folder / f"class_{number:02}" for number in range(CLASSES)]
+        for place in places:
+            place.mkdir(parents=True)
+        with ProcessPoolExecutor() as pool:
+            list(pool.map(partial(write_pictures, count=each, height=height, width=width), places))
+        partial_folder.rename(folder)
+    return folder
+
+
+def seconds_of(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """Seconds a call takes, on the device's own clock, over `repeats` of them."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
+
+
+def turns(
+    calls: dict[str, Callable[[], Any]], device: str, rounds: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each call, in turns; the first calls, which choose kernels and make state, are not counted."""
+    names = list(calls)
+    for call in calls.values():
+        call()
+        call()
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            found[name].append(seconds_of(calls[name], device, repeats))
+    return found
+
+
+def wall(device: str) -> float:
+    """The wall's clock in seconds, once a GPU has done what it was asked."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_mb(call: Callable[[], Any], device: str) -> str:
+    """Memory of the device above what is held before the call; empty on a CPU."""
+    if device == "cpu":
+        return ""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return f"{(torch.cuda.max_memory_allocated() - before) / 1e6:.0f}"
+
+
+def lars(options: Options) -> Found:
+    """Every implementation and its peer over one ResNet-50's gradients."""
+    from timm.optim import Lars
+
+    device = torch.device(options.device)
+    name = "resnet_tiny" if options.small else "resnet50"
+
+    def stepper(make: Callable[[Any], Any]) -> Callable[[], Any]:
+        network = build_model(name).to(device, memory_format=torch.channels_last)
+        for p in network.parameters():
+            p.grad = torch.full_like(p, 1e-3)
+        return make(network).step
+
+    def ours(implementation: str) -> Callable[[Any], LARS]:
+        return lambda network: LARS(
+            parameter_groups(network, exclude_bias_and_norm=False),
+            torch.full((), 0.1, device=device),
+            weight_decay=1e-6,
+            implementation=implementation,
+        )
+
+    calls = {"foreach": stepper(ours("foreach")), "reference": stepper(ours("reference"))}
+    if options.device == "cuda":
+        calls = {"kernel": stepper(ours("kernel")), **calls}
+    calls["timm Lars"] = stepper(lambda network: Lars(network.parameters(), lr=0.1, momentum=0.9))
+    calls["torch SGD fused, no LARS"] = stepper(
+        lambda network: torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
+    )
+    found = turns(calls, options.device, 2 if options.small else 9, 1 if options.small else 20)
+    rows = [[name, told(spread([1e6 * each for each in times]))] for name, times in found.items()]
+    return table("microseconds a step", ["", "us"], rows) | {"seconds": found}
+
+
+def losses(options: Options) -> Found:
+    """Forward and backward of both losses, and of tutorials' dense NT-Xent, at one number of rows."""
+    rows_of, device = (256, options.device) if options.small else (8192, options.device)
+    z = torch.randn(rows_of, 128, device=device, requires_grad=True)
+    labels = torch.arange(rows_of, device=device) // 8
+
+    def both(loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            z.grad = None
+            loss().backward()
+
+        return call
+
+    calls = {"suncet": both(lambda: suncet(z, labels, 0.1)), "nt_xent": both(lambda: nt_xent(z, 0.1))}
+    for chunk in (512, 1024, 2048):
+        calls[f"nt_xent, {chunk} rows a chunk"] = both(lambda chunk=chunk: nt_xent(z, 0.1, chunk_size=chunk))
+    calls["dense NT-Xent"] = both(lambda: bench_step.dense_nt_xent(*z.chunk(2), 0.1))
+    found = turns(calls, device, 2 if options.small else 7, 1 if options.small else 10)
+    rows = [
+        [name, told(spread([1e3 * each for each in times])), peak_mb(calls[name], device)]
+        for name, times in found.items()
+    ]
+    return table(f"{rows_of} rows of 128, forward and backward", ["", "ms", "MB above"], rows) | {
+        "seconds": found
+    }
+
+
+def loader(options: Options) -> Found:
+    """Two views by threads and prefetch; decoding alone by the hardware decoder's share."""
+    from pipelines import graphs
+    from pipelines.dali_engine import FilePaths, placement
+    from pipelines.datasets import image_folder
+    from pipelines.loader import open_loader
+    from pipelines.params import Augmentation
+    from pipelines.plan import Plan
+    from pipelines.sampling import UnlabeledSampler
+
+    index = image_folder(pictures(options))
+    device = "gpu" if options.device == "cuda" else "cpu"
+    batch, count = (8, 2) if options.small else (min(256, len(index)), 12)
+
+    def speed(run: Callable[[int], Any]) -> str:
+        for step in range(4):
+            run(step)
+        start = wall(options.device)
+        for step in range(4, 4 + count):
+            run(step)
+        return f"{count * batch / (wall(options.device) - start):.0f}"
+
+    def two_views(color: str, threads: int, prefetch: int) -> str:
+        views = (Augmentation(size=64 if options.small else 224, color=color),) * 2
+        plan = Plan(index, UnlabeledSampler(len(index), batch, 1, 0), views, seed=0, role="suite")
+        pace = {"threads": threads, "prefetch": prefetch}
+        opened = open_loader(index, plan, views, device=device, backend="dali", **pace)
+        try:
+            return speed(opened)
+        finally:
+            opened.close()
+
+    def decoding(share: float, threads: int) -> str:
+        stored, sampler, steps = (
+            FilePaths(index),
+            UnlabeledSampler(len(index), batch, 1, 0),
+            itertools.count(),
+        )
+        pipeline = graphs.decoded(
+            lambda: stored(sampler.rows(next(steps), 0)),
+            hw_decoder_load=share,
+            batch_size=batch,
+            num_threads=threads,
+            prefetch_queue_depth=2,
+            **placement(device, 0),
+        )
+        return speed(lambda step: pipeline.run())
+
+    settings = [(2, 2)] if options.small else [(4, 2), (8, 2), (12, 2), (16, 2), (12, 3), (12, 5)]
+    rows = [
+        [f"two views, {color}", threads, prefetch, "", two_views(color, threads, prefetch)]
+        for color, (threads, prefetch) in itertools.product(("fast", "exact"), settings)
+    ]
+    threads = settings[-1][0]
+    shares = (0.0,) if options.small or device == "cpu" else (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0)
+    rows += [["decoding alone", threads, 2, share, decoding(share, threads)] for share in shares]
+    return table("pictures a second", ["", "threads", "prefetch", "decoder share", "pictures/s"], rows)

@@ -1,0 +1,220 @@
+"""The parts of `gpu_suite.py` that run whole steps: the table, the ladder from a plain step to ours, the profile."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastsuncet.config import Config, load_config
+from fastsuncet.launch import join
+from fastsuncet.losses import nt_xent
+from fastsuncet.run import deterministic
+from tools import bench_step
+from tools.bench_common import spread, told
+from tools.gpu_speed import CONFIGS, Found, Options, peak_mb, pictures, seconds_of, table, wall
+
+
+def imagenet_config(options: Options) -> Config:
+    """The paper's ImageNet step on made-up pictures: 512 views a card."""
+    changed = [
+        f"data.root={pictures(options).parent}",
+        f"data.train={options.pictures.name}",
+        "data.validation=null",
+        "data.split.kind=all",
+        "data.split.file=null",
+        "data.decode_threads=12",
+        "data.prefetch=3",
+        "criterion.unsupervised_batch_size=176",
+        "criterion.supervised_imgs_per_class=8",
+        "evaluation.knn_every_epochs=null",
+        f"meta.device={options.device}",
+        f"logging.folder={options.scratch}",
+        "optimization.warmup=0",
+    ]
+    if options.small:
+        changed += [
+            "model.name=resnet_tiny",
+            "data.augmentation.size=32",
+            "data.augmentation.blur=0",
+            "criterion.unsupervised_batch_size=8",
+            "criterion.supervised_imgs_per_class=2",
+            "data.decode_threads=2",
+        ]
+    return load_config(CONFIGS / "in1k_10pct.yaml", changed)
+
+
+def cifar_config(options: Options) -> Config:
+    """ResNet-50 with the CIFAR stem at 32 pixels; the digits stand in for CIFAR-10's images, in memory as those are."""
+    changed = [
+        "model.name=resnet50",
+        "model.stem=cifar",
+        "model.hidden=2048",
+        "model.output=128",
+        "data.augmentation.size=32",
+        "criterion.unsupervised_batch_size=512",
+        "criterion.supervised_imgs_per_class=10",
+        "meta.precision=bf16",
+        "meta.threads=null",
+        "optimization.warmup=0",
+        f"meta.device={options.device}",
+        f"logging.folder={options.scratch}",
+    ]
+    if options.small:
+        changed += ["model.name=resnet_tiny", "criterion.unsupervised_batch_size=16"]
+    return load_config(CONFIGS / "digits_demo.yaml", changed)
+
+
+def whole_step(make: Callable[[Options], Config], options: Options) -> Found:
+    """bench_step's contenders on one config."""
+    config = make(options)
+    rounds, steps = (2, 1) if options.small else (5, 20)
+    with join(config.meta.device) as place:
+        deterministic(config, place)
+        found = bench_step.bench(config, place, rounds, steps)
+    rows = [
+        [
+            row["name"],
+            row["views"],
+            told(spread([1e3 * each for each in row["seconds"]])),
+            told(spread(row["views_per_second"]), 4),
+            told(row["speed_to_fixed"]),
+            row.get("operators", ""),
+            row.get("host_waits", ""),
+        ]
+        for row in found["points"]
+    ]
+    head = ["", "views", "ms a step", "views/s", "x one fixed batch", "operators", "host waits"]
+    waits = found["cuda_says_of_waits"]
+    if waits is not None:
+        rows.append(["what CUDA says of waits", "", "", "", "", "", waits or "none"])
+    return table("a step", head, rows) | found | {"wrong": [waits] if waits else []}
+
+
+def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """From the step of a tutorial to ours, one change a rung; each makes its step when it is asked to."""
+
+    def changed(*overrides: str) -> bench_step.Bench:
+        other = Config.model_validate(config.canonical())
+        for override in overrides:
+            key, _, value = override.partition("=")
+            meta = other.meta.model_copy(update={key: {"true": True, "false": False}.get(value, value)})
+            other = other.model_copy(update={"meta": meta})
+        return bench_step.Bench.like(bench, other)
+
+    temperature = config.criterion.temperature
+    dense = partial(bench_step.dense_nt_xent, temperature=temperature)
+    ours = lambda a, b: nt_xent(torch.cat([a, b]), temperature)  # noqa: E731
+    steps = {
+        "plain PyTorch: float32, NCHW, SGD": lambda: changed("precision=fp32", "channels_last=false").plain(
+            dense
+        ),
+        "+ bf16": lambda: changed("precision=bf16", "channels_last=false").plain(dense),
+        "+ channels-last": lambda: changed("precision=bf16").plain(dense),
+        "+ our NT-Xent": lambda: changed("precision=bf16").plain(ours),
+        "+ LARS: our step, SimCLR alone": lambda: changed("precision=bf16").ours(lambda _: bench.alone()),
+        "+ SuNCEt: our whole step": lambda: changed("precision=bf16").ours(lambda _: bench.batch),
+    }
+    if bench.place.device.type == "cuda":
+        steps["+ torch.compile"] = lambda: changed("precision=bf16", "compile=true").ours(
+            lambda _: bench.batch
+        )
+    return steps
+
+
+def ladder(options: Options) -> Found:
+    """Each rung's step on one fixed batch, alone on the device."""
+    config = imagenet_config(options)
+    rows, before = [], None
+    with join(config.meta.device) as place:
+        deterministic(config, place)
+        bench = bench_step.Bench(config, place)
+        bench.stream.close()
+        for name, make in rungs(config, bench).items():
+            try:
+                step = make()
+                for _ in range(3):
+                    step()
+                times = [
+                    seconds_of(step, options.device, 1 if options.small else 10)
+                    for _ in range(2 if options.small else 5)
+                ]
+                memory = peak_mb(step, options.device)
+            except Exception as error:  # a rung that breaks must not take the others along
+                rows.append(
+                    [name, "", "", "", f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"]
+                )
+                continue
+            median = spread(times)["median"]
+            gain = "" if before is None else f"{before / median:.2f}"
+            rows.append(
+                [
+                    name,
+                    told(spread([1e3 * each for each in times])),
+                    f"{bench.views / median:.0f}",
+                    gain,
+                    memory,
+                ]
+            )
+            before = median
+            del step
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+    return table("one trick at a time", ["", "ms a step", "views/s", "x the rung before", "MB above"], rows)
+
+
+def profile(options: Options) -> Found:
+    """Our step on one fixed batch: its kernels by time, its layout conversions, and what the host waited for."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    config = imagenet_config(options)
+    cuda = options.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    count = 1 if options.small else 5
+    with join(config.meta.device) as place:
+        deterministic(config, place)
+        bench = bench_step.Bench(config, place)
+        bench.stream.close()
+        step = bench.ours(lambda _: bench.batch)
+        for _ in range(3):
+            step()
+        wall(options.device)
+        with profiler(activities=activities) as seen:
+            for _ in range(count):
+                step()
+            wall(options.device)
+    events = seen.key_averages()
+    spent = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) for e in events}
+    calls = {e.key: e.count for e in events}
+    kernels = [e.key for e in events if not cuda or e.device_type == torch.autograd.DeviceType.CUDA]
+    total = sum(spent[key] for key in kernels) or 1.0
+    top = sorted(kernels, key=lambda key: -spent[key])[:25]
+    rows = [
+        [
+            key.replace("|", "/")[:90],
+            f"{100 * spent[key] / total:.1f}",
+            f"{spent[key] / count / 1e3:.3f}",
+            calls[key] // count,
+        ]
+        for key in top
+    ]
+    layout = [
+        key
+        for key in kernels
+        if any(word in key.lower() for word in ("nchwtonhwc", "nhwctonchw", "transpose"))
+    ]
+    waits = [
+        key for key in calls if any(word in key for word in ("Synchronize", "cudaMemcpy ", "cudaMemcpy"))
+    ]
+    facts = [
+        ["kernels or operators a step", sum(calls[key] for key in kernels) // count],
+        ["layout conversions a step", sum(calls[key] for key in layout) / count],
+        *([key, calls[key] / count] for key in waits),
+    ]
+    return {
+        "tables": [
+            {"title": "where the time goes", "head": ["", "%", "ms a step", "calls a step"], "rows": rows},
+            {"title": "what should be 0, and is it", "head": ["", "a step"], "rows": facts},
+        ]
+    }

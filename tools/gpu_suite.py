@@ -1,0 +1,199 @@
+"""Everything worth knowing of a bare GPU machine, unattended and inside its time, in order of worth.
+
+    python tools/gpu_suite.py --minutes M [--device cpu|cuda] [--output PREFIX] [--small] [--only PART ...]
+
+Each part is a process of its own with its own time-out; one that fails, hangs or kills its process takes nothing along.
+PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.md; both are written anew after every
+part, so that a machine that goes away leaves what was done. Needs no network. `--small --device cpu` rehearses it all.
+Ends with 0 if every part that was started came to its end, else with 1.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
+
+from tools.bench_common import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+RESERVE = 10.0  # seconds kept for writing things down
+TAIL = 3000  # characters of what a part that failed said last
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process to start. `module` is run with --device, --small and --json, or else `command` as it stands."""
+
+    name: str
+    limit: float  # minutes at most
+    what: str
+    command: tuple[str, ...] = ()
+
+    def arguments(self, device: str, small: bool, found: Path, pictures: Path) -> list[str]:
+        """The command line of this part."""
+        if self.command:
+            return [sys.executable, *self.command]
+        sized = ["--small"] if small else []
+        where = ["--json", str(found), "--pictures", str(pictures)]
+        return [sys.executable, "-m", "tools.gpu_parts", self.name, "--device", device, *where, *sized]
+
+
+PARTS = (
+    Part(
+        "tests",
+        4,
+        "the tests that need a GPU",
+        ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
+    ),
+    Part("kernels", 2, "every kernel against its twin in torch operators"),
+    Part("pixels", 3, "DALI on this device against DALI on the CPU and torchvision, strength by strength"),
+    Part("resume", 3, "a run stopped and continued against one that was not, to the bit"),
+    Part("precision", 3, "losses in bf16 beside fp32"),
+    Part("imagenet", 5, "ResNet-50 at 224: end to end, one fixed batch, a plain step"),
+    Part("cifar", 3, "ResNet-50 with the CIFAR stem at 32"),
+    Part("lars", 2, "a LARS step of 27.97 M parameters"),
+    Part("losses", 2, "SuNCEt and NT-Xent at 8,192 rows, forward and backward"),
+    Part("loader", 4, "pictures a second by decoder share, threads and prefetch"),
+    Part("ladder", 5, "one trick at a time from plain PyTorch to the whole step"),
+    Part("profile", 3, "where the time of a step goes"),
+    Part("race", 8, "SimCLR and SimCLR + SuNCEt to the same accuracy, in seconds"),
+)
+
+
+def run_part(part: Part, arguments: Sequence[str], seconds: float, found: Path) -> dict[str, Any]:
+    """Starts a part and waits at most `seconds`: its status, its seconds, what it found, its last words if it failed.
+
+    The whole process group is ended at the time-out: a part's own children would go on using the GPU.
+    """
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # also of children that outlived it, and when we are interrupted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        words = said.read()
+    status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
+    record = {"name": part.name, "what": part.what, "status": status}
+    record["seconds"] = round(time.perf_counter() - started, 1)
+    if found.exists():
+        record["found"] = json.loads(found.read_text())
+    if status != "done" or part.command:
+        record["said"] = words[-TAIL:]
+    return record
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a section for BENCHMARKS.md."""
+    where = report["environment"]
+    lines = [
+        f"## {where['date'][:10]}, {report['card']}",
+        "",
+        f"Commit `{where['commit']}`, Python {where['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+        + f". `{where['command']}`",
+        "",
+        "| part | | seconds |",
+        "|---|---|---:|",
+        *(f"| {p['name']}: {p['what']} | {p['status']} | {p['seconds']:g} |" for p in report["parts"]),
+        "",
+    ]
+    for part in report["parts"]:
+        for table in part.get("found", {}).get("tables", ()):
+            head = table["head"]
+            lines += [f"### {part['name']}: {table['title']}", "", f"| {' | '.join(head)} |"]
+            lines.append("|" + "|".join(["---"] + ["---:"] * (len(head) - 1)) + "|")
+            lines += [f"| {' | '.join(map(str, row))} |" for row in table["rows"]]
+            lines.append("")
+        if "said" in part:
+            last = part["said"].strip().splitlines()[-8:]
+            lines += [f"{part['name']} said last:", "", "```", *last, "```", ""]
+    return "\n".join(lines)
+
+
+def write(report: Mapping[str, Any], output: Path) -> None:
+    """Both files, each whole or as it was."""
+    for path, text in ((f"{output}.json", json.dumps(report, indent=1)), (f"{output}.md", markdown(report))):
+        partial = Path(f"{path}.part")
+        partial.write_text(text + "\n")
+        os.replace(partial, path)
+
+
+def card(device: str) -> str:
+    """The GPU and its driver in words, asked in a process of its own: CUDA, once started, would stay on the card."""
+    if device == "cpu":
+        return "a rehearsal on a CPU: no figure of it is a measurement"
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,clocks.max.sm",
+        "--format=csv,noheader",
+    ]
+    try:
+        return (
+            subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+        )
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "a GPU that nvidia-smi does not tell of"
+
+
+def suite(parts: Sequence[Part], minutes: float, device: str, small: bool, output: Path) -> dict[str, Any]:
+    """Runs `parts` in order until the time is used up, writing the report after each."""
+    end = time.perf_counter() + 60 * minutes - RESERVE
+    report: dict[str, Any] = {
+        "tool": "gpu_suite",
+        "environment": environment(),
+        "card": card(device),
+        "parts": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = Path(folder) / "pictures"  # made by the first part that wants them, shared by all
+        for part in parts:
+            left = end - time.perf_counter()
+            if left < 5:
+                record = {"name": part.name, "what": part.what, "status": "left out: no time", "seconds": 0.0}
+            else:
+                found = Path(folder) / f"{part.name}.json"
+                arguments = part.arguments(device, small, found, pictures)
+                record = run_part(part, arguments, min(left, 60 * part.limit), found)
+            report["parts"].append(record)
+            print(f"{record['status']:<18}{record['seconds']:>7.1f} s  {part.name}: {part.what}", flush=True)
+            write(report, output)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the suite; 1 if a part failed or ran out of its time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--output", type=Path, default=Path("gpu_suite"), help="PREFIX of .json and .md")
+    parser.add_argument("--small", action="store_true", help="tiny networks and pictures: a rehearsal")
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS])
+    options = parser.parse_args(arguments)
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    report = suite(parts, options.minutes, options.device, options.small, options.output)
+    print(f"wrote {options.output}.json and {options.output}.md")
+    started = [part for part in report["parts"] if not part["status"].startswith("left out")]
+    return 0 if all(part["status"] == "done" for part in started) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
