@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -107,7 +108,7 @@ def _sweep(parser: Parser, arguments: list[str]) -> int:
     )
     parser.add_argument("--task", metavar="I/N", help="share I of N of the runs, for an array of jobs")
     parser.add_argument("--keep-going", action="store_true", help="go on with the other runs where one fails")
-    options = _with_config(parser, arguments)
+    options = _with_config(parser, arguments, "SWEEP")
     from fastsuncet.sweep import sweep
 
     return sweep(
@@ -249,9 +250,9 @@ COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], cli_help.Help]] = 
 
 
 # ------------------------------------------------------------------------------------------- reading the command line
-def _with_config(parser: Parser, arguments: list[str]) -> argparse.Namespace:
+def _with_config(parser: Parser, arguments: list[str], word: str = "CONFIG") -> argparse.Namespace:
     """Reads one config and its overrides, mixed with options in any order."""
-    parser.add_argument("words", nargs="*", metavar="CONFIG", help="a YAML file, and what to change in it")
+    parser.add_argument("words", nargs="*", metavar=word, help="a YAML file, and what to change in it")
     options = parser.parse_intermixed_args(arguments)
     options.overrides = [word for word in options.words if OVERRIDE.match(word)]
     files = [word for word in options.words if not OVERRIDE.match(word)]
@@ -300,7 +301,7 @@ def _dispatch(arguments: list[str]) -> int:
         if arguments[: len(words)] == words:
             parser = Parser(
                 prog=f"fastsuncet {name}",
-                usage=f"fastsuncet {name} {text.usage}".rstrip(),
+                usage=_usage(name, text.usage),
                 description=text.purpose,
                 epilog=text.more,
                 formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -308,6 +309,15 @@ def _dispatch(arguments: list[str]) -> int:
             )
             return run(parser, arguments[len(words) :])
     raise UsageError(_no_command(arguments))
+
+
+def _usage(name: str, words: str) -> str:
+    """In lines of a terminal's width, further ones below the first; an option stays beside its value."""
+    kept = [re.sub(r"\s", "\0", part) for part in re.findall(r"\[[^]]*\]|\S+", words)]
+    lines = textwrap.wrap(
+        " ".join([f"fastsuncet {name}", *kept]), 92, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n         ".join(lines).replace("\0", " ")
 
 
 def _no_command(arguments: list[str]) -> str:

@@ -203,6 +203,12 @@ def test_every_command_explains_itself(name, capsys):
     assert f"\n  {name} " in cli_help.OVERVIEW or f"\n  {name}\n" in cli_help.OVERVIEW
 
 
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+def test_help_fits_a_terminal_of_100_columns(name, capsys):
+    assert cli.main([*name.split(), "--help"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 100] == []
+
+
 def test_the_examples_in_the_help_are_sound(trainer, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = "\n".join([cli_help.OVERVIEW, *(text.more for _, text in cli.COMMANDS.values())])
