@@ -17,8 +17,9 @@ class Ledger:
     """Cumulative cost over all ranks and all restarts.
 
     `images` counts samples through the network (both views of an unlabeled image, and labeled images), `updates`
-    optimizer steps, `petaflops` 6 x MAC / 1e15 over all samples, `seconds` wall-clock time while a process trained,
-    `joules` the energy of all ranks' GPUs meanwhile: None unless every life of the run had a `meter`.
+    optimizer steps, `petaflops` 6 x MAC / 1e15 over all samples, `seconds` wall-clock time while a process trained
+    (an evaluation is none of it), `joules` the energy of all ranks' GPUs meanwhile: None unless every life of the run
+    had a `meter`.
     """
 
     images: int = 0

@@ -158,7 +158,12 @@ class Trainer:
         return len(self.replaced)
 
     def evaluate(self) -> None:
-        """A metrics line with the accuracy of nearest neighbours. Takes nothing from the run's own randomness."""
+        """A metrics line with the accuracy of nearest neighbours. Takes nothing from the run's own randomness.
+
+        Its time and energy are left out of the ledger: they hang on how many labels a method has, and are not its cost.
+        """
+        self.window.read()  # waits for the steps still under way, which are
+        where = self.where()
         self.count_replaced()
         if not self.config.model.sync_batchnorm:
             for (
@@ -166,8 +171,9 @@ class Trainer:
             ) in self.model.buffers():  # each rank's own so far; rank 0's are the ones that are saved
                 broadcast(buffer)
         accuracy = online_knn(self.model, self.images, self.config, self.place, bad=self.replaced)
-        self.out.write("knn", {**self.where(), "knn_accuracy": accuracy})
+        self.out.write("knn", {**where, "knn_accuracy": accuracy})
         self.evaluated = True
+        self.ledger.start_clock()
         self.window.start_clock()  # views/s is of training
 
     def save(self) -> None:

@@ -1,6 +1,8 @@
 """The ledger against an independent count: torch's own FLOP counter on the very batches a run learns from."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +92,21 @@ def test_a_checkpoint_from_before_the_macs_were_kept_continues_its_petaflops(tmp
     again = Ledger()
     again.restore(old)
     assert again.macs == cost
+
+
+def test_the_hours_of_an_evaluation_are_not_those_of_training(tmp_path, monkeypatch):
+    """SimCLR's neighbours are sought among all images and SuNCEt's among the labeled: not what a comparison is of."""
+    later = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later[0])
+
+    def slow(*_, **__) -> float:
+        later[0] += 5000
+        return 0.5
+
+    monkeypatch.setattr("fastsuncet.ledger.time", clock)
+    monkeypatch.setattr("fastsuncet.train.online_knn", slow)
+    config = small_config(tmp_path, "evaluation.knn_every_epochs=1")
+    train(config)
+    records = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert later[0] == 15_000  # two whole epochs, and the end
+    assert 0 < records[-1]["seconds"] < 5000
