@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from fastsuncet.captured import WARMUP
 from fastsuncet.config import Config, load_config
+from fastsuncet.data import Batch
 from fastsuncet.launch import join
 from fastsuncet.losses import nt_xent
 from fastsuncet.run import deterministic
@@ -94,73 +96,80 @@ def whole_step(make: Callable[[Options], Config], options: Options) -> Found:
 def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Callable[[], Any]]]:
     """From the step of a tutorial to ours, one change a rung; each makes its step when it is asked to."""
 
-    def changed(*overrides: str) -> bench_step.Bench:
-        other = Config.model_validate(config.canonical())
-        for override in overrides:
-            key, _, value = override.partition("=")
-            meta = other.meta.model_copy(update={key: {"true": True, "false": False}.get(value, value)})
-            other = other.model_copy(update={"meta": meta})
-        return bench_step.Bench.like(bench, other)
+    def changed(**values: Any) -> bench_step.Bench:
+        sections = config.canonical()
+        for name, value in values.items():
+            sections["model" if name in sections["model"] else "meta"][name] = value
+        return bench_step.Bench.like(bench, Config.model_validate(sections))
 
-    temperature = config.criterion.temperature
-    dense = partial(bench_step.dense_nt_xent, temperature=temperature)
-    ours = lambda a, b: nt_xent(torch.cat([a, b]), temperature)  # noqa: E731
+    def tutorial(loss: Callable, **values: Any) -> Callable[[], Callable[[], Any]]:
+        return lambda: changed(**values).plain(loss)
+
+    def whole(batch: Batch, **values: Any) -> Callable[[], Callable[[], Any]]:
+        return lambda: changed(precision="bf16", **values).ours(lambda _: batch)
+
+    def ours(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return nt_xent(torch.cat([first, second]), config.criterion.temperature)
+
+    dense = partial(bench_step.dense_nt_xent, temperature=config.criterion.temperature)
+    fused, batch = {"fused_batchnorm": True}, bench.batch
     steps = {
-        "plain PyTorch: float32, NCHW, SGD": lambda: changed("precision=fp32", "channels_last=false").plain(
-            dense
-        ),
-        "+ bf16": lambda: changed("precision=bf16", "channels_last=false").plain(dense),
-        "+ channels-last": lambda: changed("precision=bf16").plain(dense),
-        "+ our NT-Xent": lambda: changed("precision=bf16").plain(ours),
-        "+ LARS: our step, SimCLR alone": lambda: changed("precision=bf16").ours(lambda _: bench.alone()),
-        "+ SuNCEt: our whole step": lambda: changed("precision=bf16").ours(lambda _: bench.batch),
+        "plain PyTorch: float32, NCHW, SGD": tutorial(dense, precision="fp32", channels_last=False),
+        "+ bf16": tutorial(dense, precision="bf16", channels_last=False),
+        "+ channels-last": tutorial(dense, precision="bf16"),
+        "+ our NT-Xent": tutorial(ours, precision="bf16"),
+        "+ LARS: our step, SimCLR alone": whole(bench.alone()),
+        "+ SuNCEt: our whole step": whole(batch),
     }
     if bench.place.device.type == "cuda":
-        steps["+ torch.compile"] = lambda: changed("precision=bf16", "compile=true").ours(
-            lambda _: bench.batch
-        )
+        steps["+ fused BatchNorm"] = whole(batch, **fused)
+        steps["+ CUDA graph"] = whole(batch, **fused, cuda_graph=True)
+        steps["CUDA graph, BatchNorm not fused"] = whole(batch, cuda_graph=True)
+        steps["torch.compile, BatchNorm not fused"] = whole(batch, compile=True)
+        steps["torch.compile and CUDA graph"] = whole(batch, compile=True, cuda_graph=True)
     return steps
 
 
 def ladder(options: Options) -> Found:
     """Each rung's step on one fixed batch, alone on the device."""
     config = imagenet_config(options)
-    rows, before = [], None
+    rows, medians = [], []
     with join(config.meta.device) as place:
         deterministic(config, place)
         bench = bench_step.Bench(config, place)
         bench.stream.close()
         for name, make in rungs(config, bench).items():
-            try:
-                step = make()
-                for _ in range(3):
-                    step()
-                times = [
-                    seconds_of(step, options.device, 1 if options.small else 10)
-                    for _ in range(2 if options.small else 5)
-                ]
-                memory = peak_mb(step, options.device)
-            except Exception as error:  # a rung that breaks must not take the others along
-                rows.append(
-                    [name, "", "", "", f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"]
-                )
-                continue
-            median = spread(times)["median"]
-            gain = "" if before is None else f"{before / median:.2f}"
-            rows.append(
-                [
-                    name,
-                    told(spread([1e3 * each for each in times])),
-                    f"{bench.views / median:.0f}",
-                    gain,
-                    memory,
-                ]
-            )
-            before = median
-            del step
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-    return table("one trick at a time", ["", "ms a step", "views/s", "x the rung before", "MB above"], rows)
+            times, note = climbed(make, options)
+            if bench.said:  # a graph that could not be captured: the rung ran without it
+                note = bench.said.pop()
+            if times:
+                median = spread(times)["median"]
+                medians.append(median)
+                gains = [f"{medians[i] / median:.2f}" for i in (-2, 0)] if medians[1:] else ["", ""]
+                speed = [told(spread([1e3 * each for each in times])), f"{bench.views / median:.0f}"]
+                rows.append([name, *speed, *gains, note])
+            else:
+                rows.append([name, "", "", "", "", note])
+    head = ["", "ms a step", "views/s", "x the rung before", "x the first", "MB above, or what failed"]
+    return table("one trick at a time", head, rows)
+
+
+def climbed(make: Callable[[], Callable[[], Any]], options: Options) -> tuple[list[float], str]:
+    """Seconds of a rung's steps and its memory; no seconds, and why, of one that fails: others are wanted too."""
+    rounds, repeats = (2, 1) if options.small else (5, 10)
+    try:
+        step = make()
+        for _ in range(WARMUP + 2):
+            step()
+        return [seconds_of(step, options.device, repeats) for _ in range(rounds)], peak_mb(
+            step, options.device
+        )
+    except Exception as error:  # a compiler, a kernel, the memory: anything can
+        return [], f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    finally:
+        step = None
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def profile(options: Options) -> Found:
