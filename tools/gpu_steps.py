@@ -63,7 +63,12 @@ def cifar_config(options: Options) -> Config:
         f"logging.folder={options.scratch}",
     ]
     if options.small:
-        changed += ["model.name=resnet_tiny", "criterion.unsupervised_batch_size=16"]
+        changed += [
+            "model.name=resnet_tiny",
+            "model.hidden=64",
+            "criterion.unsupervised_batch_size=16",
+            "criterion.supervised_imgs_per_class=2",
+        ]
     return load_config(CONFIGS / "digits_demo.yaml", changed)
 
 
