@@ -196,6 +196,9 @@ def _report(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument(
         "--paper", metavar="FIGURE", nargs="?", const="", help="draw the paper's own points beside the runs'"
     )
+    parser.add_argument(
+        "--lengths", action="store_true", help="runs of several lengths are one curve of their last checkpoints"
+    )
     parser.add_argument("--output", metavar="DIR", default="report", help="for everything (default: report)")
     options = parser.parse_intermixed_args(arguments)
     if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: a figure's name was left out
@@ -208,7 +211,14 @@ def _report(parser: Parser, arguments: list[str]) -> int:
     figures = [options.paper] if options.paper else [paper.TEN] if runs else [paper.TEN, paper.ONE]
     baseline = Path(options.baseline) if options.baseline else None
     shown = [] if options.paper is None else figures
-    report(runs, Path(options.output), baseline=baseline, metrics=options.metric, figures=shown)
+    report(
+        runs,
+        Path(options.output),
+        baseline=baseline,
+        metrics=options.metric,
+        figures=shown,
+        lengths=options.lengths,
+    )
     return 0
 
 

@@ -289,18 +289,20 @@ examples:
 )
 
 REPORT = Help(
-    "RUN ... [--baseline RUN] [--metric NAME] [--paper [FIGURE]] [--output DIR]",
+    "RUN ... [--baseline RUN] [--metric NAME] [--lengths] [--paper [FIGURE]] [--output DIR]",
     """\
 Puts runs side by side: accuracy against epochs, updates, petaFLOPs, hours and joules, as pictures
 and tables, and how much of the baseline's compute each method needed to match the baseline's best.
 Reads what `evaluate`, `finetune` and `transfer` wrote into each run, and the nearest-neighbour
-lines it wrote itself. Runs that only their seed sets apart are averaged. With --paper the paper's
-own points are drawn too; without any RUN, they alone.""",
+lines it wrote itself. Runs that only their seed sets apart are averaged. With --lengths, runs that
+only their number of epochs sets apart become one curve, as the paper draws ImageNet. With --paper
+the paper's own points are drawn too; without any RUN, they alone.""",
     """\
 examples:
   fastsuncet report runs/cifar10_simclr runs/cifar10_suncet
   fastsuncet report runs/cifar10_* --baseline runs/cifar10_simclr_seed0 --metric top1 --metric top5
   fastsuncet report runs/in1k_10pct --paper imagenet-10pct --output reports/in1k
+  fastsuncet report runs/in1k_simclr-*ep runs/in1k_suncet_10pct-*ep --lengths --paper
   fastsuncet report --paper                  the paper's curves, and what it says was saved
 
 figures: imagenet-10pct (the default) and imagenet-1pct are curves; transfer, related, npi and
