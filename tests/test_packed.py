@@ -139,7 +139,7 @@ def test_what_a_power_cut_lost_is_packed_again(tmp_path, index, pack, harm):
     elif harm == "lost bytes":
         os.truncate(part, part.stat().st_size - 10)
     elif harm == "flipped row":
-        damage(log, log.stat().st_size - 12)
+        damage(log, log.stat().st_size - 6)  # of the checksum
     else:
         with open(part, "ab") as stream:
             stream.write(b"half an image")
