@@ -170,6 +170,59 @@ def test_a_run_that_was_moved_is_still_itself(tmp_path):
     assert found.run == str(moved)
 
 
+def test_runs_that_were_evaluated_with_other_numbers_are_not_compared(tmp_path):
+    ours, theirs = make_run(tmp_path, "a"), make_run(tmp_path, "b", suncet=False)
+    result(ours, 10, 0.6, epochs=90, precision="bf16")
+    result(theirs, 10, 0.5, epochs=30, precision="fp32")
+    found = {str(panel.evaluation): panel for panel in arrange(read_runs([ours, theirs]))}
+    assert set(found) == {"fine-tuning, 10 % labels, epochs=90", "fine-tuning, 10 % labels, epochs=30"}
+    alike = make_run(tmp_path, "c", suncet=False)
+    result(alike, 10, 0.5, epochs=90, precision="fp32")
+    text = report([ours, alike], tmp_path / "out").read_text()
+    assert "fine-tuning, 10 % labels: not all runs were evaluated with the same precision." in text
+    assert "at least 0 % of FLOPs" in text, "and they are compared"
+
+
+def test_checkpoints_that_some_seeds_lack_are_told_of(tmp_path):
+    runs = [make_run(tmp_path, "a", 0.5, 0.6, seed=0), make_run(tmp_path, "b", 0.7, seed=1)]
+    text = report(runs, tmp_path / "out").read_text()
+    assert (
+        "SimCLR + SuNCEt, fine-tuning, 10 % labels: averaged at 1 of 2 checkpoints, those that all seeds"
+        in text
+    )
+    assert "(seed 0: 2, 1: 1), so no compute saved is told of the mean." in text
+    text = report([runs[0]], tmp_path / "out").read_text()
+    assert "averaged at" not in text
+
+
+def test_a_baseline_that_lacks_checkpoints_of_a_seed_makes_no_saving_of_a_mean(tmp_path):
+    runs = [
+        make_run(tmp_path, "simclr_0", 0.4, 0.5, 0.6, seed=0, suncet=False),
+        make_run(tmp_path, "simclr_1", 0.4, seed=1, suncet=False),  # its evaluations go on
+        make_run(tmp_path, "suncet_0", 0.5, 0.7, 0.8, seed=0),
+        make_run(tmp_path, "suncet_1", 0.5, 0.7, 0.8, seed=1),
+    ]
+    text = report(runs, tmp_path / "out").read_text()
+    # The mean of both seeds ends at 0.4: SuNCEt would have saved nothing of a baseline of 10 updates.
+    assert "| top1 | - | updates | - | - | 50.0 %, at most 100.0 % | - | - |" in text
+    assert {r["seed"] for r in rows(tmp_path / "out" / "saved.csv")} == {"0", "1"}
+    (line,) = [line for line in text.splitlines() if line.startswith("| SimCLR + SuNCEt | 10 % labels |")]
+    assert line.endswith("| - |")
+
+
+def test_what_took_more_than_the_baseline_is_not_a_negative_saving(tmp_path):
+    runs = [make_run(tmp_path, "a", 0.5, suncet=False), make_run(tmp_path, "b", 0.4, 0.5)]
+    assert "| 100 % more FLOPs, 100 % more updates |" in report(runs, tmp_path / "out").read_text()
+
+
+def test_all_labels_are_all_labels_however_they_were_drawn(tmp_path):
+    run, other = make_run(tmp_path, "a"), make_run(tmp_path, "b", suncet=False)
+    result(run, 10, 0.6, labels={"kind": "bernoulli", "fraction": 1.0, "count": 1600})
+    result(other, 10, 0.5, labels={"kind": "all", "fraction": 1.0, "count": 1600})
+    (panel,) = arrange(read_runs([run, other]))
+    assert panel.evaluation.labels == "all labels" and len(panel.groups) == 2
+
+
 # ---------------------------------------------------------------------------------------------------- files
 def test_the_report_holds_table_savings_formula_and_pictures(runs, tmp_path, capsys):
     path = report(runs, tmp_path / "out")
@@ -180,7 +233,7 @@ def test_the_report_holds_table_savings_formula_and_pictures(runs, tmp_path, cap
     # To reach 0.6 from 0.5 at 10 to 0.7 at 20: 15 of 30 updates, and at the same price a FLOP.
     assert "| 50 % of FLOPs, 50 % of updates |" in text
     assert "A training sample costs 6 x MAC of encoder and head" in text
-    saving = "| fine-tuning, 10 % labels | top1 | 60.0 | mean curve | petaFLOPs | 50.0 % | 66.7 % | 1.5 |"
+    saving = "| top1 | 60.0 | petaFLOPs | 50.0 % | 66.7 % | 50.0 %, 50.0 % | 1.5 | 100.0 % |"
     assert saving in text
     for picture in ("finetune-10-labels-top1", "saved"):
         pixels = np.asarray(Image.open(tmp_path / "out" / f"{picture}.png").convert("L"))
@@ -242,8 +295,16 @@ def test_the_papers_points_are_drawn_beside_results_of_their_kind_and_by_themsel
     svg = (tmp_path / "out" / "finetune-10-labels-top1.svg").read_text()
     assert "SimCLR + SuNCEt (paper)" in svg and "SimCLR + SuNCEt, mean of 2 seeds" in svg
     text = report(runs, tmp_path / "npi", figures=["npi"]).read_text()
-    assert "these runs have no npi results, so it is drawn by itself" in text
+    assert "no results of SuNCEt's own classifier, 10 % labels, so it is drawn by itself" in text
     assert "| SimCLR + SuNCEt (paper) | 10 % labels | SuNCEt's own classifier | 1 | 400 | 181,600 |" in text
+
+
+def test_the_papers_points_never_stand_beside_results_of_another_share_of_labels(tmp_path):
+    run = make_run(tmp_path, "a", 0.5)
+    result(run, 10, 0.3, labels={"kind": "bernoulli", "fraction": 0.01, "count": 16})
+    report([run], tmp_path / "out", figures=["imagenet-10pct"])
+    assert "(paper)" in (tmp_path / "out" / "finetune-10-labels-top1.svg").read_text()
+    assert "(paper)" not in (tmp_path / "out" / "finetune-1-labels-top1.svg").read_text()
 
 
 def test_the_paper_alone_is_drawn_with_its_percentages_and_ours(tmp_path, capsys):

@@ -14,8 +14,9 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.report import claims, paper
 from fastsuncet.report.curves import KNN, Curve
 from fastsuncet.report.figure import draw_panel
+from fastsuncet.report.lengths import join_lengths
 from fastsuncet.report.panels import Panel, arrange, choose_metrics
-from fastsuncet.report.reading import read_runs
+from fastsuncet.report.reading import differences, read_runs
 from fastsuncet.report.saved import RULE, Saving, savings
 from fastsuncet.report.saved_figure import draw_saved
 from fastsuncet.report.table import (
@@ -44,11 +45,13 @@ def report(
     baseline: Path | None = None,
     metrics: Sequence[str] = (),
     figures: Sequence[str] = (),
+    lengths: bool = False,
     say: Say = say_line,
 ) -> Path:
     """Writes everything into `output` and returns its report.md; the same inputs give the same bytes.
 
-    `baseline` is a run to compare with, `metrics` what to draw (top1, else KNN), `figures` of the paper to draw beside.
+    `baseline` is a run to compare with, `metrics` what to draw (top1, else KNN), `figures` of the paper to draw beside;
+    with `lengths`, runs that only their length sets apart are one curve of their last checkpoints.
     Raises DataError where there is nothing to report, ConfigError for a metric or figure that there is not.
     """
     runs = list(dict.fromkeys([*runs, *([baseline] if baseline else [])]))
@@ -61,15 +64,26 @@ def report(
             f"{', '.join(map(str, runs))}: nothing was evaluated yet. `fastsuncet evaluate`, `finetune` and `transfer` "
             "do that, or evaluation.knn_every_epochs while a run trains"
         )
+    if lengths:
+        curves = join_lengths(curves)
     published = [curve for name in figures for curve in paper.curves(name)]
+    notes += differences(runs)
     panels = arrange([*curves, *beside(curves, published, notes)], str(baseline) if baseline else None)
     default = ("top1", KNN) if runs else ("top1",)
     chosen = choose_metrics(panels, list(metrics), default)
+    notes += [
+        f"{group.name}, {panel.evaluation}: {uneven}"
+        for panel in panels
+        for group in panel.groups
+        if (uneven := group.uneven(chosen[0]))
+    ]
     if not runs and not metrics:
         chosen += [m for m in ("top5",) if m not in chosen]
     try:
         files.make_folder(output)
-        path = _write(panels, chosen, [*curves, *published], list(figures), notes, output, say)
+        path = _write(
+            panels, chosen, [*curves, *published], list(figures), notes, output, say, baseline is not None
+        )
     except OSError as error:
         raise CheckpointError(
             f"the report cannot be written to {output}: {error}. {files.advice(error)}"
@@ -78,17 +92,14 @@ def report(
 
 
 def beside(curves: list[Curve], published: list[Curve], notes: list[str]) -> list[Curve]:
-    """The paper's curves laid into the runs' evaluations of the same kind, or by themselves where there is none."""
+    """The paper's curves laid into the runs' evaluations of the same kind and labels, else by themselves."""
     laid = []
     for curve in published:
-        alike = list(
-            dict.fromkeys(c.evaluation for c in curves if c.evaluation.kind == curve.evaluation.kind)
-        )
+        wanted = curve.evaluation[:2]
+        alike = list(dict.fromkeys(c.evaluation for c in curves if c.evaluation[:2] == wanted))
         laid += [replace(curve, evaluation=evaluation) for evaluation in alike] or [curve]
         if curves and not alike:
-            note = (
-                f"{curve.run}: these runs have no {curve.evaluation.kind} results, so it is drawn by itself"
-            )
+            note = f"{curve.run}: these runs have no results of {curve.evaluation}, so it is drawn by itself"
             notes += [] if note in notes else [note]
     return laid
 
@@ -101,6 +112,7 @@ def _write(
     notes: list[str],
     output: Path,
     say: Say,
+    named: bool,
 ) -> Path:
     pictures = [path for metric in metrics for panel in panels for path in draw_panel(panel, metric, output)]
     by_metric = {metric: [s for panel in panels for s in savings(panel, metric)] for metric in metrics}
@@ -119,7 +131,7 @@ def _write(
         "Costs are those of pre-training up to the evaluated checkpoint, over all processes.",
         "",
     ]
-    lines += _saved_section(panels, every)
+    lines += _saved_section(panels, every, named)
     if claimed:
         lines += ["## The paper's percentages", "", *claims.compare()[0], ""]
     for name in figures:
@@ -138,7 +150,7 @@ def _write(
     return path
 
 
-def _saved_section(panels: list[Panel], found: list[Saving]) -> list[str]:
+def _saved_section(panels: list[Panel], found: list[Saving], named: bool) -> list[str]:
     """The Markdown of compute saved, or why there is none."""
     lines = ["## Compute to match the baseline's best", ""]
     if found:
@@ -146,13 +158,20 @@ def _saved_section(panels: list[Panel], found: list[Saving]) -> list[str]:
         lines += [
             "Shares are of all that the baseline was given, up to its last evaluated checkpoint. Epochs of the "
             "baseline: the linear crossing at the baseline's FLOPs an epoch. The last column is where the baseline "
-            f"itself was first that good. {RULE} What came before a first checkpoint is not known: one that was good "
-            "enough already is an upper bound.",
+            "itself was first that good. Methods of several seeds: their mean curve, then each seed against the "
+            "baseline's of that seed; saved.csv has all of it. "
+            f"{RULE} What came before a first checkpoint is not known: one that was good enough already is an upper "
+            "bound.",
             "",
         ]
     for panel in panels:
         if panel.baseline is None and len(panel.groups) > 1:
-            lines += [f"{panel.evaluation}: no one baseline. Name it with --baseline RUN.", ""]
+            why = (
+                "the baseline has no such results"
+                if named
+                else "no one baseline. Name it with --baseline RUN"
+            )
+            lines += [f"{panel.evaluation}: {why}.", ""]
     if len(lines) == 2:
         lines += ["Nothing to compare: a baseline and a method, evaluated alike, are needed.", ""]
     return lines

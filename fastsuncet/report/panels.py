@@ -43,6 +43,18 @@ class Group:
         steps = sorted(set.intersection(*(set(table) for table in tables)))
         return [[table[step] for table in tables] for step in steps]
 
+    def uneven(self, metric: str) -> str:
+        """A sentence where the seeds were not evaluated at the same checkpoints, so that the mean curve lacks some."""
+        counts = [len(on_curve(curve, metric)) for curve in self.curves]
+        common = len(self._common(metric))
+        if common == max(counts):
+            return ""
+        each = ", ".join(f"{curve.seed}: {count}" for curve, count in zip(self.curves, counts))
+        return (
+            f"averaged at {common} of {max(counts)} checkpoints, those that all seeds have (seed {each}), so no "
+            "compute saved is told of the mean"
+        )
+
     def _mean(self, points: list[Point]) -> Point:
         costs = [c for c in COSTS if all(c in p.costs for p in points)]
         names = [m for m in points[0].metrics if all(m in p.metrics for p in points)]

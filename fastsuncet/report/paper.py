@@ -9,6 +9,7 @@ from itertools import groupby
 from fastsuncet.compute import analytic_macs, petaflops, run_samples
 from fastsuncet.errors import ConfigError
 from fastsuncet.report.curves import Curve, Evaluation, Point
+from fastsuncet.report.reading import labels_text
 
 IMAGES, BATCH = 1_281_167, 4_096  # ImageNet, and SimCLR's update
 TEN, ONE = "imagenet-10pct", "imagenet-1pct"
@@ -100,7 +101,8 @@ def curves(figure: str) -> list[Curve]:
         by_epochs: dict[int | None, dict[str, float]] = {}
         for p in members:
             by_epochs.setdefault(p.epochs, {})[p.metric] = p.value / 100
-        shown = Evaluation(kind, f"{labels} % labels" if labels else "")
+        share = {"fraction": float(labels) / 100} if labels else {}
+        shown = Evaluation(kind, labels_text(share))
         if figure == "transfer":
             shown = Evaluation(kind, "")  # what it pre-trained with, not what it was evaluated with
         found.append(

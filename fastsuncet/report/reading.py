@@ -15,6 +15,8 @@ from pipelines.errors import DataError
 # What of a config makes no other experiment of a run, beside its seeds. (Other labels do.)
 FREE = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
 OUTCOMES = ("seed", "converged")  # in a result's "setting", but not chosen by whoever evaluated
+# What may differ from run to run in one evaluation, because it is the encoder's own or the machine's. It is told.
+OWN = ("mean", "std", "temperature", "finetuned", "precision", "accumulate", "batchnorm_images", "processes")
 
 
 def read_runs(runs: Sequence[Path]) -> list[Curve]:
@@ -129,7 +131,7 @@ def _costs(ledger: dict[str, Any]) -> dict[str, float]:
 
 def labels_text(labels: dict[str, Any]) -> str:
     """The labels an evaluation learned from: "10 % labels", or their number, or "all labels"."""
-    if labels.get("kind") == "all":
+    if labels.get("kind") == "all" or labels.get("fraction") == 1:
         return "all labels"
     if labels.get("fraction") is not None:
         return f"{100 * labels['fraction']:g} % labels"
@@ -139,7 +141,7 @@ def labels_text(labels: dict[str, Any]) -> str:
 def online_labels(config: Config) -> str:
     """What nearest neighbours vote with during training: the split's labels, or all where a run uses none."""
     split = config.data.split
-    if split.kind in ("none", "all"):
+    if split.kind in ("none", "all") or split.fraction == 1:
         return "all labels"
     if split.fraction is not None:
         return f"{100 * split.fraction:g} % labels"
@@ -147,15 +149,36 @@ def online_labels(config: Config) -> str:
 
 
 def several_ways(records: Iterable[dict[str, Any]]) -> set[str]:
-    """The keys of "setting" in which two results of one encoder differ: they make evaluations of their own."""
+    """The keys of "setting" that make evaluations of their own, because they differ between two results of one kind and
+    share of labels: all of them for one encoder; for two, whose numbers would else be compared, all but OWN."""
+    records = list(records)
+    one = {key for found in unlike(records, encoder=True).values() for key in found}
+    two = {key for found in unlike(records).values() for key in found}
+    return (one | two.difference(OWN)).difference(OUTCOMES)
+
+
+def unlike(records: Iterable[dict[str, Any]], *, encoder: bool = False) -> dict[Evaluation, set[str]]:
+    """The keys of "setting" in which results of one kind and share of labels differ; `encoder`: and of one encoder."""
     first: dict[tuple, dict[str, Any]] = {}
-    keys: set[str] = set()
+    keys: dict[Evaluation, set[str]] = {}
     for record in records:
-        place = (record["kind"], labels_text(record["labels"]), str(record["encoder"].get("source")))
-        before = first.setdefault(place, record["setting"])
+        evaluation = Evaluation(record["kind"], labels_text(record["labels"]))
+        before = first.setdefault(
+            (evaluation, str(record["encoder"].get("source")) if encoder else ""), record["setting"]
+        )
         both = before.keys() | record["setting"].keys()
-        keys |= {key for key in both if before.get(key) != record["setting"].get(key)}
-    return keys.difference(OUTCOMES)
+        differ = {key for key in both if before.get(key) != record["setting"].get(key)}
+        keys.setdefault(evaluation, set()).update(differ)
+    return keys
+
+
+def differences(runs: Sequence[Path]) -> list[str]:
+    """A sentence for each evaluation whose numbers stand side by side though they were not made quite alike."""
+    told = []
+    for evaluation, keys in unlike(record for run in runs for record in read_results(run)).items():
+        if own := sorted(keys.intersection(OWN)):
+            told.append(f"{evaluation}: not all runs were evaluated with the same {', '.join(own)}")
+    return told
 
 
 def variant(record: dict[str, Any], ways: set[str]) -> str:

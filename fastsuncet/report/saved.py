@@ -70,7 +70,10 @@ class Saving:
 
 
 def savings(panel: Panel, metric: str) -> list[Saving]:
-    """Every group of `panel` but the baseline against it: mean curve, seeds, mean of seeds, by every cost both have."""
+    """Every group of `panel` but the baseline against it: mean curve, seeds, mean of seeds, by every cost both have.
+
+    Seeds that are not evaluated at the same checkpoints have no mean curve here: its end would be that of the least.
+    """
     if panel.baseline is None:
         return []
     found = []
@@ -87,15 +90,19 @@ def _by_cost(panel: Panel, group: Group, metric: str, cost: str) -> list[Saving]
     means = (group.with_metric(metric), base.with_metric(metric))
     seeds = len(group.curves)
     seed = "-" if group.published else str(group.curves[0].seed)
-    mean = _compare(panel, group, metric, cost, *means, MEAN_CURVE if seeds > 1 else seed)
-    if mean is None or seeds == 1:
-        return [mean] if mean else []
+    whole = not group.uneven(metric) and not base.uneven(metric)
+    if whole:
+        mean = _compare(panel, group, metric, cost, *means, MEAN_CURVE if seeds > 1 else seed)
+        if mean is None or seeds == 1:
+            return [mean] if mean else []
     singles = []
     for curve in group.curves:
         rival = next((c for c in base.curves if c.seed == curve.seed), None)
-        theirs = _points(rival, metric) if rival else means[1]
+        theirs = _points(rival, metric) if rival else means[1] if whole else []
         one = _compare(panel, group, metric, cost, _points(curve, metric), theirs, str(curve.seed))
         singles += [one] if one else []
+    if not whole:
+        return singles
     return [mean, *singles, _mean_of(singles)] if singles else [mean]
 
 

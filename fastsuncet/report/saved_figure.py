@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from fastsuncet.report.curves import KNN
 from fastsuncet.report.figure import COLORS, METRICS, STYLE, legend, write
 from fastsuncet.report.saved import MEAN_CURVE, MEAN_OF_SEEDS, Saving
 
+SEED = {"markersize": 3, "alpha": 0.45}
 # cost -> (colour, marker, name): the two versions that the report always gives
 VERSIONS = {"petaflops": (COLORS[0], "o", "FLOPs"), "updates": (COLORS[1], "s", "updates")}
 
@@ -35,17 +38,19 @@ def draw_saved(savings: list[Saving], printed: list[Printed], folder: Path) -> l
         axes = figure.subplots()
         for y, row in enumerate(rows):
             mine = [s for s in shown if (s.method, str(s.evaluation), s.metric) == row]
-            whole = [s for s in mine if s.seed == MEAN_CURVE] or mine
-            for s in mine:
-                if s.seed != MEAN_CURVE and len(mine) > len(whole) and s.share() is not None:
+            alone = len({s.seed for s in mine}) == 1
+            whole = [s for s in mine if alone or s.seed == MEAN_CURVE]
+            for s in mine if len(mine) > len(whole) else []:
+                if s.seed != MEAN_CURVE and s.share() is not None:
                     color, marker, _ = VERSIONS[s.cost]
-                    axes.plot(100 * s.share(), y + _offset(s), marker, color=color, markersize=3, alpha=0.45)
+                    axes.plot(100 * s.share(), y + _offset(s), marker, color=color, **SEED)
+            _tell_never(axes, [s for s in mine if s not in whole], y)
             for s in whole:
                 _draw(axes, s, y)
             for p in printed:
                 if (p.method, p.evaluation, p.metric) == row:
                     axes.plot(p.percent, y, "X", color="black", markersize=7, label="printed in the paper")
-        axes.axvline(100, color="0.45", linewidth=0.9, zorder=1)
+        axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="all of the baseline")
         axes.set_yticks(range(len(rows)), [_row_name(*row) for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
@@ -55,6 +60,10 @@ def draw_saved(savings: list[Saving], printed: list[Printed], folder: Path) -> l
             f"to match the best of {rivals.pop() if len(rivals) == 1 else 'the baseline'}, % of its cost"
         )
         handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+        if any(s.seed == MEAN_CURVE for s in shown):
+            handles["a seed alone, linear"] = Line2D(
+                [], [], color="0.2", marker="o", linestyle="none", **SEED
+            )
         legend(figure, handles)
         return write(figure, folder, "saved")
 
@@ -62,6 +71,18 @@ def draw_saved(savings: list[Saving], printed: list[Printed], folder: Path) -> l
 def _row_name(method: str, evaluation: str, metric: str) -> str:
     measured = "" if metric == KNN else f"{METRICS.get(metric, metric).removesuffix(' accuracy')} by "
     return f"{method}\n{measured}{evaluation}"
+
+
+def _tell_never(axes: Axes, singles: list[Saving], y: float) -> None:
+    """How many of the seeds have no point: those that are drawn would else look like all of them."""
+    for cost in VERSIONS:
+        seeds = [s for s in singles if s.cost == cost]
+        never = [s for s in seeds if s.share() is None]
+        if never:
+            where = {"xycoords": ("axes fraction", "data"), "annotation_clip": False, "va": "center"}
+            text = f"{len(never)} of {len(seeds)} seeds never"
+            level = y + _offset(never[0])
+            axes.annotate(text, (1.01, level), color=VERSIONS[cost][0], fontsize=7.5, **where)
 
 
 def _offset(s: Saving) -> float:

@@ -103,23 +103,44 @@ def _saved_text(panel: Panel, group: Group, savings: list[Saving]) -> str:
             if s.cost == cost and s.linear is None:
                 parts.append(f"never reached ({name})")
             elif s.cost == cost:
-                parts.append(f"{'at least ' if s.at_first else ''}{100 * (1 - s.share()):.0f} % of {name}")
+                parts.append(_part(s, name))
     if parts and all(part.startswith("never") for part in parts):
         return "never reached"
     return ", ".join(parts) or "-"
 
 
-SAVED_HEAD = ["method", "evaluation", "metric", "to reach, %", "seed", "cost", "linear", "first checkpoint"]
-SAVED_HEAD += ["epochs of the baseline", "the baseline itself"]
+def _part(s: Saving, name: str) -> str:
+    """ "50 % of FLOPs", or how many more it took than the whole baseline."""
+    percent = round(100 * (1 - s.share()))
+    if percent < 0:
+        return f"{'at most ' if s.at_first else ''}{-percent} % more {name}"
+    return f"{'at least ' if s.at_first else ''}{percent} % of {name}"
+
+
+SAVED_HEAD = ["method", "evaluation", "metric", "to reach, %", "cost", "linear", "first checkpoint"]
+SAVED_HEAD += ["each seed, linear", "epochs of the baseline", "the baseline itself"]
 
 
 def saved_rows(savings: list[Saving]) -> Rows:
-    """What was needed to reach the baseline's best, in % of the whole baseline, by both rules."""
-    rows = []
+    """What was needed to reach the baseline's best, in % of the whole baseline, by both rules, and by each seed alone.
+
+    A row for each method, evaluation, metric and cost.
+    """
+    alike: dict[tuple, list[Saving]] = {}
     for s in savings:
+        if s.seed != MEAN_OF_SEEDS:
+            alike.setdefault((s.method, s.evaluation, s.metric, s.cost), []).append(s)
+    rows = []
+    for s, *rest in alike.values():  # the mean curve comes first, where there is one
+        start = [s.method, str(s.evaluation), s.metric]
+        if rest and s.seed != MEAN_CURVE:
+            each = ", ".join(_share_text(one, linear=True) for one in (s, *rest))
+            rows.append([*start, "-", HEADS[s.cost], "-", "-", each, "-", "-"])
+            continue
         epochs = "-" if s.cost != "petaflops" or s.equivalent_epochs is None else f"{s.equivalent_epochs:.1f}"
-        shares = [_share_text(s, linear=True), _share_text(s, linear=False), epochs]
-        start = [s.method, str(s.evaluation), s.metric, f"{100 * s.target:.1f}", s.seed, HEADS[s.cost]]
+        each = ", ".join(_share_text(one, linear=True) for one in rest) or "-"
+        shares = [_share_text(s, linear=True), _share_text(s, linear=False), each, epochs]
+        start += [f"{100 * s.target:.1f}", HEADS[s.cost]]
         rows.append([*start, *shares, f"{100 * s.own / s.total:.1f} %"])
     return rows
 
@@ -127,8 +148,7 @@ def saved_rows(savings: list[Saving]) -> Rows:
 def _share_text(s: Saving, *, linear: bool) -> str:
     share = s.share(linear)
     if share is None:
-        some = s.reached[0] > 0
-        return f"reached by {s.reached[0]} of {s.reached[1]} seeds" if some else "never reached"
+        return "never reached"
     return f"{'at most ' if s.at_first else ''}{100 * share:.1f} %"
 
 
