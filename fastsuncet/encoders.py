@@ -99,12 +99,12 @@ def load_encoder(where: Path, config: Config, *, step: int | None = None, say: S
     a folder that fine-tuning wrote, or a file of weights.
 
     A run's own config says what its network is; from a file's shapes it is inferred, and `config.model.library` builds
-    it. Projection heads are dropped, a classifier is kept beside it. Raises ConfigError for what is not there,
-    CheckpointError, with the keys and shapes, for what cannot be used.
+    it. Projection heads are dropped, a classifier is kept beside it. Raises ConfigError for what is not there and for a
+    run on pixels normalised otherwise than `config` says; CheckpointError, with keys and shapes, for what does not fit.
     """
     (found,) = choose(where, step=step, say=say)
     if found.is_dir():
-        return _of_checkpoint(checkpoint.load(found))
+        return _of_checkpoint(checkpoint.load(found), config)
     weights = read_weights(found)
     library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
     module = _build(weights.name, library, weights.stem, weights.encoder, str(found))
@@ -123,7 +123,7 @@ def load_encoder(where: Path, config: Config, *, step: int | None = None, say: S
     )
 
 
-def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
+def _of_checkpoint(loaded: checkpoint.Loaded, shown: Config) -> Encoder:
     source = str(loaded.path)
     try:
         config = Config.model_validate(loaded.meta["config"])
@@ -132,6 +132,12 @@ def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
             f"{source} does not say what network it holds: its config is not one this version reads. It was written "
             f"by {loaded.meta.get('versions')}"
         ) from error
+    # Such a network still gives numbers, only worse ones, and nothing else would say why.
+    trained, now = _normalisation(config), _normalisation(shown)
+    if trained != now:
+        raise ConfigError(
+            f"{source} was trained on pixels normalised by {trained}; here it would be shown {now}"
+        )
     m = config.model
     tensors = {
         key.removeprefix(ENCODER): value for key, value in loaded.model.items() if key.startswith(ENCODER)
@@ -159,6 +165,14 @@ def _of_checkpoint(loaded: checkpoint.Loaded) -> Encoder:
         **known,
         classifier=classifier,
         tuned=None if began is None else loaded.step,
+    )
+
+
+def _normalisation(config: Config) -> str:
+    a = config.data.augmentation
+    return " ".join(
+        f"data.augmentation.{key}=[{','.join(f'{x:g}' for x in values)}]"
+        for key, values in (("mean", a.mean), ("std", a.std))
     )
 
 

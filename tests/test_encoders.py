@@ -70,6 +70,13 @@ def test_the_run_says_what_its_network_is_whatever_the_config_at_hand_says(tmp_p
     assert load_encoder(tmp_path, other).name == "resnet_tiny"
 
 
+def test_pixels_other_than_those_a_run_was_trained_on_are_refused(tmp_path, config):
+    save_run(tmp_path, config, 10)
+    other = load_config(CONFIGS / "digits_demo.yaml", ["data.augmentation.std=[0.5, 0.5, 0.5]"])
+    with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\]; .*std=\[0.5,0.5,0.5\]"):
+        load_encoder(tmp_path, other)
+
+
 def test_every_good_checkpoint_is_listed_in_order_and_a_damaged_one_is_said(tmp_path, config):
     save_run(tmp_path, config, 30, 10, 20)
     corrupt(tmp_path / "checkpoints" / "step_00000020" / "model.safetensors", "flipped")
