@@ -38,7 +38,9 @@ class Event:
 
     def record(self):
         self.passed = None
-        self.gpu.queue = [item for item in self.gpu.queue if item is not self]  # as CUDA's: the last one counts
+        self.gpu.queue = [
+            item for item in self.gpu.queue if item is not self
+        ]  # as CUDA's: the last one counts
         self.gpu.queue.append(self)
 
     def query(self):
