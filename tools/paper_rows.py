@@ -78,13 +78,13 @@ ROWS = (
     Row(
         7,
         "Figures 1 and 2: SimCLR, 100 to 1,000 epochs, 10 % labels",
-        (SIMCLR, _report("runs/in1k_simclr-*", TEN)),
+        (SIMCLR, _report("runs/in1k_simclr-*", f"--lengths {TEN}")),
         "top-1 61.8, 63.8, 64.8, 65.5, 66.1 (100, 200, 300, 500, 1,000 epochs; authors' README from 200 on)",
     ),
     Row(
         8,
         "Figures 1 and 2: SimCLR + SuNCEt, 100 to 500 epochs, 10 % labels",
-        (SUNCET_10, _report("runs/in1k_suncet_10pct-*", TEN)),
+        (SUNCET_10, _report("runs/in1k_suncet_10pct-*", f"--lengths {TEN}")),
         "top-1 63.4, 64.8, 65.6, 66.7 (100, 200, 300, 500 epochs; authors' README for 200 and 300)",
     ),
     Row(
@@ -105,7 +105,8 @@ ROWS = (
             SIMCLR,
             SUNCET_10,
             _report(
-                "runs/in1k_simclr-* runs/in1k_suncet_10pct-*", f"--baseline runs/in1k_simclr-1000ep {TEN}"
+                "runs/in1k_simclr-* runs/in1k_suncet_10pct-*",
+                f"--baseline runs/in1k_simclr-1000ep --lengths {TEN}",
             ),
         ),
         "45 % top-1, 44 % top-5",
@@ -117,7 +118,8 @@ ROWS = (
             f"{SIMCLR} --only in1k_simclr-500ep",
             SUNCET_1,
             _report(
-                "runs/in1k_simclr-500ep runs/in1k_suncet_1pct-*", f"--baseline runs/in1k_simclr-500ep {ONE}"
+                "runs/in1k_simclr-500ep runs/in1k_suncet_1pct-*",
+                f"--baseline runs/in1k_simclr-500ep --lengths {ONE}",
             ),
         ),
         "83 % top-1, 81 % top-5",
@@ -130,7 +132,7 @@ ROWS = (
             ENTROPY_10,
             _report(
                 "runs/in1k_simclr-* runs/in1k_cross_entropy_10pct-*",
-                "--baseline runs/in1k_simclr-1000ep --metric top1 --metric top5",
+                "--baseline runs/in1k_simclr-1000ep --lengths --metric top1 --metric top5",
             ),
         ),
         "63 %",
