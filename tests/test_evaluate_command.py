@@ -140,6 +140,49 @@ def test_other_labels_other_images_and_other_pixels_are_other_results(folder, ca
     assert len(list((tmp_path / "runs" / "c" / "results").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "code", "said"),
+    [
+        ("knn", ["data.validation=nowhere"], 3, "no data folder FOLDER/nowhere"),
+        ("knn", ["data.validation=stranger"], 3, "has 1 folders that are not classes: c"),
+        ("linear", ["data.train=hollow"], 3, "1 class folders of FOLDER/hollow hold no image: b"),
+        ("npi", ["data.split.file=FOLDER/none.txt"], 3, "cannot read the list of names FOLDER/none.txt"),
+        ("npi", ["data.split.file=FOLDER/one.txt"], 3, "1 of 2 classes have no labeled training image (b)"),
+        ("knn", ["data.split.kind=csv", "data.split.file=FOLDER/wrong.csv"], 3, "'z' is not one of the 2 classes"),
+        ("knn", ["data.split.kind=csv", "data.split.file=FOLDER/other.csv"], 3, "otherwise than the data: a/1.png"),
+        ("accuracy", ["--encoder=FOLDER/wide.pth"], 2, "has no classifier"),
+        ("knn", ["--encoder=FOLDER/thick.pth"], 5, "conv1.weight is (64, 3, 5, 5)"),
+        ("knn", ["--encoder=FOLDER"], 5, "holds no checkpoint that can be used"),
+    ],
+)  # fmt: skip
+def test_wrong_input_ends_in_words_and_leaves_no_result(folder, capsys, tmp_path, kind, words, code, said):
+    pictures(tmp_path)
+    (tmp_path / "stranger" / "c").mkdir(parents=True)
+    (tmp_path / "hollow" / "b").mkdir(parents=True)
+    (tmp_path / "val" / "a").rename(tmp_path / "hollow" / "a")
+    (tmp_path / "val2" / "a").rename(tmp_path / "val" / "a")
+    (tmp_path / "one.txt").write_text("a/0.png\n")
+    (tmp_path / "wrong.csv").write_text("file,label\na/0.png,a\nb/1.png,z\n")
+    (tmp_path / "other.csv").write_text("file,label\na/0.png,a\na/1.png,b\n")
+    weights = torch.load(folder / "ten.pth", weights_only=True)
+    torch.save(weights | {"fc.weight": torch.ones(2, 99), "fc.bias": torch.ones(2)}, tmp_path / "wide.pth")
+    torch.save(weights | {"conv1.weight": torch.ones(64, 3, 5, 5)}, tmp_path / "thick.pth")
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    encoder = [] if "--encoder" in words[0] else [f"--encoder={folder / 'ten.pth'}"]
+    given = cli.main(["evaluate", kind, str(tmp_path / "c.yaml"), *encoder, *words])
+    out, err = capsys.readouterr()
+    assert (given, out) == (code, "") and said.replace("FOLDER", str(tmp_path)) in err
+    assert not (tmp_path / "runs" / "c").exists()
+
+
+def test_five_guesses_among_two_classes_are_no_measure(folder, capsys, tmp_path):
+    pictures(tmp_path)
+    assert cli.main(["evaluate", "npi", str(tmp_path / "c.yaml"), f"--encoder={folder / 'ten.pth'}"]) == 0
+    assert "top 5" not in capsys.readouterr().out
+    (result,) = read_results(tmp_path / "runs" / "c")
+    assert result["metrics"].keys() == {"top1"}
+
+
 def pictures(folder):
     """Two classes of three training images each, two lists of four of them, and two validation sets."""
     from PIL import Image
