@@ -140,3 +140,11 @@ def test_ranks_embed_every_image_once_in_order_and_count_the_same_accuracy(world
     for features, counted in run_ranks(_features_and_accuracy, world_size, str(tmp_path)):
         torch.testing.assert_close(features, one, rtol=1e-5, atol=1e-6)
         assert counted == accuracy
+
+
+def test_a_class_without_a_neighbour_is_never_the_answer():
+    """Neighbours that all point away weigh less than nothing, and nothing is what an absent class has."""
+    queries, supports = torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.1], [-1.0, 0.9]])
+    labels = torch.tensor([2, 3])
+    for weighted, answer in ((False, 3), (True, 3)):
+        assert knn_predict(queries, supports, labels, 5, k=2, weighted=weighted).tolist() == [answer]

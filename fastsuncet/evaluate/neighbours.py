@@ -32,5 +32,7 @@ def knn_predict(
         similar = (votes * similarity[..., None]).sum(1)  # (q, C)
         # A sum of k cosines stays within k, so scaled by 1/(4k) it can break a tie of whole votes and no more.
         score = similar if weighted else votes.sum(1) + similar / (4 * k)
+        # Similarities below 0 would lose to the 0 of a class that has no neighbour at all.
+        score = score.masked_fill(votes.sum(1) == 0, -torch.inf)
         predictions.append(score.argmax(1))
     return torch.cat(predictions) if predictions else labels.new_zeros(0)
