@@ -260,6 +260,26 @@ def test_few_classes_have_no_top_5_and_one_without_labels_is_named(runs, tmp_pat
     assert folder(runs, "some-step_00000010").is_dir()
 
 
+def test_other_validation_images_are_another_number_of_the_same_network(runs, tmp_path, monkeypatch):
+    for part, count in (("train", 12), ("val", 5), ("held", 7)):
+        write_pictures(tmp_path / "data" / part, count=count, side=20)
+    pictures = ("data.kind=image_folder", f"data.root={tmp_path / 'data'}", "finetune.batch_size=4")
+    small = (
+        "criterion.classes_per_batch=2",
+        "criterion.unsupervised_batch_size=4",
+        "data.split.fraction=1.0",
+    )
+    both = (*pictures, *small, "--encoder", str(runs / "digits_demo"))
+    assert command(runs, *both, "data.validation=val") == 0
+
+    def no_update(*_, **__):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("fastsuncet.evaluate.fit_loop.fit_step", no_update)
+    assert command(runs, *both, "data.validation=held") == 0
+    assert sorted(record["images"] for record in results(runs)) == [5, 7]
+
+
 def on_rank(rank: int, world_size: int, runs: str) -> int:
     return command(Path(runs), "finetune.batch_size=60")
 

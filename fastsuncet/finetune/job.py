@@ -135,14 +135,19 @@ class Job:
             "meta.precision": s.precision,
         }
 
+    @property
+    def validation(self) -> str:
+        """Which images the accuracy is counted on."""
+        return self.images.validation.fingerprint()
+
     def run(
         self, truth: Tensor, signals: SignalFlag, heading: Sequence[str], say: Say
     ) -> tuple[dict[str, Any], Path | None, bool]:
         """(the record, the file of results it is in on rank 0, whether it was trained for just now). Collective.
 
         `truth` (N,) are the validation images' labels; of `heading` only two lines are said where nothing is trained.
-        Raises CheckpointError where the folder was begun with other
-        settings, and what `fit` raises.
+        What has ended on other validation images is counted on these without another update. Raises CheckpointError
+        where the folder was begun with other settings, and what `fit` raises.
         """
         remedy = "Set these back, or keep both: finetune.write_tag=ANOTHER_NAME. To begin again, remove that folder."
         indices = labeled(self.images)
@@ -175,6 +180,10 @@ class Job:
 
     def _record(self, done: FitResult, truth: Tensor) -> dict[str, Any]:
         mine, s = own_rows(self.place), self.setting
+        # Of two folders of images each has its own number, as in `evaluate`.
+        files_of = (
+            {"validation": self.validation[:12]} if self.config.data.kind in ("image_folder", "csv") else {}
+        )
         metrics = accuracies(done.logits[mine], truth[mine], len(truth))
         if s.num_classes <= 5:
             del metrics["top5"]  # all of them are right
@@ -187,6 +196,7 @@ class Job:
             "setting": {
                 **{key.split(".")[-1]: value for key, value in self.numbers().items()},
                 "batchnorm_images": s.batch // (self.place.world_size * s.accumulate),
+                **files_of,
             },
             "finetuned": {
                 "folder": str(self.folder),
@@ -199,14 +209,15 @@ class Job:
         }
 
     def _finished(self, identity: dict[str, Any], remedy: str) -> dict[str, Any] | None:
-        """The record of a fine-tuning that has ended, the same on every rank."""
+        """The record of a fine-tuning that has ended and was counted on these images, the same on every rank."""
         record, problem = None, None
         path = self.folder / RESULT
         if self.place.first:
             try:
                 kept = json.loads(path.read_bytes())
                 refuse_changed(kept["identity"], identity, self.folder, remedy)
-                record = kept["record"]
+                if kept.get("validation") == self.validation:
+                    record = kept["record"]
             except FileNotFoundError:
                 pass
             except CheckpointError as error:
@@ -224,7 +235,12 @@ class Job:
         if not self.place.first:
             return
         path = self.folder / RESULT
-        payload = json.dumps({"identity": identity, "record": record}, indent=1).encode() + b"\n"
+        payload = (
+            json.dumps(
+                {"identity": identity, "validation": self.validation, "record": record}, indent=1
+            ).encode()
+            + b"\n"
+        )
         try:
             files.replace(path, payload)
         except OSError as error:

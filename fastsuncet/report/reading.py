@@ -163,11 +163,12 @@ def unlike(records: Iterable[dict[str, Any]], *, encoder: bool = False) -> dict[
     keys: dict[Evaluation, set[str]] = {}
     for record in records:
         evaluation = Evaluation(record["kind"], labels_text(record["labels"]))
-        before = first.setdefault(
-            (evaluation, str(record["encoder"].get("source")) if encoder else ""), record["setting"]
-        )
-        both = before.keys() | record["setting"].keys()
-        differ = {key for key in both if before.get(key) != record["setting"].get(key)}
+        source = str(record["encoder"].get("source")) if encoder else ""
+        before = first.setdefault((evaluation, source), dict(record["setting"]))
+        if not encoder:  # an older result may lack what newer ones say
+            before.update({key: value for key, value in record["setting"].items() if key not in before})
+        there = before.keys() | record["setting"].keys() if encoder else record["setting"].keys()
+        differ = {key for key in there if before.get(key) != record["setting"].get(key)}
         keys.setdefault(evaluation, set()).update(differ)
     return keys
 
