@@ -54,7 +54,7 @@ def test_any_share_costs_as_much_an_update_and_shows_every_label_as_often(share,
     [
         (64, ["criterion.labeled_share=0.001"], "leaves 0 labeled images of each of 20 classes"),
         (1, ["criterion.labeled_share=0.9999"], "0 unlabeled ones; of both 2"),
-        (1, ["criterion.labeled_share=0.02"], "would need 1,816,000 updates for as many passes through the labeled images"),
+        (1, ["criterion.labeled_share=0.02"], "would need 1,816,000 updates for as many passes through the labeled"),
     ],
 )  # fmt: skip
 def test_a_share_that_cannot_be_is_refused_with_its_numbers(world_size, overrides, words):
