@@ -16,6 +16,8 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
+
 from fastsuncet.compute import FLOP_PER_MAC, encoder_layers
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.data import run_macs
