@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import types
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from fastsuncet.results import read_results
 from fastsuncet.transfer import cells as cells_module
 from fastsuncet.transfer import tasks as tasks_module
 from fastsuncet.transfer import walk as walk_module
+from fastsuncet.transfer.outcome import keep
 from fastsuncet.transfer.tasks import open_task
 from pipelines.cifar10 import CIFAR10
 from pipelines.loader import Loader
 from tests.ranks import run_ranks
-from tests.runs import CONFIGS
+from tests.runs import CONFIGS, small_config
 from tests.test_cifar10 import authors_pickle
 from tests.voc import write_voc
 
@@ -141,8 +143,10 @@ def test_the_same_command_again_trains_nothing(whole, bench_top, monkeypatch, ca
 
     monkeypatch.setattr(cells_module, "fit", no_fit)
     before = numbers(whole)
+    (folder,) = (whole / "digits_demo" / "transfer").glob("*/*/lr0.01-wd0.001")
+    (folder / "fit").mkdir()  # of a process killed right after it had written the cell's record
     assert command(bench_top, whole) == 0
-    assert numbers(whole) == before
+    assert numbers(whole) == before and not (folder / "fit").exists()
     told = capsys.readouterr().out
     assert told.count("    done before") == 3 and "chosen: lr" in told and "top-1" in told
 
@@ -247,6 +251,42 @@ def test_voc_is_chosen_on_val_and_counted_on_test_by_its_own_metric(bench_top, t
     (joined,) = read_results(tmp_path / "digits_demo")
     assert joined["chosen"]["voc07"] == chosen and joined["images"] == 14 + TEST_IMAGES
     assert set(joined["metrics"]) == {"cifar10", "voc07"}
+
+
+def test_two_data_sets_counted_at_the_same_moment_both_keep_their_number(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    settings = dict.fromkeys(
+        ("steps", "batch", "momentum", "size", "resize", "precision", "seed", "processes"), 1
+    )
+    encoder = types.SimpleNamespace(record=lambda: {"source": "a.pth", "step": None})
+
+    def counted(name: str) -> None:
+        task = types.SimpleNamespace(name=name, title="top-1")
+        parts = {"task": task, "identity": settings, "encoder": encoder, "folder": tmp_path / name}
+        number = {
+            "test": 0.5,
+            "images": 9,
+            "lr": 1,
+            "weight_decay": 0,
+            "weight_decay_over_lr": 0,
+            "train_images": 9,
+        }
+        keep(types.SimpleNamespace(config=config, **parts), [], {"validation": 0.5, "images": 9}, number)
+
+    other = threading.Thread(target=counted, args=["cifar100"])
+
+    def read(run):
+        found = read_results(run)
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.5)  # long enough to read and write, were it not made to wait
+        return found
+
+    monkeypatch.setattr("fastsuncet.transfer.outcome.read_results", read)
+    counted("cifar10")
+    other.join()
+    (result,) = read_results(config.run_folder)
+    assert result["metrics"] == {"cifar10": 0.5, "cifar100": 0.5} and result["images"] == 18
 
 
 def test_what_is_missing_is_named_before_the_first_cell(bench_top, tmp_path, capsys):

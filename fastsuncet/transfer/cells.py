@@ -91,6 +91,8 @@ class Bench:
                 return None, False
             record = read_shared(self.place, lambda: read_record(folder / name, self.identity))
             if record is not None:
+                if self.place.first:
+                    files.remove(folder / "fit")  # of a process killed between the two lines below
                 return record, False
             began = time.monotonic()
             said = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}

@@ -4,9 +4,12 @@
 "chosen":  {"cifar10": {"lr": 0.01, "weight_decay": 1e-5, "validation": 0.974, ...}, ...}
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastsuncet import files
+from fastsuncet.errors import CheckpointError
 from fastsuncet.results import FOLDER, name_of, read_results, write_result
 from fastsuncet.snapshot import versions
 from fastsuncet.transfer.cells import Bench
@@ -17,19 +20,28 @@ from fastsuncet.transfer.records import Record
 def keep(one: Bench, cells: Sequence[Cell], compared: Record, counted: Record) -> Path:
     """Puts a data set's number beside those of the others, and returns the file. On one rank alone.
 
-    Data sets can be counted by processes of their own, at the same moment: what was read is looked at again after
-    writing, so that of two writers neither loses the other's number.
+    Data sets can be counted by processes of their own, at the same moment: each reads and writes while it alone holds
+    a lock, so that of two writers neither loses the other's number. Raises CheckpointError and ResultError.
     """
-    run = one.config.run_folder
-    record = outcome(one, cells, compared, counted)
+    folder = one.config.run_folder / FOLDER
     while True:
-        others = [old for old in read_results(run) if name_of(run, old) == name_of(run, record)]
-        for key in ("metrics", "chosen"):
-            record[key] = {**(others[0][key] if others else {}), **record[key]}
-        record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
-        if others and all(others[0][key] == record[key] for key in ("metrics", "chosen")):
-            return run / FOLDER / f"{name_of(run, record)}.json"
-        write_result(run, record)
+        try:
+            files.make_folder(folder)
+            with files.exclusive(folder / ".transfer") as held:
+                if held:
+                    return _join(one.config.run_folder, outcome(one, cells, compared, counted))
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written: {error}. {files.advice(error)}") from error
+        time.sleep(0.1)  # the other one holds it for as long as it takes to write a small file
+
+
+def _join(run: Path, record: Record) -> Path:
+    """Writes `record` with the data sets that the file of its name has beside."""
+    others = [old for old in read_results(run) if name_of(run, old) == name_of(run, record)]
+    for key in ("metrics", "chosen"):
+        record[key] = {**(others[0][key] if others else {}), **record[key]}
+    record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
+    return write_result(run, record)
 
 
 def outcome(one: Bench, cells: Sequence[Cell], compared: Record, counted: Record) -> Record:
