@@ -9,7 +9,7 @@ from torch import nn
 
 from fastsuncet import launch
 from fastsuncet.config import Config
-from fastsuncet.distributed import broadcast_json
+from fastsuncet.distributed import any_rank, broadcast_json
 from fastsuncet.encoders import Encoder, choose, load_encoder
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluate.accuracy import accuracy
@@ -76,7 +76,9 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> list
     images = open_images(config, place, validation=True)
     told = []
     for path in chosen:
-        encoder = first if path == chosen[0] else load_encoder(path, config)
+        encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
+        if encoder is None:
+            continue
         _require_classifier(encoder, kind)
         measured = KINDS[kind](_network(encoder, kind, config, place), images, config, place)
         if len(images.train.classes) <= 5:
@@ -89,7 +91,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> list
             say_line(f"{_name(encoder)}  {_number(measured)}")
             written = write_result(config.run_folder, _record(config, kind, measured, encoder, images))
     if place.first:
-        say_line(f"written  {written if len(chosen) == 1 else f'{written.parent}, {len(chosen)} files'}")
+        say_line(f"written  {written if len(chosen) == 1 else f'{written.parent}, {len(told)} files'}")
     return told
 
 
@@ -107,6 +109,26 @@ def choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool)
     if news["failed"]:
         raise CheckpointError("rank 0 found nothing to evaluate; its own message says why")
     return [Path(path) for path in news["found"]]
+
+
+def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None:
+    """The encoder in `path`, or None on every rank, which rank 0 says, where a run that goes on has removed it since.
+
+    Collective. Raises on all ranks what loading raises on any.
+    """
+    encoder, problem = None, None
+    try:
+        encoder = load_encoder(path, config)
+    except FastSuncetError as error:
+        problem = error
+    failed, gone = broadcast_json([any_rank(problem is not None), not path.exists()])
+    if not failed:
+        return encoder
+    if not gone:
+        raise problem or CheckpointError(f"another rank could not read {path}; its own message says why")
+    if place.first:
+        say_line(f"{path}: removed meanwhile, as checkpoint.keep has it; left out")
+    return None
 
 
 def _require_classifier(encoder: Encoder, kind: str) -> None:

@@ -196,6 +196,22 @@ def test_every_checkpoint_has_a_folder_and_a_number(runs, capsys):
     assert folder(runs, "named").is_dir()
 
 
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_left_out_and_said(runs, monkeypatch, capsys):
+    original, kept = job_module.fit, runs / "digits_demo" / "checkpoints"
+
+    def training_goes_on(*arguments, **more):
+        shutil.rmtree(kept / "step_00000010")
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(job_module, "fit", training_goes_on)
+    assert command(runs, "--every-checkpoint") == 0
+    assert [record["encoder"]["step"] for record in results(runs)] == [9]
+    assert "step_00000010: removed meanwhile" in capsys.readouterr().out
+    monkeypatch.setattr(job_module, "fit", original)
+    shown = ["evaluate", "knn", str(CONFIGS / "digits_demo.yaml"), *SMALL, f"logging.folder={runs}", *QUICK]
+    assert main([*shown, "--every-checkpoint"]) == 0
+
+
 def test_a_file_of_weights_is_fine_tuned_under_its_own_name(runs, tmp_path):
     torch.save(
         build_model("resnet_tiny", stem="imagenet").encoder.state_dict(), tmp_path / "their weights.pth"

@@ -14,7 +14,7 @@ from fastsuncet.config import Config
 from fastsuncet.encoders import load_encoder
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluate.score import true_labels
-from fastsuncet.evaluation import choose_on_one_rank
+from fastsuncet.evaluation import choose_on_one_rank, load_unless_gone
 from fastsuncet.finetune.job import Job, settings
 from fastsuncet.finetune.told import heading, number, table
 from fastsuncet.images import open_images
@@ -79,7 +79,9 @@ def work(
     setting = settings(config, images, place)
     records = []
     for path in chosen:
-        encoder = first if path == chosen[0] else load_encoder(path, config)
+        encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
+        if encoder is None:
+            continue
         job = Job(config, place, images, encoder, setting, tag_suffix=every)
         say = say_line if place.first else lambda line: None
         record, written, fresh = job.run(truth, signals, heading(job, brief=bool(records)), say)
