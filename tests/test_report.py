@@ -117,12 +117,14 @@ def test_numbers_of_different_labels_kinds_or_settings_are_never_in_one_panel(tm
     result(run, 10, 0.3, kind="knn", k=20)
     other = make_run(tmp_path, "b", seed=1)
     result(other, 10, 0.2, kind="knn", k=10)
+    result(run, 10, 0.1, kind="npi", k=10)  # what varies in one kind is no matter in another
     panels = {str(panel.evaluation): panel for panel in arrange(read_runs([run, other]))}
     assert set(panels) == {
         "fine-tuning, 10 % labels",
         "fine-tuning, 20 % labels",
         "nearest neighbours, 10 % labels, k=10",
         "nearest neighbours, 10 % labels, k=20",
+        "SuNCEt's own classifier, 10 % labels",
     }
     assert [len(g.curves) for g in panels["nearest neighbours, 10 % labels, k=10"].groups] == [2]
     assert [len(g.curves) for g in panels["nearest neighbours, 10 % labels, k=20"].groups] == [1]

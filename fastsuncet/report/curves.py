@@ -11,6 +11,7 @@ KINDS = {
     "linear": "a linear classifier",
     "knn": "nearest neighbours",
     "npi": "SuNCEt's own classifier",
+    "accuracy": "the network's own classifier",
     "transfer": "transfer",
     ONLINE: "KNN while training",
 }

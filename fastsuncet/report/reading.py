@@ -50,13 +50,14 @@ def merge(curves: Iterable[Curve]) -> list[Curve]:
     return list(merged.values())
 
 
-def _curves(run: Path, records: list[dict[str, Any]], ways: set[str]) -> list[Curve]:
+def _curves(run: Path, records: list[dict[str, Any]], ways: dict[Evaluation, set[str]]) -> list[Curve]:
     """The curves of one folder. An encoder of another run that was evaluated here keeps its own name and method."""
     config = load_config(run / "config.yaml")
     found: dict[tuple[str, Evaluation], dict[Any, Point]] = {}
     homes = {str(run): (methods.name(config), config)}
     for record in records:
-        evaluation = Evaluation(record["kind"], labels_text(record["labels"]), variant(record, ways))
+        alike = Evaluation(record["kind"], labels_text(record["labels"]))
+        evaluation = alike._replace(variant=variant(record, ways[alike]))
         home = home_of(record, run)
         if home not in homes:
             homes[home] = _other(home, record)
@@ -148,13 +149,12 @@ def online_labels(config: Config) -> str:
     return f"labels of {Path(split.file or config.data.csv or split.kind).name}"
 
 
-def several_ways(records: Iterable[dict[str, Any]]) -> set[str]:
+def several_ways(records: Iterable[dict[str, Any]]) -> dict[Evaluation, set[str]]:
     """The keys of "setting" that make evaluations of their own, because they differ between two results of one kind and
     share of labels: all of them for one encoder; for two, whose numbers would else be compared, all but OWN."""
     records = list(records)
-    one = {key for found in unlike(records, encoder=True).values() for key in found}
-    two = {key for found in unlike(records).values() for key in found}
-    return (one | two.difference(OWN)).difference(OUTCOMES)
+    one, two = unlike(records, encoder=True), unlike(records)
+    return {alike: (one[alike] | two[alike].difference(OWN)).difference(OUTCOMES) for alike in one}
 
 
 def unlike(records: Iterable[dict[str, Any]], *, encoder: bool = False) -> dict[Evaluation, set[str]]:

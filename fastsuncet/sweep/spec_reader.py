@@ -38,6 +38,10 @@ class _Reader:
         if not isinstance(top, dict):
             text = "this is not a sweep: it has the keys base, commands, and vary or runs (`fastsuncet sweep --help`)"
             raise ConfigErrors([*self.problems, Problem("", text, Origin(self.document.file))])
+        if not {"base", "commands"} & set(top) and {"data", "model", "criterion", "optimization"} & set(top):
+            command = f"fastsuncet train {self.document.file}"
+            text = f"this is a config and not a sweep, which names one as its base: `{command}`"
+            raise ConfigErrors([Problem("", text, Origin(self.document.file))])
         for key in top:
             if key not in TOP:
                 self.wrong((key,), _unknown(key, TOP))
