@@ -164,6 +164,20 @@ def test_an_encoder_of_another_run_keeps_its_own_name_wherever_it_was_evaluated(
     assert [(c.method, c.supervised, c.seed) for c in foreign] == [("SimCLR + SuNCEt", True, None)]
 
 
+def test_a_fine_tuned_encoder_is_its_runs_and_never_beside_one_that_is_not(tmp_path):
+    runs = [make_run(tmp_path, "a", seed=0), make_run(tmp_path, "b", seed=1)]
+    for run in runs:
+        result(run, 10, 0.4, kind="knn", k=10)
+        for tag, top1 in (("bernoulli0.1-step_00000010", 0.6), ("labels1", 0.5)):
+            result(run, 10, top1, kind="knn", k=10, home=run / "finetune" / tag, finetuned=60)
+    panels = {str(panel.evaluation): panel for panel in arrange(read_runs(runs))}
+    knn = "nearest neighbours, 10 % labels"
+    tuned = (f"{knn}, fine-tuned first ({tag})" for tag in ("bernoulli0.1", "labels1"))
+    assert set(panels) == {knn, *tuned}
+    for panel in panels.values():
+        assert [(group.name, len(group.curves)) for group in panel.groups] == [("SimCLR + SuNCEt", 2)]
+
+
 def test_a_run_that_was_moved_is_still_itself(tmp_path):
     run = make_run(tmp_path / "old", "a", 0.5)
     (tmp_path / "new").mkdir()

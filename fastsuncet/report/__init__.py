@@ -16,7 +16,7 @@ from fastsuncet.report.curves import KNN, Curve
 from fastsuncet.report.figure import draw_panel
 from fastsuncet.report.lengths import join_lengths
 from fastsuncet.report.panels import Panel, arrange, choose_metrics
-from fastsuncet.report.reading import differences, read_runs
+from fastsuncet.report.reading import read_runs
 from fastsuncet.report.saved import RULE, Saving, savings
 from fastsuncet.report.saved_figure import draw_saved
 from fastsuncet.report.table import (
@@ -29,6 +29,8 @@ from fastsuncet.report.table import (
     saved_plain,
     saved_rows,
 )
+from fastsuncet.report.ways import differences
+from fastsuncet.results import read_results
 from fastsuncet.say import Say, say_line
 from pipelines.errors import DataError
 
@@ -67,7 +69,7 @@ def report(
     if lengths:
         curves = join_lengths(curves)
     published = [curve for name in figures for curve in paper.curves(name)]
-    notes += differences(runs)
+    notes += differences(record for run in runs for record in read_results(run))
     panels = arrange([*curves, *beside(curves, published, notes)], str(baseline) if baseline else None)
     default = ("top1", KNN) if runs else ("top1",)
     chosen = choose_metrics(panels, list(metrics), default)

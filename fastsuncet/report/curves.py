@@ -52,3 +52,12 @@ class Curve:
         tuple[str, Any], ...
     ] = ()  # of the config, without seeds: equal in runs that seeds alone set apart
     published: bool = False  # the paper's own
+
+
+def labels_text(labels: dict[str, Any]) -> str:
+    """The labels an evaluation learned from: "10 % labels", or their number, or "all labels"."""
+    if labels.get("kind") == "all" or labels.get("fraction") == 1:
+        return "all labels"
+    if labels.get("fraction") is not None:
+        return f"{100 * labels['fraction']:g} % labels"
+    return f"{labels['count']:,} labels" if labels.get("count") is not None else ""

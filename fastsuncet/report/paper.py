@@ -8,8 +8,7 @@ from itertools import groupby
 
 from fastsuncet.compute import analytic_macs, petaflops, run_samples
 from fastsuncet.errors import ConfigError
-from fastsuncet.report.curves import Curve, Evaluation, Point
-from fastsuncet.report.reading import labels_text
+from fastsuncet.report.curves import Curve, Evaluation, Point, labels_text
 
 IMAGES, BATCH = 1_281_167, 4_096  # ImageNet, and SimCLR's update
 TEN, ONE = "imagenet-10pct", "imagenet-1pct"

@@ -7,16 +7,14 @@ from typing import Any
 
 from fastsuncet import methods, metrics
 from fastsuncet.config import FREE_ON_RESUME, Config, load_config
-from fastsuncet.report.curves import COSTS, KNN, ONLINE, Curve, Evaluation, Point
+from fastsuncet.report.curves import COSTS, KNN, ONLINE, Curve, Evaluation, Point, labels_text
+from fastsuncet.report.ways import FINETUNED, several_ways, tuned, variant
 from fastsuncet.results import read_results
 from fastsuncet.state import FOLDER as CHECKPOINTS
 from pipelines.errors import DataError
 
 # What of a config makes no other experiment of a run, beside its seeds. (Other labels do.)
 FREE = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
-OUTCOMES = ("seed", "converged")  # in a result's "setting", but not chosen by whoever evaluated
-# What may differ from run to run in one evaluation, because it is the encoder's own or the machine's. It is told.
-OWN = ("mean", "std", "temperature", "finetuned", "precision", "accumulate", "batchnorm_images", "processes")
 
 
 def read_runs(runs: Sequence[Path]) -> list[Curve]:
@@ -57,7 +55,8 @@ def _curves(run: Path, records: list[dict[str, Any]], ways: dict[Evaluation, set
     homes = {str(run): (methods.name(config), config)}
     for record in records:
         alike = Evaluation(record["kind"], labels_text(record["labels"]))
-        evaluation = alike._replace(variant=variant(record, ways[alike]))
+        parts = [tuned(record), variant(record, ways[alike])]
+        evaluation = alike._replace(variant=", ".join(filter(None, parts)))
         home = home_of(record, run)
         if home not in homes:
             homes[home] = _other(home, record)
@@ -96,6 +95,8 @@ def home_of(record: dict[str, Any], run: Path) -> str:
     if CHECKPOINTS not in parents:
         return source if record["encoder"].get("step") is None else str(run)
     home = Path(*parents[: len(parents) - 1 - parents[::-1].index(CHECKPOINTS)])
+    if home.parent.name == FINETUNED:  # RUN/finetune/TAG: the encoder is the run's, see `tuned`
+        home = home.parent.parent
     # A run that was moved since is known by its name.
     same = home.resolve() == run.resolve() or (home.name == run.resolve().name and not home.is_dir())
     return str(run) if same else str(home)
@@ -130,15 +131,6 @@ def _costs(ledger: dict[str, Any]) -> dict[str, float]:
     return {name: known[name] for name in COSTS if known.get(name) is not None}
 
 
-def labels_text(labels: dict[str, Any]) -> str:
-    """The labels an evaluation learned from: "10 % labels", or their number, or "all labels"."""
-    if labels.get("kind") == "all" or labels.get("fraction") == 1:
-        return "all labels"
-    if labels.get("fraction") is not None:
-        return f"{100 * labels['fraction']:g} % labels"
-    return f"{labels['count']:,} labels" if labels.get("count") is not None else ""
-
-
 def online_labels(config: Config) -> str:
     """What nearest neighbours vote with during training: the split's labels, or all where a run uses none."""
     split = config.data.split
@@ -147,47 +139,6 @@ def online_labels(config: Config) -> str:
     if split.fraction is not None:
         return f"{100 * split.fraction:g} % labels"
     return f"labels of {Path(split.file or config.data.csv or split.kind).name}"
-
-
-def several_ways(records: Iterable[dict[str, Any]]) -> dict[Evaluation, set[str]]:
-    """The keys of "setting" that make evaluations of their own, because they differ between two results of one kind and
-    share of labels: all of them for one encoder; for two, whose numbers would else be compared, all but OWN."""
-    records = list(records)
-    one, two = unlike(records, encoder=True), unlike(records)
-    return {alike: (one[alike] | two[alike].difference(OWN)).difference(OUTCOMES) for alike in one}
-
-
-def unlike(records: Iterable[dict[str, Any]], *, encoder: bool = False) -> dict[Evaluation, set[str]]:
-    """The keys of "setting" in which results of one kind and share of labels differ; `encoder`: and of one encoder."""
-    first: dict[tuple, dict[str, Any]] = {}
-    keys: dict[Evaluation, set[str]] = {}
-    for record in records:
-        evaluation = Evaluation(record["kind"], labels_text(record["labels"]))
-        source = str(record["encoder"].get("source")) if encoder else ""
-        before = first.setdefault((evaluation, source), dict(record["setting"]))
-        if not encoder:  # an older result may lack what newer ones say
-            before.update({key: value for key, value in record["setting"].items() if key not in before})
-        there = before.keys() | record["setting"].keys() if encoder else record["setting"].keys()
-        differ = {key for key in there if before.get(key) != record["setting"].get(key)}
-        keys.setdefault(evaluation, set()).update(differ)
-    return keys
-
-
-def differences(runs: Sequence[Path]) -> list[str]:
-    """A sentence for each evaluation whose numbers stand side by side though they were not made quite alike."""
-    told = []
-    for evaluation, keys in unlike(record for run in runs for record in read_results(run)).items():
-        if own := sorted(keys.intersection(OWN)):
-            told.append(f"{evaluation}: not all runs were evaluated with the same {', '.join(own)}")
-    return told
-
-
-def variant(record: dict[str, Any], ways: set[str]) -> str:
-    """The settings among `ways` that `record` was made with: "k=20"."""
-    shown = {key: record["setting"][key] for key in sorted(ways) if key in record["setting"]}
-    return ", ".join(
-        f"{key}={value:g}" if type(value) is float else f"{key}={value}" for key, value in shown.items()
-    )
 
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
