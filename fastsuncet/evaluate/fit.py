@@ -37,9 +37,8 @@ REMEDY = "Set these back to continue it, or remove that folder to begin again."
 class FitResult:
     """A finished fit."""
 
-    logits: (
-        Tensor  # (N, C) float32 on the device, the same on every rank: every validation image once, in order
-    )
+    # (N, C) float32 on the device, the same on every rank: every validation image once, in order
+    logits: Tensor
     loss: float  # mean over the last metrics interval
     accuracy: float  # on the training images' random crops, over the same interval
     ledger: Ledger  # of the fit alone, all its lives together
@@ -57,8 +56,8 @@ def fit(
     config: Config,  # how to compute and to read pixels: meta, data, logging
     *,
     signals: SignalFlag | None = None,  # None: watches signals itself
-    identity: dict[str, Any]
-    | None = None,  # names and values that must not change in `folder`; None: the setting's
+    # names and values that must not change in `folder`; None: the setting's
+    identity: dict[str, Any] | None = None,
     remedy: str = REMEDY,
 ) -> FitResult:
     """Trains to `setting.steps` and returns the logits of the validation images. Collective.

@@ -26,9 +26,8 @@ class Classifier(nn.Module):
     def __init__(self, encoder: nn.Module, width: int, classes: int):
         super().__init__()
         self.encoder = encoder
-        self.classifier = nn.utils.skip_init(
-            nn.Linear, width, classes
-        )  # torch's own start would draw numbers
+        # torch's own start would draw numbers
+        self.classifier = nn.utils.skip_init(nn.Linear, width, classes)
         nn.init.zeros_(self.classifier.weight)
         nn.init.zeros_(self.classifier.bias)
 

@@ -24,9 +24,8 @@ class FitSetting:
     std: tuple[float, float, float]
     num_classes: int
     loss: Literal["softmax", "sigmoid"]  # sigmoid: several classes an image, of the index's `presence`
-    bn_momentum: (
-        float | None
-    )  # torch's, the share of the running statistics that a batch replaces; None: the encoder's
+    # torch's, the share of the running statistics that a batch replaces; None: the encoder's
+    bn_momentum: float | None
     seed: int
     precision: str  # of meta.precision
     accumulate: int  # passes an update

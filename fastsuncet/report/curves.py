@@ -48,9 +48,8 @@ class Curve:
     evaluation: Evaluation
     points: tuple[Point, ...]
     supervised: bool = False  # did pre-training use labels
-    settings: tuple[
-        tuple[str, Any], ...
-    ] = ()  # of the config, without seeds: equal in runs that seeds alone set apart
+    # of the config, without seeds: equal in runs that seeds alone set apart
+    settings: tuple[tuple[str, Any], ...] = ()
     published: bool = False  # the paper's own
 
 

@@ -47,9 +47,7 @@ class Children:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
-        if (
-            number == signal.SIGHUP
-        ):  # the terminal is gone, and to a trainer that would be the end without a save
+        if number == signal.SIGHUP:  # the terminal is gone: to a trainer that would be the end without a save
             number = signal.SIGTERM
         if self._child is None:
             self._pending.append(number)

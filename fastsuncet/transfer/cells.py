@@ -27,12 +27,7 @@ from fastsuncet.transfer.grid import Cell
 from fastsuncet.transfer.records import Record, alone, read_record, read_shared, write_bytes
 from fastsuncet.transfer.tasks import Task
 
-NOT_SHARED = (
-    "lr",
-    "weight_decay",
-    "bn_momentum",
-    "save_every",
-)  # of a setting: each cell's own, or no matter
+NOT_SHARED = ("lr", "weight_decay", "bn_momentum", "save_every")  # each cell's own, or no matter
 
 
 @dataclass(frozen=True, eq=False)
