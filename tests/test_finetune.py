@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastsuncet.cli import main
+from fastsuncet.evaluate import fit_state
 from fastsuncet.evaluate.fit_data import FitStream
 from fastsuncet.finetune import job as job_module
 from fastsuncet.model import build_model
@@ -274,6 +275,13 @@ def test_few_classes_have_no_top_5_and_one_without_labels_is_named(runs, tmp_pat
     (record,) = results(runs)
     assert list(record["metrics"]) == ["top1"] and record["images"] == 5
     assert folder(runs, "some-step_00000010").is_dir()
+
+
+def test_many_short_epochs_are_not_saved_one_by_one(runs, monkeypatch):
+    saved, original = [], fit_state.save
+    monkeypatch.setattr(fit_state, "save", lambda *a, **more: saved.append(a[1]) or original(*a, **more))
+    assert command(runs, "finetune.epochs=30", "finetune.batch_size=160") == 0
+    assert saved == [*range(2, 31, 2)], "30 updates in 30 epochs"
 
 
 def test_other_validation_images_are_another_number_of_the_same_network(runs, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from fastsuncet.snapshot import versions
 from pipelines.errors import DataError
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
+SAVES = 20  # of one fine-tuning, at most: a kill costs a twentieth of it
 
 
 def labeled(images: Images) -> np.ndarray:
@@ -90,7 +91,8 @@ def settings(config: Config, images: Images, place: Place) -> FitSetting:
         accumulate=f.accumulate,
         flip=a.flip,
         crop_ratio=a.crop_ratio,
-        save_every=count // batch,
+        # Every epoch, but of a few labels an epoch is an update or two, and a ResNet-50's checkpoint 0.2 GB.
+        save_every=max(count // batch, -(-f.epochs * (count // batch) // SAVES)),
     )
 
 
