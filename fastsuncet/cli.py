@@ -197,7 +197,9 @@ def _report(parser: Parser, arguments: list[str]) -> int:
         "--paper", metavar="FIGURE", nargs="?", const="", help="draw the paper's own points beside the runs'"
     )
     parser.add_argument(
-        "--lengths", action="store_true", help="runs of several lengths are one curve of their last checkpoints"
+        "--lengths",
+        action="store_true",
+        help="runs of several lengths are one curve of their last checkpoints",
     )
     parser.add_argument("--output", metavar="DIR", default="report", help="for everything (default: report)")
     options = parser.parse_intermixed_args(arguments)

@@ -322,6 +322,13 @@ def test_a_run_that_is_running_is_told_from_one_that_was_killed(held, words):
         assert jobs.state(job).words == words
 
 
+def test_a_status_that_says_nothing_is_a_run_to_go_on_with():
+    (job, _) = expand(read_sweep(written(TWO)))[0].jobs
+    job.config.run_folder.mkdir(parents=True)
+    (job.config.run_folder / "status.json").write_text('{"step": 1}')
+    assert jobs.state(job) == jobs.State(False, "stopped at step 1")
+
+
 # --------------------------------------------------------------------------------------------------------- whose runs
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_the_tasks_of_an_array_do_every_run_exactly_once(count, tasks):

@@ -80,7 +80,7 @@ def _training(job: Job, folder: Path, status: Mapping[str, Any]) -> State:
     word = (
         "running"
         if _held(folder / ".running")
-        else {"running": "stopped"}.get(status["state"], status["state"])
+        else {"running": "stopped"}.get(status.get("state"), status.get("state", "stopped"))
     )
     return State(False, f"{word} at step {status.get('step')}")
 
