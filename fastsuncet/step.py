@@ -126,7 +126,8 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
             device_ids=[place.device] if place.device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
             static_graph=True,
-            **{BUFFER_SYNC: not m.sync_batchnorm},  # synchronised statistics are equal on all ranks already
+            # Synchronised statistics are equal on all ranks; of those that are each rank's own, rank 0's are saved.
+            **{BUFFER_SYNC: False},
         )
         settle(network, model, setting, config)
     return model, network, optimizer, setting

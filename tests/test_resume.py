@@ -127,8 +127,8 @@ def test_three_ranks_stopped_and_continued_end_bit_identical(tmp_path):
     assert_equal_to_the_bit(stopped, straight)
 
 
-def _stopped_on_one_rank(rank: int, world_size: int, folder: str) -> list:
-    straight, stopped = small_config(Path(folder, "straight")), small_config(Path(folder, "stopped"))
+def _stopped_on_one_rank(rank: int, world_size: int, folder: str, shared: str) -> list:
+    straight, stopped = (small_config(Path(folder, name), shared) for name in ("straight", "stopped"))
     batches = train(straight)
     seen = train(stopped, stop_at=1, rank=1)  # only rank 1 gets the signal; rank 0 must save with it
     seen |= train(stopped, stop_at=5, rank=0)
@@ -136,9 +136,13 @@ def _stopped_on_one_rank(rank: int, world_size: int, folder: str) -> list:
     return [batches == seen, sorted(seen) == list(range(10))]
 
 
-def test_two_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
-    for same_batches, every_step in run_ranks(_stopped_on_one_rank, 2, str(tmp_path)):
+@pytest.mark.parametrize("statistics", ["shared", "own"])
+def test_two_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, statistics):
+    shared = f"model.sync_batchnorm={str(statistics == 'shared').lower()}"
+    for same_batches, every_step in run_ranks(_stopped_on_one_rank, 2, str(tmp_path), shared):
         assert same_batches
         assert every_step
-    straight, stopped = (final_state(small_config(tmp_path / name)) for name in ("straight", "stopped"))
+    straight, stopped = (
+        final_state(small_config(tmp_path / name, shared)) for name in ("straight", "stopped")
+    )
     assert_equal_to_the_bit(stopped, straight)
