@@ -20,7 +20,7 @@ from fastsuncet.optim import LARS
 from fastsuncet.say import Say, say_line
 from fastsuncet.step import Setting, train_step
 
-WARMUP = 3  # steps of each kind before it is captured; DDP has had its own passes in `step.settle`
+WARMUP = 3  # steps of each kind before it is captured; DDP has had its own passes in `parallel.settle`
 
 
 class Step:

@@ -5,8 +5,6 @@ Everything fast (channels-last, autocast, DDP, compile) wraps the step from outs
 Shapes: U unlabeled images of V views and S labeled images on this rank, D the width of a projection.
 """
 
-import inspect
-
 import torch
 from torch import nn
 
@@ -18,10 +16,8 @@ from fastsuncet.launch import Place
 from fastsuncet.learner import Learner, Outputs
 from fastsuncet.losses.swav import normalise_prototypes_
 from fastsuncet.optim import LARS, parameter_groups
+from fastsuncet.parallel import parallel
 
-# torch 2.15 renamed the switch and warns of the old name, 2.11 does not know the new one.
-_ddp = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _ddp else "broadcast_buffers"
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -38,9 +34,7 @@ def train_step(
         out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
     out = in_float32(out)
     instance_loss = setting.instance_loss(out)  # NT-Xent
-    class_loss = setting.supervised_loss(
-        out, batch.labels
-    )  # SuNCEt; 0 once switched off: no image, no branch
+    class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; once switched off 0, without a branch
     setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
     setting.freeze(batch.step)
     setting.scaler.step(optimizer)  # LARS
@@ -116,39 +110,15 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         nesterov=o.nesterov,
         lr_in_momentum=o.lr_in_momentum,
     )
-    network: nn.Module = Learner(model)
-    if config.meta.compile:
-        # Static shapes: at the switch-off a run would otherwise recompile to other kernels than one resumed after it.
-        network = torch.compile(network, dynamic=False)
-    if place.world_size > 1:
-        network = nn.parallel.DistributedDataParallel(
-            network,
-            device_ids=[place.device] if place.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # saves a copy of every gradient
-            static_graph=True,
-            # Synchronised statistics are equal on all ranks; of those that are each rank's own, rank 0's are saved.
-            **{BUFFER_SYNC: False},
-        )
-        settle(network, model, setting, config)
-    return model, network, optimizer, setting
 
-
-def settle(network: nn.Module, model: models.Model, setting: Setting, config: Config) -> None:
-    """Runs DDP's first passes on blank images, so that every life of a run reduces gradients in the same order.
-
-    DDP regroups its buckets once it has seen in which order gradients arrive, during its first passes. A ring reduces
-    each element in an order that depends on its place in a bucket, so with three ranks or more the first steps after a
-    restart would round otherwise than the same steps of a run nobody stopped. Changes no weight and no statistic.
-    """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    sizes = [view.size for view in data.views(config)]
-    views = tuple(torch.zeros(1, 3, size, size, device=setting.device) for size in sizes)
-    size = config.data.augmentation.size
-    labeled = torch.zeros(2, 3, size, size, device=setting.device)
-    for _ in range(3):  # a static graph regroups in its third pass
+    def blank(network: nn.Module) -> torch.Tensor:
+        sizes = [view.size for view in data.views(config)]
+        views = tuple(torch.zeros(1, 3, size, size, device=place.device) for size in sizes)
+        size = config.data.augmentation.size
         with setting.autocast():
-            out = network(views, labeled)
-        sum(x.float().sum() for x in out if x is not None).backward()
-        network.zero_grad(set_to_none=True)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
+            out = network(views, torch.zeros(2, 3, size, size, device=place.device))
+        return sum(x.float().sum() for x in out if x is not None)
+
+    compiled = config.meta.compile
+    network = parallel(Learner(model), place, compiled=compiled, static_graph=True, blank=blank)
+    return model, network, optimizer, setting

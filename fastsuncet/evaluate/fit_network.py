@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fastsuncet.config import Config
 from fastsuncet.evaluate.fit_data import FitStream
 from fastsuncet.launch import Place
-from fastsuncet.step import BUFFER_SYNC
+from fastsuncet.parallel import parallel
 
 
 class Classifier(nn.Module):
@@ -48,32 +48,14 @@ def trained(model: Classifier, config: Config, place: Place, size: int, autocast
     BatchNorm is each rank's own, as in the paper. So are its running statistics: rank 0's are those that are saved and
     evaluated, and DDP need not send them around in every pass.
     """
-    network: nn.Module = model
-    if config.meta.compile:
-        network = torch.compile(network, dynamic=False)
-    if place.world_size > 1:
-        network = nn.parallel.DistributedDataParallel(
-            network,
-            device_ids=[place.device] if place.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # saves a copy of every gradient
-            **{BUFFER_SYNC: False},
-        )
-        _settle(network, model, size, autocast, place)
-    return network
 
-
-def _settle(network: nn.Module, model: nn.Module, size: int, autocast: Callable, place: Place) -> None:
-    """Runs DDP's first passes on blank images: it regroups its buckets after them, and with three ranks or more the
-    first updates after a restart would otherwise be rounded unlike those of a fit nobody stopped (as step.settle)."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    blank = torch.zeros(2, 3, size, size, device=place.device)
-    for _ in range(3):
+    def blank(network: nn.Module) -> Tensor:
         with autocast():
-            logits = network(blank)
-        logits.float().sum().backward()
-        network.zero_grad(set_to_none=True)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
+            logits = network(torch.zeros(2, 3, size, size, device=place.device))
+        return logits.float().sum()
+
+    # Not static: passes of a batch in parts leave the exchange of gradients to the last one.
+    return parallel(model, place, compiled=config.meta.compile, static_graph=False, blank=blank)
 
 
 def softmax_terms(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
