@@ -10,7 +10,7 @@ from torch import nn
 from fastsuncet import checkpoint
 from fastsuncet.config import Config
 from fastsuncet.distributed import any_rank, broadcast_json
-from fastsuncet.errors import CheckpointError
+from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.launch import Place
 from fastsuncet.ledger import Ledger
 from fastsuncet.model import Model
@@ -58,6 +58,19 @@ def save(
     }
     keep = config.checkpoint.keep
     save_together(folder, step, place=place, model=model, state=state, meta=meta, keep=keep, say=say)
+
+
+def require_finite_weights(model: nn.Module, step: int) -> None:
+    """Raises NumericalError for weights that must not be saved; the one sync of it, at a checkpoint.
+
+    A gradient can overflow under a finite loss: its update must not become what every restart begins from.
+    """
+    norms = torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()]))
+    if not torch.isfinite(norms).all():
+        raise NumericalError(
+            f"a weight is not a finite number after step {step:,} though the losses are: a gradient did it. "
+            "Nothing has been saved since; the last checkpoint is sound. A lower lr or precision fp32 may help."
+        )
 
 
 def save_together(

@@ -180,13 +180,7 @@ class Trainer:
         """A checkpoint, unless the weights it would hold came from a loss that was not a number."""
         sums, first_bad, _ = self.window.read()
         self.refuse_nonfinite(first_bad)
-        # A gradient can overflow under a finite loss: its update must not become what every restart begins from.
-        norms = torch.stack(torch._foreach_norm([p.detach() for p in self.model.parameters()]))
-        if not torch.isfinite(norms).all():
-            raise NumericalError(
-                f"a weight is not a finite number after step {self.step:,} though the losses are: a gradient did it. "
-                "Nothing has been saved since; the last checkpoint is sound. A lower lr or precision fp32 may help."
-            )
+        state.require_finite_weights(self.model, self.step)
         self.count_replaced()
         self.ledger.tick()
         self.out.sync()

@@ -23,6 +23,7 @@ from fastsuncet.optim import warmup_cosine
 from fastsuncet.reporter import Reporter
 from fastsuncet.say import say_line
 from fastsuncet.signals import SignalFlag
+from fastsuncet.state import require_finite_weights
 from fastsuncet.step import PRECISIONS
 from fastsuncet.vote import Vote
 from fastsuncet.window import Window
@@ -171,12 +172,7 @@ class Fitter:
         """A checkpoint, unless a loss or a weight is no number."""
         sums, first_bad, _ = self.window.read()
         self.refuse_nonfinite(first_bad)
-        norms = torch.stack(torch._foreach_norm([p.detach() for p in self.model.parameters()]))
-        if not torch.isfinite(norms).all():
-            raise NumericalError(
-                f"a weight is not a finite number after step {self.step:,} though the losses are: a gradient did it. "
-                "A lower learning rate or precision fp32 may help."
-            )
+        require_finite_weights(self.model, self.step)
         self.count_replaced()
         self.ledger.tick()
         self.out.sync()
