@@ -75,3 +75,10 @@ def _mean(losses: Tensor, labels: Tensor, average: str) -> Tensor:
     if average == "sample":
         return losses.mean()
     return torch.stack([losses[labels == each].mean() for each in sorted(set(labels.tolist()))]).mean()
+
+
+def labeled_batch(rows=24, width=8, classes=5, seed=0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    """Rows (rows, width) and a label each (rows,), the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(rows, width, dtype=torch.float64, generator=generator).to(dtype)
+    return z, torch.randint(classes, (rows,), generator=generator)
