@@ -85,7 +85,7 @@ class FilePaths:
 
 
 class PackedBytes:
-    """What image files hold, out of a pack's memory map. DALI copies it: pages that are let go cost it nothing."""
+    """What image files hold, out of a pack. DALI copies it."""
 
     stream = None
 

@@ -74,7 +74,7 @@ class ImageIndex:
 
     def content(self, i: int) -> Path | bytes:
         """What a decoder is given: the image's file or, of a packed image, what that file held."""
-        return self.path(i) if self.pack is None else self.pack[i].tobytes()
+        return self.path(i) if self.pack is None else self.pack.read(i)
 
     def damage(self, i: int) -> str | None:
         """Why the stored bytes of an image cannot be the right ones, where that can be told: only in a pack."""

@@ -1,4 +1,4 @@
-"""Many image files as one: read through a memory map, each image's bytes as they were and checksummed.
+"""Many image files as one: each image's bytes as they were, in one place, checksummed.
 
 A shared file system is asked for one file where a folder asks it for a million. What a pack looks like (numbers
 little-endian):
@@ -9,13 +9,16 @@ little-endian):
 
 Training reads the bytes without counting them through: a flipped bit is found by `fastsuncet data check`, or when the
 image cannot be decoded. `pipelines.packing` writes packs.
+
+Read, not mapped into memory, though a map saves a copy of 13 us an image: where a mapped file is cut short, or its disk
+or server fails, the system kills the process that touches it (SIGBUS), and nobody learns why. A read says so.
 """
 
 import hashlib
 import io
-import mmap
 import os
 import struct
+import weakref
 import zipfile
 import zlib
 from dataclasses import dataclass, replace
@@ -36,36 +39,55 @@ _MAKE = "delete it and make it again with `fastsuncet data pack`"
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """The bytes of N images: `pack[i]` is a view (uint8) of the map, valid as long as the view is held."""
+    """The bytes of N images: `pack[i]` is a read-only uint8 array. The file stays open for as long as the Pack lives.
+
+    Reading raises DataError, with the pack's name, once the file has been cut short or cannot be read any more.
+    """
 
     path: Path
-    memory: mmap.mmap  # of the whole file, read-only
+    descriptor: int  # of the open file, which from now on is the Pack's to close
     offsets: np.ndarray  # int64 (N,)
     lengths: np.ndarray  # int64 (N,) bytes; 0 of an image that could not be read when it was packed
     checksums: np.ndarray  # uint32 (N,) crc32
+
+    def __post_init__(self):
+        weakref.finalize(self, os.close, self.descriptor)
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        start = self.offsets[i]
-        return np.frombuffer(self.memory, np.uint8, self.lengths[i], start)
+        return np.frombuffer(self.read(i), np.uint8)
+
+    def read(self, i: int) -> bytes:
+        """What the file of image `i` held. Any number of threads and forked processes may read at once."""
+        start, length = int(self.offsets[i]), int(self.lengths[i])
+        content = b""
+        try:
+            while len(content) < length:  # a file server may give less than asked for, more when asked again
+                more = os.pread(self.descriptor, length - len(content), start + len(content))
+                if not more:
+                    size = os.fstat(self.descriptor).st_size
+                    raise DataError(
+                        f"the pack {self.path} was cut short while it was in use: {size:,} bytes, and image {i} ends "
+                        f"at {start + length:,}; put it back whole, or {_MAKE}"
+                    )
+                content = content + more if content else more
+        except OSError as error:
+            raise DataError(f"the pack {self.path} cannot be read: {error.strerror or error}") from error
+        return content
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The bytes of several images; the disk is asked for all of them before the first one is waited for.
-
-        Touched one by one, each page of a map that is not in memory yet would hold up the reader on its own.
-        """
-        advise = getattr(self.memory, "madvise", None)  # an operating system may have none
+        """The bytes of several images; the disk is asked for all of them before the first one is waited for."""
+        advise = getattr(os, "posix_fadvise", None)  # an operating system may have none
         if advise is not None:
-            for i in indices:
-                start = int(self.offsets[i]) // mmap.PAGESIZE * mmap.PAGESIZE
-                advise(mmap.MADV_WILLNEED, start, int(self.offsets[i] + self.lengths[i]) - start)
+            for i in indices[self.lengths[indices] > 0]:  # 0 bytes would ask for all the rest of the file
+                advise(self.descriptor, int(self.offsets[i]), int(self.lengths[i]), os.POSIX_FADV_WILLNEED)
         return [self[i] for i in indices]
 
     def damage(self, i: int) -> str | None:
         """Why the bytes of image `i` are not those that were packed; None if they are."""
-        if zlib.crc32(self[i]) == self.checksums[i]:
+        if zlib.crc32(self.read(i)) == self.checksums[i]:
             return None
         return f"damaged in the pack {self.path}: its checksum is another; {_MAKE}"
 
@@ -83,25 +105,13 @@ def open_pack(path: str | Path, like: ImageIndex | None = None) -> ImageIndex:
             start, length, digest = _read_header(path, header, size)
             stream.seek(start)
             table = stream.read(length)
-            memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            if hashlib.sha256(table).digest() != digest:
+                raise DataError(f"the pack {path} is damaged: the checksum of its table is another; {_MAKE}")
+            index = _opened(path, stream.fileno(), table, start)
     except FileNotFoundError:
         raise DataError(f"there is no pack {path}: `fastsuncet data pack CONFIG` makes one") from None
     except OSError as error:
         raise DataError(f"the pack {path} cannot be read: {error.strerror or error}") from error
-    if hashlib.sha256(table).digest() != digest:
-        raise DataError(f"the pack {path} is damaged: the checksum of its table is another; {_MAKE}")
-    try:
-        with np.load(io.BytesIO(table), allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-        pack = Pack(path, memory, arrays["offsets"], arrays["lengths"], arrays["checksums"])
-        index = replace(index_of(arrays), root=path, stamps=None, pack=pack)
-        ends = pack.offsets + pack.lengths
-        if not len(pack) == len(pack.lengths) == len(pack.checksums) == len(index):
-            raise ValueError("its lists are of different lengths")
-        if len(pack) and (pack.offsets.min() < HEADER or pack.lengths.min() < 0 or ends.max() > start):
-            raise ValueError("it names bytes outside of the images' part")
-    except (KeyError, ValueError, OSError, DataError, zipfile.BadZipFile) as error:
-        raise DataError(f"the pack {path} is damaged ({error}): {_MAKE}") from error
     if like is not None:
         require_same_images(path, index, like)
     return index
@@ -149,6 +159,22 @@ def _read_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]
     if size < start + length:
         raise DataError(f"the pack {path} is truncated: {size:,} of its {start + length:,} bytes; {_MAKE}")
     return start, length, digest
+
+
+def _opened(path: Path, descriptor: int, table: bytes, end: int) -> ImageIndex:
+    """The index in a pack's table. `end` is that of the images' part; the descriptor stays the caller's."""
+    try:
+        with np.load(io.BytesIO(table), allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+        offsets, lengths, checksums = (arrays[key] for key in ("offsets", "lengths", "checksums"))
+        index = replace(index_of(arrays), root=path, stamps=None)
+        if not len(offsets) == len(lengths) == len(checksums) == len(index):
+            raise ValueError("its lists are of different lengths")
+        if len(offsets) and (offsets.min() < HEADER or lengths.min() < 0 or (offsets + lengths).max() > end):
+            raise ValueError("it names bytes outside of the images' part")
+    except (KeyError, ValueError, OSError, DataError, zipfile.BadZipFile) as error:
+        raise DataError(f"the pack {path} is damaged ({error}): {_MAKE}") from error
+    return replace(index, pack=Pack(path, os.dup(descriptor), offsets, lengths, checksums))
 
 
 def _row(index: ImageIndex, i: int) -> tuple:

@@ -1,5 +1,6 @@
 """A pack is the files it was made of: the same pixels to the bit, a kill that costs nothing, damage by its name."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -228,6 +229,42 @@ def test_a_pack_of_other_images_is_refused_and_the_first_that_differs_named(inde
     write_pictures(tmp_path / "images", count=13, side=40)
     with pytest.raises(DataError, match="other images than the index"):
         open_pack(pack, like=image_folder(index.root))
+
+
+@pytest.mark.parametrize("reader", BACKENDS)
+def test_a_pack_that_is_cut_short_under_a_run_ends_it_by_the_packs_name(index, pack, reader):
+    packed = open_pack(pack)
+    loader = opened(unlabeled(packed, batch=12), reader, bad_images=12, prefetch=1)
+    loader(0)
+    os.truncate(pack, int(packed.pack.offsets[6]))
+    # No image is bad: none is to be replaced, however many are allowed to be.
+    with pytest.raises(
+        DataError, match=r"images\.pack was cut short while it was in use: .* bytes"
+    ) as caught:
+        [loader(step) for step in range(1, 4)]
+    assert not isinstance(caught.value, BadImage) and not loader.replaced
+
+
+def test_a_read_that_comes_in_pieces_is_read_to_its_end_and_one_that_fails_is_named(index, pack, monkeypatch):
+    packed, whole, pread = open_pack(pack), index.path(3).read_bytes(), os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 100), start))
+    assert len(whole) > 250 and packed.content(3) == whole
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(DataError, match=r"images\.pack cannot be read: Input/output error"):
+        packed.content(3)
+
+
+def test_a_pack_closes_its_file_with_its_last_user(pack):
+    packed = open_pack(pack)
+    descriptor = packed.pack.descriptor
+    os.fstat(descriptor)
+    del packed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 @pytest.mark.parametrize("reader", BACKENDS)
