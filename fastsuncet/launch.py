@@ -128,11 +128,15 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         elastic_launch(config, sys.executable)("-m", "fastsuncet", *arguments)
     except ChildFailedError as error:
         # A rank that fails takes others with it within milliseconds, and the agent's clock has whole seconds. What
-        # ended the job is the rank that left with a reason; a broken connection (1) or a kill (negative) is its echo.
+        # ended the job is the rank that left with a reason; a broken connection (1) or a kill is its echo. A kill is
+        # told as a shell tells it (137: memory, often), so that a scheduler can tell it from a program that failed.
         codes = [failure.exitcode for failure in error.failures.values()]
+        codes = [code if code >= 0 else 128 - code for code in codes]
         return next((code for code in codes if code in REASONS), max(1, *codes))
-    except SignalException:
-        return Preempted.exit_code if read_status(status).get("state") == "preempted" else 1
+    except SignalException as stop:
+        # Not saved: the ranks were killed after their grace period. Told as the signal, 143 for SIGTERM.
+        saved = read_status(status).get("state") == "preempted"
+        return Preempted.exit_code if saved else 128 + int(stop.sigval)
     return 0
 
 

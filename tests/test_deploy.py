@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-SBATCH = ROOT / "tools" / "cluster" / "train.sbatch"
+SBATCH, SWEEP = (ROOT / "tools" / "cluster" / f"{name}.sbatch" for name in ("train", "sweep"))
 INSTALL = ROOT / "tools" / "docker_install.sh"
 
 
@@ -30,21 +30,57 @@ def calls(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def batch_job(script: Path, code: int, folder: Path) -> subprocess.CompletedProcess:
+    """Runs a Slurm script in `folder` with stand-ins; its step ends with `code`. Calls are in `folder`'s calls.txt."""
+    command(folder, "srun", f"exit {code}")
+    command(folder, "scontrol", "")
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    arguments = ["configs/in1k_10pct.yaml", "data.root=/data/with space"]
+    return subprocess.run(
+        ["bash", str(script), *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "requeued"),
-    [(0, False), (75, True), (2, False), (3, False), (4, False), (5, False), (137, False)],
+    [(0, 0), (75, 1), (143, 1), (137, 1), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (139, 0)],
 )
-def test_the_batch_job_requeues_on_75_alone_and_keeps_the_exit_code(code, requeued, tmp_path):
-    command(tmp_path, "srun", f"exit {code}")
-    command(tmp_path, "scontrol", "")
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    arguments = ["configs/in1k_10pct.yaml", "data.root=/data/with space"]
-    process = subprocess.run(
-        ["bash", str(SBATCH), *arguments], env=environment, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
+def test_a_batch_job_requeues_what_can_go_on_by_itself_and_keeps_the_exit_code(
+    script, code, requeued, tmp_path
+):
+    process = batch_job(script, code, tmp_path)
     assert process.returncode == code
-    assert calls(tmp_path)[0].endswith("fastsuncet train configs/in1k_10pct.yaml data.root=/data/with space")
-    assert ("scontrol requeue 77" in calls(tmp_path)) == requeued
+    asked, *then = calls(tmp_path)
+    name = "train" if script == SBATCH else "sweep"
+    assert asked.endswith(f"fastsuncet {name} configs/in1k_10pct.yaml data.root=/data/with space")
+    assert then == ["scontrol requeue 77"] * requeued
+    assert ("not requeued" in process.stdout or "submit again" in process.stdout) == (code and not requeued)
+
+
+@pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
+def test_a_batch_job_that_is_killed_every_time_gives_up_and_a_save_on_a_signal_counts_anew(script, tmp_path):
+    def requeues(code):
+        before = len(calls(tmp_path))
+        process = batch_job(script, code, tmp_path)
+        return len(calls(tmp_path)) - before - 1, process.stdout
+
+    # Out of memory looks like a grace period that was too short, and would come back for ever.
+    assert [requeues(code)[0] for code in (137, 143)] == [1, 1]
+    count, text = requeues(137)
+    assert count == 0 and "killed three times in a row" in text and "not requeued" in text
+    assert [requeues(code)[0] for code in (137, 137, 75, 137, 137, 137)] == [1, 1, 1, 1, 1, 0]
+    requeues(137)
+    requeues(0)
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".killed")] == []
+
+
+def test_a_batch_job_that_cannot_count_its_kills_is_not_requeued_for_one(tmp_path):
+    (
+        tmp_path / "fastsuncet-77.killed"
+    ).mkdir()  # as good as a folder nobody may write, and root is stopped by it too
+    assert "cannot be counted" in batch_job(SBATCH, 137, tmp_path).stdout
+    assert "scontrol requeue 77" not in calls(tmp_path)
 
 
 def test_tasks_that_leave_with_75_are_not_killed_and_a_dead_one_still_ends_the_job(tmp_path):
@@ -111,7 +147,7 @@ def test_every_file_the_container_copies_exists():
             assert source.split("/")[0] not in ignored
 
 
-@pytest.mark.parametrize("script", [SBATCH, INSTALL, ROOT / ".ci" / "run"], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [SBATCH, SWEEP, INSTALL, ROOT / ".ci" / "run"], ids=lambda path: path.name)
 def test_the_shell_scripts_parse(script):
     subprocess.run(
         ["bash" if "bash" in script.read_text().splitlines()[0] else "sh", "-n", str(script)], check=True

@@ -1,8 +1,10 @@
 """From a command to ranks: torchrun's variables, Slurm's, one process, and the exit code a scheduler sees."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,16 +88,13 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         launch.pick_device("auto", 2)
 
 
-@pytest.mark.parametrize("code", [0, 3, 75])
-def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, monkeypatch, tmp_path):
-    # Two ranks of a stand-in for `python -m fastsuncet`: the agent, its processes and their codes are torchrun's own.
-    package = tmp_path / "fastsuncet"
+def job_of_two(rank_program: str, folder: Path) -> subprocess.Popen:
+    """Two ranks of a stand-in for `python -m fastsuncet`; the agent, its processes and their codes are torchrun's."""
+    package = folder / "fastsuncet"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(
-        f"import os, sys, time\nassert sys.argv[1:] == ['train', 'x.yaml']\n"
-        # Rank 0 loses its connection to rank 1 at the same moment, and would win a tie of whole seconds.
-        f"sys.exit({code} if os.environ['RANK'] == '1' or {code} in (0, 75) else 1)\n"
+        f"import os, signal, sys, time\nassert sys.argv[1:] == ['train', 'x.yaml']\n{rank_program}\n"
     )
     script = (
         f"import sys, torch; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -104,15 +103,32 @@ def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, mon
         "sys.exit(launch.start_ranks(['train', 'x.yaml'], Path('status.json')))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    return subprocess.Popen(
+        [sys.executable, "-c", script], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
     )
-    assert process.returncode == code, process.stderr[-2000:]
+
+
+@pytest.mark.parametrize("code", [0, 3, 75, 137])
+def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, tmp_path):
+    # Rank 0 loses its connection to rank 1 at the same moment, and would win a tie of whole seconds.
+    program = (
+        f"code = {code} if os.environ['RANK'] == '1' or {code} in (0, 75) else 1\n"
+        "if code == 137: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(code)"
+    )
+    process = job_of_two(program, tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors[-2000:]
+
+
+def test_a_job_whose_ranks_were_killed_before_they_had_saved_ends_as_killed_and_not_as_saved(tmp_path):
+    process = job_of_two("open(os.environ['RANK'], 'w').close(); time.sleep(60)", tmp_path)
+    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors[-2000:]
 
 
 def _vote(rank: int, world_size: int) -> list:

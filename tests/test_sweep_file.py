@@ -153,8 +153,11 @@ def test_a_sweep_of_too_many_runs_is_a_slip_of_the_hand():
 
 
 # ------------------------------------------------------------------------------------------------------ on a cluster
-@pytest.mark.parametrize(("code", "requeued"), [(0, []), (75, ["scontrol requeue 70_3"]), (5, []), (137, [])])
-def test_the_array_job_requeues_its_own_task_on_75_alone_and_keeps_the_exit_code(code, requeued):
+@pytest.mark.parametrize(
+    ("code", "requeued"),
+    [(0, []), (75, ["scontrol requeue 70_3"]), (5, []), (137, ["scontrol requeue 70_3"])],
+)
+def test_the_array_job_requeues_its_own_task_and_keeps_the_exit_code(code, requeued):
     command(Path.cwd(), "srun", f"exit {code}")
     command(Path.cwd(), "scontrol", "")
     environment = {**os.environ, "PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "73"}
