@@ -1,9 +1,10 @@
 """Writes constraints.txt: the one exact set of versions that `make demo`, `make test` and the Dockerfile install.
 
-    python tools/pin_constraints.py python3.10 python3.11 python3.12 python3.13
+    python tools/pin_constraints.py python3.10 python3.11 python3.12 python3.13 [--keep]
 
-Asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev]`, and joins the answers:
-a version all agree on is one line, a version only some can use carries a `python_version` marker.
+Asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev,bench]`, and joins the answers:
+a version all agree on is one line, a version only some can use carries a `python_version` marker. With --keep the
+versions that are there already stay: for a package that was added, without a change of all the others.
 """
 
 import argparse
@@ -20,15 +21,16 @@ HEADER = """\
 """
 
 
-def resolve(python: str) -> tuple[str, dict[str, str]]:
-    """What pip would install for `.[dev]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
+def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
+    """What pip would install for `.[dev,bench]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [f"{folder}/bin/python", "-m", "pip", "-q"]
         # An old pip resolves differently, and the first thing `make` does is to renew it.
         subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
         report = Path(folder, "report.json")
-        command = [*pip, "install", "--dry-run", "--report", str(report), "-e", ".[dev]"]
+        known = ["-c", "constraints.txt"] if keep else []
+        command = [*pip, "install", "--dry-run", "--report", str(report), *known, "-e", ".[dev,bench]"]
         subprocess.run(command, check=True, cwd=ROOT)
         answer = json.loads(report.read_text())
     version = ".".join(answer["environment"]["python_version"].split(".")[:2])
@@ -60,7 +62,9 @@ def main() -> None:
     """Resolve for every interpreter named, then write constraints.txt whole."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="+", help="interpreters to resolve for, e.g. python3.10 python3.13")
-    answers = dict(resolve(python) for python in parser.parse_args().pythons)
+    parser.add_argument("--keep", action="store_true", help="leave every version that is pinned already")
+    given = parser.parse_args()
+    answers = dict(resolve(python, keep=given.keep) for python in given.pythons)
     (ROOT / "constraints.txt").write_text(HEADER + "\n".join(merge(answers)) + "\n")
     print(f"constraints.txt: {len(merge(answers))} lines for Python {', '.join(answers)}")
 
