@@ -65,8 +65,8 @@ class DaliEngine:
         """
         if self._device == "gpu":
             # DALI orders its outputs, and their memory's return, on the stream that torch will read them
-            # from.
-            outputs = self._pipeline.run(cuda_stream=torch.cuda.current_stream(self._device_id))
+            # from. By position: a word would be taken for the name of an input of the graph.
+            outputs = self._pipeline.run(torch.cuda.current_stream(self._device_id))
         else:
             outputs = self._pipeline.run()
         return [torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2) for output in outputs]

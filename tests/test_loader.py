@@ -511,6 +511,21 @@ def test_a_gpu_that_is_not_there_is_one_clear_error(index, reader, monkeypatch):
         opened(unlabeled(index), reader, device="gpu")
 
 
+@pytest.mark.skipif(backend.dali_problem() is not None, reason="DALI is not installed")
+def test_on_a_gpu_a_step_is_handed_over_on_the_stream_that_torch_works_on(index, monkeypatch):
+    from nvidia.dali import Pipeline
+
+    expected = opened(unlabeled(index), "dali")(1)
+    loader = opened(unlabeled(index), "dali")
+    loader(0)
+    outputs, asked = Pipeline.outputs, []
+    monkeypatch.setattr(Pipeline, "outputs", lambda self, stream: asked.append(stream) or outputs(self))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of GPU {device}")
+    loader._engine._device, loader._engine._device_id = "gpu", 3
+    assert_same(loader(1), expected)
+    assert asked == ["the stream of GPU 3"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
