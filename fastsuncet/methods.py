@@ -15,6 +15,7 @@ from torch import Tensor
 from fastsuncet import losses
 from fastsuncet.config import Config
 from fastsuncet.learner import Outputs
+from fastsuncet.losses.products import products
 
 INSTANCES = {"nt_xent": "SimCLR", "swav": "SwAV", "none": ""}
 SUPERVISIONS = {"suncet": "SuNCEt", "cross_entropy": "cross-entropy", "sup_con": "L_sup_out"}
@@ -25,7 +26,8 @@ def instance_loss(config: Config) -> Callable[[Outputs], Tensor]:
     c, s = config.criterion, config.swav
 
     def nt_xent(out: Outputs) -> Tensor:
-        return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
+        with products(tf32(config)):
+            return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
 
     def swav(out: Outputs) -> Tensor:
         return losses.swav(
@@ -43,14 +45,16 @@ def supervised_loss(config: Config) -> Callable[[Outputs, Tensor], Tensor]:
     c = config.criterion
 
     def suncet(out: Outputs, labels: Tensor) -> Tensor:
-        return losses.suncet(
-            out.labeled, labels, c.temperature, keys=c.keys, average=c.average, chunk_size=c.chunk_size
-        )
+        with products(tf32(config)):
+            return losses.suncet(
+                out.labeled, labels, c.temperature, keys=c.keys, average=c.average, chunk_size=c.chunk_size
+            )
 
     def sup_con(out: Outputs, labels: Tensor) -> Tensor:
-        return losses.sup_con(
-            out.labeled, labels, c.temperature, keys=c.keys, average=c.average, chunk_size=c.chunk_size
-        )
+        with products(tf32(config)):
+            return losses.sup_con(
+                out.labeled, labels, c.temperature, keys=c.keys, average=c.average, chunk_size=c.chunk_size
+            )
 
     def cross_entropy(out: Outputs, labels: Tensor) -> Tensor:
         if out.logits is None:  # SimCLR: supervision is never on, so there is no classifier
@@ -58,6 +62,11 @@ def supervised_loss(config: Config) -> Callable[[Outputs, Tensor], Tensor]:
         return losses.cross_entropy(out.logits, labels)
 
     return {"suncet": suncet, "sup_con": sup_con, "cross_entropy": cross_entropy}[c.supervision]
+
+
+def tf32(config: Config) -> bool:
+    """Whether the contrastive losses' products run in TF32 on a GPU: never behind a float32 network."""
+    return config.criterion.products == "tf32" and config.meta.precision != "fp32"
 
 
 def has_classifier(config: Config) -> bool:

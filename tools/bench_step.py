@@ -77,7 +77,12 @@ class Bench:
         _, network, optimizer, setting = build(self.config, self.place, self.classes)
         update = Step(network, optimizer, setting, graphs=self.config.meta.cuda_graph, say=self.said.append)
         steps = itertools.count()
-        return lambda: update(batch_of(next(steps)), 1e-3)
+
+        def step() -> Any:
+            deterministic(self.config, self.place)  # switches of the process, which contenders take turns in
+            return update(batch_of(next(steps)), 1e-3)
+
+        return step
 
     def alone(self) -> Batch:
         """As many views as the config's step has, all of them unlabeled."""
@@ -87,7 +92,7 @@ class Bench:
         return replace(self.batch, views=views, labeled=every[:0], labels=self.batch.labels[:0])
 
     def plain(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
-        """The step of a tutorial, in our precision and memory layout."""
+        """The step of a tutorial, in our precision and memory layout, with kernels that need not be deterministic."""
         m, meta = self.config.model, self.config.meta
         model = build_model(m.name, m.library, m.stem, m.hidden, m.output, m.head_batchnorm)
         layout = torch.channels_last if meta.channels_last else torch.contiguous_format
@@ -95,8 +100,10 @@ class Bench:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-6)
         first, second = self.alone().views
         device, dtype = self.place.device.type, PRECISIONS[meta.precision]
+        free = self.config.model_copy(update={"meta": meta.model_copy(update={"deterministic": False})})
 
         def step() -> Tensor:
+            deterministic(free, self.place)
             with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
                 z = model(torch.cat([first, second]))
             value = loss(*z.float().chunk(2))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastsuncet.losses import nt_xent, suncet
+from fastsuncet.losses.products import products
 from fastsuncet.model import build_model
 from fastsuncet.optim import LARS, parameter_groups
 from tools import bench_step
@@ -141,6 +142,16 @@ def lars(options: Options) -> Found:
     return table("microseconds a step", ["", "us"], rows) | {"seconds": found}
 
 
+def in_tf32(call: Callable[[], None]) -> Callable[[], None]:
+    """As a bf16 run has it; on a CPU, which has no TF32, the same again."""
+
+    def faster() -> None:
+        with products(tf32=True):
+            call()
+
+    return faster
+
+
 def losses(options: Options) -> Found:
     """Forward and backward of both losses, and of tutorials' dense NT-Xent, at one number of rows."""
     rows_of, device = (256, options.device) if options.small else (8192, options.device)
@@ -157,6 +168,8 @@ def losses(options: Options) -> Found:
     calls = {"suncet": both(lambda: suncet(z, labels, 0.1)), "nt_xent": both(lambda: nt_xent(z, 0.1))}
     for chunk in (512, 1024, 2048):
         calls[f"nt_xent, {chunk} rows a chunk"] = both(lambda chunk=chunk: nt_xent(z, 0.1, chunk_size=chunk))
+    for name in ("suncet", "nt_xent"):
+        calls[f"{name}, TF32 products"] = in_tf32(calls[name])
     calls["dense NT-Xent"] = both(lambda: bench_step.dense_nt_xent(*z.chunk(2), 0.1))
     found = turns(calls, device, 2 if options.small else 7, 1 if options.small else 10)
     rows = [

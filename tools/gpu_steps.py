@@ -129,6 +129,7 @@ def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Cal
     if bench.place.device.type == "cuda":
         steps["+ fused BatchNorm"] = whole(batch, **fused)
         steps["+ CUDA graph"] = whole(batch, **fused, cuda_graph=True)
+        steps["not deterministic: cuDNN's search"] = whole(batch, deterministic=False)
         steps["CUDA graph, BatchNorm not fused"] = whole(batch, cuda_graph=True)
         steps["torch.compile, BatchNorm not fused"] = whole(batch, compile=True)
         steps["torch.compile and CUDA graph"] = whole(batch, compile=True, cuda_graph=True)

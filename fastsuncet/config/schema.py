@@ -49,10 +49,11 @@ class Meta(Section):
 
     seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the network; the losses are always float32
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the network; criterion.products: of the losses
     channels_last: Switch = True
     compile: Switch = False  # torch.compile of the network: the first step takes minutes
     cuda_graph: Switch = False  # the step as one CUDA graph; off until it has been measured on a card
+    deterministic: Switch = True  # false: whatever kernel is fastest; a resumed run differs in its bits
     threads: Count | None = None  # of torch on a CPU; null: torch decides
 
 
@@ -147,7 +148,10 @@ class Criterion(Section):
     labeled_share: Share | None = None
     keys: Literal["attached", "detached"] = "attached"  # does the gradient reach the other side of a pair?
     average: Literal["sample", "class"] = "sample"  # they differ only where classes are unbalanced
-    chunk_size: Count | None = None  # rows per sweep of the losses; null: 128
+    chunk_size: Count | None = None  # rows per sweep of the losses; null: 128, on a GPU 1,024
+    # Of the contrastive losses on a GPU. tf32: factors of 10 bits, and only behind a network in bf16 or fp16, whose
+    # rows have 7 or 10 themselves; behind fp32 it is fp32. Sums are float32 always.
+    products: Literal["tf32", "fp32"] = "tf32"
 
     @property
     def supervised(self) -> bool:

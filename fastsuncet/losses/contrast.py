@@ -14,8 +14,8 @@ while it has them: three matrix products a chunk, and never an N x M matrix. Bac
 process alone, whose keys are its anchors, needs only two: `pairs.py`.
 
 Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
-without its maximum taken out can reach 9e7, and float16 ends at 65,504. The products follow torch's own
-TF32 switch, off unless someone set it.
+without its maximum taken out can reach 9e7, and float16 ends at 65,504. On CUDA the products' factors follow torch's
+TF32 switch, off unless someone set it: `products.py`.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank, world_size
-from fastsuncet.losses import contrast_kernel
+from fastsuncet.losses import contrast_kernel, products
 from fastsuncet.losses.pairs import COLDEST, chunks, sweep_pairs
 
 # (logits (R, M), positive (R, M) bool) -> level (R,), t (R, M). It may overwrite the logits, their last use.
@@ -128,6 +128,8 @@ def _sweep(
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     """Queries (N, D) = unit rows / temperature, keys (M, D) = unit rows -> sum_i w_i L_i; both gradients."""
+    if products.are_cut(queries):
+        queries, keys = products.rounded(queries), products.rounded(keys)
     loss = queries.new_zeros(())
     d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
     fused = contrast_kernel.runs_on(queries, row_pass)
