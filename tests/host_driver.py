@@ -5,6 +5,7 @@ A program of its own, `python -m tests.host_driver`, because the driver must be 
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
@@ -30,6 +31,8 @@ def main() -> None:
     lars_kernel.prove(HERE)
     contrast_kernel.prove(HERE, contrast.row_pass)
     norm_kernels.prove(HERE)
+    with ThreadPoolExecutor(1) as elsewhere:  # as backward does: a thread that has asked nothing of CUDA yet
+        elsewhere.submit(lars_kernel.prove, HERE).result()
     torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=1)
     try:
         lars_kernel.prove(HERE)
@@ -37,11 +40,16 @@ def main() -> None:
         print(error)
 
 
+def begin() -> None:
+    """What any call of CUDA's runtime does to a thread: it has torch's context from then on."""
+    nvrtc.bindings("driver").cuCtxSetCurrent(0x77)
+
+
 def pretend_a_card() -> None:
     """Tensors stay on the CPU; what torch.cuda is asked by launch.py is answered, and sources go to NVRTC for sm_90."""
     torch.cuda.get_device_capability = lambda device: (9, 0)
     torch.cuda.device = lambda device: contextlib.nullcontext()
-    torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
+    torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=STREAM, synchronize=begin)
     compiled, load = nvrtc.compiled, launch.load
 
     def compiled_for_whole_warps(source, arch, options):

@@ -49,6 +49,7 @@ class Module:
         self.source, self.device, self.driver = source, device, bindings("driver")
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # so that torch's context exists, and is the current one
+            self.context = check(self.driver.cuCtxGetCurrent())
             self.module = check(self.driver.cuModuleLoadData(code))
         self.functions: dict[str, Any] = {}
 
@@ -64,11 +65,21 @@ class Module:
         with torch.cuda.device(self.device):  # no launch of its own, and another device may be current
             stream = torch.cuda.current_stream().cuda_stream
             function = self.function(kernel)
+            self._bind_thread()
             status = self.driver.cuLaunchKernel(
                 function, *grid, 1, block, 1, 1, shared, stream, arguments.address, 0
             )
         if int(status[0]) != 0:
             raise KernelError(f"{kernel} of {self.source}, grid {grid}, block {block}: {status[0].name}")
+
+    def _bind_thread(self) -> None:
+        """Gives this thread torch's context where it has none yet.
+
+        Backward runs in threads of torch's own. CUDA's runtime binds its context to a thread at the first call in it; the
+        driver, which we call, refuses a thread without: a backward pass whose first kernel is ours would fail.
+        """
+        if int(check(self.driver.cuCtxGetCurrent())) == 0:
+            check(self.driver.cuCtxSetCurrent(self.context))
 
     def function(self, kernel: str) -> Any:
         if kernel not in self.functions:
