@@ -1,0 +1,167 @@
+"""The C++ of this folder to a library that DALI loads: which compiler, which headers, where it is kept.
+
+The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else ~/.cache/fastsuncet. It may be removed any time.
+A library is kept by everything that decides it: sources, flags, the compiler's version, DALI's, the kind of processor.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from pipelines.backend import dali_problem
+from pipelines.errors import DataError
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("g++", "c++", "clang++")
+# No product is contracted with its sum: DALI's are not. The other four are what the loops need to become vectors
+# (minimum, maximum and choice without branches); they change what happens to NaN, infinity, traps and the sign of zero,
+# of which there are none here, and not the result of any operation.
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off") + (
+    "-ffinite-math-only",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+)
+NEEDED = ("crt/host_config.h", "nv/target")  # of CUDA's headers, which DALI's include; wheels hold them apart
+DIGEST = hashlib.sha256().digest_size
+
+
+def build(prove: Callable[[Path], None]) -> Path:
+    """The plug-in, compiled unless it is kept already; `prove(path)` loads it first, and raises if it is not fit.
+
+    Raises DataError where there is no DALI, no compiler or no CUDA headers, or with what the compiler said.
+    """
+    if (reason := unavailable()) is not None:
+        raise DataError(f"the color operator cannot be built here: {reason}")
+    target = place()
+    if whole(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # code that will run: nobody else's to write
+    # In one step and under a name of its own: whoever builds at the same time writes the same.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as work:
+        made = Path(work) / target.name
+        compiled = subprocess.run([*command(), "-o", str(made)], capture_output=True, text=True)
+        if compiled.returncode != 0:
+            told = compiled.stderr.strip()[-4000:]
+            raise DataError(f"the color operator does not compile with {compiler_version()}:\n{told}")
+        # Behind the last section, where a loader does not look: whether the file is what was written.
+        made.write_bytes((code := made.read_bytes()) + hashlib.sha256(code).digest())
+        prove(made)
+        os.replace(made, target)
+    return target
+
+
+def kept() -> Path | None:
+    """The plug-in that was built for this very DALI, compiler and processor; None where there is none."""
+    return target if unavailable() is None and whole(target := place()) else None
+
+
+def whole(path: Path) -> bool:
+    """Whether `path` is there and holds what was written: a full disk leaves half a library, which might load."""
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return False
+    return len(held) > DIGEST and hashlib.sha256(held[:-DIGEST]).digest() == held[-DIGEST:]
+
+
+def unavailable() -> str | None:
+    """Why nothing can be built here, or None."""
+    if (problem := dali_problem()) is not None:
+        return f"DALI cannot be used ({problem})"
+    if not compiler():
+        named = f"$CXX ({os.environ['CXX']})" if os.environ.get("CXX") else f"one of {', '.join(COMPILERS)}"
+        return f"no C++ compiler: {named} was not found"
+    if compiler_version() is None:
+        return f"{shlex.join(compiler())} does not tell its version"
+    missing = [name for name in NEEDED if header_folder(name) is None]
+    if missing:
+        return (
+            f"no {' and no '.join(missing)} of CUDA's headers: they come with torch's CUDA wheels for Linux, or set "
+            "CUDA_HOME"
+        )
+    return None
+
+
+def place() -> Path:
+    """Where this machine's plug-in is kept, or would be."""
+    import nvidia.dali
+
+    decides = [*FLAGS, str(compiler_version()), nvidia.dali.__version__, platform.machine()]
+    decides += [f"{path.name}\n{path.read_text()}" for path in sources()]
+    key = hashlib.sha256("\0".join(decides).encode()).hexdigest()[:32]
+    return folder() / f"color_jitter-{key}.so"
+
+
+def folder() -> Path:
+    """Where plug-ins are kept."""
+    if own := os.environ.get("FASTSUNCET_CACHE"):
+        return Path(own) / "plugin"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / "plugin"
+
+
+def sources() -> list[Path]:
+    """Everything that is compiled of our own."""
+    return sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")])
+
+
+def command() -> list[str]:
+    """The compiler's command line, less the name of what it makes."""
+    from nvidia.dali import sysconfig
+
+    headers = dict.fromkeys(str(header_folder(name)) for name in NEEDED)
+    return [
+        *compiler(),
+        *FLAGS,
+        "-w",  # DALI's headers warn, and nobody here can mend them
+        *sysconfig.get_compile_flags(),
+        *[f"-I{path}" for path in headers],
+        str(SOURCES / "color_jitter.cc"),
+        *sysconfig.get_link_flags(),
+        "-ldali_core",
+    ]
+
+
+def compiler() -> list[str]:
+    """$CXX, or the first of COMPILERS there is, as the start of a command line; empty if there is none."""
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return named if shutil.which(named[0]) else []
+    return next(([found] for name in COMPILERS if (found := shutil.which(name))), [])
+
+
+def compiler_version() -> str | None:
+    """What the compiler calls itself; None where it does not say."""
+    return _version(tuple(compiler()))
+
+
+@functools.cache
+def _version(start: tuple[str, ...]) -> str | None:
+    try:
+        told = subprocess.run([*start, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return told.partition("\n")[0].strip() or None
+
+
+def header_folder(name: str) -> Path | None:
+    """The folder below which a header of CUDA's is to be found; the wheels in this environment come first."""
+    wheels = [Path(place) for place in _places("nvidia")]
+    folders = [each / "include" for wheel in wheels for each in sorted(wheel.glob("*"))]
+    folders += [Path(place) / "backends" / "nvidia" / "include" for place in _places("triton")]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders += [Path(home) / "include" for home in homes if home]
+    tried = [folder for each in folders for folder in (each, each / "cccl")]
+    return next((folder for folder in tried if (folder / name).is_file()), None)
+
+
+def _places(package: str) -> list[str]:
+    found = importlib.util.find_spec(package)
+    return list(found.submodule_search_locations or ()) if found else []

@@ -1,0 +1,83 @@
+"""Holds the plug-in operator against DALI's own: every pixel of the same images and factors, to the bit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import nvidia.dali.fn as fn
+from nvidia.dali import pipeline_def
+
+from pipelines import color
+from pipelines.errors import DataError
+from pipelines.params import Augmentation
+from pipelines.plugin.use import load
+
+EXACT = Augmentation()
+FACTORS = ("brightness", "contrast", "saturation", "hue")
+NUMBERS = (*FACTORS, "rotated", "grey")  # of `pipelines.graphs.view_inputs`, as `one_operator` and `jitter` take them
+
+
+def prove(path: Path) -> None:
+    """Loads the plug-in at `path`. Raises DataError where one value is not that of DALI's own operators."""
+    load(path)
+    images, numbers = examples(seed=0)
+    graph, plugin = both(images, numbers)
+    different = sum(int((one != other).sum()) for one, other in zip(graph, plugin))
+    if different:
+        total = sum(image.size for image in images)
+        raise DataError(
+            f"the color operator differs from DALI's own in {different:,} of {total:,} values on this machine: "
+            "it is not kept, and DALI's own stay"
+        )
+
+
+def both(
+    images: Sequence[np.ndarray], numbers: dict[str, np.ndarray], augmentation: Augmentation = EXACT
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """`images`, uint8 (H, W, 3), by DALI's own operators and by the plug-in: jitter, then grey."""
+    arrays = [list(images), *[np.asarray(numbers[name]) for name in NUMBERS]]
+
+    @pipeline_def(
+        batch_size=len(images),
+        num_threads=2,
+        prefetch_queue_depth=1,
+        device_id=None,
+        exec_dynamic=True,
+        enable_conditionals=True,
+    )
+    def side_by_side():
+        image, *given = fn.external_source(
+            lambda: arrays, num_outputs=len(arrays), layout=["HWC"] + [""] * len(NUMBERS)
+        )
+        view = SimpleNamespace(**dict(zip(NUMBERS, given)))
+        graph = color.grey(color.jitter(image, augmentation, view), view.grey)
+        return graph, color.one_operator(image, augmentation, view)
+
+    graph, plugin = side_by_side().run()
+    return ([np.asarray(of[i]) for i in range(len(images))] for of in (graph, plugin))
+
+
+def examples(seed: int, count: int = 24) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """Images of many colours, greys and ties among them, in ragged sizes; factors beyond what training draws."""
+    rng = np.random.default_rng(seed)
+    images = [picture(rng) for _ in range(count)]
+    numbers = {name: rng.uniform(0, 2.5, count) for name in FACTORS}
+    numbers["hue"] = rng.uniform(-0.5, 0.5, count)
+    for name, neutral in zip(FACTORS, (1, 1, 1, 0)):
+        numbers[name][rng.random(count) < 0.3] = neutral
+        numbers[name] = numbers[name].astype(np.float32)
+    return images, {**numbers, "rotated": numbers["hue"] != 0, "grey": rng.random(count) < 0.2}
+
+
+def picture(rng: np.random.Generator) -> np.ndarray:
+    """(H, W, 3) uint8 of one of four kinds: any colours, few levels (ties of channels), greys, dark."""
+    shape = (*rng.integers(1, 120, 2), 3)
+    kind = rng.integers(4)
+    if kind == 0:
+        return rng.integers(0, 256, shape, np.uint8)
+    if kind == 1:
+        return rng.choice(np.array([0, 1, 127, 128, 254, 255], np.uint8), shape)
+    if kind == 2:
+        return np.repeat(rng.integers(0, 256, (*shape[:2], 1), np.uint8), 3, axis=2)
+    return rng.integers(0, 16, shape, np.uint8)
