@@ -38,7 +38,8 @@ class Learner(nn.Module):
         """
         model = self.model
         large, small = [*views[:2], labeled], list(views[2:])
-        h = model.encoder(torch.cat(large))
+        # No images are in no memory layout: joined with any, they would turn a channels-last batch back for good.
+        h = model.encoder(torch.cat([images for images in large if len(images)] or large))
         unlabeled = sum(map(len, views[:2]))
         if small:
             h = torch.cat([h[:unlabeled], model.encoder(torch.cat(small)), h[unlabeled:]])

@@ -92,6 +92,17 @@ def dense(config: Config, learner: Learner, views, labeled, labels) -> torch.Ten
     return torch.stack([instance, supervised])
 
 
+@pytest.mark.parametrize("labeled", [0, 3])
+def test_the_encoder_sees_channels_last_images_with_labeled_ones_and_without(labeled):
+    learner, seen = network(config_of("SimCLR + SuNCEt")), []
+    learner.model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    views = [torch.rand(U, 16, 16, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(2)]
+    none = torch.empty(0, 3, 16, 16, dtype=torch.float64)  # as a stream gives them once supervision is off
+    learner(views, views[0][:labeled] if labeled else none)
+    assert len(seen[0]) == 2 * U + labeled
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_the_sum_of_the_papers_losses_in_value_and_gradient(method):
     config = config_of(method)

@@ -75,7 +75,7 @@ class Module:
     def _bind_thread(self) -> None:
         """Gives this thread torch's context where it has none yet.
 
-        Backward runs in threads of torch's own. CUDA's runtime binds its context to a thread at the first call in it; the
+        Backward runs in threads of torch's own. CUDA's runtime binds its context to a thread at its first call; the
         driver, which we call, refuses a thread without: a backward pass whose first kernel is ours would fail.
         """
         if int(check(self.driver.cuCtxGetCurrent())) == 0:
