@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fastsuncet.losses import nt_xent
+from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.lars import LARS
+from tests.host_kernels import on_the_host
 from tools import bench_lars, bench_loss, bench_pipeline, bench_step
 from tools.bench_common import Counter, interleaved, ratios, resident_growth, spread, target
 from tools.bench_loss import LISTING, OURS, contenders, forward_backward, inputs
@@ -41,20 +43,28 @@ def test_the_loop_over_classes_stays_out_where_it_takes_minutes():
 
 
 @pytest.mark.parametrize(
-    "name", [bench_lars.OURS, bench_lars.TIMM, "timm Lars foreach", "loop + SGD, as the authors"]
+    "name",
+    [
+        bench_lars.OURS,
+        bench_lars.TIMM,
+        "timm Lars foreach",
+        "loop + SGD, as the authors",
+        bench_lars.KERNEL,
+    ],
 )
 def test_every_lars_takes_the_steps_of_our_reference(name):
     def after_three_steps(who):
-        params = bench_lars.parameters("resnet_tiny")
+        params = bench_lars.parameters("resnet_tiny")[:9]
         with torch.no_grad():
             params[1].zero_()  # the case that every implementation has words for
-        steps = bench_lars.contenders(params)
+        steps = bench_lars.contenders(params, kernel=who == bench_lars.KERNEL)
         for _ in range(3):
             steps[who]()
         return [p.detach() for p in params]
 
     start = bench_lars.parameters("resnet_tiny")
-    reference, peer = after_three_steps(bench_lars.REFERENCE), after_three_steps(name)
+    with on_the_host(lars_kernel):  # the kernel's own source, thread for thread on the CPU
+        reference, peer = after_three_steps(bench_lars.REFERENCE), after_three_steps(name)
     moved = max((a - b).norm() / b.norm() for a, b in zip(reference, start) if b.norm() > 0)
     assert moved > 1e-4  # where nobody moves, all agree
     torch.testing.assert_close(peer, reference, rtol=1e-5, atol=1e-6)
@@ -154,7 +164,7 @@ def test_bench_loss_tells_time_memory_operators_and_waits(tmp_path, capsys):
 
 
 def test_bench_lars_tells_time_operators_waits_and_bytes(tmp_path, capsys):
-    report = run(bench_lars, tmp_path, capsys)
+    report = run(bench_lars, tmp_path, capsys, "--device", "cpu")
     rows = {row["name"]: row for row in report["points"]}
     assert report["tensors"] > 60 and report["parameters"] > 11e6
     ours, loop = rows[bench_lars.OURS], rows["loop + SGD, as the authors"]
@@ -162,6 +172,9 @@ def test_bench_lars_tells_time_operators_waits_and_bytes(tmp_path, capsys):
     assert loop["host_waits"] == 2 * report["tensors"]
     assert ours["bytes_per_parameter"] < rows[bench_lars.TIMM]["bytes_per_parameter"]
     assert {asked["what"]: asked["met"] for asked in report["targets"]}["host waits"]
+    # On a CPU there is no kernel, and one line says so.
+    assert report["device"] == "cpu" and bench_lars.KERNEL not in rows
+    assert report["said"] == ["no 'fastsuncet kernel': it runs on CUDA devices, and this is a CPU"]
 
 
 def test_bench_step_tells_speed_beside_a_plain_step_and_counts_what_a_step_asks(tmp_path, capsys):

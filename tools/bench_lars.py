@@ -1,11 +1,13 @@
 """One optimizer step over a ResNet-50 and its head (27.97 M parameters, 164 tensors): LARS against its peers.
 
-    python tools/bench_lars.py [--json FILE] [--rounds R] [--quick]
+    python tools/bench_lars.py [--device cpu|cuda] [--json FILE] [--rounds R] [--quick]
 
-Time is CPU time on one thread, contenders in turns over the same parameters and gradients. Operators, host waits
-and bytes are counted at torch's dispatcher and hold on any device; a foreach call counts once, though a GPU runs
-it in a few launches. The limit in bytes is that of two passes over float32: norms read w and g (8), the update
-reads w, g, b and writes w, b (20).
+Contenders take turns over the same parameters and gradients: CPU time on one thread, or time between two CUDA events.
+Operators, host waits and bytes are counted at torch's dispatcher and hold on any device; what our own kernel moves is
+not seen there, and a foreach call counts once, though a GPU runs it in a few launches. Launches are counted by CUDA
+itself. The limit in bytes is that of two passes over float32: norms read w and g (8 a parameter), the update reads w,
+g, b and writes w, b (20). On a GPU the last row is the time of a copy of as many bytes; on a CPU it would be no limit,
+because a copy there reads what it overwrites as well, and an update in place does not.
 """
 
 import argparse
@@ -20,12 +22,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
 
+from fastsuncet.kernels.prove import agrees
+from fastsuncet.launch import pick_device
 from fastsuncet.model import build_model
 from fastsuncet.optim import LARS
+from fastsuncet.optim.lars_kernel import prove
 from tools.bench_common import (
     Counter,
     environment,
-    interleaved,
     print_table,
     print_targets,
     ratios,
@@ -34,9 +38,15 @@ from tools.bench_common import (
     told,
     write_json,
 )
+from tools.device_clock import CLOCK, captured, copying, launches, turns
 
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, TRUST, EPS = 0.1, 0.9, 1e-6, 1e-3, 1e-8
 OURS, REFERENCE, TIMM = "fastsuncet foreach", "fastsuncet reference", "timm Lars"
+KERNEL, GRAPH, LIMIT = (
+    "fastsuncet kernel",
+    "fastsuncet kernel, as a CUDA graph",
+    "limit: a copy of as many bytes",
+)
 FLOOR = 28  # bytes a float32 parameter
 
 
@@ -63,12 +73,20 @@ class LarcAroundSGD:
             p.grad = gradient
 
 
-def contenders(params: list[Tensor]) -> dict[str, Callable[[], Any]]:
-    """One step of each optimizer over the same `params`, with momentum buffers of its own. Ours first."""
+def contenders(params: list[Tensor], *, kernel: bool = False) -> dict[str, Callable[[], Any]]:
+    """One step of each optimizer over the same `params`, with momentum buffers of its own. Ours first.
+
+    `kernel`: our own kernel too, which runs on CUDA alone.
+    """
     rule = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
     ours = {"trust_coefficient": TRUST, "eps": EPS, **rule}
     theirs = {"trust_coeff": TRUST, "eps": EPS, **rule}
-    found = {
+    found: dict[str, Any] = {}
+    if kernel:
+        # As a run has it, with the learning rate on the device: a graph reads today's.
+        rate = torch.full((), LEARNING_RATE, device=params[0].device)
+        found[KERNEL] = LARS(params, rate, implementation="kernel", **ours)
+    found |= {
         OURS: LARS(params, LEARNING_RATE, implementation="foreach", **ours),
         REFERENCE: LARS(params, LEARNING_RATE, implementation="reference", **ours),
         TIMM: Lars(params, LEARNING_RATE, **theirs),
@@ -80,61 +98,83 @@ def contenders(params: list[Tensor]) -> dict[str, Callable[[], Any]]:
     return {name: optimizer.step for name, optimizer in found.items()}
 
 
-def parameters(network: str) -> list[Tensor]:
-    """A network's parameters with a gradient each, all of usual size."""
-    params = list(build_model(network).parameters())
-    generator = torch.Generator().manual_seed(0)
+def parameters(network: str, device: str = "cpu") -> list[Tensor]:
+    """A network's parameters with a gradient each, all of usual size, in the memory layout of a run on that device."""
+    layout = torch.channels_last if device == "cuda" else torch.contiguous_format
+    params = list(build_model(network).to(device, memory_format=layout).parameters())
+    generator = torch.Generator(device).manual_seed(0)
     for p in params:
-        p.grad = 0.01 * torch.randn(p.shape, generator=generator)
+        p.grad = torch.empty_like(p).normal_(std=0.01, generator=generator)
     return params
 
 
-def measure(params: list[Tensor], rounds: int) -> list[dict[str, Any]]:
-    """One row a contender."""
-    steps = contenders(params)
-    seconds = interleaved(steps, rounds)
+def measure(params: list[Tensor], rounds: int, repeats: int = 1) -> tuple[list[dict[str, Any]], list[str]]:
+    """One row a contender and one for the limit; and what a reader must be told of them."""
+    device = params[0].device.type
     count = sum(p.numel() for p in params)
+    said, kernel = [], device == "cuda" and agrees("lars.cu", params[0].device, prove)
+    steps = contenders(params, kernel=kernel)
+    first = KERNEL if kernel else OURS  # what all are compared with
+    if kernel:
+        steps[GRAPH], why = captured(steps[KERNEL])
+        if why:
+            del steps[GRAPH]
+            said.append(f"no {GRAPH!r}: {why}")
+    elif device == "cuda":
+        said.append(f"no {KERNEL!r}: it does not agree with its twin here; the warning says where")
+    else:
+        said.append(f"no {KERNEL!r}: it runs on CUDA devices, and this is a CPU")
+    limit = {LIMIT: copying(FLOOR * count, device)} if device == "cuda" else {}
+    seconds = turns({**steps, **limit}, device, rounds, repeats)
     found = []
     for name, step in steps.items():
-        with Counter() as counter:
-            step()
-        found.append(
-            {
-                "name": name,
-                "cpu_seconds": seconds[name],
-                "time_to_ours": ratios(seconds[name], seconds[OURS]),
-                "operators": counter.operators,
-                "host_waits": counter.waits,
-                "bytes_per_parameter": counter.moved / count,
-                "bytes_to_floor": counter.moved / count / FLOOR,
-            }
-        )
-    return found
+        row = {"name": name, "seconds": seconds[name], "time_to_ours": ratios(seconds[name], seconds[first])}
+        if device == "cuda":
+            row["time_to_limit"] = ratios(seconds[name], seconds[LIMIT])
+            row["launches"] = launches(step)
+        if name not in (KERNEL, GRAPH):  # the dispatcher sees nothing of those
+            with Counter() as counter:
+                step()
+            row |= {"operators": counter.operators, "host_waits": counter.waits}
+            moved = counter.moved / count
+            row |= {"bytes_per_parameter": moved, "bytes_to_floor": moved / FLOOR}
+        found.append(row)
+    for name in limit:
+        row = {"name": name, "seconds": seconds[name], "time_to_ours": ratios(seconds[name], seconds[first])}
+        speed = [FLOOR * count / each / 1e9 for each in seconds[name]]
+        floor = {"bytes_per_parameter": FLOOR, "bytes_to_floor": 1.0}
+        found.append(row | floor | {"gigabytes_per_second": speed})
+    return found, said
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(found: list[dict[str, Any]], device: str) -> None:
     """The table."""
-    head = ["", "CPU ms", "x ours", "operators", "host waits", "bytes/parameter", f"x floor of {FLOOR}"]
-    print_table(
-        head,
-        [
-            [
-                row["name"],
-                told(spread([1e3 * s for s in row["cpu_seconds"]])),
-                told(row["time_to_ours"]),
-                f"{row['operators']:,}",
-                f"{row['host_waits']:,}",
-                f"{row['bytes_per_parameter']:.1f}",
-                f"{row['bytes_to_floor']:.2f}",
-            ]
-            for row in found
-        ],
-    )
+    unit, scale = ("us", 1e6) if device == "cuda" else ("CPU ms", 1e3)
+    columns: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("", "name", str),
+        (unit, "seconds", lambda seconds: told(spread([scale * each for each in seconds]))),
+        ("x ours", "time_to_ours", told),
+        ("x limit", "time_to_limit", told),
+        ("launches", "launches", "{:,}".format),
+        ("operators", "operators", "{:,}".format),
+        ("host waits", "host_waits", "{:,}".format),
+        ("bytes/parameter", "bytes_per_parameter", "{:.1f}".format),
+        (f"x floor of {FLOOR}", "bytes_to_floor", "{:.2f}".format),
+    ]
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in found)]
+    rows = [["" if row.get(key) is None else form(row[key]) for _, key, form in columns] for row in found]
+    print_table([head for head, _, _ in columns], rows)
 
 
 def targets_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was asked of the LARS step on a CPU."""
+    """What was asked of the LARS step: of the kernel where there is one, else of what stands in for it on a CPU."""
     rows = {row["name"]: row for row in found}
+    if KERNEL in rows:
+        best = rows.get(GRAPH, rows[KERNEL])
+        asked = [target("our kernel's time, times the limit's", best["time_to_limit"], 1.3, at_least=False)]
+        if (counted := rows[KERNEL]["launches"]) is not None:
+            asked.append(target("launches of our kernel's step", spread([counted]), 3, at_least=False))
+        return asked
     ours, timm = rows[OURS], rows[TIMM]
     return [
         target("time of timm's Lars, times ours", timm["time_to_ours"], 1, at_least=True),
@@ -146,30 +186,34 @@ def targets_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table and writes the JSON. A missed target is a finding, not a failure: 0 either way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("--rounds", type=int, default=21, help="turns of each contender")
     parser.add_argument(
         "--quick", action="store_true", help="a ResNet-18, three turns: for a look and for the tests"
     )
     options = parser.parse_args(arguments)
+    device = pick_device(options.device, 0).type
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     where = environment()
     try:
-        params = parameters("resnet18" if options.quick else "resnet50")
-        found = measure(params, 3 if options.quick else options.rounds)
+        params = parameters("resnet18" if options.quick else "resnet50", device)
+        rounds = 3 if options.quick else options.rounds
+        found, said = measure(params, rounds, repeats=20 if device == "cuda" else 1)
     finally:
         torch.set_num_threads(threads)
     count = sum(p.numel() for p in params)
-    print(f"one step, {count / 1e6:.2f} M parameters in {len(params)} tensors, float32, one thread")
-    show(found)
+    clock = CLOCK[device] + (", one thread" if device == "cpu" else "")
+    print(f"one step, {count / 1e6:.2f} M parameters in {len(params)} tensors, float32, {clock}")
+    show(found, device)
+    for line in said:
+        print(line)
     targets = targets_of(found)
     print_targets(targets)
+    report = {"tool": "bench_lars", "environment": where, "device": device, "clock": clock, "said": said}
     size = {"parameters": count, "tensors": len(params)}
-    write_json(
-        options.json,
-        {"tool": "bench_lars", "environment": where, **size, "points": found, "targets": targets},
-    )
+    write_json(options.json, {**report, **size, "points": found, "targets": targets})
     return 0
 
 
