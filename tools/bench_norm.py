@@ -14,7 +14,7 @@ may be faster than that, and on a CPU, where a copy also reads what it overwrite
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,13 +174,25 @@ def chosen(most: int | None, quick: bool) -> list[Case]:
 
 
 def bench(
-    place: Place, images: int | None, most: int | None, rounds: int, *, quick: bool = False
+    place: Place,
+    images: int | None,
+    most: int | None,
+    rounds: int,
+    *,
+    quick: bool = False,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda found: None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The number of images, and what was found of each case. Every rank must call it alike."""
+    """The number of images, and what was found of each case; `keep` is handed what there is after each.
+
+    Every rank must call it alike.
+    """
     cuda = place.device.type == "cuda"
     images = images or (256 if cuda and not quick else 2)
     repeats = 20 if cuda else 1
-    found = [measure(case, images, place, 2 if quick else rounds, repeats) for case in chosen(most, quick)]
+    found: list[dict[str, Any]] = []
+    for case in chosen(most, quick):
+        found.append(measure(case, images, place, 2 if quick else rounds, repeats))
+        keep(found)
     return images, found
 
 
