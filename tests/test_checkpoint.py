@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from fastsuncet import checkpoint, files, snapshot
 from fastsuncet.errors import CheckpointError
@@ -254,3 +255,15 @@ def test_two_writers_in_one_folder_are_refused(tmp_path):
 def test_a_step_or_a_number_to_keep_that_makes_no_sense_is_refused(tmp_path, step, keep):
     with pytest.raises(ValueError, match="at least 0 and 1"):
         save(tmp_path, step, keep)
+
+
+@pytest.mark.gpu  # here and not with the other contents: a bare GPU machine may lack what that file imports
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_tensors_on_a_gpu_come_back_with_the_same_bits_on_the_cpu(tmp_path):
+    weight = torch.randn(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
+    save(tmp_path, 1, model={"x": weight, "h": weight.half()}, state={"x": weight.bfloat16()})
+    loaded = checkpoint.load_newest(tmp_path)
+    assert torch.equal(loaded.model["x"], weight.cpu())
+    assert torch.equal(loaded.model["h"], weight.half().cpu())
+    assert torch.equal(loaded.state["x"], weight.bfloat16().cpu())
+    assert loaded.state["x"].device.type == "cpu" and loaded.state["x"].stride() == weight.stride()

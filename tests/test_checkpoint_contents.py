@@ -70,18 +70,6 @@ def test_a_window_into_a_large_buffer_does_not_take_the_buffer_along(tmp_path):
     assert torch.equal(loaded.state["c"], buffer[20:30])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_tensors_on_a_gpu_come_back_with_the_same_bits_on_the_cpu(tmp_path):
-    weight = torch.randn(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
-    save(tmp_path, 1, model={"x": weight, "h": weight.half()}, state={"x": weight.bfloat16()})
-    loaded = checkpoint.load_newest(tmp_path)
-    assert bits(loaded.model["x"]) == bits(weight.cpu())
-    assert bits(loaded.model["h"]) == bits(weight.half().cpu())
-    assert bits(loaded.state["x"]) == bits(weight.bfloat16().cpu())
-    assert loaded.state["x"].device.type == "cpu"
-
-
 def test_a_network_and_its_optimizer_continue_as_if_never_stopped(tmp_path):
     def build():
         torch.manual_seed(0)

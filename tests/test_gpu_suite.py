@@ -1,14 +1,21 @@
 """The suite for a bare GPU machine keeps to its time, survives its parts, and leaves what it found."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
-from tools import gpu_parts, gpu_suite
+from tools import drawn_digits, gpu_parts, gpu_suite
+from tools.drawn_digits import draw_digits
 from tools.gpu_speed import Options, table
-from tools.gpu_suite import PARTS, Part, suite
+from tools.gpu_suite import GPU_TESTS, PARTS, Part, suite
 
 GOOD = Part("good", 1, "says hello", ("-c", "print('hello')"))
 BROKEN = Part("broken", 1, "fails", ("-c", "import sys; print('why it failed'); sys.exit(3)"))
@@ -95,3 +102,81 @@ def test_a_resumed_run_that_differs_is_seen(tmp_path, monkeypatch):
     found = gpu_parts.resume(Options("cpu", True, tmp_path / "pictures", tmp_path))
     assert found["wrong"] == ["fp32"]
     assert [row[1] for row in found["tables"][0]["rows"]] == ["DIFFERENT", "equal to the bit"]
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# What the tests of this repository use, and a machine with torch, torchvision, timm, PyYAML and pytest need not have.
+NOT_THERE = (
+    "hypothesis",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "pytest_timeout",
+    "lightly",
+    "pytorch_metric_learning",
+)
+
+
+def test_every_file_with_a_test_for_a_gpu_is_among_those_the_suite_runs():
+    mark = "mark.gpu"  # as it stands in those files, but not in this one: "pytest" comes before it
+    holding = {
+        str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py") if f"pytest.{mark}" in p.read_text()
+    }
+    assert holding <= set(GPU_TESTS) and all((ROOT / name).is_file() for name in GPU_TESTS)
+
+
+def test_on_a_bare_machine_the_suite_finds_its_tests_and_its_parts(tmp_path):
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({NOT_THERE!r}))"  # None there is an ImportError
+    (tmp_path / "sitecustomize.py").write_text(blocked)
+    bare = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    (tests,) = (part for part in PARTS if part.name == "tests")
+    command = f"import sys, pytest, tools.gpu_parts; sys.exit(pytest.main({[*tests.command[2:], '--collect-only']}))"
+    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_every_kernel_agrees_with_its_twin" in done.stdout
+
+
+def test_without_scikit_learn_the_small_runs_learn_from_drawn_digits(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else find(name, *rest)
+    )
+    torch.set_num_threads(1)
+    found = gpu_parts.precision(Options("cpu", True, tmp_path / "pictures", tmp_path))
+    assert (
+        found["tables"][0]["title"] == "the loss on drawn digits, for want of scikit-learn in two precisions"
+    )
+    assert len(found["curves"]["bf16"]) == 12 and (tmp_path / "digits" / "train").is_dir()
+
+
+def test_drawn_digits_are_the_same_again_and_each_class_is_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(drawn_digits, "COUNTS", {"train": 24, "test": 6})
+    (tmp_path / "a.part" / "train").mkdir(parents=True)  # of somebody whose time ran out
+    pixels = []
+    for folder in [draw_digits(tmp_path / "a"), draw_digits(tmp_path / "b"), draw_digits(tmp_path / "a")]:
+        files = sorted(folder.glob("*/*/*.png"))
+        pixels.append(np.stack([np.asarray(Image.open(file)) for file in files]).astype(np.float64))
+    assert pixels[0].shape == (300, 32, 32, 3) and np.array_equal(pixels[0], pixels[1])
+    classes = np.array([file.parent.name for file in files])
+    means = {name: pixels[0][classes == name].mean(0) for name in set(classes)}
+    nearest = [min(means, key=lambda name, one=one: ((means[name] - one) ** 2).sum()) for one in pixels[0]]
+    assert (
+        np.mean(nearest == classes) > 0.3
+    )  # 0.1 by chance, by a mean of pixels 0.4: there is something to learn
+
+
+def test_what_a_part_had_found_when_its_time_ran_out_is_kept(tmp_path, monkeypatch):
+    first = table("so far", ["", ""], [["a", 1]])
+
+    def cut_short(options):
+        options.keep(first)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu_parts.PARTS, "ladder", cut_short)
+    file = tmp_path / "ladder.json"
+    try:
+        gpu_parts.main(["ladder", "--device", "cpu", "--json", str(file)])
+    except KeyboardInterrupt:
+        assert json.loads(file.read_text()) == first
+    else:
+        raise AssertionError("the part was not cut short")

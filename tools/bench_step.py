@@ -214,7 +214,13 @@ def bench(config: Config, place: Place, rounds: int, steps: int) -> dict[str, An
     if place.device.type == "cuda":  # a CPU makes the pixels itself: there they cannot come for nothing
         end_to_end = by_name[END_TO_END]["speed_to_fixed"]
         asked.append(target("end to end, of the speed on a fixed batch", end_to_end, 0.97, at_least=True))
-    return {"points": points, "targets": asked, "cuda_says_of_waits": refused, "said": made.said}
+    return {
+        "points": points,
+        "targets": asked,
+        "cuda_says_of_waits": refused,
+        "pixels": made.stream.backend,
+        "said": made.said,
+    }
 
 
 def show(found: Mapping[str, Any], device: torch.device) -> None:

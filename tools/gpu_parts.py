@@ -6,6 +6,7 @@ here, speed in `gpu_speed.py`.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from fastsuncet import checkpoint, run
 from fastsuncet.config import Config, load_config
 from fastsuncet.launch import join
-from tools import gpu_speed, gpu_steps
+from tools import gpu_pieces, gpu_speed, gpu_steps
 from tools.gpu_speed import CONFIGS, Found, Options, table
 
 DIGITS = CONFIGS / "digits_demo.yaml"
@@ -113,8 +114,9 @@ def pixels(options: Options) -> Found:
 
 def digits(options: Options, folder: Path, *overrides: str) -> Config:
     """The demo's data and network on the suite's device, with its run in `folder`."""
+    _, images = gpu_speed.small_images(options)
     return load_config(
-        DIGITS, [*QUIET, f"meta.device={options.device}", f"logging.folder={folder}", *overrides]
+        DIGITS, [*QUIET, f"meta.device={options.device}", f"logging.folder={folder}", *images, *overrides]
     )
 
 
@@ -174,12 +176,14 @@ def precision(options: Options) -> Found:
         ["relative difference, mean over the steps", f"{sum(differences) / len(differences):.5f}"],
         ["relative difference, largest", f"{max(differences):.5f}"],
     ]
-    return table("the demo's loss in two precisions", ["", ""], rows) | {"curves": curves}
+    words, _ = gpu_speed.small_images(options)
+    return table(f"the loss on {words} in two precisions", ["", ""], rows) | {"curves": curves}
 
 
 def race(options: Options) -> Found:
     """Both methods on the digits: when does SuNCEt reach the best accuracy that SimCLR reaches?"""
     length = ("optimization.steps=30",) if options.small else ()
+    words, images = gpu_speed.small_images(options)
     curves = {}
     for method, file in (("SimCLR", "digits_simclr.yaml"), ("SimCLR + SuNCEt", "digits_demo.yaml")):
         where = [
@@ -188,7 +192,8 @@ def race(options: Options) -> Found:
             "checkpoint.every=null",
         ]
         config = load_config(
-            CONFIGS / file, [*where, *length, "evaluation.knn_every_epochs=2", "optimization.warmup=1"]
+            CONFIGS / file,
+            [*where, *images, *length, "evaluation.knn_every_epochs=2", "optimization.warmup=1"],
         )
         trained(config)
         lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
@@ -199,7 +204,7 @@ def race(options: Options) -> Found:
         reached = next((f"{seconds:.1f}" for seconds, accuracy in curve if accuracy >= best), "not reached")
         rows.append([method, f"{100 * max(a for _, a in curve):.2f}", reached, f"{curve[-1][0]:.1f}"])
     head = ["", "best accuracy, %", f"seconds to {100 * best:.2f} %", "seconds in all"]
-    return table("nearest neighbours on the demo's digits", head, rows) | {"curves": curves}
+    return table(f"nearest neighbours on {words}", head, rows) | {"curves": curves}
 
 
 PARTS: dict[str, Callable[[Options], Found]] = {
@@ -210,8 +215,9 @@ PARTS: dict[str, Callable[[Options], Found]] = {
     "race": race,
     "imagenet": partial(gpu_steps.whole_step, gpu_steps.imagenet_config),
     "cifar": partial(gpu_steps.whole_step, gpu_steps.cifar_config),
-    "lars": gpu_speed.lars,
+    "lars": gpu_pieces.lars,
     "losses": gpu_speed.losses,
+    "norm": gpu_pieces.norm,
     "loader": gpu_speed.loader,
     "ladder": gpu_steps.ladder,
     "profile": gpu_steps.profile,
@@ -231,9 +237,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     scratch = given.json.parent / f"{given.json.stem}_scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    options = Options(given.device, given.small, given.pictures or scratch / "pictures", scratch)
+
+    def keep(found: Found) -> None:
+        partial = given.json.with_name(f"{given.json.name}.part")
+        partial.write_text(json.dumps(found, indent=1))
+        os.replace(partial, given.json)
+
+    options = Options(given.device, given.small, given.pictures or scratch / "pictures", scratch, keep)
     found = PARTS[given.part](options)
-    given.json.write_text(json.dumps(found, indent=1))
+    keep(found)
     return 1 if found.get("wrong") else 0
 
 

@@ -1,10 +1,11 @@
-"""What the speed parts of `gpu_suite.py` share, and those that time one piece: LARS, the losses, the loader.
+"""What the speed parts of `gpu_suite.py` share, and those that time one piece: the losses, the loader.
 
-On a GPU times are those between two events with the work of many calls between them; on a CPU, for rehearsals, the
-wall's.
+Those of LARS and BatchNorm are in `gpu_pieces.py`, over the bench tools of theirs.
 """
 
+import importlib.util
 import itertools
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -17,10 +18,10 @@ import torch
 
 from fastsuncet.losses import nt_xent, suncet
 from fastsuncet.losses.products import products
-from fastsuncet.model import build_model
-from fastsuncet.optim import LARS, parameter_groups
 from tools import bench_step
 from tools.bench_common import spread, told
+from tools.device_clock import turns
+from tools.drawn_digits import draw_digits
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CLASSES = 20
@@ -35,6 +36,7 @@ class Options:
     small: bool
     pictures: Path  # a folder of JPEGs by class, or where to make one
     scratch: Path  # an empty folder of the part's own
+    keep: Callable[[Found], None] = lambda found: None  # what there is so far, should the part's time run out
 
 
 def table(title: str, head: list[str], rows: list[list[Any]]) -> Found:
@@ -49,6 +51,7 @@ def pictures(options: Options) -> Path:
         from tools.bench_pipeline import write_pictures
 
         partial_folder = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(partial_folder, ignore_errors=True)  # of a part whose time ran out
         each = 2 if options.small else 26
         height, width = (60, 80) if options.small else (375, 500)
         places = [partial_folder / f"class_{number:02}" for number in range(CLASSES)]
@@ -60,35 +63,12 @@ def pictures(options: Options) -> Path:
     return folder
 
 
-def seconds_of(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Seconds a call takes, on the device's own clock, over `repeats` of them."""
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - start) / repeats
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
-
-
-def turns(
-    calls: dict[str, Callable[[], Any]], device: str, rounds: int, repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of each call, in turns; the first calls, which choose kernels and make state, are not counted."""
-    names = list(calls)
-    for call in calls.values():
-        call()
-        call()
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name].append(seconds_of(calls[name], device, repeats))
-    return found
+def small_images(options: Options) -> tuple[str, list[str]]:
+    """What the small runs learn from, in words, and the settings that say so over a config of the demo's digits."""
+    if importlib.util.find_spec("sklearn") is not None:
+        return "the demo's digits", []
+    folder = draw_digits(options.pictures.with_name("digits"))
+    return "drawn digits, for want of scikit-learn", ["data.kind=cifar10", f"data.root={folder}"]
 
 
 def wall(device: str) -> float:
@@ -107,39 +87,6 @@ def peak_mb(call: Callable[[], Any], device: str) -> str:
     before = torch.cuda.memory_allocated()
     call()
     return f"{(torch.cuda.max_memory_allocated() - before) / 1e6:.0f}"
-
-
-def lars(options: Options) -> Found:
-    """Every implementation and its peer over one ResNet-50's gradients."""
-    from timm.optim import Lars
-
-    device = torch.device(options.device)
-    name = "resnet_tiny" if options.small else "resnet50"
-
-    def stepper(make: Callable[[Any], Any]) -> Callable[[], Any]:
-        network = build_model(name).to(device, memory_format=torch.channels_last)
-        for p in network.parameters():
-            p.grad = torch.full_like(p, 1e-3)
-        return make(network).step
-
-    def ours(implementation: str) -> Callable[[Any], LARS]:
-        return lambda network: LARS(
-            parameter_groups(network, exclude_bias_and_norm=False),
-            torch.full((), 0.1, device=device),
-            weight_decay=1e-6,
-            implementation=implementation,
-        )
-
-    calls = {"foreach": stepper(ours("foreach")), "reference": stepper(ours("reference"))}
-    if options.device == "cuda":
-        calls = {"kernel": stepper(ours("kernel")), **calls}
-    calls["timm Lars"] = stepper(lambda network: Lars(network.parameters(), lr=0.1, momentum=0.9))
-    calls["torch SGD fused, no LARS"] = stepper(
-        lambda network: torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
-    )
-    found = turns(calls, options.device, 2 if options.small else 9, 1 if options.small else 20)
-    rows = [[name, told(spread([1e6 * each for each in times]))] for name, times in found.items()]
-    return table("microseconds a step", ["", "us"], rows) | {"seconds": found}
 
 
 def in_tf32(call: Callable[[], None]) -> Callable[[], None]:
@@ -230,11 +177,13 @@ def loader(options: Options) -> Found:
         return speed(lambda step: pipeline.run())
 
     settings = [(2, 2)] if options.small else [(4, 2), (8, 2), (12, 2), (16, 2), (12, 3), (12, 5)]
-    rows = [
-        [f"two views, {color}", threads, prefetch, "", two_views(color, threads, prefetch)]
-        for color, (threads, prefetch) in itertools.product(("fast", "exact"), settings)
-    ]
+    rows, head = [], ["", "threads", "prefetch", "decoder share", "pictures/s"]
+    for color, (threads, prefetch) in itertools.product(("fast", "exact"), settings):
+        rows.append([f"two views, {color}", threads, prefetch, "", two_views(color, threads, prefetch)])
+        options.keep(table("pictures a second", head, rows))
     threads = settings[-1][0]
     shares = (0.0,) if options.small or device == "cpu" else (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0)
-    rows += [["decoding alone", threads, 2, share, decoding(share, threads)] for share in shares]
-    return table("pictures a second", ["", "threads", "prefetch", "decoder share", "pictures/s"], rows)
+    for share in shares:
+        rows.append(["decoding alone", threads, 2, share, decoding(share, threads)])
+        options.keep(table("pictures a second", head, rows))
+    return table("pictures a second", head, rows)

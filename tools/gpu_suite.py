@@ -4,7 +4,8 @@
 
 Each part is a process of its own with its own time-out; one that fails, hangs or kills its process takes nothing along.
 PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.md; both are written anew after every
-part, so that a machine that goes away leaves what was done. Needs no network. `--small --device cpu` rehearses it all.
+part, so that a machine that goes away leaves what was done. Needs no network, and of packages torch, torchvision, timm,
+PyYAML, pydantic and pytest; DALI may lie in a folder of PYTHONPATH. `--small --device cpu` rehearses it all.
 Ends with 0 if every part that was started came to its end, else with 1.
 """
 
@@ -49,13 +50,20 @@ class Part:
         return [sys.executable, "-m", "tools.gpu_parts", self.name, "--device", device, *where, *sized]
 
 
+# Named one by one: to look into all files of tests/ takes a minute, and packages that a bare machine may lack.
+GPU_TESTS = (
+    "tests/test_kernels_on_the_gpu.py",
+    "tests/test_captured.py",
+    "tests/test_dali_closeness.py",
+    "tests/test_data_wait.py",
+    "tests/test_checkpoint.py",
+)
+# Names as they go, so that one which takes the process with it is known. Without our own addopts: they are strict, and
+# a setting of pytest-timeout is an error to a pytest without it.
+PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=90")
+
 PARTS = (
-    Part(
-        "tests",
-        4,
-        "the tests that need a GPU",
-        ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
-    ),
+    Part("tests", 4, "the tests that need a GPU", (*PYTEST, "-m", "gpu", *GPU_TESTS)),
     Part("kernels", 2, "every kernel against its twin in torch operators"),
     Part("pixels", 3, "DALI on this device against DALI on the CPU and torchvision, strength by strength"),
     Part("resume", 3, "a run stopped and continued against one that was not, to the bit"),
@@ -64,6 +72,7 @@ PARTS = (
     Part("cifar", 3, "ResNet-50 with the CIFAR stem at 32"),
     Part("lars", 2, "a LARS step of 27.97 M parameters"),
     Part("losses", 2, "SuNCEt and NT-Xent at 8,192 rows, forward and backward"),
+    Part("norm", 3, "BatchNorm, residual and ReLU as one: torch.compile, apex, our kernels"),
     Part("loader", 4, "pictures a second by decoder share, threads and prefetch"),
     Part("ladder", 5, "one trick at a time from plain PyTorch to the whole step"),
     Part("profile", 3, "where the time of a step goes"),
@@ -107,7 +116,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines = [
         f"## {where['date'][:10]}, {report['card']}",
         "",
-        f"Commit `{where['commit']}`, Python {where['python']}, "
+        f"Commit `{where['commit'] or 'unknown'}`, Python {where['python']}, "
         + ", ".join(f"{name} {version}" for name, version in where["versions"].items())
         + f". `{where['command']}`",
         "",
