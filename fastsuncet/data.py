@@ -84,6 +84,9 @@ class PairedStream:
             prefetch=data.prefetch,
             backend=data.backend,
             bad_images=data.bad_images,
+            color_operator=data.color_operator,
+            hw_decoder_share=data.hw_decoder_share,
+            decoder_buffers=data.decoder_buffers,
         )
 
     def __call__(self, step: int, supervised: bool = True) -> Batch:

@@ -18,6 +18,8 @@ class DaliEngine:
     """One built pipeline. `run()` gives the views of first_step, first_step + 1, ...; a RuntimeError ends its
     life.
 
+    `plugin`: exact colour by our own operator, which `pipelines.plugin.use.choose` has loaded.
+
     `visit` maps a step to its Visit and raises StopIteration after the last one. It is called by run(), in
     the caller's thread, up to `prefetch` steps ahead; the graph has no other input and no state.
     """
@@ -35,6 +37,9 @@ class DaliEngine:
         threads: int,
         prefetch: int,
         dtype: torch.dtype,
+        hw_decoder_share: float = graphs.ONE_DECODER,
+        decoder_buffers: str = "grown",
+        plugin: bool = False,
     ):
         if index.pixels is not None:
             stored = ResidentPixels(index.pixels, device, device_id)
@@ -45,11 +50,14 @@ class DaliEngine:
         self._device, self._device_id = device, device_id
         self._pipeline = graphs.views(
             lambda iteration: stored(visit(first_step + iteration).indices),
-            lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views),
+            lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views, plugin),
             augmentations,
             resident=index.pixels is not None,
             packed=index.pack is not None,
+            plugin=plugin,
             images_stream=stored.stream,
+            hw_decoder_load=hw_decoder_share,
+            buffers=buffers(index.sizes, device, hw_decoder_share, decoder_buffers),
             dtype=str(dtype).removeprefix("torch."),
             batch_size=batch,
             num_threads=threads,
@@ -162,6 +170,24 @@ class DaliDecoder:
             raise
         height, width, _channels = images.shape()[0]
         return height, width
+
+
+def buffers(sizes: np.ndarray, device: str, hw_decoder_share: float, kind: str) -> dict[str, int]:
+    """What a GPU's decoders set aside at the start: DALI's own sizes ("grown"), or enough for the "largest" image.
+
+    `sizes` is int (N, 2), heights and widths. A decoder whose buffers are too small stops to grow them when a larger
+    image comes. DALI's own examples set them for ImageNet; what that is worth here no GPU was at hand to tell.
+    """
+    if device != "gpu" or kind == "grown" or not sizes.size:
+        return {}
+    height, width = sizes.max(0).tolist()
+    # 16-bit coefficients of three full planes, the most that a JPEG of this size has. DALI keeps one such
+    # buffer on the GPU and two in pinned host memory for each thread.
+    coefficients = min(6 * int(sizes.prod(1, dtype=np.int64).max()), 2**31 - 1)
+    found = {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
+    if hw_decoder_share:  # DALI refused these on a card without such a decoder (NVIDIA/DALI issue 3704)
+        found |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
+    return found
 
 
 def placement(device: str, device_id: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@ other operator follows its input, while its per-image numbers always come from t
 anything: a graph is a pure function of the arrays `pipelines.plan` gives it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from pipelines.params import Augmentation, Center, CenterParams, ViewParams
 # position between two decoders, whose pixels need not agree to the bit: an image's pixels would depend on
 # its row in this rank's batch, and two ranks would no longer see what one sees. The price is the hardware
 # decoder's throughput (on an A100 6,000 images/s without, 7,000 with 0.75: NVIDIA/DALI issue 5362); no GPU
-# was at hand to measure it for these graphs, which is why it is an argument.
+# was at hand to measure it for these graphs, which is why it is a setting (data.hw_decoder_share), and why
+# `tools/gpu_suite.py` looks whether an image's pixels follow its row at each share.
 ONE_DECODER = 0.0
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
@@ -37,46 +38,62 @@ def views(
     decode: str,
     resident: bool,
     packed: bool = False,
+    plugin: bool = False,  # exact colour by our own operator, which must have been loaded
     dtype: str,
     images_stream: Any = None,  # the CUDA stream on which `images` writes resident pixels; None on the CPU
     hw_decoder_load: float = ONE_DECODER,
+    buffers: Mapping[str, int] = MappingProxyType({}),  # of the GPU's decoders: their options by name
 ):
     """One decode, then one view per augmentation: nodes of (size, size, 3) float images."""
     if resident:
         image = resident_images(images, decode, images_stream)
     else:
-        image = decoded_images(images, decode, hw_decoder_load, packed)
-    names = [list(view_inputs(augmentation)) for augmentation in augmentations]
+        image = decoded_images(images, decode, hw_decoder_load, packed, buffers)
+    names = [list(view_inputs(augmentation, plugin)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     return tuple(
-        one_view(image, augmentation, SimpleNamespace(**{name: next(nodes) for name in of_view}), dtype)
+        one_view(
+            image, augmentation, SimpleNamespace(**{name: next(nodes) for name in of_view}), dtype, plugin
+        )
         for augmentation, of_view in zip(augmentations, names)
     )
 
 
 @pipeline_def(exec_dynamic=True)
-def decoded(images: Callable, *, decode: str, packed: bool = False, hw_decoder_load: float = ONE_DECODER):
+def decoded(
+    images: Callable,
+    *,
+    decode: str,
+    packed: bool = False,
+    hw_decoder_load: float = ONE_DECODER,
+    buffers: Mapping[str, int] = MappingProxyType({}),
+):
     """The images alone, as they are decoded for training: for looking into a step that failed."""
-    return decoded_images(images, decode, hw_decoder_load, packed)
+    return decoded_images(images, decode, hw_decoder_load, packed, buffers)
 
 
-def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str):
+def one_view(
+    image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str, plugin: bool = False
+):
     """`view` holds the nodes of this view's numbers, by the names of `view_inputs`."""
     if isinstance(augmentation, Center):
         image = centred(image, view, augmentation.size)
         return normalise(image, augmentation, dtype)
-    image = augmented(image, augmentation, view)
+    image = augmented(image, augmentation, view, plugin)
     # The flip waits for the normalisation, which does it for nothing; it commutes with all that came before.
     return normalise(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
 
 
-def augmented(image, augmentation: Augmentation, view: SimpleNamespace):
+def augmented(image, augmentation: Augmentation, view: SimpleNamespace, plugin: bool):
     """SimCLR's list: crop and resize, colour, grey, blur. (Flip and normalise come last, in `normalise`.)"""
     image = crop_resize(image, view.corner, view.extent, augmentation.size)
-    if augmentation.recolors:
-        image = color.jitter(image, augmentation, view)
-    if augmentation.grey:
-        image = color.grey(image, view.grey)
+    if plugin and plugged(augmentation):
+        image = color.one_operator(image, augmentation, view)
+    else:
+        if augmentation.recolors:
+            image = color.jitter(image, augmentation, view)
+        if augmentation.grey:
+            image = color.grey(image, view.grey)
     if augmentation.blur:
         image = blur(image, view.blurred, view.sigma, augmentation.blur_window)
     return image
@@ -94,7 +111,9 @@ def resident_images(images: Callable, decode: str, stream: Any):
     return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream)
 
 
-def decoded_images(images: Callable, decode: str, hw_decoder_load: float, packed: bool):
+def decoded_images(
+    images: Callable, decode: str, hw_decoder_load: float, packed: bool, buffers: Mapping[str, int]
+):
     """Images as they are stored, uint8 HWC RGB, decoded from the files that `images` names or, packed, holds."""
     encoded = fn.external_source(images)
     if not packed:
@@ -108,6 +127,7 @@ def decoded_images(images: Callable, decode: str, hw_decoder_load: float, packed
         adjust_orientation=False,
         jpeg_fancy_upsampling=True,
         hw_decoder_load=hw_decoder_load,
+        **buffers,
     )
 
 
@@ -145,7 +165,14 @@ def normalise(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
     )
 
 
-def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:
+def plugged(augmentation: Augmentation | Center) -> bool:
+    """Whether our own operator, where it is there, makes the colours of this view."""
+    return isinstance(augmentation, Augmentation) and augmentation.recolors and augmentation.color == "exact"
+
+
+def view_inputs(
+    augmentation: Augmentation | Center, plugin: bool = False
+) -> dict[str, Callable[[Any], np.ndarray]]:
     """The arrays that one view's graph takes, by name, and how to get each from the view's parameters.
 
     Only those that the strengths call for: an operator that can never do anything is not in the graph at all.
@@ -161,9 +188,12 @@ def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any]
         if augmentation.hue and augmentation.color == "fast":
             inputs["hue"] = lambda view: 360 * view.hue
         elif augmentation.hue:
-            inputs["rotated"] = lambda view: view.hue != 0
+            if not plugin:
+                inputs["rotated"] = lambda view: view.hue != 0
             inputs["hue"] = attrgetter("hue")
-    if augmentation.grey:
+    if augmentation.grey and plugin and plugged(augmentation):
+        inputs["grey"] = lambda view: view.grey.astype(np.int32)  # DALI takes no bool as an argument
+    elif augmentation.grey:
         inputs["grey"] = attrgetter("grey")
     if augmentation.blur:
         inputs["blurred"] = lambda view: view.sigma > 0
@@ -174,11 +204,13 @@ def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any]
 
 
 def view_arrays(
-    augmentations: Sequence[Augmentation | Center], views: Sequence[ViewParams | CenterParams]
+    augmentations: Sequence[Augmentation | Center],
+    views: Sequence[ViewParams | CenterParams],
+    plugin: bool = False,
 ) -> list[np.ndarray]:
     """What `views` is fed for one step: every view's arrays, in the order of `view_inputs`."""
     return [
         np.ascontiguousarray(array_of(view))
         for augmentation, view in zip(augmentations, views)
-        for array_of in view_inputs(augmentation).values()
+        for array_of in view_inputs(augmentation, plugin).values()
     ]

@@ -6,6 +6,7 @@ other step starts there, which is all that resuming is.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +16,11 @@ from pipelines.backend import choose_backend, require_gpu
 from pipelines.errors import BadImage, DataError
 from pipelines.params import Augmentation, Center
 from pipelines.plan import CenterPlan, PassPlan, Plan, Visit
+from pipelines.plugin.use import choose
 from pipelines.probe import bad_images as probe
 
+# Evaluations keep to it: what they measure must not depend on where in a batch an image is.
+ONE_DECODER = MappingProxyType({"hw_decoder_share": 0.0, "decoder_buffers": "grown"})
 STAND_IN_ATTEMPTS = 1000  # a data set in which that many draws in a row are bad has other problems
 
 
@@ -31,7 +35,10 @@ def open_loader(
     prefetch: int = 2,
     backend: str = "auto",
     bad_images: int = 0,
+    color_operator: str = "auto",
     dtype: torch.dtype = torch.float32,
+    hw_decoder_share: float = 0.0,
+    decoder_buffers: str = "grown",
 ) -> "Loader":
     """A loader of training views: `loader(step)` is one (B, 3, S, S) tensor per augmentation.
 
@@ -40,14 +47,22 @@ def open_loader(
     `device_id`, "cpu" on `threads` threads. `backend` "auto" is DALI where it can be imported and otherwise
     torchvision, with a line that says so. Up to `bad_images` distinct undecodable files are replaced by
     others and counted (by this loader: each rank, stream and start of a run counts its own); one more raises
-    BadImage.
+    BadImage. `color_operator` is what DALI makes exact colour with, which changes no pixel: "plugin" is our own
+    operator, "graph" DALI's, "auto" our own on a CPU where it was built.
+
+    With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an
+    image's pixels may depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" sets memory aside
+    for the largest image of the index, "grown" as images come. Elsewhere neither does anything.
 
     Raises DataError when DALI or a GPU is asked for and absent, ValueError for values that name nothing.
     """
     if tuple(augmentations) != plan.augmentations:
         raise ValueError("the loader's augmentations are not those that the plan draws for")
     pace = {"threads": threads, "prefetch": prefetch}
-    engine = _engine(backend, device, device_id, dtype, **pace)
+    if not any(each.recolors and each.color == "exact" for each in augmentations):
+        color_operator = "graph"
+    decoder = {"hw_decoder_share": hw_decoder_share, "decoder_buffers": decoder_buffers}
+    engine = _engine(backend, device, device_id, dtype, color_operator, decoder=decoder, **pace)
     index.require_good(bad_images)
     loader = Loader(index, plan, *engine, bad_images=bad_images)
     loader.count_bad(index.bad)
@@ -113,7 +128,16 @@ class Engine(Protocol):
     def run(self) -> list[torch.Tensor]: ...
 
 
-def _engine(backend: str, device: str, device_id: int, dtype: torch.dtype, **pace: int) -> tuple:
+def _engine(
+    backend: str,
+    device: str,
+    device_id: int,
+    dtype: torch.dtype,
+    color_operator: str = "graph",
+    *,
+    decoder: Mapping[str, Any] = ONE_DECODER,
+    **pace: int,
+) -> tuple:
     """(name, engine still to be started, decoder) of the back-end that is asked for and there."""
     if device not in ("cpu", "gpu"):
         raise ValueError(f'device is "cpu" or "gpu", not {device!r}')
@@ -122,6 +146,10 @@ def _engine(backend: str, device: str, device_id: int, dtype: torch.dtype, **pac
     for name, value in pace.items():
         if value < 1:
             raise ValueError(f"{name} is a number of 1 or more, not {value}")
+    if not 0 <= decoder["hw_decoder_share"] <= 1:
+        raise ValueError(f"hw_decoder_share is a number from 0 to 1, not {decoder['hw_decoder_share']}")
+    if decoder["decoder_buffers"] not in ("grown", "largest"):
+        raise ValueError(f'decoder_buffers is "grown" or "largest", not {decoder["decoder_buffers"]!r}')
     if device == "gpu":
         require_gpu()
     options = {"device": device, "device_id": device_id, "dtype": dtype, **pace}
@@ -129,7 +157,12 @@ def _engine(backend: str, device: str, device_id: int, dtype: torch.dtype, **pac
     if choose_backend(backend) == "dali":
         from pipelines.dali_engine import DaliDecoder, DaliEngine
 
-        return "dali", partial(DaliEngine, **options), DaliDecoder(device, device_id)
+        plugin = choose(color_operator, device)
+        return (
+            "dali",
+            partial(DaliEngine, plugin=plugin, **options, **decoder),
+            DaliDecoder(device, device_id),
+        )
     from pipelines.torchvision_twin import TwinEngine, pil_decode
 
     return "torchvision", partial(TwinEngine, **options), pil_decode

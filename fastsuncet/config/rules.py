@@ -53,6 +53,8 @@ READ_ONLY_WITH = {
     "data.download": (False, "data.kind", ("cifar10", "cifar100")),
     "data.index": (None, "data.kind", ("image_folder", "csv")),
     "data.pack": (None, "data.kind", ("image_folder", "csv")),
+    "data.hw_decoder_share": (0.0, "data.kind", ("image_folder", "csv")),
+    "data.decoder_buffers": ("grown", "data.kind", ("image_folder", "csv")),
     "data.split.file": (None, "data.split.kind", ("names", "csv")),
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),
@@ -83,6 +85,8 @@ def _register_unread(key: str, neutral: object, decider: str, kinds: tuple[str, 
 
 for _key, (_neutral, _decider, _kinds) in READ_ONLY_WITH.items():
     _register_unread(_key, _neutral, _decider, _kinds)
+for _key in ("data.hw_decoder_share", "data.decoder_buffers"):
+    _register_unread(_key, READ_ONLY_WITH[_key][0], "data.backend", ("auto", "dali"))
 
 
 @rule("data.kind", "data.root")

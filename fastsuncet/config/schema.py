@@ -36,6 +36,7 @@ from fastsuncet.config.types import (
     Seed,
     Sha256,
     Share,
+    ShareOrZero,
     Shares,
     Std,
     Strength,
@@ -107,8 +108,17 @@ class Data(Section):
     # (unlabeled, labeled), counted anew when the run is started again.
     bad_images: CountOrZero = 0
     backend: Literal["auto", "dali", "torchvision"] = "auto"
+    # What DALI makes exact color with on a CPU; the pixels are the same bits. plugin: our own operator, which
+    # `python -m pipelines.plugin` builds; graph: DALI's; auto: our own where it was built, and on a GPU DALI's.
+    color_operator: Literal["auto", "graph", "plugin"] = "auto"
     decode_threads: Count = 3
     prefetch: Count = 2  # steps whose pixels are made ahead
+    # Of each batch, to a GPU's hardware JPEG decoder, in pre-training. Above 0 two decoders share a batch by position,
+    # and their pixels need not agree to the bit: the same run on another number of GPUs is then another.
+    hw_decoder_share: ShareOrZero = 0.0
+    # Memory of a GPU's decoders: grown as images come, or at the start enough for the largest one of the index, which
+    # takes 6 bytes a pixel of it on the GPU and 12 in the host's memory, for each thread of each stream.
+    decoder_buffers: Literal["grown", "largest"] = "grown"
     augmentation: Augmentation = Augmentation()
 
 

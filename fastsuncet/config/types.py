@@ -72,6 +72,7 @@ Positive = Annotated[Number, Field(gt=0), Allowed("a number above 0")]
 NotNegative = Annotated[Number, Field(ge=0), Allowed("a number, 0 or more")]
 Probability = Annotated[Number, Field(ge=0, le=1), Allowed("a probability from 0 to 1")]
 Share = Annotated[Number, Field(gt=0, le=1), Allowed("a share above 0 and up to 1, such as 0.1")]
+ShareOrZero = Annotated[Number, Field(ge=0, le=1), Allowed("a share from 0 to 1, such as 0.75")]
 Momentum = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
 # At 2.5 the hue turns by half a turn either way, which is all the way round.
 Strength = Annotated[Number, Field(ge=0, le=2.5), Allowed("a number from 0 to 2.5")]
