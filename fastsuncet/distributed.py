@@ -98,7 +98,11 @@ def gather_rows(x: Tensor, group: Group = None) -> Tensor:
 
 def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
     """The elementwise sum over ranks, a new tensor on every rank. No gradient, nothing read on the host."""
-    x = x.detach().clone(memory_format=torch.contiguous_format)
+    return sum_over_ranks_(x.detach().clone(memory_format=torch.contiguous_format), group)
+
+
+def sum_over_ranks_(x: Tensor, group: Group = None) -> Tensor:
+    """`sum_over_ranks` written into `x`, which must be contiguous and is returned."""
     if world_size(group) > 1:
         dist.all_reduce(x, group=group)
     return x

@@ -2,8 +2,12 @@
 
 The paper synchronises BatchNorm over all workers, so that no rank can tell its own images by their statistics and
 lower the contrastive loss that way (section 4; recipe section 3). `RankBatchNorm` does it on any device, plain and
-differentiable: one gather forward, one sum backward, float32 statistics under autocast, the same running statistics on
-every rank. The host reads no value of a tensor, so it runs ahead of a GPU through all 53 layers of a ResNet-50.
+differentiable: one all-reduce forward and one backward, float32 statistics under autocast, the same running statistics
+on every rank. The host reads no value of a tensor, so it runs ahead of a GPU through all 53 layers of a ResNet-50.
+
+Messages are 8 (1 + 2C) bytes forward and 8C backward, and what a rank computes of them does not grow with the ranks
+either: a gather of everybody's statistics would be a ring of as many hops as ranks, and docs/scaling.md has what that
+comes to. Every rank gets the same bits of an all-reduce, from gloo and from NCCL: DDP's weights rest on that too.
 
 `torch.nn.SyncBatchNorm` is kept as a peer to compare with, on CUDA only. It masks out ranks with an empty batch, and
 the mask makes the host wait for the device in every layer. Its kernels are fused, though: ours pays in memory traffic,
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fastsuncet.distributed import Group, all_gather_rows, sum_over_ranks, world_size
+from fastsuncet.distributed import Group, sum_over_ranks, sum_over_ranks_, world_size
 
 
 def synchronise(
@@ -65,7 +69,7 @@ class RankBatchNorm(_BatchNorm):
     """BatchNorm over (N, C, ...) on each rank with the statistics of all ranks' rows; N may differ, not be 0.
 
     In eval mode, or without a group, what torch's BatchNorm does. In training mode forward and backward are
-    collectives: every rank of the group must run them.
+    collectives: every rank of the group must run them, in the same order as all else it says there.
     """
 
     group: Group = None
@@ -104,6 +108,30 @@ class RankBatchNorm(_BatchNorm):
             running.lerp_(new.to(running.dtype), share)
 
 
+def join_statistics(
+    count: int, mean: Tensor, variance: Tensor, group: Group = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows (1,), mean (C,), variance (C,)) of all ranks' rows, from those of this rank's `count` rows.
+
+    `mean` and `variance` (no correction) of one floating dtype, which the result has too. No gradient. A collective:
+    one all-reduce of 1 + 2C float64 numbers, n, n mean and n (variance + mean^2), whatever the number of ranks.
+
+    Sums of squares cancel where |mean| >> deviation, so they are taken in float64 of what was computed without them:
+    var = E[x^2] - mean^2 loses about 2^-53 (mean / deviation)^2 of itself, where the rounding of a float32 mean, which
+    every formula begins with, has lost 2^-48 of that already. float64 rows have no such margin.
+    """
+    channels = len(mean)
+    # Filled by a kernel: a tensor made from a Python list would be a copy that the host waits for.
+    sums = torch.cat([mean.new_ones(1), mean, variance]).double()
+    own_mean, square = sums[1 : 1 + channels], sums[1 + channels :]
+    square.addcmul_(own_mean, own_mean)
+    sum_over_ranks_(sums.mul_(count), group)
+    _, joined_mean, square = (sums / sums[:1]).split([1, channels, channels])
+    # Of rows that are all alike rounding may leave less than nothing; a NaN stays one.
+    joined_variance = square.addcmul_(joined_mean, joined_mean, value=-1).clamp_(min=0)
+    return tuple(t.to(mean.dtype) for t in (sums[:1], joined_mean, joined_variance))
+
+
 class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) * weight + bias per channel, with mean and variance of all ranks' rows."""
 
@@ -113,17 +141,9 @@ class _Normalise(torch.autograd.Function):
         shape = (x.shape[1], *[1] * (x.dim() - 2))
         channels = x.shape[1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # Filled by a kernel: a tensor made from a Python list would be a copy that the host waits for.
-        count = wide.new_full((1,), x.numel() // channels)
         variance, mean = torch.var_mean(wide, dims, correction=0)
 
-        # Chan's way of joining means and variances: sums of squares would cancel where |mean| >> deviation. Two ranks
-        # with a row each have two values a channel, so there is a variance, and no need to look at the total.
-        rows = all_gather_rows(torch.cat([count, mean, variance]).unsqueeze(0), group)  # (W, 1 + 2C)
-        counts, means, variances = rows.split([1, channels, channels], dim=1)
-        total = counts.sum()
-        mean = (counts * means).sum(0) / total
-        variance = (counts * (variances + (means - mean).square())).sum(0) / total
+        total, mean, variance = join_statistics(x.numel() // channels, mean, variance, group)
 
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight

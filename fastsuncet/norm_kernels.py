@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models import resnet
 
-from fastsuncet.distributed import Group, all_gather_rows, sum_over_ranks, world_size
+from fastsuncet.distributed import Group, sum_over_ranks, sum_over_ranks_, world_size
 from fastsuncet.kernels import launch
 from fastsuncet.kernels.prove import require_close, usable
 from fastsuncet.norm import RankBatchNorm
@@ -170,7 +170,7 @@ def fused_norm(
     """relu((x - mean) / sqrt(variance + eps) * weight + bias + residual) in training, by the kernels.
 
     x, residual (N, C) or channels-last (N, C, H, W), as `fits` says; the others (C,) float32 or None. Statistics of all
-    ranks of `group`, which join by two collectives, or with group=ALONE of this process. Running statistics are updated
+    ranks of `group`, which join by two all-reduces, or with group=ALONE of this process. Running statistics are updated
     in place. Gradients as of `RankBatchNorm`: this rank's share of that of the sum over ranks of the losses.
     """
     setting = (running_mean, running_variance, eps, momentum, relu, group)
@@ -187,11 +187,12 @@ class _Fused(torch.autograd.Function):
 
         moments = x.new_empty(grid.sums[0], 1 + 2 * channels, dtype=torch.float32)
         grid.launch(module, "norm_moments", grid.sums, x, moments)
-        if ranks > 1:
-            own = _join(module, moments, eps, momentum)
-            moments = all_gather_rows(own.unsqueeze(0), group)
         inverse = x.new_empty(channels, dtype=torch.float32)
-        joined = _join(module, moments, eps, momentum, inverse, running_mean, running_variance)
+        wanted = (inverse, running_mean, running_variance, eps, momentum)
+        if ranks > 1:
+            joined = _join_ranks(module, sum_over_ranks_(_sums(module, moments), group), *wanted)
+        else:
+            joined = _join(module, moments, *wanted)
         count, mean = joined[:1], joined[1 : 1 + channels]
 
         y = torch.empty_like(x)
@@ -255,20 +256,42 @@ class _Grid:
 def _join(
     module,
     moments: Tensor,
+    inverse: Tensor,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
     eps: float,
     momentum: float,
-    inverse: Tensor | None = None,
-    running_mean: Tensor | None = None,
-    running_variance: Tensor | None = None,
 ) -> Tensor:
-    """(groups, 1 + 2C) -> (1 + 2C): the count, the means, the variances of all together."""
-    joined = moments.new_empty(moments.shape[1])
-    channels = moments.shape[1] // 2
-    wanted = (inverse, running_mean, running_variance)
-    arguments = launch.Arguments(
-        moments, joined, *wanted, len(moments), channels, float(eps), float(momentum)
-    )
+    """(groups, 1 + 2C) -> (1 + 2C): the count, the means, the variances of all together. Writes the next three."""
+    joined, channels = moments.new_empty(moments.shape[1]), moments.shape[1] // 2
+    wanted = (inverse, running_mean, running_variance, len(moments), channels, float(eps), float(momentum))
+    arguments = launch.Arguments(moments, joined, None, *wanted)
     module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
+    return joined
+
+
+def _sums(module, moments: Tensor) -> Tensor:
+    """(groups, 1 + 2C) -> (1 + 2C) float64: what ranks add up, as `join_statistics` does."""
+    sums, channels = moments.new_empty(moments.shape[1], dtype=torch.float64), moments.shape[1] // 2
+    arguments = launch.Arguments(moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0)
+    module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
+    return sums
+
+
+def _join_ranks(
+    module,
+    sums: Tensor,
+    inverse: Tensor,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    eps: float,
+    momentum: float,
+) -> Tensor:
+    """`_join` of `_sums` that were added over ranks."""
+    joined, channels = inverse.new_empty(len(sums)), len(sums) // 2
+    wanted = (inverse, running_mean, running_variance, channels, float(eps), float(momentum))
+    arguments = launch.Arguments(sums, joined, *wanted)
+    module.launch("norm_join_ranks", (-(-channels // THREADS), 1), THREADS, arguments)
     return joined
 
 
@@ -314,3 +337,19 @@ def prove(device: torch.device) -> None:
             seen.append([y.detach(), *running, *(leaf.grad for leaf in leaves)])
         for found, expected in zip(*seen):
             require_close(f"BatchNorm in {dtype}", found.float(), expected.float(), tolerance)
+    _prove_joining_ranks(device)
+
+
+def _prove_joining_ranks(device: torch.device) -> None:
+    """That what is added over ranks comes to what one rank has of the same rows, with a mean of 100 deviations."""
+    module, channels = launch.load("norm.cu", device, options(torch.float32)), 24
+    wave = torch.sin(0.7 * torch.arange(3 * 2 * channels, device=device)).view(3, 2, channels)
+    counts = torch.arange(2, 5, device=device, dtype=torch.float32).unsqueeze(1)
+    moments = torch.cat([counts, 100 + wave[:, 0], 1 + wave[:, 1].square()], dim=1)
+    seen = []
+    for join, given in ((_join_ranks, _sums(module, moments)), (_join, moments)):
+        inverse, mean, variance = (torch.zeros(channels, device=device) for _ in range(3))
+        joined = join(module, given, inverse, mean, variance, 1e-5, 0.1)
+        seen.append((joined, inverse, mean, variance))
+    for found, expected in zip(*seen):
+        require_close("BatchNorm's statistics over ranks", found, expected, 1e-5)

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastsuncet import norm_kernels
+from fastsuncet.kernels import launch
 from fastsuncet.model import build_model
-from fastsuncet.norm import synchronise
-from fastsuncet.norm_kernels import ALONE, FusedBlock, FusedNorm, fuse, fused_norm
+from fastsuncet.norm import join_statistics, synchronise
+from fastsuncet.norm_kernels import ALONE, FusedBlock, FusedNorm, fuse, fused_norm, options
 from tests.host_kernels import on_the_host
 from tests.ranks import run_ranks
 
@@ -231,7 +232,20 @@ def _on_a_rank(rank, world_size):
             y = network(x)
             y.backward(d_y)
             seen[kind] = [y.detach(), x.grad, *(p.grad for p in network.parameters()), *network.buffers()]
+        module = launch.load("norm.cu", torch.device("cpu"), options(torch.float32))
+        seen["far"] = _far_from_zero(module, rank)
     return seen
+
+
+def _far_from_zero(module, rank):
+    """Statistics of moments with a mean of 1e4 deviations, by the kernels' sums and by `join_statistics`."""
+    generator = torch.Generator().manual_seed(rank)
+    mean, variance = 1e4 + torch.randn(16, generator=generator), 0.5 + torch.rand(16, generator=generator)
+    count = 30.0 + rank
+    moments = torch.cat([torch.tensor([count]), mean, variance]).unsqueeze(0)
+    sums = norm_kernels.sum_over_ranks_(norm_kernels._sums(module, moments))
+    ours = norm_kernels._join_ranks(module, sums, torch.empty(16), None, None, 1e-5, 0.1)
+    return [ours, torch.cat(join_statistics(int(count), mean, variance))]
 
 
 def test_ranks_share_their_statistics_as_rank_batchnorm_does():
@@ -241,5 +255,6 @@ def test_ranks_share_their_statistics_as_rank_batchnorm_does():
             torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-5)
             torch.testing.assert_close(c, b, rtol=2e-5, atol=1e-5)
         assert (seen["kernel"][0] - seen["own"][0]).abs().max() > 0.1  # and these are not a rank's own
+        torch.testing.assert_close(*seen["far"], rtol=3e-7, atol=0)
     for i in (-3, -2, -1):  # running statistics and the count: the same bits on every rank
         assert torch.equal(ranks[0]["kernel"][i], ranks[1]["kernel"][i])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.model import build_model
-from fastsuncet.norm import RankBatchNorm, describe, synchronise
+from fastsuncet.norm import RankBatchNorm, describe, join_statistics, synchronise
 from tests.ranks import run_ranks
 
 CHANNELS = 5
@@ -69,6 +69,16 @@ def _passes_on_a_rank(rank, world_size):
         assert isinstance(shared, RankBatchNorm) and list(shared.state_dict()) == before[1]
         assert all(p is before[0][n] for n, p in shared.named_parameters())
         results[name] = passes(shared, [step[rank] for step in draws])
+    for away in DEVIATIONS_AWAY:
+        own = far_rows(world_size, away)[rank]
+        variance, mean = torch.var_mean(own, 0, correction=0)
+        joined = [join_statistics(len(own), mean, variance) for _ in range(2)]
+        results[away] = {"own": (mean, variance), "joined": joined}
+    one_value = torch.linspace(1e6, 2e6, 256)
+    results["alike"] = join_statistics(1_000_003 + rank, one_value, torch.zeros(256))[2]
+    # Of one rank: an infinity, whose variance is none, and a number that is none.
+    spoilt = torch.tensor([1.0, torch.inf if rank == 1 else 1.0, torch.nan if rank == 1 else 1.0])
+    results["spoilt"] = join_statistics(2, spoilt, spoilt - spoilt)[2]
     return results
 
 
@@ -93,6 +103,69 @@ def test_ranks_equal_one_process_on_the_joined_batch(name, on_ranks):
             found = ranks[0][key]
             assert all(torch.equal(found, seen[key]) for seen in ranks), key
         torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+
+
+# ------------------------------------------------------------------ sums of squares, of means far from zero
+DEVIATIONS_AWAY = (0, 1e3, 1e4)
+
+
+def far_rows(world_size, away):
+    """float32 rows of each rank, 50 and more of 64 channels, `away` deviations from zero."""
+    generator = torch.Generator().manual_seed(int(away))
+    return [
+        (1.3 * (torch.randn(50 + 7 * r, 64, generator=generator).double() + away)).float()
+        for r in range(world_size)
+    ]
+
+
+def chan(counts, means, variances):
+    """Chan's way of joining, which squares only what is near zero."""
+    mean = (counts * means).sum(0) / counts.sum()
+    return mean, (counts * (variances + (means - mean).square())).sum(0) / counts.sum()
+
+
+def off(found, expected):
+    return ((found.double() - expected) / expected).abs().max().item()
+
+
+@pytest.mark.parametrize("away", DEVIATIONS_AWAY)
+def test_a_float64_sum_of_squares_loses_nothing_that_a_float32_could_show(away, on_ranks):
+    rows = far_rows(len(on_ranks), away)
+    counts = torch.tensor([[len(own)] for own in rows])
+    means, variances = (torch.stack([ranks[away]["own"][i] for ranks in on_ranks]) for i in (0, 1))
+    total, mean, variance = on_ranks[0][away]["joined"][0]
+    assert total.tolist() == [sum(map(len, rows))] and variance.dtype == torch.float32
+
+    # The sum alone, beside Chan's in float64 of the very same means and variances.
+    exact_mean, exact_variance = chan(counts.double(), means.double(), variances.double())
+    assert off(variance, exact_variance) < 2**-24 + 8 * 2**-53 * (1 + away**2)
+    torch.testing.assert_close(mean.double(), exact_mean, rtol=2**-24, atol=1e-15)
+    # All of it, beside the joined rows: as near as Chan's in float32, whose own rounding is what is left.
+    joined = torch.cat(rows).double()
+    truth = joined.var(0, correction=0)
+    float32 = chan(counts.float(), means, variances)
+    assert off(variance, truth) < 1.1 * off(float32[1], truth) + 2e-7
+    assert (mean - joined.mean(0)).abs().max() <= (float32[0] - joined.mean(0)).abs().max() + 1e-8
+    # And the same sums in float32, to see that there is something to lose.
+    shares = counts / counts.sum()
+    square = (shares * (variances + means.square())).sum(0) - (shares * means).sum(0).square()
+    assert away == 0 or off(square, exact_variance) > 0.05
+
+
+def test_joined_statistics_are_the_same_bits_on_every_rank_and_in_every_pass(on_ranks):
+    for away in DEVIATIONS_AWAY:
+        every = [torch.cat(joined) for ranks in on_ranks for joined in ranks[away]["joined"]]
+        assert len(every) == 2 * len(on_ranks) and all(torch.equal(each, every[0]) for each in every)
+
+
+def test_rows_that_are_all_alike_have_no_variance_and_never_less_than_none(on_ranks):
+    for ranks in on_ranks:
+        assert (ranks["alike"] >= 0).all() and (ranks["alike"] < 1e-3).all()  # of a mean of 1e6
+
+
+def test_a_number_that_is_none_spoils_its_channel_on_every_rank_and_no_other(on_ranks):
+    for ranks in on_ranks:
+        assert ranks["spoilt"].isnan().tolist() == [False, True, True]
 
 
 # ------------------------------------------------------------------------------ a network under DDP, and bfloat16

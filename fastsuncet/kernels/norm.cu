@@ -1,7 +1,8 @@
 // BatchNorm with its neighbours, a residual added before and a ReLU after, for training in channels-last memory.
 //
 //   norm_moments         x -> mean and variance of each block's rows                       reads 2 bytes an element*
-//   norm_join            joins those of blocks, and those of ranks gathered in between
+//   norm_join            joins those of blocks: into statistics, or into sums that are added over ranks
+//   norm_join_ranks      statistics from the sums of all ranks
 //   norm_apply           relu((x - mean) inverse weight + bias + residual)                6 with a residual, else 4
 //   norm_gradient_sums   sum of g and of g xhat over each block's rows, g = dy behind the ReLU                    4
 //   norm_gradient_join   joins those of blocks; ranks are summed outside
@@ -96,8 +97,7 @@ struct Moments {
     }
 };
 
-// moments (groups, 1 + 2 C): a count, means, variances, as `RankBatchNorm` gathers them, which another rank may run.
-// Every group has a row.
+// moments (groups, 1 + 2 C): a count, means, variances. Every group has a row.
 KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long channels, long long width) {
     SHARED(float, means, THREADS * V);
     SHARED(float, squares, THREADS * V);
@@ -136,9 +136,22 @@ KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long chan
 
 constexpr int ACROSS = THREADS / 8;  // channels of a joining block, 8 threads each
 
-// (groups, 1 + 2 C) -> (1 + 2 C). With `inverse` (C) also 1 / sqrt(variance + eps); with running statistics those too.
-KERNEL(norm_join)(const float* moments, float* out, float* inverse, float* running_mean, float* running_variance,
-                  long long groups, long long channels, float eps, float momentum) {
+// Into `out` (1 + 2 C); 1 / sqrt(variance + eps) and the running statistics where there are any.
+__device__ void keep(float* out, float* inverse, float* running_mean, float* running_variance, long long channels,
+                     long long channel, float n, float mean, float variance, float eps, float momentum) {
+    if (channel == 0) out[0] = n;
+    out[1 + channel] = mean, out[1 + channels + channel] = variance;
+    if (inverse) inverse[channel] = 1.0f / sqrtf(variance + eps);
+    if (running_mean) {
+        running_mean[channel] += momentum * (mean - running_mean[channel]);
+        running_variance[channel] += momentum * (variance * (n / (n - 1.0f)) - running_variance[channel]);
+    }
+}
+
+// (groups, 1 + 2 C) -> `out`, or into `sums` (1 + 2 C) what ranks add up: n, n mean, n (variance + mean^2), in float64,
+// where squares do not cancel. As `join_statistics` does, which another rank may run.
+KERNEL(norm_join)(const float* moments, float* out, double* sums, float* inverse, float* running_mean,
+                  float* running_variance, long long groups, long long channels, float eps, float momentum) {
     SHARED(Moments, parts, THREADS);
     const int lane = threadIdx.x / ACROSS, across = threadIdx.x % ACROSS;
     const long long channel = (long long)(blockIdx.x) * ACROSS + across;
@@ -154,14 +167,26 @@ KERNEL(norm_join)(const float* moments, float* out, float* inverse, float* runni
     __syncthreads();
     if (lane > 0 || channel >= channels) return;
     for (int other = 1; other < 8; ++other) all.join(parts[other * ACROSS + across]);
-    if (channel == 0) out[0] = all.n;
-    const float variance = all.squares / all.n;
-    out[1 + channel] = all.mean, out[1 + channels + channel] = variance;
-    if (inverse) inverse[channel] = 1.0f / sqrtf(variance + eps);
-    if (running_mean) {
-        running_mean[channel] += momentum * (all.mean - running_mean[channel]);
-        running_variance[channel] += momentum * (all.squares / (all.n - 1.0f) - running_variance[channel]);
+    if (sums) {
+        const double n = all.n, mean = all.mean;
+        if (channel == 0) sums[0] = n;
+        sums[1 + channel] = n * mean, sums[1 + channels + channel] = all.squares + n * (mean * mean);
+        return;
     }
+    keep(out, inverse, running_mean, running_variance, channels, channel, all.n, all.mean, all.squares / all.n, eps,
+         momentum);
+}
+
+// A thread a channel.
+KERNEL(norm_join_ranks)(const double* sums, float* out, float* inverse, float* running_mean, float* running_variance,
+                        long long channels, float eps, float momentum) {
+    const long long channel = (long long)(blockIdx.x) * THREADS + threadIdx.x;
+    if (channel >= channels) return;
+    const double n = sums[0], mean = sums[1 + channel] / n;
+    double variance = sums[1 + channels + channel] / n - mean * mean;
+    if (variance < 0.0) variance = 0.0;  // rows all alike, rounded; a NaN stays one
+    keep(out, inverse, running_mean, running_variance, channels, channel, float(n), float(mean), float(variance), eps,
+         momentum);
 }
 
 // What a thread's channels are normalised with. Forward and backward see the same bits of what the ReLU sees.

@@ -34,6 +34,7 @@ namespace in_f16 {
 #define NORMS(element)                 \
     NORM(element, norm_moments)        \
     NORM(element, norm_join)           \
+    NORM(element, norm_join_ranks)     \
     NORM(element, norm_apply)          \
     NORM(element, norm_gradient_sums)  \
     NORM(element, norm_gradient_join)  \

@@ -59,14 +59,20 @@ static void run_norm() {
     Floats moments(groups * (1 + 2 * channels)), joined(1 + 2 * channels), inverse(channels), running(2 * channels);
     Floats weight = wave(channels, 0.5f), parts(groups * 2 * channels), sums(2 * channels);
     std::vector<unsigned char> signs(n * channels / 4);
+    std::vector<double> added(1 + 2 * channels);
     const float *mean = &joined[1], *bias = weight.data(), *count = joined.data();
     auto in = [](const Floats& v) { return reinterpret_cast<const uint4*>(v.data()); };
     auto out = [](Floats& v) { return reinterpret_cast<uint4*>(v.data()); };
     const unsigned joining = (2 * channels + THREADS / 8 - 1) / (THREADS / 8);
 
     RUN(norm_moments, groups, tiles, 0, in(x), moments.data(), n, channels, width);
-    RUN(norm_join, joining, 1, 0, moments.data(), joined.data(), inverse.data(), &running[0], &running[channels],
-        groups, channels, 1e-5f, 0.1f);
+    float* const none = nullptr;
+    double* const unwanted = nullptr;
+    RUN(norm_join, joining, 1, 0, moments.data(), none, added.data(), none, none, none, groups, channels, 0.0f, 0.0f);
+    RUN(norm_join_ranks, (channels + THREADS - 1) / THREADS, 1, 0, added.data(), joined.data(), inverse.data(),
+        &running[0], &running[channels], channels, 1e-5f, 0.1f);
+    RUN(norm_join, joining, 1, 0, moments.data(), joined.data(), unwanted, inverse.data(), &running[0],
+        &running[channels], groups, channels, 1e-5f, 0.1f);
     RUN(norm_apply, groups, tiles, 0, in(x), in(dy), mean, inverse.data(), weight.data(), bias, out(y), signs.data(), n,
         channels, width, 1LL);
     RUN(norm_gradient_sums, groups, tiles, 0, in(dy), in(x), signs.data(), mean, inverse.data(), weight.data(), bias,
