@@ -188,6 +188,27 @@ def test_bench_step_tells_speed_beside_a_plain_step_and_counts_what_a_step_asks(
     assert report["device"] == "cpu" and report["cuda_says_of_waits"] is None
 
 
+def test_bench_step_compiles_ours_where_it_is_asked_to_and_goes_on_without(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def compiled(network, dynamic):  # the real one takes a minute
+        asked.append(dynamic)
+        return network
+
+    def broken(network, dynamic):
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    report = run(bench_step, tmp_path, capsys, "--device", "cpu", "--compile")
+    rows = {row["name"]: row for row in report["points"]}
+    assert asked == [False] and min(rows[bench_step.COMPILED]["seconds"]) > 0
+    assert rows[bench_step.COMPILED]["views"] == 256 and report["compile_seconds"] > 0
+    monkeypatch.setattr(torch, "compile", broken)
+    report = run(bench_step, tmp_path, capsys, "--device", "cpu", "--compile")
+    assert bench_step.COMPILED not in {row["name"] for row in report["points"]}
+    assert report["said"] == ["no 'one fixed batch, compiled': RuntimeError: no compiler here"]
+
+
 def test_the_plain_step_has_the_loss_of_ours_and_of_its_library():
     z = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
     ours = nt_xent(z, 0.2)

@@ -1,11 +1,14 @@
 """The training step: end to end, on one fixed batch, and beside a plain PyTorch SimCLR step; operators and host waits.
 
-    python tools/bench_step.py CONFIG [section.key=value ...] [--device cpu|cuda] [--rounds R] [--steps K] [--json FILE]
+    python tools/bench_step.py CONFIG [section.key=value ...] [--device cpu|cuda] [--rounds R] [--steps K] [--compile]
+                               [--json FILE]
 
 Contenders take turns of K steps. The peers train the same network on as many views of the same size, in the same
 precision and memory layout, with torch's SGD: one with lightly's NTXentLoss (extra `bench`; left out where it is not
 installed), one with the loss that everybody writes, cross-entropy over a dense matrix of similarities. They have no
-SuNCEt, so ours stands there twice: as CONFIG says, and as SimCLR alone.
+SuNCEt, so ours stands there twice: as CONFIG says, and as SimCLR alone. --compile adds our step with
+`meta.compile=true`, which needs a C++ compiler (on a GPU also Triton) and takes minutes before its first turn: those
+are told apart.
 
 On a GPU the time is the wall's, with a synchronisation at both ends of a turn and none inside; on a CPU it is this
 process's CPU time, all threads together, because such machines are shared.
@@ -48,6 +51,7 @@ from tools.bench_common import (
 )
 
 END_TO_END, FIXED, SIMCLR = "end to end", "one fixed batch", "one fixed batch, SimCLR alone"
+COMPILED = "one fixed batch, compiled"
 PLAIN, LIGHTLY = "plain PyTorch, dense loss", "plain PyTorch, lightly's NTXentLoss"
 
 
@@ -56,7 +60,8 @@ class Bench:
 
     def __init__(self, config: Config, place: Place):
         self.config, self.place = config, place
-        self.said: list[str] = []  # why there is no graph where one was asked for
+        self.said: list[str] = []  # why there is no graph, or nothing compiled, where that was asked for
+        self.compile_seconds: float | None = None  # the wall's, until the first compiled step was done
         images = open_images(config, place, validation=False)
         self.classes = len(images.train.classes)
         self.arithmetic = config.resolve(place.world_size, *images.counts())
@@ -114,12 +119,30 @@ class Bench:
 
         return step
 
-    def contenders(self) -> dict[str, Callable[[], Any]]:
+    def compiled(self) -> Callable[[], Any] | None:
+        """Our step on the fixed batch with the network in torch.compile, or None, and a line in `said`, without it."""
+        sections = self.config.canonical()
+        sections["meta"]["compile"] = True
+        began = time.perf_counter()
+        try:
+            step = Bench.like(self, Config.model_validate(sections)).ours(lambda _: self.batch)
+            step()
+        except Exception as error:  # of a dozen kinds, by what is missing; the others are wanted all the same
+            self.said.append(f"no {COMPILED!r}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return None
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.compile_seconds = time.perf_counter() - began
+        return step
+
+    def contenders(self, *, compiled: bool = False) -> dict[str, Callable[[], Any]]:
         """All of them, by the name in the table."""
         temperature = self.config.criterion.temperature
         fixed, alone = self.batch, self.alone()
         steps = {END_TO_END: self.ours(self.stream), FIXED: self.ours(lambda _: fixed)}
         steps[SIMCLR] = self.ours(lambda _: alone)
+        if compiled and (step := self.compiled()) is not None:
+            steps[COMPILED] = step
         steps[PLAIN] = self.plain(lambda a, b: dense_nt_xent(a, b, temperature))
         with contextlib.suppress(ImportError):
             from lightly.loss import NTXentLoss
@@ -189,17 +212,18 @@ def refused_waits(step: Callable[[], Any], device: torch.device) -> str | None:
     return ""
 
 
-def bench(config: Config, place: Place, rounds: int, steps: int) -> dict[str, Any]:
+def bench(config: Config, place: Place, rounds: int, steps: int, *, compiled: bool = False) -> dict[str, Any]:
     """Measures all contenders: points, targets, and what CUDA says of waits."""
     made = Bench(config, place)
-    contenders = made.contenders()
+    contenders = made.contenders(compiled=compiled)
     seconds = measure(contenders, place.device, rounds, steps, config.data.prefetch)
     points = [
         {
             "name": name,
-            "views": made.views if name in (END_TO_END, FIXED) else 2 * (made.views // 2),
+            "views": made.views if name in (END_TO_END, FIXED, COMPILED) else 2 * (made.views // 2),
             "seconds": seconds[name],
-            **(counted(contenders[name]) if name != END_TO_END else {}),
+            # A dispatch mode would have the compiled one traced anew, and what is compiled is not seen by it.
+            **(counted(contenders[name]) if name not in (END_TO_END, COMPILED) else {}),
         }
         for name in contenders
     ]
@@ -219,6 +243,7 @@ def bench(config: Config, place: Place, rounds: int, steps: int) -> dict[str, An
         "targets": asked,
         "cuda_says_of_waits": refused,
         "pixels": made.stream.backend,
+        "compile_seconds": made.compile_seconds,
         "said": made.said,
     }
 
@@ -251,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=10, help="steps in a turn")
+    parser.add_argument("--compile", action="store_true", help="also our step with meta.compile=true")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument(
         "--quick", action="store_true", help="two turns of a step: for a look and for the tests"
@@ -266,8 +292,12 @@ def main(arguments: list[str] | None = None) -> int:
     where = environment()
     with join(config.meta.device) as place:
         deterministic(config, place)  # as a run does
-        found = bench(config, place, rounds, steps)
+        found = bench(config, place, rounds, steps, compiled=options.compile)
         show(found, place.device)
+        if found["compile_seconds"] is not None:
+            print(f"{found['compile_seconds']:.0f} s until the first compiled step, in no figure above")
+        for line in found["said"]:
+            print(line)
     print_targets(found["targets"])
     report = {
         "tool": "bench_step",
