@@ -55,7 +55,7 @@ def one_operator(image, augmentation, view):
     names = ("brightness", "contrast", "saturation", "hue")
     factors = {name: getattr(view, name) for name in names if getattr(augmentation, name)}
     if augmentation.grey:
-        factors["grey"] = fn.cast(view.grey, dtype=types.INT32)  # DALI takes no arrays of bool as an argument
+        factors["grey"] = view.grey  # int32 here, 0 or 1
     return fn.fastsuncet.color_jitter(image, **factors)
 
 

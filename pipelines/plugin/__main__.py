@@ -20,9 +20,13 @@ def main() -> int:
 
         made = build.build(prove)
     except DataError as error:
-        print(f"{error}\nNothing is lost but time: DALI's own operators make the same pixels.", file=sys.stderr)
+        print(
+            f"{error}\nNothing is lost but time: DALI's own operators make the same pixels.", file=sys.stderr
+        )
         return 1
-    print(f"built in {time.perf_counter() - start:.0f} s, and equal to DALI's own operators to the bit: {made}")
+    print(
+        f"built in {time.perf_counter() - start:.0f} s, and equal to DALI's own operators to the bit: {made}"
+    )
     return 0
 
 

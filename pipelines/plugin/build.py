@@ -21,15 +21,11 @@ from pipelines.errors import DataError
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
-# No product is contracted with its sum: DALI's are not. The other four are what the loops need to become vectors
+# No product is contracted with its sum: DALI's are not. VECTORS are what the loops need to become vectors
 # (minimum, maximum and choice without branches); they change what happens to NaN, infinity, traps and the sign of zero,
 # of which there are none here, and not the result of any operation.
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off") + (
-    "-ffinite-math-only",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-)
+VECTORS = ("-ffinite-math-only", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off", *VECTORS)
 NEEDED = ("crt/host_config.h", "nv/target")  # of CUDA's headers, which DALI's include; wheels hold them apart
 DIGEST = hashlib.sha256().digest_size
 

@@ -1,11 +1,13 @@
 """Holds the plug-in operator against DALI's own: every pixel of the same images and factors, to the bit."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import nvidia.dali.fn as fn
+import nvidia.dali.types as types
 from nvidia.dali import pipeline_def
 
 from pipelines import color
@@ -15,7 +17,11 @@ from pipelines.plugin.use import load
 
 EXACT = Augmentation()
 FACTORS = ("brightness", "contrast", "saturation", "hue")
-NUMBERS = (*FACTORS, "rotated", "grey")  # of `pipelines.graphs.view_inputs`, as `one_operator` and `jitter` take them
+NUMBERS = (
+    *FACTORS,
+    "rotated",
+    "grey",
+)  # of `pipelines.graphs.view_inputs`, as `one_operator` and `jitter` take them
 
 
 def prove(path: Path) -> None:
@@ -52,9 +58,13 @@ def both(
         )
         view = SimpleNamespace(**dict(zip(NUMBERS, given)))
         graph = color.grey(color.jitter(image, augmentation, view), view.grey)
+        view.grey = fn.cast(view.grey, dtype=types.INT32)
         return graph, color.one_operator(image, augmentation, view)
 
-    graph, plugin = side_by_side().run()
+    with warnings.catch_warnings():
+        # DALI warns of arrays that a graph has no use for: those of the factors that `augmentation` leaves out.
+        warnings.filterwarnings("ignore", message="The external source node")
+        graph, plugin = side_by_side().run()
     return ([np.asarray(of[i]) for i in range(len(images))] for of in (graph, plugin))
 
 

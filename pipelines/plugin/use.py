@@ -51,7 +51,7 @@ _loaded: list[Path] = []
 
 
 def load(path: Path) -> None:
-    """Registers the operator of the library at `path` with DALI, unless one is. Raises RuntimeError with DALI's words."""
+    """Gives DALI the operator of the library at `path`, unless it has one. Raises RuntimeError with DALI's words."""
     from nvidia.dali import plugin_manager
 
     if not _loaded:  # DALI refuses a second operator of one name
