@@ -6,6 +6,7 @@ Torch and DALI are imported by the command that needs them and not before: help 
 import argparse
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -301,6 +302,15 @@ def _load(options: argparse.Namespace) -> "Config":
     return load_config(options.config, options.overrides)
 
 
+def _mortal() -> None:
+    """Lets SIGTERM end this process wherever no command asks for it, also as process 1, which a container's command is.
+
+    The kernel drops what process 1 does not handle: a container stopped while it imports torch would start to train.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+
+
 def _dispatch(arguments: list[str]) -> int:
     """Runs the sub-command that the first words of `arguments` name."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -356,6 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     bug, and Python ends with its traceback and the code 1.
     """
     try:
+        _mortal()
         code = _dispatch(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()  # here, where a reader that went away can still be met
         return code

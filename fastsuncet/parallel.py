@@ -1,11 +1,14 @@
 """A network as it trains: compiled where that is asked for, in DDP where there are several ranks, and settled."""
 
 import inspect
+import os
+import shutil
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from fastsuncet.errors import ConfigError
 from fastsuncet.launch import Place
 
 # torch 2.15 renamed the switch and warns of the old name, 2.11 does not know the new one.
@@ -21,9 +24,13 @@ def parallel(
     static_graph: bool,  # every pass uses the same parameters and exchanges gradients
     blank: Callable[[nn.Module], Tensor],  # (network) -> a scalar of a pass over blank images
 ) -> nn.Module:
-    """`network`, or what runs it on this rank. Parameters and buffers stay the same objects and keep their values."""
+    """`network`, or what runs it on this rank. Parameters and buffers stay the same objects and keep their values.
+
+    Raises ConfigError where it is to be compiled and there is no compiler.
+    """
     inner = network
     if compiled:
+        require_compiler()
         # Static shapes: at the switch-off a run would otherwise recompile to other kernels than one resumed after it.
         network = torch.compile(network, dynamic=False)
     if place.world_size > 1:
@@ -37,6 +44,16 @@ def parallel(
         )
         settle(network, inner, blank)
     return network
+
+
+def require_compiler() -> None:
+    """Raises ConfigError where there is none: torch would say so in the first step, in a page of its own code."""
+    there = [shutil.which(name) for name in ("gcc", "g++", "clang", "clang++")]
+    if not any([*there, os.environ.get("CC"), os.environ.get("CXX")]):
+        raise ConfigError(
+            "meta.compile is true, and torch.compile needs a C++ compiler: none of gcc, g++, clang is found. Install "
+            "one (of container images, python:3.12 has it and python:3.12-slim has not), or set meta.compile=false"
+        )
 
 
 def settle(network: nn.Module, inner: nn.Module, blank: Callable[[nn.Module], Tensor]) -> None:

@@ -294,3 +294,16 @@ def test_a_bug_keeps_its_traceback(trainer):
     trainer.does = fail
     with pytest.raises(IndexError):
         cli.main(["train", "run.yaml"])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_signal_that_no_command_asks_for_ends_process_1_of_a_container_too(number):
+    # The kernel drops a signal that process 1 does not handle. Here the process is told its number, and looked at.
+    script = (
+        f"import os, signal\nos.getpid = lambda: {number}\nfrom fastsuncet import cli\n"
+        "cli.main(['version'])\n"
+        "assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) == (os.getpid() != 1)\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == (143 if number == 1 else -15), process.stderr
