@@ -1,4 +1,4 @@
-"""The container and cluster files: no engine and no cluster is at hand, so they are read, and their shell is run."""
+"""The container and cluster files: no engine and no cluster is needed, they are read, and their shell is run."""
 
 import json
 import os
@@ -139,6 +139,20 @@ def test_the_container_runs_the_trainer_itself_as_an_ordinary_user():
     assert re.search(r"^ARG BASE_IMAGE=\S+\nFROM \$\{BASE_IMAGE\}$", DOCKERFILE, re.M)
 
 
+def test_the_containers_dependencies_stay_built_when_our_own_source_or_the_commit_changes():
+    before = DOCKERFILE[: DOCKERFILE.index("docker_install.sh dependencies")]
+    assert re.findall(r"^COPY (\S+)", before, re.M) == ["constraints.txt", "tools/docker_install.sh"]
+    assert re.findall(r"^ARG (\w+)", before, re.M) == [
+        "BASE_IMAGE",
+        "DALI",
+    ]  # all that gives reason to fetch anew
+
+
+def test_the_container_asks_the_driver_for_the_jpeg_decoder_which_docker_leaves_out_unasked():
+    asked = re.search(r"NVIDIA_DRIVER_CAPABILITIES=(\S+)", DOCKERFILE)[1]
+    assert {"compute", "utility", "video"} <= set(asked.split(","))
+
+
 def test_every_file_the_container_copies_exists():
     ignored = (ROOT / ".dockerignore").read_text().split()
     for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M):
@@ -188,8 +202,10 @@ def test_the_container_pins_dali_and_leaves_an_images_own_torch_alone(brings_tor
     assert not [
         x
         for x in lines[:-2]
-        if re.match(r"(torch(vision)?==|numpy|scipy|triton|nvidia-|cuda-|setuptools)", x)
+        if re.match(r"(torch(vision)?==|numpy|scipy|triton|nvidia-(?!ml-py)|cuda-|setuptools)", x)
     ]
+    # nvidia-ml-py is plain Python, and no part of what an image's torch stands on
+    assert re.search(r"^nvidia-ml-py==", ours, re.M)[0] in given
     assert re.search(r"^timm==", ours, re.M)[0] in given and "huggingface-hub==" in given
 
 

@@ -23,6 +23,7 @@ dependencies)
         torch_stands_on="$torch_stands_on|mpmath|networkx|pillow|setuptools|sympy|typing-extensions"
         on_numpy='numpy|scipy|scikit-learn|matplotlib|contourpy'
         grep -Ev "^($torch_stands_on|$on_numpy)==" constraints.txt >"$constraints"
+        grep '^nvidia-ml-py==' constraints.txt >>"$constraints" # plain Python, for joules: torch does not stand on it
         # From the packages' records, not from `pip freeze`: that names a file for what was built in the image, and pip
         # takes no such line as a constraint. A version like 2.10.0a0+b4e4ee8 is fine.
         python3 - >>"$constraints" <<'PYTHON'
@@ -36,15 +37,20 @@ for package in ("torch", "torchvision", "numpy", "triton", "pytorch-triton"):
 PYTHON
         # NVIDIA's DALI goes first: two builds of it would write into one Python package.
         $PIP uninstall -y nvidia-dali-cuda120 nvidia-dali-cuda130
-        $PIP install -c "$constraints" timm pyyaml pydantic safetensors tqdm matplotlib scikit-learn \
+        $PIP install -c "$constraints" timm pyyaml pydantic safetensors tqdm matplotlib scikit-learn nvidia-ml-py \
             "${DALI}==${dali_version}"
     else
         $PIP install -c constraints.txt torch torchvision timm pyyaml pydantic numpy safetensors pillow tqdm \
-            matplotlib scikit-learn tensorboard "${DALI}==${dali_version}"
+            matplotlib scikit-learn tensorboard nvidia-ml-py "${DALI}==${dali_version}"
     fi
     ;;
 project)
-    $PIP install --no-deps .
+    # With the setuptools that is there, the pinned one: no network, and not the newest of the day. One that an image
+    # brings may be too old for our pyproject.toml; then pip fetches one for the build.
+    if python3 -c "import setuptools as s; raise SystemExit(int(s.__version__.split('.')[0]) < 77)" 2>/dev/null; then
+        isolation=--no-build-isolation
+    fi
+    $PIP install --no-deps ${isolation:-} .
     fastsuncet version
     ;;
 *)

@@ -2,9 +2,9 @@
 
     python tools/pin_constraints.py python3.10 python3.11 python3.12 python3.13 [--keep]
 
-Asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev,bench]`, and joins the answers:
-a version all agree on is one line, a version only some can use carries a `python_version` marker. With --keep the
-versions that are there already stay: for a package that was added, without a change of all the others.
+Asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev,bench,energy]`, and joins the
+answers: a version all agree on is one line, a version only some can use carries a `python_version` marker. With --keep
+the versions that are there already stay: for a package that was added, without a change of all the others.
 """
 
 import argparse
@@ -22,7 +22,7 @@ HEADER = """\
 
 
 def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
-    """What pip would install for `.[dev,bench]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
+    """What pip would install for `.[dev,bench,energy]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [f"{folder}/bin/python", "-m", "pip", "-q"]
@@ -30,7 +30,7 @@ def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
         subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
         report = Path(folder, "report.json")
         known = ["-c", "constraints.txt"] if keep else []
-        command = [*pip, "install", "--dry-run", "--report", str(report), *known, "-e", ".[dev,bench]"]
+        command = [*pip, "install", "--dry-run", "--report", str(report), *known, "-e", ".[dev,bench,energy]"]
         subprocess.run(command, check=True, cwd=ROOT)
         answer = json.loads(report.read_text())
     version = ".".join(answer["environment"]["python_version"].split(".")[:2])
