@@ -8,6 +8,7 @@ Nothing has captured on a card yet: `meta.cuda_graph` is off by default, and wha
 without.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.data import Batch
+from fastsuncet.distributed import any_rank
 from fastsuncet.optim import LARS
 from fastsuncet.say import Say, say_line
 from fastsuncet.step import Setting, train_step
 
-WARMUP = 3  # steps of each kind before it is captured; DDP has had its own passes in `parallel.settle`
+# Steps of each kind before it is captured. DDP times its first ten passes by events, which nothing can wait for in a
+# capture: PyTorch asks for eleven of them before.
+WARMUP, WARMUP_IN_DDP = 3, 11
 
 
 class Step:
@@ -41,6 +45,7 @@ class Step:
         self.graphs = graphs
         if graphs and setting.device.type != "cuda" and capture is None:
             self._without(f"there is no CUDA device, this is {setting.device.type}")
+        self.warmup = WARMUP_IN_DDP if isinstance(network, nn.parallel.DistributedDataParallel) else WARMUP
         self._seen: dict[tuple, int] = {}  # kind of step -> how many ran kernel by kernel
         self._captured: dict[
             tuple, tuple[Any, Batch, Tensor]
@@ -50,7 +55,9 @@ class Step:
     def __call__(self, batch: Batch, lr: float) -> Tensor:
         """One update; the two losses (2,) on the device. No sync."""
         kind = self.kind(batch)
-        if self.graphs and kind not in self._captured and self._seen.get(kind, 0) >= WARMUP:
+        if self._captured and kind not in self._seen:
+            self._release()
+        if self.graphs and kind not in self._captured and self._seen.get(kind, 0) >= self.warmup:
             self._capture(kind, batch)
         if kind not in self._captured or not self.graphs:
             self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -74,15 +81,29 @@ class Step:
             labeled=torch.empty_like(batch.labeled),
             labels=torch.empty_like(batch.labels),
         )
+        refused, made = None, None
         try:
-            graph, losses = self.capture(
+            made = self.capture(
                 lambda: train_step(self.network, self.optimizer, static, self._lr, self.setting)
             )
         except RuntimeError as error:  # torch raises nothing narrower for what a graph cannot hold
             self.optimizer.zero_grad(set_to_none=True)
-            self._without(str(error).splitlines()[0])
-            return
-        self._captured[kind] = (graph, static, losses)
+            refused = first_words(error)
+        # NCCL wants a collective in all ranks' graphs or in none: whatever one cannot record, none replays.
+        if any_rank(refused is not None):
+            self._without(refused or "another rank could not record its step")
+        else:
+            graph, losses = made
+            self._captured[kind] = (graph, static, losses)
+
+    def _release(self) -> None:
+        """Lets go of the graphs there are: the kinds of a run follow each other, and none comes back.
+
+        Each holds the memory of a whole step. A kind that did come back would be captured anew.
+        """
+        if self.setting.device.type == "cuda":
+            torch.cuda.synchronize()  # a replay may be under way
+        self._captured.clear()
 
     def _without(self, why: str) -> None:
         self.graphs = False
@@ -94,10 +115,31 @@ def tensors(batch: Batch) -> tuple[Tensor, ...]:
     return (*batch.views, batch.labeled, batch.labels)
 
 
+def first_words(error: BaseException) -> str:
+    """What went wrong first: an operation that cannot be recorded makes the capture's own end fail as well."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def capture_on_the_device(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """Records what `step` would start, without running it. RuntimeError for what cannot be recorded, such as a sync."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        losses = step()
+    """Records what `step` would start, without running it. RuntimeError for what cannot be recorded, such as a sync.
+
+    On the stream the steps before it ran on, unless that is CUDA's default one, which cannot be captured: autograd runs
+    a parameter's last node on the stream it was made on, and DDP keeps those nodes for good (`launch.join`).
+    """
+    stream = torch.cuda.current_stream()
+    stream = None if stream == torch.cuda.default_stream() else stream  # None: one of torch's
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # what it finds, such as a loader's buffers, would be freed in the middle: nothing may be
+    try:
+        graph = torch.cuda.CUDAGraph()
+        # DALI's threads and NCCL's watchdog go on meanwhile. In the default mode whatever they ask of CUDA that a
+        # capture cannot hold (memory, whether an event has passed) is refused to them, and ends the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            losses = step()
+    finally:
+        if collecting:
+            gc.enable()
     return graph, losses

@@ -11,6 +11,7 @@ rank that failed first, because a scheduler decides by it whether to requeue (75
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -168,6 +169,16 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+@functools.cache  # one a device: memory that one stream let go of is of no use to another
+def work_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream a rank does everything on, from its first tensor to its last step; not CUDA's default one.
+
+    The default stream cannot be captured in a graph, and DDP keeps nodes of autograd that belong to the stream it was
+    built on: a step can be captured only on the stream on which the network was wrapped and warmed up.
+    """
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Place]:
     """Joins the ranks the launcher's variables describe (none: a world of one), and leaves them at the end."""
@@ -177,6 +188,7 @@ def join(device: str) -> Iterator[Place]:
     place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
+        torch.cuda.set_stream(work_stream(place.device))
     if world_size == 1 or dist.is_initialized():
         yield place
         return
