@@ -107,6 +107,9 @@ class PairedStream:
         return Batch(step, shown, labeled, labels)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.place.device.type == "cuda" and not tensor.is_cuda:
+            # From pageable memory a copy may hold the host up until the GPU has come to it, `non_blocking` or not.
+            tensor = tensor.pin_memory()
         return tensor.to(self.place.device, non_blocking=True)
 
     def files(self, step: int, rank: int, role: str) -> list[str]:

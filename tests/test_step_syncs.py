@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.config import Config
-from fastsuncet.data import Batch, views
+from fastsuncet.data import Batch, PairedStream, views
 from fastsuncet.launch import Place
 from fastsuncet.step import build, train_step
 from tests.ranks import run_ranks
@@ -72,6 +72,18 @@ def waits_on_a_rank(rank: int, world_size: int, folder) -> int:
 
 def test_no_step_on_two_ranks_waits(tmp_path):
     assert run_ranks(waits_on_a_rank, 2, tmp_path) == [0, 0]
+
+
+def test_labels_and_cpu_pixels_go_to_a_gpu_from_pinned_memory(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **how: asked.append(how) or self)
+    labels = torch.arange(3)
+    for device in ("cuda", "cpu"):
+        stream = PairedStream.__new__(PairedStream)
+        stream.place = Place(0, 1, 0, torch.device(device))
+        assert stream._to_device(labels) is labels
+    assert asked == ["pinned", {"non_blocking": True}, {"non_blocking": True}]
 
 
 def test_a_wait_that_somebody_adds_is_seen(tmp_path):
