@@ -14,9 +14,9 @@ from fastsuncet import norm_kernels
 from fastsuncet.launch import Place
 from tests.host_kernels import on_the_host
 from tests.ranks import run_ranks
-from tools import bench_norm, norm_passes
+from tools import bench_norm, norm_contenders
+from tools.norm_contenders import COMPILED, CUDNN, GROUPBN, OPERATORS, OURS, Absent
 from tools.norm_layers import Case, Layer, cases
-from tools.norm_passes import COMPILED, CUDNN, GROUPBN, OPERATORS, OURS, Absent
 
 HERE = Place(0, 1, 0, torch.device("cpu"))
 KINDS = ("plain", "relu", "add")
@@ -96,7 +96,9 @@ def test_a_resnet50_has_53_such_layers_of_11_million_activations():
 def test_every_contender_has_the_values_and_gradients_of_float32(name, kind, apex):
     layer = Layer(Case(kind, 16, 5), 3, HERE)
     with on_the_host(norm_kernels):
-        found = norm_passes.CONTENDERS[name](layer)() if name != OURS else norm_passes.kernels(layer)()
+        found = (
+            norm_contenders.CONTENDERS[name](layer)() if name != OURS else norm_contenders.kernels(layer)()
+        )
     expected = bench_norm.truth(layer)
     assert len(found) == len(expected) == 4 + (kind == "add")
     assert [t.shape for t in found] == [t.shape for t in expected]
@@ -108,13 +110,13 @@ def test_without_apex_or_a_gpu_a_contender_says_so():
     layer = Layer(Case("relu", 8, 3), 2, HERE)
     for name, reason in ((GROUPBN, "not installed"), (CUDNN, "not installed"), (OURS, "this is a CPU")):
         with pytest.raises(Absent, match=reason):
-            norm_passes.CONTENDERS[name](layer)
+            norm_contenders.CONTENDERS[name](layer)
 
 
 def test_an_apex_that_was_built_without_the_kernels_is_not_installed(apex):
     del apex["apex.contrib.groupbn"].BatchNorm2d_NHWC
     with pytest.raises(Absent, match="not installed"):
-        norm_passes.groupbn(Layer(Case("relu", 8, 3), 2, HERE))
+        norm_contenders.groupbn(Layer(Case("relu", 8, 3), 2, HERE))
 
 
 def test_a_contender_that_is_wrong_or_fails_is_told_and_not_timed(apex, monkeypatch):
@@ -145,7 +147,7 @@ def test_bench_norm_tells_each_contender_or_why_it_is_not_here(tmp_path, capsys,
     assert bench_norm.main(["--quick", "--device", "cpu", "--json", str(path)]) == 0
     report, printed = json.loads(path.read_text()), capsys.readouterr().out
     rows = {row["name"]: row for row in report["points"]}
-    assert set(rows) == {*norm_passes.CONTENDERS, bench_norm.LIMIT}
+    assert set(rows) == {*norm_contenders.CONTENDERS, bench_norm.LIMIT}
     for name, row in rows.items():
         assert name in printed
         assert name == OURS or min(row["seconds"]) > 0
@@ -158,21 +160,23 @@ def test_bench_norm_tells_each_contender_or_why_it_is_not_here(tmp_path, capsys,
         "BatchNorm, ReLU",
         "BatchNorm, residual, ReLU",
     }
-    assert printed.rstrip().rpartition("fastest: ")[2] in norm_passes.CONTENDERS
+    assert printed.rstrip().rpartition("fastest: ")[2] in norm_contenders.CONTENDERS
 
 
 def test_a_kernel_of_ours_that_is_wrong_ends_the_command_with_1(monkeypatch, capsys):
     monkeypatch.setitem(
-        norm_passes.CONTENDERS, OURS, lambda layer: lambda: [2 * t for t in norm_passes.operators(layer)()]
+        norm_contenders.CONTENDERS,
+        OURS,
+        lambda layer: lambda: [2 * t for t in norm_contenders.operators(layer)()],
     )
     assert bench_norm.main(["--quick", "--device", "cpu"]) == 1
     assert "WRONG: 100.0 % off float32" in capsys.readouterr().out
 
 
 def _on_a_rank(rank, world_size):
-    norm_passes.CONTENDERS.pop(COMPILED)
+    norm_contenders.CONTENDERS.pop(COMPILED)
     place = Place(rank, world_size, rank, torch.device("cpu"))
-    norm_passes.CONTENDERS[OURS] = norm_passes.kernels
+    norm_contenders.CONTENDERS[OURS] = norm_contenders.kernels
     with on_the_host(norm_kernels):
         found = bench_norm.measure(Case("add", 8, 2), 2, place, 2, 1)
     return sorted(found["seconds"]), found["said"]

@@ -14,6 +14,7 @@ from fastsuncet.optim import LARS, lars_kernel, parameter_groups
 from tests import dense_losses
 from tests.dense_losses import gradient
 from tests.networks import give_gradients
+from tools import bench_lars, bench_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,3 +186,12 @@ def test_a_network_trains_alike_with_its_batchnorms_fused_also_in_a_graph():
         captured, _ = gradients(network)
     graph.replay()
     assert captured.item() == pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_the_bench_tools_time_the_kernels_as_graphs(capsys, monkeypatch):
+    # What torch.compile makes is timed elsewhere: it takes its minutes.
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    assert bench_lars.main(["--quick", "--device", "cuda"]) == 0
+    assert bench_lars.GRAPH in (said := capsys.readouterr().out) and bench_lars.LIMIT in said
+    assert bench_norm.main(["--quick", "--device", "cuda"]) == 0
+    assert "WRONG" not in (said := capsys.readouterr().out) and "not as a CUDA graph" not in said

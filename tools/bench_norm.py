@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `
 from fastsuncet.launch import Place, join
 from tools.bench_common import environment, print_table, ratios, spread, told, write_json
 from tools.device_clock import CLOCK, captured, copying, turns
+from tools.norm_contenders import COMPILED, CONTENDERS, OPERATORS, OURS, Absent, Pass, operators
 from tools.norm_layers import Case, Layer, cases
-from tools.norm_passes import COMPILED, CONTENDERS, OPERATORS, OURS, Absent, Pass, operators
 
 LIMIT = "limit: a copy of as many bytes"
 TOLERANCE = 0.02  # mean difference to float32 beside the mean value: what 16 bits cost is under half of it
