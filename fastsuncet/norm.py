@@ -9,11 +9,10 @@ Messages are 8 (1 + 2C) bytes forward and 8C backward, and what a rank computes 
 either: a gather of everybody's statistics would be a ring of as many hops as ranks, and docs/scaling.md has what that
 comes to. Every rank gets the same bits of an all-reduce, from gloo and from NCCL: DDP's weights rest on that too.
 
-`torch.nn.SyncBatchNorm` is kept as a peer to compare with, on CUDA only. It masks out ranks with an empty batch, and
-the mask makes the host wait for the device in every layer. Its kernels are fused, though: ours pays in memory traffic,
-an elementwise pass over the activations for each of the operations below (about six forward and seven backward,
-several of them in float32) where torch's read them twice and write once. What is kept for the backward pass is the same
-for both: the input, in its own dtype. Neither was timed on a GPU yet.
+Over the activations it makes four passes (norm_operators.py): on CUDA those of `torch.nn.SyncBatchNorm`, elsewhere plain
+operators. What is kept for the backward pass is the input, in its own dtype. `SyncBatchNorm` itself stays as a peer to
+compare with, on CUDA only: it masks out ranks with an empty batch, and the mask makes the host wait for the device in
+every layer. Neither was timed on a GPU yet.
 
 Gradients: the backward pass of a rank gives its inputs and parameters their share of the gradient of the SUM over ranks
 of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that of one
@@ -28,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.distributed import Group, sum_over_ranks, sum_over_ranks_, world_size
+from fastsuncet.norm_operators import passes_for
 
 
 def synchronise(
@@ -137,35 +137,26 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group):
-        dims = [d for d in range(x.dim()) if d != 1]
-        shape = (x.shape[1], *[1] * (x.dim() - 2))
-        channels = x.shape[1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        variance, mean = torch.var_mean(wide, dims, correction=0)
-
-        total, mean, variance = join_statistics(x.numel() // channels, mean, variance, group)
-
+        ctx.passes, ctx.group = passes_for(x, weight, bias), group
+        moments = ctx.passes.moments(x, eps)
+        total, mean, variance = join_statistics(x.numel() // x.shape[1], *moments, group)
         inverse = (variance + eps).rsqrt()
-        scale = inverse if weight is None else inverse * weight
-        y = (wide - mean.view(shape)).mul_(scale.view(shape))
-        if bias is not None:
-            y.add_(bias.view(shape))
         # The input in its own dtype, which the convolution before keeps too: standardised rows in float32 would double
         # or triple what a bfloat16 network holds for its backward pass.
-        ctx.save_for_backward(x, weight, mean, inverse, scale, total)
-        ctx.dims, ctx.shape, ctx.group = dims, shape, group
+        ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.mark_non_differentiable(mean, variance, total)
-        return y.to(x.dtype), mean, variance, total
+        return ctx.passes.normalise(x, weight, bias, mean, inverse, eps), mean, variance, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor, *_):
-        x, weight, mean, inverse, scale, total = ctx.saved_tensors
-        gradient = gradient.to(inverse.dtype)
-        standardised = (x - mean.view(ctx.shape)).mul_(inverse.view(ctx.shape))
-        own = torch.stack([gradient.sum(ctx.dims), (gradient * standardised).sum(ctx.dims)])
-        shift, slope = (sum_over_ranks(own, ctx.group) / total).view(2, *ctx.shape)
-        d_x = (gradient - shift).sub_(standardised.mul_(slope)).mul_(scale.view(ctx.shape)).to(x.dtype)
+        x, weight, mean, inverse, total = ctx.saved_tensors
+        own = ctx.passes.sums(gradient, x, mean, inverse, weight)
+        own[1].mul_(
+            inverse
+        )  # of standardised rows, which is what the kernels of norm_kernels.py tell other ranks too
+        means = sum_over_ranks(own, ctx.group) / total
+        d_x = ctx.passes.gradient(gradient, x, mean, inverse, weight, means)
         if weight is None:
             return d_x, None, None, None, None
         return d_x, own[1].to(weight.dtype), own[0].to(weight.dtype), None, None
