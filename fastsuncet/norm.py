@@ -9,10 +9,10 @@ Messages are 8 (1 + 2C) bytes forward and 8C backward, and what a rank computes 
 either: a gather of everybody's statistics would be a ring of as many hops as ranks, and docs/scaling.md has what that
 comes to. Every rank gets the same bits of an all-reduce, from gloo and from NCCL: DDP's weights rest on that too.
 
-Over the activations it makes four passes (norm_operators.py): on CUDA those of `torch.nn.SyncBatchNorm`, elsewhere plain
-operators. What is kept for the backward pass is the input, in its own dtype. `SyncBatchNorm` itself stays as a peer to
-compare with, on CUDA only: it masks out ranks with an empty batch, and the mask makes the host wait for the device in
-every layer. Neither was timed on a GPU yet.
+Over the activations it makes four passes (norm_operators.py): on CUDA those of `torch.nn.SyncBatchNorm`, elsewhere
+plain operators. What is kept for the backward pass is the input, in its own dtype. `SyncBatchNorm` itself stays as a
+peer to compare with, on CUDA only: it masks out ranks with an empty batch, and the mask makes the host wait for the
+device in every layer. Neither was timed on a GPU yet.
 
 Gradients: the backward pass of a rank gives its inputs and parameters their share of the gradient of the SUM over ranks
 of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that of one

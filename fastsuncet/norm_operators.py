@@ -5,7 +5,7 @@
 `Plain` says what each pass is, in operators of any device: about five reads or writes of the activations each, some
 in float32. `Torch` is the same by the CUDA operators under `torch.nn.SyncBatchNorm`, which read every activation once
 and write it once, in its own dtype: 2 + 4 + 4 + 6 bytes an activation in 16 bits. What that module does besides, a
-mask for which the host has to wait, is left out. Not run on a card yet; tests/test_norm_operators.py has the arithmetic.
+mask for which the host has to wait, is left out. Not run on a card yet; the arithmetic is tested without one.
 """
 
 from typing import Protocol
