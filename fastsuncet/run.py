@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fastsuncet import files, launch
+from fastsuncet.communicators import order_launches
 from fastsuncet.config import Config
 from fastsuncet.data import PairedStream
 from fastsuncet.distributed import any_rank, broadcast_json
@@ -38,6 +39,8 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
         return 0
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
+    if config.model.batchnorm_communicator == "own":
+        order_launches()
     with launch.join(config.meta.device) as place:
         train(config, place)
     return 0

@@ -10,6 +10,7 @@ from torch import nn
 
 from fastsuncet import data, methods, norm, norm_kernels
 from fastsuncet import model as models
+from fastsuncet.communicators import batchnorm_group
 from fastsuncet.config import Config
 from fastsuncet.data import Batch
 from fastsuncet.launch import Place
@@ -95,10 +96,12 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
         seed=config.meta.seed,
     )
+    own = m.sync_batchnorm and m.batchnorm_communicator == "own"
+    group = batchnorm_group(place) if own else None
     if m.fused_batchnorm:
-        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, implementation="kernel")
+        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, group=group, implementation="kernel")
     elif m.sync_batchnorm:
-        model = norm.synchronise(model)
+        model = norm.synchronise(model, group)
     model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
     setting = Setting(config, model, place.device)
     optimizer = LARS(

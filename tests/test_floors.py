@@ -24,7 +24,7 @@ FLOORS = [
     "fastsuncet.errors fastsuncet.say fastsuncet.files fastsuncet.signals fastsuncet.versions fastsuncet.distributed",
     "fastsuncet.config fastsuncet.launch fastsuncet.vote fastsuncet.energy fastsuncet.kernels",
     "fastsuncet.losses fastsuncet.optim fastsuncet.model fastsuncet.norm fastsuncet.compute fastsuncet.contents",
-    "fastsuncet.parallel fastsuncet.learner fastsuncet.norm_kernels",
+    "fastsuncet.communicators fastsuncet.parallel fastsuncet.learner fastsuncet.norm_kernels",
     "fastsuncet.methods",
     "fastsuncet.data_wait",
     "fastsuncet.snapshot fastsuncet.sinks fastsuncet.window fastsuncet.ledger",

@@ -136,9 +136,16 @@ def _stopped_on_one_rank(rank: int, world_size: int, folder: str, shared: str) -
     return [batches == seen, sorted(seen) == list(range(10))]
 
 
-@pytest.mark.parametrize("statistics", ["shared", "own"])
+STATISTICS = {
+    "shared": "model.sync_batchnorm=true",
+    "own": "model.sync_batchnorm=false",
+    "shared_apart": "model.batchnorm_communicator=own",
+}
+
+
+@pytest.mark.parametrize("statistics", STATISTICS)
 def test_two_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, statistics):
-    shared = f"model.sync_batchnorm={str(statistics == 'shared').lower()}"
+    shared = STATISTICS[statistics]
     for same_batches, every_step in run_ranks(_stopped_on_one_rank, 2, str(tmp_path), shared):
         assert same_batches
         assert every_step
