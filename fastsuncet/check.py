@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fastsuncet.config import Config
+from fastsuncet.cores import decode_threads
 from fastsuncet.images import CIFAR, index_path
 from pipelines import datasets
 from pipelines.check import CheckReport, check
@@ -52,14 +53,16 @@ def check_config(config: Config, write: Write = print) -> None:
         classes = datasets.with_csv_labels(train, Path(data.csv).expanduser()).classes
     else:
         classes = train.classes
-    reports = [_checked(train, data.backend, device, data.decode_threads, write)]
+    reports = [_checked(train, data.backend, device, decode_threads(data.decode_threads), write)]
     if data.pack is None:
         _keep(reports[0], index_path(config, folder, True), write)
     if data.validation is not None:
         folder = Path(data.root).expanduser() / data.validation
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
             validation = datasets.image_folder(folder, classes=classes)
-            reports.append(_checked(validation, data.backend, device, data.decode_threads, write))
+            reports.append(
+                _checked(validation, data.backend, device, decode_threads(data.decode_threads), write)
+            )
             _keep(reports[1], index_path(config, folder, False), write)
         else:
             write(f"{folder}: no such folder, and no evaluation asks for it")

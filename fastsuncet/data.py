@@ -10,6 +10,7 @@ import torch
 
 from fastsuncet.compute import analytic_macs
 from fastsuncet.config import Arithmetic, Config
+from fastsuncet.cores import decode_threads
 from fastsuncet.launch import Place
 from pipelines.index import ImageIndex
 from pipelines.loader import Loader, open_loader
@@ -80,7 +81,7 @@ class PairedStream:
             plan.augmentations,
             device="gpu" if self.place.device.type == "cuda" else "cpu",
             device_id=self.place.device.index or 0,
-            threads=data.decode_threads,
+            threads=decode_threads(data.decode_threads),
             prefetch=data.prefetch,
             backend=data.backend,
             bad_images=data.bad_images,

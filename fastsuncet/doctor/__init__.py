@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+from fastsuncet import cores as cpu
 from fastsuncet.doctor.finding import Finding
 from fastsuncet.doctor.gpu import cards, dali, nccl, nvrtc
 from fastsuncet.versions import installed
@@ -163,10 +164,8 @@ def cores() -> Finding:
     """CPU cores this process may use."""
     import torch
 
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = torch.cuda.device_count()
-    each = f", {count / gpus:.0f} a GPU: data.decode_threads up to that" if gpus else ""
-    return Finding("ok", f"{count}{each}")
+    count, gpus = cpu.cores(), torch.cuda.device_count()
+    return Finding("ok", f"{count}, {count / gpus:.0f} a GPU" if gpus else f"{count}")
 
 
 Examinations = list[tuple[str, Callable[[], Finding]]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.config import Config
+from fastsuncet.cores import decode_threads
 from fastsuncet.data import augmentation
 from fastsuncet.distributed import all_gather_rows
 from fastsuncet.launch import Place
@@ -119,7 +120,7 @@ def loader_options(config: Config, place: Place) -> dict[str, Any]:
     return {
         "device": "gpu" if place.device.type == "cuda" else "cpu",
         "device_id": place.device.index or 0,
-        "threads": config.data.decode_threads,
+        "threads": decode_threads(config.data.decode_threads),
         "backend": config.data.backend,
     }
 
