@@ -47,8 +47,8 @@ def open_loader(
     `device_id`, "cpu" on `threads` threads. `backend` "auto" is DALI where it can be imported and otherwise
     torchvision, with a line that says so. Up to `bad_images` distinct undecodable files are replaced by
     others and counted (by this loader: each rank, stream and start of a run counts its own); one more raises
-    BadImage. `color_operator` is what DALI makes exact colour with, which changes no pixel: "plugin" is our own
-    operator, "graph" DALI's, "auto" our own on a CPU where it was built.
+    BadImage. `color_operator` is what DALI makes exact colour with, which changes no pixel on a CPU: "plugin" is our
+    own operator, "graph" DALI's, "auto" our own on a CPU where it was built.
 
     With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an
     image's pixels may depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" sets memory aside

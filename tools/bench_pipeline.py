@@ -8,7 +8,8 @@ of 32. Each contender lives in a process of its own; they take turns, and only t
 
 Colour, in the table: "exact" is torchvision's jitter (contrast about the image's mean grey, hue in HSV) in the
 fixed order brightness, contrast, saturation, hue; "fast" is one linear twist in YIQ, another augmentation of about
-the same strength; "stock" is torchvision's jitter in torchvision's random order. Blur: Gaussian, 23 pixels wide,
+the same strength; "stock" is torchvision's jitter in torchvision's random order. "own operator": exact colour by
+`pipelines.plugin`, the same pixels; it must have been built. Blur: Gaussian, 23 pixels wide,
 or as wide as sigma asks for (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used.
 
 The same files are also read out of a pack (`fastsuncet data pack`). Both are in the page cache by then, and a user
@@ -43,6 +44,7 @@ from pipelines.packed import open_pack
 from pipelines.packing import write_pack
 from pipelines.params import Augmentation, blur_windows
 from pipelines.plan import Plan
+from pipelines.plugin.build import kept
 from pipelines.sampling import UnlabeledSampler
 from tools.bench_common import (
     PROCESSES,
@@ -65,8 +67,8 @@ DRAINED = 5  # batches thrown away before a turn: more than anybody has prepared
 class Contender:
     """Who makes the two views, and how."""
 
-    # "dali", from files or from a "pack"; "twin"; "decode", "read files", "read pack": a part of the work alone; or
-    # for the DataLoader what its transforms work on: "tensors", "PIL".
+    # "dali", from files or from a "pack"; "plugin", with our own operator for colour; "twin"; "decode", "read files",
+    # "read pack": a part of the work alone; or for the DataLoader what its transforms work on: "tensors", "PIL".
     engine: str
     color: str
     blur: str  # "23", "sigma" or "box"
@@ -83,6 +85,7 @@ class Contender:
             return alone[self.engine]
         who = {
             "dali": "fastsuncet DALI",
+            "plugin": "fastsuncet DALI, own operator",
             "pack": "fastsuncet DALI from a pack",
             "twin": "fastsuncet torchvision twin",
         }
@@ -90,12 +93,14 @@ class Contender:
 
     @property
     def ours(self) -> bool:
-        return self.engine in ("dali", "pack", "twin")
+        return self.engine in ("dali", "plugin", "pack", "twin")
 
 
 CONTENDERS = (
     Contender("dali", "exact", "23"),
     Contender("dali", "exact", "sigma"),
+    Contender("plugin", "exact", "23"),
+    Contender("plugin", "exact", "sigma"),
     Contender("dali", "fast", "23"),
     Contender("dali", "fast", "sigma"),
     Contender("pack", "fast", "sigma"),
@@ -110,8 +115,8 @@ CONTENDERS = (
     Contender(FILES, "-", "-"),
     Contender(PACK, "-", "-"),
 )
-PACKED = (CONTENDERS[3], CONTENDERS[4], *CONTENDERS[-2:])
-QUICK = (CONTENDERS[2], CONTENDERS[7], *CONTENDERS[-2:])
+PACKED = (Contender("dali", "fast", "sigma"), *(c for c in CONTENDERS if c.engine in ("pack", FILES, PACK)))
+QUICK = (Contender("dali", "fast", "23"), Contender("tensors", "stock", "23"), *CONTENDERS[-2:])
 
 
 class SigmaBlur(nn.Module):
@@ -203,7 +208,9 @@ def batches(contender: Contender, stored: Stored, batch: int) -> Iterator[Any]:
         yield from read(plan)
         return
     backend = "torchvision" if contender.engine == "twin" else "dali"
-    loader = open_loader(index, plan, views, threads=WORKERS, prefetch=2, backend=backend)
+    operator = "plugin" if contender.engine == "plugin" else "graph"
+    pace = {"threads": WORKERS, "prefetch": 2}
+    loader = open_loader(index, plan, views, backend=backend, color_operator=operator, **pace)
     for step in itertools.count():
         yield loader(step)
 
@@ -327,7 +334,7 @@ def compare(found: list[dict[str, Any]]) -> None:
     """Adds to each row of ours how it stands to the fastest DataLoader with the same blur kernel; a pack, to files."""
     for row in found:
         same_blur = peers(found, row["blur"])
-        if row["engine"] in ("dali", "twin") and same_blur:
+        if row["engine"] in ("dali", "plugin", "twin") and same_blur:
             row["peer"] = same_blur[0]["name"]
             row["speed_to_peer"] = ratios(row["images_per_second"], same_blur[0]["images_per_second"])
             row["cpu_of_peer"] = ratios(same_blur[0]["cpu_ms_per_image"], row["cpu_ms_per_image"])
@@ -346,7 +353,7 @@ def targets_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was asked of the DALI loader on a CPU, for both blur kernels."""
     asked = []
     for row in found:
-        if row["engine"] == "dali" and "peer" in row:
+        if row["engine"] in ("dali", "plugin") and "peer" in row:
             limit = 1.5 if row["color"] == "fast" else 1.0
             asked.append(
                 target(
@@ -410,6 +417,9 @@ def main(arguments: list[str] | None = None) -> int:
         contenders = tuple(c for c in CONTENDERS if c in PACKED)
     if options.quick:
         batch, count, rounds, contenders = 4, 2, 2, QUICK
+    if kept() is None:
+        print("left out: DALI with our own color operator, which `python -m pipelines.plugin` builds")
+        contenders = tuple(c for c in contenders if c.engine != "plugin")
     where = environment()
     with tempfile.TemporaryDirectory() as made_up:
         if options.folder is None:

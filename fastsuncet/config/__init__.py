@@ -35,8 +35,9 @@ __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", 
 # What a run may be continued with although it began with another value: none of it changes a bit of the
 # weights. Places (the same data may lie elsewhere; whether it is the same is for its index to say), how
 # fast pixels are made, what is written down and when. Not free, though one might think so: meta.threads and
-# criterion.chunk_size change the order of sums; device, precision, channels_last, compile, data.backend and
-# data.hw_decoder_share change the kernels; epochs, steps and warmup change the learning rate of every step.
+# criterion.chunk_size change the order of sums; device, precision, channels_last, compile, data.backend,
+# data.color_operator (on a GPU) and data.hw_decoder_share change the kernels; epochs, steps and warmup change
+# the learning rate of every step.
 FREE_ON_RESUME = (
     "data.root",
     "data.csv",
@@ -45,7 +46,6 @@ FREE_ON_RESUME = (
     "data.split.file",
     "data.download",
     "data.bad_images",
-    "data.color_operator",
     "data.decode_threads",
     "data.prefetch",
     "data.decoder_buffers",

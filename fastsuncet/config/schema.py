@@ -108,7 +108,7 @@ class Data(Section):
     # (unlabeled, labeled), counted anew when the run is started again.
     bad_images: CountOrZero = 0
     backend: Literal["auto", "dali", "torchvision"] = "auto"
-    # What DALI makes exact color with on a CPU; the pixels are the same bits. plugin: our own operator, which
+    # What DALI makes exact color with; on a CPU the pixels are the same bits. plugin: our own operator, which
     # `python -m pipelines.plugin` builds; graph: DALI's; auto: our own where it was built, and on a GPU DALI's.
     color_operator: Literal["auto", "graph", "plugin"] = "auto"
     decode_threads: Count = 3

@@ -23,7 +23,6 @@ PLACES = (
     "data.root",
     "data.index",
     "data.download",
-    "data.color_operator",
     "data.decode_threads",
     "data.prefetch",
     "data.decoder_buffers",

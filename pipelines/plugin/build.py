@@ -18,8 +18,10 @@ from pathlib import Path
 
 from pipelines.backend import dali_problem
 from pipelines.errors import DataError
+from pipelines.plugin import ptx
 
 SOURCES = Path(__file__).parent
+NAMES = {"cpu": "color_jitter", "gpu": "color_jitter_gpu"}
 COMPILERS = ("g++", "c++", "clang++")
 # No product is contracted with its sum: DALI's are not. VECTORS are what the loops need to become vectors
 # (minimum, maximum and choice without branches); they change what happens to NaN, infinity, traps and the sign of zero,
@@ -30,21 +32,25 @@ NEEDED = ("crt/host_config.h", "nv/target")  # of CUDA's headers, which DALI's i
 DIGEST = hashlib.sha256().digest_size
 
 
-def build(prove: Callable[[Path], None]) -> Path:
-    """The plug-in, compiled unless it is kept already; `prove(path)` loads it first, and raises if it is not fit.
+def build(prove: Callable[[Path], None], device: str = "cpu") -> Path:
+    """The plug-in for a device, compiled unless it is kept already; `prove(path)` loads it first, and raises if it is
+    not fit.
 
     Raises DataError where there is no DALI, no compiler or no CUDA headers, or with what the compiler said.
     """
-    if (reason := unavailable()) is not None:
+    if (reason := unavailable(device)) is not None:
         raise DataError(f"the color operator cannot be built here: {reason}")
-    target = place()
+    target = place(device)
     if whole(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # code that will run: nobody else's to write
     # In one step and under a name of its own: whoever builds at the same time writes the same.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as work:
         made = Path(work) / target.name
-        compiled = subprocess.run([*command(), "-o", str(made)], capture_output=True, text=True)
+        if device == "gpu":
+            (Path(work) / "ptx.inc").write_text(ptx.literal())
+        line = [*command(device), f"-I{work}", "-o", str(made)]
+        compiled = subprocess.run(line, capture_output=True, text=True)
         if compiled.returncode != 0:
             told = compiled.stderr.strip()[-4000:]
             raise DataError(f"the color operator does not compile with {compiler_version()}:\n{told}")
@@ -55,9 +61,9 @@ def build(prove: Callable[[Path], None]) -> Path:
     return target
 
 
-def kept() -> Path | None:
+def kept(device: str = "cpu") -> Path | None:
     """The plug-in that was built for this very DALI, compiler and processor; None where there is none."""
-    return target if unavailable() is None and whole(target := place()) else None
+    return target if unavailable(device) is None and whole(target := place(device)) else None
 
 
 def whole(path: Path) -> bool:
@@ -69,8 +75,8 @@ def whole(path: Path) -> bool:
     return len(held) > DIGEST and hashlib.sha256(held[:-DIGEST]).digest() == held[-DIGEST:]
 
 
-def unavailable() -> str | None:
-    """Why nothing can be built here, or None."""
+def unavailable(device: str = "cpu") -> str | None:
+    """Why nothing can be built here for a device, or None. Whether the device is here is for the proof to find."""
     if (problem := dali_problem()) is not None:
         return f"DALI cannot be used ({problem})"
     if not compiler():
@@ -84,17 +90,17 @@ def unavailable() -> str | None:
             f"no {' and no '.join(missing)} of CUDA's headers: they come with torch's CUDA wheels for Linux, or set "
             "CUDA_HOME"
         )
-    return None
+    return ptx.unavailable() if device == "gpu" else None
 
 
-def place() -> Path:
-    """Where this machine's plug-in is kept, or would be."""
+def place(device: str = "cpu") -> Path:
+    """Where this machine's plug-in for a device is kept, or would be."""
     import nvidia.dali
 
-    decides = [*FLAGS, str(compiler_version()), nvidia.dali.__version__, platform.machine()]
+    decides = [*FLAGS, *ptx.OPTIONS, str(compiler_version()), nvidia.dali.__version__, platform.machine()]
     decides += [f"{path.name}\n{path.read_text()}" for path in sources()]
     key = hashlib.sha256("\0".join(decides).encode()).hexdigest()[:32]
-    return folder() / f"color_jitter-{key}.so"
+    return folder() / f"{NAMES[device]}-{key}.so"
 
 
 def folder() -> Path:
@@ -106,10 +112,10 @@ def folder() -> Path:
 
 def sources() -> list[Path]:
     """Everything that is compiled of our own."""
-    return sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")])
+    return sorted(path for ending in ("cc", "cu", "h") for path in SOURCES.glob(f"*.{ending}"))
 
 
-def command() -> list[str]:
+def command(device: str = "cpu") -> list[str]:
     """The compiler's command line, less the name of what it makes."""
     from nvidia.dali import sysconfig
 
@@ -120,7 +126,7 @@ def command() -> list[str]:
         "-w",  # DALI's headers warn, and nobody here can mend them
         *sysconfig.get_compile_flags(),
         *[f"-I{path}" for path in headers],
-        str(SOURCES / "color_jitter.cc"),
+        str(SOURCES / f"{NAMES[device]}.cc"),
         *sysconfig.get_link_flags(),
         "-ldali_core",
     ]

@@ -11,6 +11,7 @@ import nvidia.dali.types as types
 from nvidia.dali import pipeline_def
 
 from pipelines import color
+from pipelines.backend import require_gpu
 from pipelines.errors import DataError
 from pipelines.params import Augmentation
 from pipelines.plugin.use import load
@@ -24,11 +25,17 @@ NUMBERS = (
 )  # of `pipelines.graphs.view_inputs`, as `one_operator` and `jitter` take them
 
 
-def prove(path: Path) -> None:
-    """Loads the plug-in at `path`. Raises DataError where one value is not that of DALI's own operators."""
-    load(path)
+def prove(path: Path, device: str = "cpu") -> None:
+    """Loads the plug-in at `path`. Raises DataError where one value is not that of DALI's own operators on a CPU, or
+    where there is no GPU to prove a GPU's on.
+
+    On a GPU, too, it is held against DALI's CPU operators: DALI's GPU ones round otherwise.
+    """
+    if device == "gpu":
+        require_gpu()
+    load(path, device)
     images, numbers = examples(seed=0)
-    graph, plugin = both(images, numbers)
+    graph, plugin = both(images, numbers, device=device)
     different = sum(int((one != other).sum()) for one, other in zip(graph, plugin))
     if different:
         total = sum(image.size for image in images)
@@ -39,16 +46,19 @@ def prove(path: Path) -> None:
 
 
 def both(
-    images: Sequence[np.ndarray], numbers: dict[str, np.ndarray], augmentation: Augmentation = EXACT
+    images: Sequence[np.ndarray],
+    numbers: dict[str, np.ndarray],
+    augmentation: Augmentation = EXACT,
+    device: str = "cpu",
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """`images`, uint8 (H, W, 3), by DALI's own operators and by the plug-in: jitter, then grey."""
+    """`images`, uint8 (H, W, 3), by DALI's own operators on a CPU and by the plug-in on `device`: jitter, then grey."""
     arrays = [list(images), *[np.asarray(numbers[name]) for name in NUMBERS]]
 
     @pipeline_def(
         batch_size=len(images),
         num_threads=2,
         prefetch_queue_depth=1,
-        device_id=None,
+        device_id=0 if device == "gpu" else None,
         exec_dynamic=True,
         enable_conditionals=True,
     )
@@ -59,12 +69,13 @@ def both(
         view = SimpleNamespace(**dict(zip(NUMBERS, given)))
         graph = color.grey(color.jitter(image, augmentation, view), view.grey)
         view.grey = fn.cast(view.grey, dtype=types.INT32)
-        return graph, color.one_operator(image, augmentation, view)
+        return graph, color.one_operator(image.gpu() if device == "gpu" else image, augmentation, view)
 
     with warnings.catch_warnings():
         # DALI warns of arrays that a graph has no use for: those of the factors that `augmentation` leaves out.
         warnings.filterwarnings("ignore", message="The external source node")
         graph, plugin = side_by_side().run()
+    plugin = plugin.as_cpu()
     return ([np.asarray(of[i]) for i in range(len(images))] for of in (graph, plugin))
 
 
