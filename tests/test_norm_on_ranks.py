@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastsuncet.model import build_model
 from fastsuncet.norm import RankBatchNorm, describe, join_statistics, synchronise
 from tests.ranks import run_ranks
+from tools.bench_common import Counter
 
 CHANNELS = 5
 # name: (constructor, its options, shape after the rows, rows on rank r of W)
@@ -72,8 +73,10 @@ def _passes_on_a_rank(rank, world_size):
     for away in DEVIATIONS_AWAY:
         own = far_rows(world_size, away)[rank]
         variance, mean = torch.var_mean(own, 0, correction=0)
-        joined = [join_statistics(len(own), mean, variance) for _ in range(2)]
-        results[away] = {"own": (mean, variance), "joined": joined}
+        with Counter() as counter:
+            joined = [join_statistics(len(own), mean, variance) for _ in range(2)]
+        asked = (counter.operators, counter.moved)
+        results[away] = {"own": (mean, variance), "joined": joined, "asked": asked}
     one_value = torch.linspace(1e6, 2e6, 256)
     results["alike"] = join_statistics(1_000_003 + rank, one_value, torch.zeros(256))[2]
     # Of one rank: an infinity, whose variance is none, and a number that is none.
@@ -156,6 +159,12 @@ def test_joined_statistics_are_the_same_bits_on_every_rank_and_in_every_pass(on_
     for away in DEVIATIONS_AWAY:
         every = [torch.cat(joined) for ranks in on_ranks for joined in ranks[away]["joined"]]
         assert len(every) == 2 * len(on_ranks) and all(torch.equal(each, every[0]) for each in every)
+
+
+def test_what_a_rank_computes_of_statistics_does_not_grow_with_the_ranks(on_ranks):
+    operators, moved = on_ranks[0][0]["asked"]
+    assert operators <= 2 * 12  # the small ones that a GPU would start for a layer, the all-reduce among them
+    assert moved <= 2 * 8 * 129 * 16  # passes over 1 + 2C float64 numbers, whatever the number of ranks
 
 
 def test_rows_that_are_all_alike_have_no_variance_and_never_less_than_none(on_ranks):

@@ -1,5 +1,6 @@
 """The scaling model's bytes are those that real ranks exchange, and its times behave as networks do."""
 
+import functools
 import json
 import math
 from collections import Counter
@@ -10,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.config import load_config
-from fastsuncet.config.problems import ConfigErrors
-from fastsuncet.data import Batch
+from fastsuncet.data import Batch, views
 from fastsuncet.launch import Place
 from fastsuncet.step import build, train_step
 from tests.ranks import run_ranks
@@ -23,18 +23,34 @@ from tools.step_messages import Message, messages
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGENET = ROOT / "configs" / "in1k_10pct.yaml"
-IMAGES, LABELED = 4, 6  # of a rank
+SWAV_CONFIG = ROOT / "configs" / "paper" / "in1k_swav.yaml"
+DOCUMENT = ROOT / "docs" / "scaling.md"
+IMAGES, CLASSES = 4, 10  # images of a rank
 NAMES = {
     "_allgather_base_": "all_gather",
     "allreduce_": "all_reduce",
     "_reduce_scatter_base_": "reduce_scatter",
 }
+SWAV = ("criterion.instance=swav", "swav.prototypes=12", "swav.small_crops=3", "swav.small_size=8")
+NOT_CONTRASTED = "criterion.supervision=cross_entropy"
+# name: (overrides, labeled images of a rank)
 CASES = {
-    "suncet": (),
-    "detached": ("criterion.keys=detached",),
-    "sup_con": ("criterion.supervision=sup_con",),
-    "head_batchnorm": ("model.head_batchnorm=true",),
+    "suncet": ((), 6),
+    "switched_off": ((), 0),
+    "detached": (("criterion.keys=detached",), 6),
+    "sup_con": (("criterion.supervision=sup_con",), 6),
+    "head_batchnorm": (("model.head_batchnorm=true",), 6),
+    "own_statistics": (("model.sync_batchnorm=false",), 6),
+    "fused": (("model.fused_batchnorm=true",), 6),
+    "own_communicator": (("model.batchnorm_communicator=own",), 6),
+    "cross_entropy": ((NOT_CONTRASTED,), 6),
+    "simclr": (("criterion.supervised_epochs=0",), 0),
+    "swav": ((*SWAV, "criterion.supervised_epochs=0", "model.head_batchnorm=true"), 0),
+    "swav_without_small_crops": ((*SWAV[:2], "swav.small_crops=0", "swav.iterations=2"), 6),
+    "swav_suncet": (SWAV, 6),
+    "swav_cross_entropy": ((*SWAV, NOT_CONTRASTED), 6),
 }
+FEW = ("suncet", "cross_entropy", "swav_suncet")
 
 
 class Heard(TorchDispatchMode):
@@ -51,29 +67,44 @@ class Heard(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def heard_in_a_step(rank: int, world_size: int, folder: str, overrides: list[str]) -> list:
-    """What a rank says in the third of three steps: the first two are when ranks get to know each other."""
-    config = small_config(Path(folder), *overrides)
-    _, network, optimizer, setting = build(config, Place(rank, world_size, rank, torch.device("cpu")), 10)
-    generator = torch.Generator().manual_seed(rank)
-    views = tuple(torch.rand(IMAGES, 3, 16, 16, generator=generator) for _ in range(2))
-    batch = Batch(0, views, torch.rand(LABELED, 3, 16, 16, generator=generator), torch.arange(LABELED) // 2)
-    for _ in range(3):
+def heard_in_a_step(rank: int, world_size: int, folder: str, cases: tuple[str, ...]) -> dict[str, list]:
+    """What a rank says in the last of some steps: the first ones are when ranks get to know each other."""
+    return {case: _heard(rank, world_size, Path(folder), *CASES[case]) for case in cases}
+
+
+def _heard(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...], labeled: int) -> list:
+    config = small_config(folder, *overrides)
+    place = Place(rank, world_size, rank, torch.device("cpu"))
+    _, network, optimizer, setting = build(config, place, CLASSES)
+    draw = torch.Generator().manual_seed(rank)
+    shown = tuple(torch.rand(IMAGES, 3, v.size, v.size, generator=draw) for v in views(config))
+    images = torch.rand(labeled, 3, 16, 16, generator=draw)
+    batch = Batch(0, shown, images, torch.arange(labeled) // 2)
+    for _ in range(2):
         with Heard() as heard:
             train_step(network, optimizer, batch, 0.1, setting)
     return heard.seen
 
 
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory):
+    """heard(ranks): the cases over so many ranks, which are started once."""
+    cases = {2: tuple(CASES), 4: FEW, 8: FEW}
+    return functools.cache(
+        lambda ranks: run_ranks(heard_in_a_step, ranks, str(tmp_path_factory.mktemp("runs")), cases[ranks])
+    )
+
+
 @pytest.mark.parametrize(
-    ("ranks", "case"), [*((2, case) for case in CASES), (4, "suncet"), (8, "suncet")], ids=str
+    ("ranks", "case"), [*((2, case) for case in CASES), *((ranks, case) for ranks in (4, 8) for case in FEW)]
 )
-def test_every_byte_of_a_step_is_in_the_model(tmp_path, ranks, case):
-    overrides = list(CASES[case])
-    every = run_ranks(heard_in_a_step, ranks, str(tmp_path), overrides)
-    modelled = messages(small_config(tmp_path, *overrides), ranks, IMAGES, LABELED, device="cpu")
+def test_every_byte_of_a_step_is_in_the_model(tmp_path, heard, ranks, case):
+    overrides, labeled = CASES[case]
+    config = small_config(tmp_path, *overrides)
+    modelled = messages(config, ranks, IMAGES, labeled, device="cpu", classes=CLASSES)
     weights = modelled[-1]
-    for heard in every:
-        said = Counter(heard)
+    for each in heard(ranks):
+        said = Counter(each[case])
         for message in modelled[:-1]:
             said[message.collective, message.bytes] -= message.calls
         rest = {key: calls for key, calls in said.items() if calls}
@@ -104,13 +135,80 @@ def test_one_rank_says_nothing_and_loses_nothing():
     assert alone.step == 50.0 and alone.efficiency == 1.0 and alone.largest == ""
 
 
-def test_what_is_not_modelled_is_said():
-    swav = load_config(ROOT / "configs" / "paper" / "in1k_swav.yaml")
-    own = load_config(IMAGENET, ["model.sync_batchnorm=false"])
-    labels = load_config(IMAGENET, ["criterion.supervision=cross_entropy"])
-    for config, words in ((swav, "swav"), (own, "DDP then sends"), (labels, "cross_entropy")):
-        with pytest.raises(ConfigErrors, match=words):
-            messages(config, 8, 44, 40)
+def test_swavs_small_crops_are_a_second_pass_of_every_norm_of_the_encoder():
+    said = messages(load_config(SWAV_CONFIG), 8, 64, 0)
+    norms = [x for x in said if x.what == "BatchNorm, statistics"]
+    assert len(norms) == 2 * 53 + 1  # and the head's own
+    codes = next(x for x in said if x.what.startswith("codes"))
+    assert (codes.bytes, codes.calls) == (8 * 4 * 2 * 3000, 3)
+    assert not any(x.what.startswith(("rows", "labels", "gradient of the")) for x in said)
+    assert said[-1].bytes - 4 * 128 * 3000 == 4 * (27_966_656 + 2 * 2048)
+
+
+def test_a_classifier_has_a_gradient_and_gathers_nothing():
+    config = load_config(IMAGENET, ["criterion.supervision=cross_entropy"])
+    said = messages(config, 8, 44, 40, classes=100)
+    assert said[-1].bytes == 4 * (27_966_656 + 2049 * 100)
+    assert not any("label" in x.what for x in said)
+
+
+def test_a_norm_says_the_same_whatever_the_number_of_ranks():
+    """Two numbers a channel and a count, in float64; the gather before it joined those of every rank."""
+    config = load_config(IMAGENET)
+    sizes = [
+        sum(x.bytes for x in messages(config, ranks, 44, 40) if x.what == "BatchNorm, statistics")
+        for ranks in (2, 4096)
+    ]
+    assert sizes == [8 * (53 + 2 * 26_560)] * 2
+
+
+def test_statistics_that_are_gathered_cost_less_on_a_node_and_many_times_as_much_on_many():
+    config = load_config(IMAGENET)
+
+    def forward(ranks: int, gathered: bool) -> float:
+        return predict(config, ranks, 44, 40, 100.0, Network(), 67.0, gathered_norm=gathered).norm_forward
+
+    assert forward(8, True) < forward(8, False) < 2 * forward(8, True)
+    assert forward(64, True) > 1.4 * forward(64, False)
+    assert forward(4096, True) > 40 * forward(4096, False)
+
+
+def test_a_queue_is_there_only_where_batchnorm_and_gradients_share_one():
+    def predicted(*overrides: str):
+        return predict(load_config(IMAGENET, overrides), 64, 44, 40, 100.0, Network(), 67.0)
+
+    shared = predicted()
+    assert shared.queue > 0
+    for overrides in ("model.batchnorm_communicator=own",), ("model.sync_batchnorm=false",):
+        apart = predicted(*overrides)
+        assert apart.queue == 0 and apart.gradients == shared.gradients and apart.step < shared.step
+    # Together they are all of the buckets' time: nothing waits twice for one.
+    size = messages(load_config(IMAGENET), 64, 44, 40)[-1].bytes
+    buckets = [min(25 << 20, size - start) for start in range(0, size, 25 << 20)]
+    every = 1e3 * sum(Network().seconds("all_reduce", bucket, 64) for bucket in buckets)
+    assert shared.queue + shared.gradients == pytest.approx(every)
+
+
+def commands_and_tables() -> list[tuple[str, list[str]]]:
+    """Every command of docs/scaling.md that a table of results stands under, and that table."""
+    found, command = [], ""
+    for block in DOCUMENT.read_text().split("\n\n"):
+        lines = block.strip("\n").splitlines()
+        if lines[0].startswith("    python tools/scaling_model.py"):
+            command = lines[0].strip()
+        elif lines[0].startswith("| cards") and command:
+            found.append((command, lines))
+    return found
+
+
+def test_every_table_of_the_document_is_what_its_command_prints(capsys):
+    pairs = commands_and_tables()
+    assert len(pairs) >= 5
+    for command, table in pairs:
+        words = [str(ROOT / word) if word.endswith(".yaml") else word for word in command.split()[2:]]
+        assert scaling_model.main(words) == 0
+        printed = capsys.readouterr().out
+        assert "\n".join(table) in printed, f"{command}\n{printed}"
 
 
 def test_a_ring_sends_what_arithmetic_says():

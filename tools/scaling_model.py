@@ -22,12 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `
 from fastsuncet.config import Config, load_config
 from fastsuncet.errors import FastSuncetError
 from tools.bench_common import environment, print_table, write_json
-from tools.step_messages import messages, summed
+from tools.step_messages import Message, contrasted, messages, summed
 
-FLOAT, INTEGER = (
-    4,
-    8,
-)  # bytes: rows, statistics and gradients are float32 in every precision; labels are int64
 WORLDS = (1, 8, 64, 512, 4096)
 BUCKET = 25 << 20  # bytes of DDP's gradient buckets, its default
 BACKWARD = 2 / 3  # share of a step under which gradients can travel: 4 of 6 FLOP a multiply-add
@@ -78,23 +74,33 @@ class Network:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step on W ranks, in milliseconds by term; `gradients` is what is left of them after the backward pass."""
+    """A step on W ranks, in milliseconds by term. `gradients` and `queue` are two shares of DDP's buckets.
+
+    `gradients` is what is left of them after the backward pass. `queue` is the most that BatchNorm's sums can wait
+    behind the others where both have one communicator: all of a bucket's time, for every bucket.
+    """
 
     ranks: int
-    views: int  # of all ranks
+    views: int  # of all ranks, the labeled ones and SwAV's small crops with them
     one_card: float
-    norm_gather: float
-    norm_reduce: float
+    norm_forward: float
+    norm_backward: float
+    queue: float
     rows: float  # gathered forward, their gradient reduced backward
+    codes: float  # SwAV's
     gradients: float
-    similarity: float  # products with the other ranks' rows
+    products: float  # with the other ranks' rows
     gathered_mb: float  # joined rows that each rank holds
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """What many cards add to a step, by name."""
+        return {name: getattr(self, name) for name in TERMS}
 
     @property
     def step(self) -> float:
         """Everything one after the other, but for gradients that travel under the backward pass."""
-        terms = self.norm_gather, self.norm_reduce, self.rows, self.gradients, self.similarity
-        return self.one_card + sum(terms)
+        return self.one_card + sum(self.terms.values())
 
     @property
     def efficiency(self) -> float:
@@ -103,9 +109,23 @@ class Prediction:
 
     @property
     def largest(self) -> str:
-        """The term beside the card's own work that costs most; "" on one card."""
-        names = "norm_gather", "norm_reduce", "rows", "gradients", "similarity"
-        return max(names, key=lambda name: getattr(self, name)) if self.ranks > 1 else ""
+        """The term beside the card's own work that costs most, BatchNorm's two as one; "" on one card."""
+        if self.ranks == 1:
+            return ""
+        joined = {"BatchNorm": self.norm_forward + self.norm_backward}
+        joined |= {TERMS[name]: value for name, value in self.terms.items() if not name.startswith("norm")}
+        return max(joined, key=joined.__getitem__)
+
+
+TERMS = {
+    "norm_forward": "BatchNorm, forward",
+    "norm_backward": "backward",
+    "queue": "its queue, at most",
+    "rows": "rows",
+    "codes": "codes",
+    "gradients": "gradients left",
+    "products": "products",
+}
 
 
 def predict(
@@ -117,81 +137,86 @@ def predict(
     network: Network,
     teraflops: float,
     *,
-    reduced_norm: bool = False,
+    gathered_norm: bool = False,
+    classes: int = 1000,
 ) -> Prediction:
     """A step on `ranks` cards from one on one card. `teraflops`: of the similarity products, in float32.
 
-    `reduced_norm`: as if BatchNorm's statistics were summed by an all-reduce of the same bytes a rank, not gathered.
+    `gathered_norm`: as if BatchNorm's statistics were gathered, 4 (1 + 2 C) bytes of each rank, and not summed.
     """
-    said = messages(config, ranks, images, labeled)
+    said = messages(config, ranks, images, labeled, classes=classes)
 
     def milliseconds(*starts: str) -> float:
         chosen = [x for x in said if x.what.startswith(starts)]
         return 1e3 * sum(network.seconds(x.collective, x.bytes, ranks) * x.calls for x in chosen)
 
-    norm_gather = milliseconds("BatchNorm, statistics")
-    if reduced_norm:
-        own = [x.bytes // ranks for x in said if x.what == "BatchNorm, statistics"]
-        norm_gather = 1e3 * sum(network.seconds("all_reduce", size, ranks) for size in own)
+    norm_forward, norm_backward = milliseconds("BatchNorm, statistics"), milliseconds("BatchNorm, gradients")
+    if gathered_norm:
+        sizes = [ranks * x.bytes // 2 for x in said if x.what == "BatchNorm, statistics"]
+        norm_forward = 1e3 * sum(network.seconds("all_gather", size, ranks) for size in sizes)
     size = next((x.bytes for x in said if x.what == "gradients of the weights"), 0)
     buckets = [min(BUCKET, size - start) for start in range(0, size, BUCKET)]
     times = [1e3 * network.seconds("all_reduce", bucket, ranks) for bucket in buckets]
     # The last bucket is ready when the backward pass is over; the others travel under it, as far as they fit.
     exposed = max(times[-1], sum(times) - BACKWARD * step_ms) if times else 0.0
-    width = config.model.output
+    waits = norm_backward > 0 and config.model.batchnorm_communicator == "shared"
     # Forward, gradient by anchors, gradient by keys: 2 FLOP each for every pair of a row here with one elsewhere.
-    flop = sum(3 * 2 * width * rows * rows * (ranks - 1) for rows in (2 * images, labeled))
+    compared = [rows for _, rows in contrasted(config, images, labeled)]
+    flop = sum(3 * 2 * config.model.output * rows * rows * (ranks - 1) for rows in compared)
+    unlabeled = {"nt_xent": 2, "swav": 2 + config.swav.small_crops, "none": 0}[config.criterion.instance]
     return Prediction(
         ranks=ranks,
-        views=ranks * (2 * images + labeled),
+        views=ranks * (unlabeled * images + labeled),
         one_card=step_ms,
-        norm_gather=norm_gather,
-        norm_reduce=milliseconds("BatchNorm, gradients"),
+        norm_forward=norm_forward,
+        norm_backward=norm_backward,
+        queue=sum(times) - exposed if waits else 0.0,
         rows=milliseconds("rows", "labels", "gradient of"),
+        codes=milliseconds("codes"),
         gradients=exposed,
-        similarity=flop / (teraflops * 1e9),
+        products=flop / (teraflops * 1e9),
         gathered_mb=sum(x.bytes for x in said if x.what.startswith("rows")) / 1e6,
     )
 
 
-def show(config: Config, predictions: Sequence[Prediction], images: int, labeled: int) -> None:
-    """Both tables: bytes at 8 ranks, times at each number of them."""
-    eight = messages(config, 8, images, labeled)
+def show(config: Config, predictions: Sequence[Prediction], images: int, labeled: int, classes: int) -> None:
+    """Both tables: bytes at 8 ranks, times at each number of them, as docs/scaling.md has them."""
+    eight = messages(config, 8, images, labeled, classes=classes)
     print("What a rank says in a step on 8 cards (NCCL), by the largest tensor of each collective:")
     rows = [
-        [x.what, x.collective, str(sum(y.what == x.what for y in eight)), f"{x.bytes:,}", f"{x.sent(8):,.0f}"]
+        [x.what, x.collective, str(calls_of(x.what, eight)), f"{x.bytes:,}", f"{x.sent(8):,.0f}"]
         for x in summed(eight)
     ]
     print_table(["", "", "calls", "bytes", "sent, with rings"], rows)
-    head = (
-        "cards",
-        "step, ms",
-        "efficiency",
-        "norm gather",
-        "norm reduce",
-        "rows",
-        "gradients",
-        "similarity",
-        "largest",
-    )
-    times = "norm_gather", "norm_reduce", "rows", "gradients", "similarity"
-    print_table(
-        head,
+    print("A model of a step, in milliseconds (docs/scaling.md):")
+    print("\n".join(markdown(predictions)) + "\n")
+
+
+def calls_of(what: str, said: Sequence[Message]) -> int:
+    """How many collectives `what` is, DDP's buckets as one."""
+    return sum(x.calls for x in said if x.what == what)
+
+
+def markdown(predictions: Sequence[Prediction]) -> list[str]:
+    """The lines of a table of a step's terms; those that are nothing at every size are left out."""
+    shown = [name for name in TERMS if any(p.terms[name] for p in predictions)]
+    head = ["cards", "step", "efficiency", *(TERMS[name] for name in shown), "largest"]
+    rows = [
         [
-            [
-                str(p.ranks),
-                f"{p.step:.1f}",
-                f"{p.efficiency:.2f}",
-                *(f"{getattr(p, t):.2f}" for t in times),
-                p.largest,
-            ]
-            for p in predictions
-        ],
-    )
+            f"{p.ranks:,}",
+            f"{p.step:.1f}",
+            f"{p.efficiency:.2f}",
+            *(f"{p.terms[name]:.2f}" for name in shown),
+            p.largest,
+        ]
+        for p in predictions
+    ]
+    rule = ["---:"] * (len(head) - 1) + ["---"]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the tables and writes the JSON. 2 for a config that is wrong or not modelled."""
+    """Prints the tables and writes the JSON. 2 for a config that is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
@@ -208,8 +233,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--teraflops", type=float, default=67.0, help="of the similarity products; 67: H200, float32"
     )
+    parser.add_argument("--classes", type=int, default=1000, help="of cross-entropy's classifier")
     parser.add_argument(
-        "--reduced-norm", action="store_true", help="as if BatchNorm's statistics were all-reduced"
+        "--gathered-norm",
+        action="store_true",
+        help="as if BatchNorm's statistics were gathered, and not summed",
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_intermixed_args(arguments)
@@ -225,14 +253,15 @@ def main(arguments: list[str] | None = None) -> int:
                 options.step_ms,
                 network,
                 options.teraflops,
-                reduced_norm=options.reduced_norm,
+                gathered_norm=options.gathered_norm,
+                classes=options.classes,
             )
             for ranks in WORLDS
         ]
     except FastSuncetError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    show(config, predictions, options.images, options.labeled)
+    show(config, predictions, options.images, options.labeled, options.classes)
     points = [
         asdict(p) | {"step": p.step, "efficiency": p.efficiency, "largest": p.largest} for p in predictions
     ]

@@ -1,28 +1,32 @@
 """What a training step says to other ranks: every collective and its bytes, from the config alone.
 
     W  ranks        U, S  unlabeled and labeled images of a rank        D  width of a projection
-    P  parameters        C  channels of a BatchNorm layer
+    P  parameters        C  channels of a BatchNorm layer        K  prototypes
 
-    BatchNorm, forward       all-gather      4 (1 + 2 C) bytes of each rank, once a layer
+    BatchNorm, forward       all-reduce      8 (1 + 2 C) bytes, once a layer and pass; float64
     rows, forward            all-gather      4 D (2 U) and 4 D S of each rank; 8 S of labels
+    codes, forward           all-gather      4 (2 K) of each rank, once an iteration of Sinkhorn's (SwAV)
     rows, backward           reduce-scatter  4 D W (2 U) and 4 D W S: what all ranks' anchors ask of their keys
-    BatchNorm, backward      all-reduce      4 (2 C), once a layer
+    BatchNorm, backward      all-reduce      4 (2 C), once a layer and pass
     weights, backward        all-reduce      4 P, in buckets
+
+SwAV's small crops go through the encoder in a pass of their own, so each of its BatchNorms speaks twice. SwAV and
+cross-entropy gather no rows: prototypes and classifier are on every rank. Where BatchNorm is each rank's own it says
+nothing, and DDP sends no buffers.
 
 `tests/test_scaling_model.py` counts them over 2, 4 and 8 ranks: they are these, to the byte.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fastsuncet.compute import layers
+from fastsuncet.compute import Layer, layers
 from fastsuncet.config import Config
+from fastsuncet.methods import has_classifier
 
-FLOAT, INTEGER = (
-    4,
-    8,
-)  # bytes: rows, statistics and gradients are float32 in every precision; labels are int64
+# Bytes: rows, codes and gradients are float32 in every precision, BatchNorm's sums float64; labels are int64.
+FLOAT, DOUBLE, INTEGER = 4, 8, 8
+CODE_CROPS = 2  # views whose codes SwAV computes: the large ones
 
 
 @dataclass(frozen=True)
@@ -40,39 +44,35 @@ class Message:
         return self.calls * times * (ranks - 1) / ranks * self.bytes
 
 
-def messages(config: Config, ranks: int, images: int, labeled: int, device: str = "cuda") -> list[Message]:
+def messages(
+    config: Config, ranks: int, images: int, labeled: int, device: str = "cuda", classes: int = 1000
+) -> list[Message]:
     """What one step of `config` says, in order of the step. `device` "cpu" adds what gloo makes necessary.
 
-    Raises ConfigErrors for what is not modelled: SwAV, whose codes need sums over ranks; cross-entropy, whose
-    classifier has gradients of its own; BatchNorm whose statistics are not shared.
+    `classes` of the data set: cross-entropy has a classifier for them, and its gradient travels.
     """
-    c, m = config.criterion, config.model
-    if c.instance == "swav":
-        raise config.error("criterion.instance", "swav is not modelled; nt_xent and none are")
-    if c.supervised and c.supervision == "cross_entropy":
-        raise config.error("criterion.supervision", "cross_entropy is not modelled; suncet and sup_con are")
-    if not m.sync_batchnorm:
-        raise config.error(
-            "model.sync_batchnorm", "false is not modelled: DDP then sends all buffers at every step"
-        )
     if ranks == 1:
         return []
+    c, m = config.criterion, config.model
     walk = layers(
         m.name, m.stem, config.data.augmentation.size, m.hidden, m.output, head_batchnorm=m.head_batchnorm
     )
-    norms = [layer.parameters // 2 for layer in walk if "bn" in layer.name or "downsample.1" in layer.name]
-    if m.head_batchnorm:
-        norms.append(m.hidden)
-    views = 2 * images if c.instance == "nt_xent" else 0
-    contrasted = labeled if c.supervised else 0
-    said = [
-        Message("BatchNorm, statistics", "all_gather", ranks * FLOAT * (1 + 2 * channels))
-        for channels in norms
-    ]
-    gathered = [("views", views), ("labeled images", contrasted)]
-    for what, rows in gathered:
+    norms = passes_of_norms(config, walk)
+    said = [Message("BatchNorm, statistics", "all_reduce", DOUBLE * (1 + 2 * channels)) for channels in norms]
+
+    def shape(what: str) -> None:
         if device == "cpu":  # on a GPU each shape is compared once in a run, not at every step
             said.append(Message(f"shape of the {what}", "all_gather", ranks * 2 * INTEGER))
+
+    if c.instance == "swav":
+        shape("scores")
+        size = ranks * FLOAT * CODE_CROPS * config.swav.prototypes
+        said.append(Message("codes, Sinkhorn's sums", "all_gather", size, config.swav.iterations))
+    if has_classifier(config):
+        shape("logits")
+    gathered = contrasted(config, images, labeled)
+    for what, rows in gathered:
+        shape(what)
         if what == "labeled images":
             said.append(Message("labels", "all_gather", ranks * INTEGER * rows))
         said.append(Message(f"rows of the {what}", "all_gather", ranks * FLOAT * rows * m.output))
@@ -83,19 +83,40 @@ def messages(config: Config, ranks: int, images: int, labeled: int, device: str 
             for what, rows in reversed(gathered)
         ]
     said += [Message("BatchNorm, gradients", "all_reduce", FLOAT * 2 * channels) for channels in norms]
-    return [
-        *(x for x in said if x.bytes),
-        Message("gradients of the weights", "all_reduce", gradient_bytes(walk)),
-    ]
+    weights = FLOAT * (sum(layer.parameters for layer in walk) + further_parameters(config, walk, classes))
+    return [*(x for x in said if x.bytes), Message("gradients of the weights", "all_reduce", weights)]
 
 
-def gradient_bytes(walk: Sequence[Any]) -> int:
-    """Of all parameters of encoder and head."""
-    return FLOAT * sum(layer.parameters for layer in walk)
+def passes_of_norms(config: Config, walk: Sequence[Layer]) -> list[int]:
+    """Channels of every BatchNorm that all ranks share, as often as a step passes through it."""
+    m, c = config.model, config.criterion
+    if not m.sync_batchnorm:
+        return []
+    encoder = [layer.parameters // 2 for layer in walk if "bn" in layer.name or "downsample.1" in layer.name]
+    passes = 2 if c.instance == "swav" and config.swav.small_crops else 1
+    return passes * encoder + [m.hidden] * m.head_batchnorm
+
+
+def contrasted(config: Config, images: int, labeled: int) -> list[tuple[str, int]]:
+    """(what, rows of a rank) of each loss that compares rows of all ranks with each other; 0 rows if none are there."""
+    c = config.criterion
+    views = [("views", 2 * images)] if c.instance == "nt_xent" else []
+    labels = [("labeled images", labeled * c.supervised)] if c.supervision != "cross_entropy" else []
+    return views + labels
+
+
+def further_parameters(config: Config, walk: Sequence[Layer], classes: int) -> int:
+    """Parameters beside encoder and head: a classifier of representations, prototypes of projections."""
+    width = next(
+        layer for layer in walk if layer.name == "head.0"
+    ).saved  # what the head reads: a representation
+    classifier = (width + 1) * classes if has_classifier(config) else 0
+    prototypes = config.swav.prototypes * config.model.output if config.criterion.instance == "swav" else 0
+    return classifier + prototypes
 
 
 def summed(said: Sequence[Message]) -> list[Message]:
     """Messages of one name as one: their bytes together, one after the other."""
     names = dict.fromkeys((x.what, x.collective) for x in said)
     groups = [[x for x in said if (x.what, x.collective) == name] for name in names]
-    return [Message(*name, sum(x.bytes for x in group), 1) for name, group in zip(names, groups)]
+    return [Message(*name, sum(x.bytes * x.calls for x in group), 1) for name, group in zip(names, groups)]
