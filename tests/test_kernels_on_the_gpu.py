@@ -23,6 +23,18 @@ pytestmark = [
 CARD = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def _float32_is_float32():
+    """torch convolves in TF32 unless told not to, and an image may turn it on for products too."""
+    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [each.allow_tf32 for each in switches]
+    for each in switches:
+        each.allow_tf32 = False
+    yield
+    for each, value in zip(switches, before):
+        each.allow_tf32 = value
+
+
 @contextlib.contextmanager
 def waiting_raises():
     """Whatever makes the host wait for the device raises."""
@@ -160,30 +172,32 @@ def test_a_network_trains_alike_with_its_batchnorms_fused_also_in_a_graph():
     network = norm_kernels.fuse(copy.deepcopy(twin), shared=False, implementation="kernel")
     x = torch.randn(8, 3, 64, 64, device=CARD).contiguous(memory_format=torch.channels_last)
 
-    def gradients(model):
+    def gradients(model, dtype):
         model.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             loss = model(x).float().square().mean()
         loss.backward()
         return loss.detach(), [p.grad for p in model.parameters()]
 
-    loss, found = gradients(network)
-    expected_loss, expected = gradients(twin)
-    assert loss.item() == pytest.approx(expected_loss.item(), rel=5e-2)
-    cosines = [
-        torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() for a, b in zip(found, expected)
-    ]
-    assert sorted(cosines)[len(cosines) // 2] > 0.98
+    # In float32: fifty layers at random weights enlarge a rounding some hundred times, and in bfloat16 the gradients of
+    # two right networks have little in common (on a CPU a cosine of 0.3; in float32, even with a variance by the
+    # difference of two sums, 0.9996).
+    loss, found = gradients(network, torch.float32)
+    expected_loss, expected = gradients(twin, torch.float32)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-3)
+    for a, b in zip(found, expected):
+        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.99
 
+    loss, _ = gradients(network, torch.bfloat16)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            gradients(network)
+            gradients(network, torch.bfloat16)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured, _ = gradients(network)
+        captured, _ = gradients(network, torch.bfloat16)
     graph.replay()
     assert captured.item() == pytest.approx(loss.item(), rel=1e-3)
 
