@@ -225,6 +225,15 @@ def test_plugin_without_a_compiler_is_an_error_that_says_so(monkeypatch):
     assert not use.choose("auto", "cpu")
 
 
+@needs_dali
+def test_a_dali_without_its_headers_is_said_and_does_without(monkeypatch):
+    real = build.header_folder
+    monkeypatch.setattr(build, "header_folder", lambda name: None if name.startswith("dali") else real(name))
+    if NEEDS is None:
+        assert build.unavailable().startswith("no dali/core/geom/mat.h")
+    assert not use.choose("auto", "cpu")
+
+
 def test_another_word_is_refused():
     with pytest.raises(ValueError, match="one of auto, graph, plugin, not 'fused'"):
         use.choose("fused", "cpu")

@@ -29,6 +29,7 @@ COMPILERS = ("g++", "c++", "clang++")
 VECTORS = ("-ffinite-math-only", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off", *VECTORS)
 NEEDED = ("crt/host_config.h", "nv/target")  # of CUDA's headers, which DALI's include; wheels hold them apart
+NEEDED_OF_DALI = "dali/core/geom/mat.h"
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -90,6 +91,8 @@ def unavailable(device: str = "cpu") -> str | None:
             f"no {' and no '.join(missing)} of CUDA's headers: they come with torch's CUDA wheels for Linux, or set "
             "CUDA_HOME"
         )
+    if header_folder(NEEDED_OF_DALI) is None:
+        return f"no {NEEDED_OF_DALI}: DALI's wheel has it, and what was packed of a wheel may not"
     return ptx.unavailable() if device == "gpu" else None
 
 
