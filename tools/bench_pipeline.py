@@ -18,14 +18,10 @@ cannot empty it: this tells what a pack costs or saves the processor, and nothin
 
 import argparse
 import itertools
-import multiprocessing
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +43,6 @@ from pipelines.plan import Plan
 from pipelines.plugin.build import kept
 from pipelines.sampling import UnlabeledSampler
 from tools.bench_common import (
-    PROCESSES,
     environment,
     print_table,
     print_targets,
@@ -57,10 +52,10 @@ from tools.bench_common import (
     told,
     write_json,
 )
+from tools.bench_turns import in_turns
 
 WORKERS, SIGMA = 2, (0.1, 2.0)
 FILES, PACK = "read files", "read pack"
-DRAINED = 5  # batches thrown away before a turn: more than anybody has prepared while others had theirs
 
 
 @dataclass(frozen=True)
@@ -251,65 +246,12 @@ def read(plan: Plan) -> Iterator[Any]:
         yield pipeline.run()
 
 
-def serve(pipe: Connection, contender: Contender, stored: Stored, batch: int) -> None:
-    """A contender's process: for each number of batches asked for, sends (wall seconds, CPU seconds)."""
-    torch.set_num_threads(1)
-    source = batches(contender, stored, batch)
-    next(source)  # built, workers started
-    pipe.send(None)
-    try:
-        while count := pipe.recv():
-            for _ in range(DRAINED):
-                next(source)
-            wall, cpu = time.perf_counter(), cpu_seconds()
-            for _ in range(count):
-                next(source)
-            pipe.send((time.perf_counter() - wall, cpu_seconds() - cpu))
-    except EOFError:
-        pass  # the asking process is gone
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and of the workers it has now, which the system adds up only once they end."""
-    total = time.process_time()
-    for worker in multiprocessing.active_children():
-        # After the name in brackets, which may hold spaces: user and system ticks are fields 14 and 15.
-        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
 def measure(
     contenders: tuple[Contender, ...], stored: Stored, batch: int, count: int, rounds: int
 ) -> list[dict[str, Any]]:
     """One row a contender: seconds of each turn over `count` batches, by the wall and by the CPU."""
-    lines: dict[Contender, Connection] = {}
-    servers = []
-    turns: dict[Contender, list[tuple[float, float]]] = {contender: [] for contender in contenders}
-    try:
-        for contender in contenders:
-            lines[contender], far_end = multiprocessing.Pipe()
-            # Not daemonic: daemons may not have the workers that a DataLoader is made of.
-            server = PROCESSES.Process(target=serve, args=(far_end, contender, stored, batch), daemon=False)
-            server.start()
-            servers.append(server)
-            far_end.close()
-        for line in lines.values():
-            line.recv()
-        for turn in range(rounds):
-            start = turn % len(contenders)
-            for contender in contenders[start:] + contenders[:start]:
-                lines[contender].send(count)
-                turns[contender].append(lines[contender].recv())
-        for line in lines.values():
-            line.send(0)
-    finally:
-        for line in lines.values():
-            line.close()
-        for server in servers:
-            server.join(timeout=20)
-            if server.is_alive():
-                server.terminate()
+    sources = {contender: (batches, (contender, stored, batch)) for contender in contenders}
+    turns = in_turns(sources, count, rounds)
     images = count * batch
     return [
         {

@@ -19,7 +19,7 @@ import torch
 from fastsuncet import checkpoint, run
 from fastsuncet.config import Config, load_config
 from fastsuncet.launch import join
-from tools import gpu_pieces, gpu_speed, gpu_steps
+from tools import gpu_loader, gpu_pieces, gpu_speed, gpu_steps
 from tools.gpu_speed import CONFIGS, Found, Options, table
 
 DIGITS = CONFIGS / "digits_demo.yaml"
@@ -218,7 +218,7 @@ PARTS: dict[str, Callable[[Options], Found]] = {
     "lars": gpu_pieces.lars,
     "losses": gpu_speed.losses,
     "norm": gpu_pieces.norm,
-    "loader": gpu_speed.loader,
+    "loader": gpu_loader.loader,
     "ladder": gpu_steps.ladder,
     "profile": gpu_steps.profile,
 }

@@ -1,10 +1,9 @@
-"""What the speed parts of `gpu_suite.py` share, and those that time one piece: the losses, the loader.
+"""What the speed parts of `gpu_suite.py` share, and those that time one piece: the losses.
 
-Those of LARS and BatchNorm are in `gpu_pieces.py`, over the bench tools of theirs.
+Those of LARS and BatchNorm are in `gpu_pieces.py`, over the bench tools of theirs, the loader's in `gpu_loader.py`.
 """
 
 import importlib.util
-import itertools
 import shutil
 import time
 from collections.abc import Callable
@@ -126,64 +125,3 @@ def losses(options: Options) -> Found:
     return table(f"{rows_of} rows of 128, forward and backward", ["", "ms", "MB above"], rows) | {
         "seconds": found
     }
-
-
-def loader(options: Options) -> Found:
-    """Two views by threads and prefetch; decoding alone by the hardware decoder's share."""
-    from pipelines import graphs
-    from pipelines.dali_engine import FilePaths, placement
-    from pipelines.datasets import image_folder
-    from pipelines.loader import open_loader
-    from pipelines.params import Augmentation
-    from pipelines.plan import Plan
-    from pipelines.sampling import UnlabeledSampler
-
-    index = image_folder(pictures(options))
-    device = "gpu" if options.device == "cuda" else "cpu"
-    batch, count = (8, 2) if options.small else (min(256, len(index)), 12)
-
-    def speed(run: Callable[[int], Any]) -> str:
-        for step in range(4):
-            run(step)
-        start = wall(options.device)
-        for step in range(4, 4 + count):
-            run(step)
-        return f"{count * batch / (wall(options.device) - start):.0f}"
-
-    def two_views(color: str, threads: int, prefetch: int) -> str:
-        views = (Augmentation(size=64 if options.small else 224, color=color),) * 2
-        plan = Plan(index, UnlabeledSampler(len(index), batch, 1, 0), views, seed=0, role="suite")
-        pace = {"threads": threads, "prefetch": prefetch}
-        opened = open_loader(index, plan, views, device=device, backend="dali", **pace)
-        try:
-            return speed(opened)
-        finally:
-            opened.close()
-
-    def decoding(share: float, threads: int) -> str:
-        stored, sampler, steps = (
-            FilePaths(index),
-            UnlabeledSampler(len(index), batch, 1, 0),
-            itertools.count(),
-        )
-        pipeline = graphs.decoded(
-            lambda: stored(sampler.rows(next(steps), 0)),
-            hw_decoder_load=share,
-            batch_size=batch,
-            num_threads=threads,
-            prefetch_queue_depth=2,
-            **placement(device, 0),
-        )
-        return speed(lambda step: pipeline.run())
-
-    settings = [(2, 2)] if options.small else [(4, 2), (8, 2), (12, 2), (16, 2), (12, 3), (12, 5)]
-    rows, head = [], ["", "threads", "prefetch", "decoder share", "pictures/s"]
-    for color, (threads, prefetch) in itertools.product(("fast", "exact"), settings):
-        rows.append([f"two views, {color}", threads, prefetch, "", two_views(color, threads, prefetch)])
-        options.keep(table("pictures a second", head, rows))
-    threads = settings[-1][0]
-    shares = (0.0,) if options.small or device == "cpu" else (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0)
-    for share in shares:
-        rows.append(["decoding alone", threads, 2, share, decoding(share, threads)])
-        options.keep(table("pictures a second", head, rows))
-    return table("pictures a second", head, rows)
