@@ -79,6 +79,16 @@ def test_parts_come_in_the_order_of_worth_and_all_can_be_run():
     assert sum(part.limit for part in PARTS) <= 50
 
 
+def test_what_a_part_found_wrong_is_in_the_section_and_silence_is_not(tmp_path):
+    report = suite([GOOD], 2, "cpu", True, tmp_path / "suite")
+    report["parts"][0] |= {
+        "found": table("x", ["", ""], []) | {"wrong": ["lars.cu", "norm.cu"]},
+        "said": "\n",
+    }
+    text = gpu_suite.markdown(report)
+    assert "**Wrong in good:** lars.cu, norm.cu." in text and "said last" not in text
+
+
 def test_a_part_that_finds_something_wrong_ends_with_1(tmp_path, monkeypatch):
     found = table("x", [""], []) | {"wrong": ["a kernel"]}
     monkeypatch.setitem(gpu_parts.PARTS, "kernels", lambda options: found)
@@ -143,9 +153,7 @@ def test_without_scikit_learn_the_small_runs_learn_from_drawn_digits(tmp_path, m
     )
     torch.set_num_threads(1)
     found = gpu_parts.precision(Options("cpu", True, tmp_path / "pictures", tmp_path))
-    assert (
-        found["tables"][0]["title"] == "the loss on drawn digits, for want of scikit-learn in two precisions"
-    )
+    assert found["tables"][0]["title"] == "the loss on drawn digits (no scikit-learn here) in two precisions"
     assert len(found["curves"]["bf16"]) == 12 and (tmp_path / "digits" / "train").is_dir()
 
 

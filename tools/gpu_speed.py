@@ -67,7 +67,7 @@ def small_images(options: Options) -> tuple[str, list[str]]:
     if importlib.util.find_spec("sklearn") is not None:
         return "the demo's digits", []
     folder = draw_digits(options.pictures.with_name("digits"))
-    return "drawn digits, for want of scikit-learn", ["data.kind=cifar10", f"data.root={folder}"]
+    return "drawn digits (no scikit-learn here)", ["data.kind=cifar10", f"data.root={folder}"]
 
 
 def wall(device: str) -> float:

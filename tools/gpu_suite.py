@@ -132,8 +132,9 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines.append("|" + "|".join(["---"] + ["---:"] * (len(head) - 1)) + "|")
             lines += [f"| {' | '.join(map(str, row))} |" for row in table["rows"]]
             lines.append("")
-        if "said" in part:
-            last = part["said"].strip().splitlines()[-8:]
+        if wrong := part.get("found", {}).get("wrong"):
+            lines += [f"**Wrong in {part['name']}:** {', '.join(wrong)}.", ""]
+        if last := part.get("said", "").strip().splitlines()[-8:]:
             lines += [f"{part['name']} said last:", "", "```", *last, "```", ""]
     return "\n".join(lines)
 
