@@ -22,6 +22,7 @@ FLOORS = [
     # ---- the door -----------------------------------------------------------------------------------------------
     "fastsuncet.switch_off",
     "fastsuncet.errors fastsuncet.say fastsuncet.files fastsuncet.signals fastsuncet.versions fastsuncet.distributed",
+    "fastsuncet.norm_operators fastsuncet.cores",
     "fastsuncet.config fastsuncet.launch fastsuncet.vote fastsuncet.energy fastsuncet.kernels",
     "fastsuncet.losses fastsuncet.optim fastsuncet.model fastsuncet.norm fastsuncet.compute fastsuncet.contents",
     "fastsuncet.communicators fastsuncet.parallel fastsuncet.learner fastsuncet.norm_kernels",

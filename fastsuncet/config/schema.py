@@ -111,7 +111,8 @@ class Data(Section):
     # What DALI makes exact color with; on a CPU the pixels are the same bits. plugin: our own operator, which
     # `python -m pipelines.plugin` builds; graph: DALI's; auto: our own where it was built, and on a GPU DALI's.
     color_operator: Literal["auto", "graph", "plugin"] = "auto"
-    decode_threads: Count = 3
+    # Of each of a process's streams; null: its share of the machine's cores, 16 at most.
+    decode_threads: Count | None = None
     prefetch: Count = 2  # steps whose pixels are made ahead
     # Of each batch, to a GPU's hardware JPEG decoder, in pre-training. Above 0 two decoders share a batch by position,
     # and their pixels need not agree to the bit: the same run on another number of GPUs is then another.
