@@ -26,6 +26,7 @@ from fastsuncet.norm import RankBatchNorm
 THREADS = 256
 SUM_BLOCKS = 512  # that leave partial sums: a few for every multiprocessor, few enough to join quickly
 ROWS = 4  # a thread walks down at least as many, or its channels' constants would be most of what it reads
+ROW_BLOCKS = 2048  # and more of them where these are enough: several rounds of blocks on the largest card
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 BLOCKS = (resnet.BasicBlock, resnet.Bottleneck, timm_resnet.BasicBlock, timm_resnet.Bottleneck)
 
@@ -243,7 +244,7 @@ class _Grid:
         self.width = min(columns & -columns, THREADS, 32)  # the largest power of two in it; 32 are 512 bytes
         tiles, lanes = columns // self.width, THREADS // self.width
         groups = -(-self.n // (lanes * ROWS))
-        self.rows = (groups, tiles)
+        self.rows = (min(groups, max(1, ROW_BLOCKS // tiles)), tiles)
         self.sums = (min(groups, max(1, SUM_BLOCKS // tiles)), tiles)
 
     def launch(
@@ -263,11 +264,16 @@ def _join(
     momentum: float,
 ) -> Tensor:
     """(groups, 1 + 2C) -> (1 + 2C): the count, the means, the variances of all together. Writes the next three."""
-    joined, channels = moments.new_empty(moments.shape[1]), moments.shape[1] // 2
+    joined, channels = _statistics(moments, moments.shape[1]), moments.shape[1] // 2
     wanted = (inverse, running_mean, running_variance, len(moments), channels, float(eps), float(momentum))
     arguments = launch.Arguments(moments, joined, None, *wanted)
     module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
     return joined
+
+
+def _statistics(like: Tensor, columns: int) -> Tensor:
+    """Room for a count, means and variances, the means where 16 bytes can be read at a time."""
+    return like.new_empty(3 + columns)[3:]
 
 
 def _sums(module, moments: Tensor) -> Tensor:
@@ -288,7 +294,7 @@ def _join_ranks(
     momentum: float,
 ) -> Tensor:
     """`_join` of `_sums` that were added over ranks."""
-    joined, channels = inverse.new_empty(len(sums)), len(sums) // 2
+    joined, channels = _statistics(inverse, len(sums)), len(sums) // 2
     wanted = (inverse, running_mean, running_variance, channels, float(eps), float(momentum))
     arguments = launch.Arguments(sums, joined, *wanted)
     module.launch("norm_join_ranks", (-(-channels // THREADS), 1), THREADS, arguments)

@@ -14,7 +14,7 @@ from fastsuncet.kernels import launch
 from fastsuncet.model import build_model
 from fastsuncet.norm import join_statistics, synchronise
 from fastsuncet.norm_kernels import ALONE, FusedBlock, FusedNorm, fuse, fused_norm, options
-from tests.host_kernels import on_the_host
+from tests.host_kernels import HostModule, on_the_host
 from tests.ranks import run_ranks
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -108,6 +108,36 @@ def test_what_the_relu_stops_is_what_pytorchs_stops(host):
                 ours[2], (wide > 0).bfloat16()
             )  # the residual's gradient is 1 where it got through
         assert ours[-1].tolist() == [(wide > 0).transpose(0, 1)[c].sum().item() for c in range(16)]
+
+
+def test_few_blocks_walk_down_many_rows_and_constants_may_lie_anywhere_to_the_same_bits(host, monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    x, residual, d_y = (draw((7, 24, 5, 5), torch.bfloat16, generator) for _ in range(3))
+    constants = torch.randn(2, 25, generator=generator)
+    launched, launch_ = [], HostModule.launch
+
+    def watched(module, kernel, grid, block, arguments, **more):
+        launched.append((kernel, grid[0] * grid[1], arguments.values))
+        launch_(module, kernel, grid, block, arguments, **more)
+
+    monkeypatch.setattr(HostModule, "launch", watched)
+    results = []
+    for blocks, (weight, bias) in ((2048, constants[:, :24].clone()), (6, constants[:, :24].clone())):
+        if blocks == 6:  # one float behind where 16 bytes begin
+            weight, bias = (torch.cat([torch.zeros(1), c])[1:] for c in (weight, bias))
+        monkeypatch.setattr(norm_kernels, "ROW_BLOCKS", blocks)
+        results.append(
+            seen_of(
+                lambda *t: fused_norm(*t, None, None, eps=1e-5, momentum=0.1, relu=True, group=ALONE),
+                (x, residual, weight, bias),
+                d_y,
+            )
+        )
+    assert all(map(torch.equal, *results))
+    counts = [count for kernel, count, _ in launched if kernel.endswith("apply")]
+    assert counts[0] == counts[1] > 6 == counts[2] == counts[3]
+    means = [values[2].value for kernel, _, values in launched if kernel == "norm_apply"]
+    assert all(address % 16 == 0 for address in means)
 
 
 def test_numbers_that_are_none_stay_none(host):

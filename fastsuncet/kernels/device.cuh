@@ -22,6 +22,8 @@ __device__ inline unsigned float_to_half(float x) {
 
 constexpr unsigned ALL = 0xffffffffu;  // every lane of a warp takes part
 
+__device__ inline bool aligned(const void* x) { return (reinterpret_cast<unsigned long long>(x) & 15) == 0; }
+
 // A pair that is reduced together, so that two sums cost the barriers of one.
 struct Two {
     float a, b;

@@ -26,8 +26,6 @@ struct Gradients {
     const float* of[TENSORS];
 };
 
-__device__ bool aligned(const void* x) { return (reinterpret_cast<unsigned long long>(x) & 15) == 0; }
-
 // f(i) for the elements of a chunk that are this thread's, and f4(i) for four from i on where four fit.
 template <class F4, class F>
 __device__ void each(long long begin, long long end, bool by_four, F4 f4, F f) {

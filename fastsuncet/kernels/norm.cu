@@ -80,6 +80,29 @@ struct Place {
     }
 };
 
+// What is read of a row by one thread: activations, what lies beside them, and a byte of signs.
+struct Read {
+    uint4 x, y;
+    unsigned signs;
+};
+
+// fetch(element) for N rows of this thread, and only then use(element, what was fetched) for each, and so on down. A
+// multiprocessor has 2 or 4 of these blocks: a row at a time, 16 bytes a thread are not enough on their way to keep the
+// memory busy, and the compiler moves no load over a branch or a store.
+template <int N, class Fetch, class Use>
+__device__ void walk(const Place& at, long long n, long long channels, Fetch fetch, Use use) {
+    const long long step = at.step * channels, end = n * channels;
+    long long element = at.row * channels + at.channel;
+    for (; element + (N - 1) * step < end; element += N * step) {
+        Read rows[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) rows[i] = fetch(element + i * step);
+#pragma unroll
+        for (int i = 0; i < N; ++i) use(element + i * step, rows[i]);
+    }
+    for (; element < end; element += step) use(element, fetch(element));
+}
+
 __device__ void load(const uint4* x, long long element, float* values) { ELEMENT::read(x[element / V], values); }
 __device__ void store(uint4* x, long long element, const float* values) { x[element / V] = ELEMENT::write(values); }
 
@@ -106,15 +129,16 @@ KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long chan
     float count = 0.0f, origin[V] = {}, sum[V] = {}, square[V] = {}, values[V];
     // Around this thread's first row, of the size of a deviation: then sums of squares may be taken.
     if (at.row < n) load(x, at.row * channels + at.channel, origin);
-#pragma unroll 4
-    for (long long row = at.row; row < n; row += at.step) {
-        load(x, row * channels + at.channel, values);
-        count += 1.0f;
-        for (int v = 0; v < V; ++v) {
-            const float away = values[v] - origin[v];
-            sum[v] += away, square[v] += away * away;
-        }
-    }
+    walk<4>(
+        at, n, channels, [&](long long element) { return Read{x[element / V], {}, 0}; },
+        [&](long long, const Read& row) {
+            ELEMENT::read(row.x, values);
+            count += 1.0f;
+            for (int v = 0; v < V; ++v) {
+                const float away = values[v] - origin[v];
+                sum[v] += away, square[v] += away * away;
+            }
+        });
     const int tile = int(width) * V;
     for (int v = 0; v < V; ++v) {
         const float mean = count > 0.0f ? sum[v] / count : 0.0f;
@@ -189,15 +213,28 @@ KERNEL(norm_join_ranks)(const double* sums, float* out, float* inverse, float* r
          momentum);
 }
 
+// V neighbouring floats. A thread's are 32 bytes from the next one's: one by one each load of a warp would touch as much
+// of the cache as 16 bytes at a time do, and these constants, not activations, would be what the kernels below wait for.
+__device__ void constants(const float* from, float* values) {
+    if (!aligned(from)) {
+        for (int v = 0; v < V; ++v) values[v] = from[v];
+        return;
+    }
+    for (int v = 0; v < V; v += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + v);
+        values[v] = four.x, values[v + 1] = four.y, values[v + 2] = four.z, values[v + 3] = four.w;
+    }
+}
+
 // What a thread's channels are normalised with. Forward and backward see the same bits of what the ReLU sees.
 struct Norm {
-    float mean[V], inverse[V], scale[V], bias[V];
+    float mean[V], inverse[V], scale[V], bias[V] = {};
     __device__ Norm(const float* mean_, const float* inverse_, const float* weight_, const float* bias_, int channel) {
-        for (int v = 0; v < V; ++v) {
-            mean[v] = mean_[channel + v], inverse[v] = inverse_[channel + v];
-            scale[v] = weight_ ? inverse[v] * weight_[channel + v] : inverse[v];
-            bias[v] = bias_ ? bias_[channel + v] : 0.0f;
-        }
+        constants(mean_ + channel, mean);
+        constants(inverse_ + channel, inverse);
+        if (weight_) constants(weight_ + channel, scale);
+        if (bias_) constants(bias_ + channel, bias);
+        for (int v = 0; v < V; ++v) scale[v] = weight_ ? inverse[v] * scale[v] : inverse[v];
     }
     __device__ float of(float x, int v) const { return fmaf(x - mean[v], scale[v], bias[v]); }
 };
@@ -210,33 +247,38 @@ KERNEL(norm_apply)(const uint4* x, const uint4* residual, const float* mean, con
     const Place at(width);
     const Norm norm(mean, inverse, weight, bias, at.channel);
     float values[V], other[V] = {};
-#pragma unroll 2
-    for (long long row = at.row; row < n; row += at.step) {
-        const long long element = row * channels + at.channel;
-        load(x, element, values);
-        if (residual) load(residual, element, other);
-        unsigned positive = 0;
-        for (int v = 0; v < V; ++v) {
-            values[v] = norm.of(values[v], v) + other[v];
-            if (!relu) continue;
-            if (values[v] <= 0.0f)  // and not "> 0": NaN must stay
-                values[v] = 0.0f;
-            else
-                positive |= 1u << v;
-        }
-        store(y, element, values);
-        if (signs) signs[element / V] = (unsigned char)positive;
-    }
+    walk<2>(
+        at, n, channels,
+        [&](long long element) { return Read{x[element / V], residual ? residual[element / V] : uint4{}, 0}; },
+        [&](long long element, const Read& row) {
+            ELEMENT::read(row.x, values);
+            if (residual) ELEMENT::read(row.y, other);
+            unsigned positive = 0;
+            for (int v = 0; v < V; ++v) {
+                values[v] = norm.of(values[v], v) + other[v];
+                if (!relu) continue;
+                if (values[v] <= 0.0f)  // and not "> 0": NaN must stay
+                    values[v] = 0.0f;
+                else
+                    positive |= 1u << v;
+            }
+            store(y, element, values);
+            if (signs) signs[element / V] = (unsigned char)positive;
+        });
 }
 
-// dy behind the ReLU.
-__device__ void gradient(const uint4* dy, const unsigned char* signs, const Norm& norm, const float* x,
-                         long long element, long long relu, float* g) {
-    load(dy, element, g);
+// x and dy, and which of them the ReLU let through where that was kept.
+__device__ Read before(const uint4* dy, const uint4* x, const unsigned char* signs, long long element) {
+    return {x[element / V], dy[element / V], signs ? signs[element / V] : 0u};
+}
+
+// x, and dy behind the ReLU.
+__device__ void gradient(const Read& row, bool kept, const Norm& norm, long long relu, float* x, float* g) {
+    ELEMENT::read(row.x, x);
+    ELEMENT::read(row.y, g);
     if (!relu) return;
-    const unsigned positive = signs ? signs[element / V] : 0;
     for (int v = 0; v < V; ++v)
-        if (signs ? !(positive >> v & 1) : norm.of(x[v], v) <= 0.0f) g[v] = 0.0f;
+        if (kept ? !(row.signs >> v & 1) : norm.of(x[v], v) <= 0.0f) g[v] = 0.0f;
 }
 
 // sums (groups, 2 C): of g, and of g xhat.
@@ -248,14 +290,13 @@ KERNEL(norm_gradient_sums)(const uint4* dy, const uint4* x, const unsigned char*
     const Place at(width);
     const Norm norm(mean, inverse, weight, bias, at.channel);
     float shift[V] = {}, slope[V] = {}, values[V], g[V];
-#pragma unroll 2
-    for (long long row = at.row; row < n; row += at.step) {
-        const long long element = row * channels + at.channel;
-        load(x, element, values);
-        gradient(dy, signs, norm, values, element, relu, g);
-        for (int v = 0; v < V; ++v)
-            shift[v] += g[v], slope[v] += g[v] * ((values[v] - norm.mean[v]) * norm.inverse[v]);
-    }
+    walk<2>(
+        at, n, channels, [&](long long element) { return before(dy, x, signs, element); },
+        [&](long long, const Read& row) {
+            gradient(row, signs != nullptr, norm, relu, values, g);
+            for (int v = 0; v < V; ++v)
+                shift[v] += g[v], slope[v] += g[v] * ((values[v] - norm.mean[v]) * norm.inverse[v]);
+        });
     const int tile = int(width) * V;
     for (int v = 0; v < V; ++v) {
         shifts[at.lane * tile + at.across + v] = shift[v];
@@ -297,20 +338,18 @@ KERNEL(norm_gradient_apply)(const uint4* dy, const uint4* x, const unsigned char
     const Place at(width);
     const Norm norm(mean, inverse, weight, bias, at.channel);
     float shift[V], slope[V], values[V], g[V];
-    for (int v = 0; v < V; ++v) {
-        shift[v] = sums[at.channel + v] / *count;
-        slope[v] = sums[channels + at.channel + v] / *count;
-    }
-#pragma unroll 2
-    for (long long row = at.row; row < n; row += at.step) {
-        const long long element = row * channels + at.channel;
-        load(x, element, values);
-        gradient(dy, signs, norm, values, element, relu, g);
-        if (d_residual) store(d_residual, element, g);
-        for (int v = 0; v < V; ++v) {
-            const float standard = (values[v] - norm.mean[v]) * norm.inverse[v];
-            values[v] = (g[v] - shift[v] - standard * slope[v]) * norm.scale[v];
-        }
-        store(dx, element, values);
-    }
+    constants(sums + at.channel, shift);
+    constants(sums + channels + at.channel, slope);
+    for (int v = 0; v < V; ++v) shift[v] /= *count, slope[v] /= *count;
+    walk<2>(
+        at, n, channels, [&](long long element) { return before(dy, x, signs, element); },
+        [&](long long element, const Read& row) {
+            gradient(row, signs != nullptr, norm, relu, values, g);
+            if (d_residual) store(d_residual, element, g);
+            for (int v = 0; v < V; ++v) {
+                const float standard = (values[v] - norm.mean[v]) * norm.inverse[v];
+                values[v] = (g[v] - shift[v] - standard * slope[v]) * norm.scale[v];
+            }
+            store(dx, element, values);
+        });
 }
