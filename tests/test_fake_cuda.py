@@ -145,6 +145,7 @@ def test_every_rung_of_the_ladder_on_a_gpu_is_a_config_that_steps(tmp_path, monk
     monkeypatch.setattr(
         bench_step, "deterministic", lambda config, place: None
     )  # switches of the whole process
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)  # put back, then
     monkeypatch.setattr(bench_step, "build_model", lambda *named: models.build_model(*named))
     config = small(tmp_path, "SimCLR + SuNCEt")
     with fake_card():
@@ -159,3 +160,5 @@ def test_every_rung_of_the_ladder_on_a_gpu_is_a_config_that_steps(tmp_path, monk
                 with Watch() as watch:
                     loss = step()
                 assert loss.device == CARD and watch.mixed == [], name
+                if "NCHW" in name:  # though DALI hands over channels-last images
+                    assert watch.convolutions[0] == (torch.float32, False)

@@ -96,19 +96,24 @@ class Bench:
         views = (every[:half], every[half : 2 * half])
         return replace(self.batch, views=views, labeled=every[:0], labels=self.batch.labels[:0])
 
-    def plain(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
-        """The step of a tutorial, in our precision and memory layout, with kernels that need not be deterministic."""
+    def plain(self, loss: Callable[[Tensor, Tensor], Tensor], *, tf32: bool = False) -> Callable[[], Any]:
+        """The step of a tutorial, in our precision and memory layout, with kernels that need not be deterministic.
+
+        `tf32`: float32 convolutions round their factors, which is how torch comes; ours do not.
+        """
         m, meta = self.config.model, self.config.meta
         model = build_model(m.name, m.library, m.stem, m.hidden, m.output, m.head_batchnorm)
         layout = torch.channels_last if meta.channels_last else torch.contiguous_format
         model = model.to(self.place.device, memory_format=layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-6)
-        first, second = self.alone().views
+        # Of two layouts a convolution takes channels-last, which is how DALI writes: so NCHW must be made.
+        first, second = (view.contiguous(memory_format=layout) for view in self.alone().views)
         device, dtype = self.place.device.type, PRECISIONS[meta.precision]
         free = self.config.model_copy(update={"meta": meta.model_copy(update={"deterministic": False})})
 
         def step() -> Tensor:
             deterministic(free, self.place)
+            torch.backends.cudnn.allow_tf32 = tf32
             with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
                 z = model(torch.cat([first, second]))
             value = loss(*z.float().chunk(2))

@@ -113,7 +113,7 @@ def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Cal
         return bench_step.Bench.like(bench, Config.model_validate(sections))
 
     def tutorial(loss: Callable, **values: Any) -> Callable[[], Callable[[], Any]]:
-        return lambda: changed(**values).plain(loss)
+        return lambda: changed(**values).plain(loss, tf32=True)
 
     def whole(batch: Batch, **values: Any) -> Callable[[], Callable[[], Any]]:
         return lambda: changed(precision="bf16", **values).ours(lambda _: batch)
@@ -124,7 +124,9 @@ def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Cal
     dense = partial(bench_step.dense_nt_xent, temperature=config.criterion.temperature)
     fused, batch = {"fused_batchnorm": True}, bench.batch
     steps = {
-        "plain PyTorch: float32, NCHW, SGD": tutorial(dense, precision="fp32", channels_last=False),
+        "plain PyTorch: float32 with its TF32, NCHW, SGD": tutorial(
+            dense, precision="fp32", channels_last=False
+        ),
         "+ bf16": tutorial(dense, precision="bf16", channels_last=False),
         "+ channels-last": tutorial(dense, precision="bf16"),
         "+ our NT-Xent": tutorial(ours, precision="bf16"),
