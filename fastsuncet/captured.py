@@ -128,8 +128,8 @@ def capture_on_the_device(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
     On the stream the steps before it ran on, unless that is CUDA's default one, which cannot be captured: autograd runs
     a parameter's last node on the stream it was made on, and DDP keeps those nodes for good (`launch.join`).
     """
-    stream = torch.cuda.current_stream()
-    stream = None if stream == torch.cuda.default_stream() else stream  # None: one of torch's
+    before = torch.cuda.current_stream()
+    stream = None if before == torch.cuda.default_stream() else before  # None: one of torch's
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # what it finds, such as a loader's buffers, would be freed in the middle: nothing may be
@@ -140,6 +140,7 @@ def capture_on_the_device(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             losses = step()
     finally:
+        torch.cuda.set_stream(before)  # up to 2.11 torch stays on the capture's where that fails
         if collecting:
             gc.enable()
     return graph, losses

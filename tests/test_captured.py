@@ -144,7 +144,8 @@ def test_the_reason_is_what_went_wrong_first_and_not_that_the_capture_then_faile
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_before_it(monkeypatch, own):
-    asked = {}
+    asked, now = {}, "own" if own else "default"
+    left_on = []
 
     @contextlib.contextmanager
     def graph(made, **options):
@@ -154,7 +155,8 @@ def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_
     monkeypatch.setattr(gc, "collect", lambda: None)  # of a whole test session: seconds
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "own" if own else "default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
+    monkeypatch.setattr(torch.cuda, "set_stream", left_on.append)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     assert capture_on_the_device(lambda: "losses")[1] == "losses"
     stream = "own" if own else None  # the default one cannot be captured: torch takes one of its own
@@ -165,7 +167,7 @@ def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_
 
     with pytest.raises(RuntimeError):
         capture_on_the_device(fails)
-    assert gc.isenabled()
+    assert gc.isenabled() and left_on == [now, now]
 
 
 def test_a_rank_works_on_one_stream_which_is_not_cudas_default_one(monkeypatch):
