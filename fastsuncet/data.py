@@ -129,6 +129,11 @@ class PairedStream:
         """Which back-end makes the pixels: "dali" or "torchvision"."""
         return (self._unlabeled_loader or self._labeled_loader).backend
 
+    @property
+    def own_color(self) -> bool:
+        """Whether exact color is made by our own operator for DALI (data.color_operator)."""
+        return (self._unlabeled_loader or self._labeled_loader).own_color
+
     def notes(self) -> list[str]:
         """What a person should know of the labeled images before the run: small classes, left-out ones."""
         return self._labeled.notes() if self._labeled else []

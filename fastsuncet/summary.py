@@ -50,9 +50,8 @@ def summary(
         ("device", f"{device_name(place)}, {config.meta.precision}, torch {torch.__version__}"),
     ]
     if stream is not None:
-        lines.append(
-            ("pixels", f"{pixel_source(stream, config.data.backend)}, {config.data.augmentation.color} color")
-        )
+        color = f"{config.data.augmentation.color} color{' in one operator' if stream.own_color else ''}"
+        lines.append(("pixels", f"{pixel_source(stream, config.data.backend)}, {color}"))
     return [f"{name:<9}{text}" for name, text in lines]
 
 

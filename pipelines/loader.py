@@ -64,7 +64,8 @@ def open_loader(
     decoder = {"hw_decoder_share": hw_decoder_share, "decoder_buffers": decoder_buffers}
     engine = _engine(backend, device, device_id, dtype, color_operator, decoder=decoder, **pace)
     index.require_good(bad_images)
-    loader = Loader(index, plan, *engine, bad_images=bad_images)
+    own_color = bool(engine[1].keywords.get("plugin"))
+    loader = Loader(index, plan, *engine, bad_images=bad_images, own_color=own_color)
     loader.count_bad(index.bad)
     return loader
 
@@ -171,8 +172,9 @@ def _engine(
 class Loader:
     """Runs an engine step by step, starts it anew where asked, and finds the file behind a failure.
 
-    `backend` is "dali" or "torchvision"; `bad` maps the path of each undecodable file met so far to the
-    reason, and `replaced` its index to that of the image shown in its place.
+    `backend` is "dali" or "torchvision"; `own_color` is whether exact colour is our own operator's; `bad` maps the
+    path of each undecodable file met so far to the reason, and `replaced` its index to that of the image shown in
+    its place.
     """
 
     def __init__(
@@ -184,8 +186,10 @@ class Loader:
         decode: Callable,  # see pipelines.probe
         *,
         bad_images: int,
+        own_color: bool = False,
     ):
         self.backend = backend
+        self.own_color = own_color
         self.bad: dict[str, str] = {}
         self.replaced: dict[int, int] = {}
         self._index, self._plan, self._engine_of, self._decode = index, plan, engine, decode

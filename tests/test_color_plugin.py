@@ -181,6 +181,7 @@ def test_views_are_the_same_bits_with_and_without_it(plugin, index, extra):
             index, plan, plan.augmentations, threads=1, backend="dali", color_operator=operator
         )
         (views[operator],) = loader(0)
+        assert loader.own_color == (operator != "graph" and extra not in ({"jitter": 0}, {"color": "fast"}))
     assert torch.equal(views["graph"], views["plugin"]) and torch.equal(views["graph"], views["auto"])
 
 
