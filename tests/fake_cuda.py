@@ -96,13 +96,13 @@ class Watch(TorchDispatchMode):
     """What happens inside, backward included.
 
     mixed: operators that had tensors on two devices in their hands; every copy from one to another is one of them.
-    convolutions: of each, its dtype and whether images and weights lie in memory channels last.
+    convolutions: of each, its dtype, and whether its images and its weights lie in memory channels last.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.mixed: list[str] = []
-        self.convolutions: list[tuple[torch.dtype, bool]] = []
+        self.convolutions: list[tuple[torch.dtype, bool, bool]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -111,8 +111,8 @@ class Watch(TorchDispatchMode):
             self.mixed.append(function.name())
         if function.name() == "aten::convolution":
             images, weights = args[:2]
-            last = all(x.is_contiguous(memory_format=torch.channels_last) for x in (images, weights))
-            self.convolutions.append((images.dtype, last))
+            last = [x.is_contiguous(memory_format=torch.channels_last) for x in (images, weights)]
+            self.convolutions.append((images.dtype, *last))
         return result
 
 

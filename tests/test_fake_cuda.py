@@ -62,10 +62,10 @@ def test_a_step_of_any_method_stays_on_the_card_and_takes_nothing_from_the_host(
     config = small(tmp_path, method, f"meta.precision={precision}")
     watch = watched(config, monkeypatch, labeled=S if config.criterion.supervised else 0)
     assert watch.mixed == []
-    dtypes, layouts = zip(*watch.convolutions)
-    assert set(dtypes) == {PRECISIONS[precision]}
+    dtypes, images, weights = zip(*watch.convolutions)
+    assert set(dtypes) == {PRECISIONS[precision]} and all(weights)
     # Without a card torch does not know that cuDNN convolves bfloat16 channels last, and fakes another way.
-    assert precision == "bf16" or all(layouts)
+    assert precision == "bf16" or all(images)
 
 
 @pytest.mark.parametrize(("name", "fused", "labeled"), [("resnet50", "false", S), ("resnet18", "true", 0)])
@@ -74,7 +74,7 @@ def test_so_do_large_networks_channels_last_throughout_also_after_the_switch_off
 ):
     options = ("meta.precision=fp16", f"model.name={name}", f"model.fused_batchnorm={fused}")
     watch = watched(small(tmp_path, "SimCLR + SuNCEt", *options), monkeypatch, labeled=labeled)
-    assert watch.mixed == [] and set(watch.convolutions) == {(torch.float16, True)}
+    assert watch.mixed == [] and set(watch.convolutions) == {(torch.float16, True, True)}
 
 
 def labels_from_the_host(batch, setting):
@@ -161,4 +161,4 @@ def test_every_rung_of_the_ladder_on_a_gpu_is_a_config_that_steps(tmp_path, monk
                     loss = step()
                 assert loss.device == CARD and watch.mixed == [], name
                 if "NCHW" in name:  # though DALI hands over channels-last images
-                    assert watch.convolutions[0] == (torch.float32, False)
+                    assert watch.convolutions[0] == (torch.float32, False, False)
