@@ -172,6 +172,9 @@ class DaliDecoder:
         return height, width
 
 
+DALIS_OWN = 16 << 20  # bytes: what DALI 2.4 sets aside on the GPU where it is told nothing
+
+
 def buffers(sizes: np.ndarray, device: str, hw_decoder_share: float, kind: str) -> dict[str, int]:
     """What a GPU's decoders set aside at the start: DALI's own sizes ("grown"), or enough for the "largest" image.
 
@@ -181,9 +184,9 @@ def buffers(sizes: np.ndarray, device: str, hw_decoder_share: float, kind: str) 
     if device != "gpu" or kind == "grown" or not sizes.size:
         return {}
     height, width = sizes.max(0).tolist()
-    # 16-bit coefficients of three full planes, the most that a JPEG of this size has. DALI keeps one such
-    # buffer on the GPU and two in pinned host memory for each thread.
-    coefficients = min(6 * int(sizes.prod(1, dtype=np.int64).max()), 2**31 - 1)
+    # 16-bit coefficients of three full planes, the most that a JPEG of this size has, and never less than DALI
+    # takes by itself. It keeps one such buffer on the GPU and two in pinned host memory for each thread.
+    coefficients = min(max(6 * int(sizes.prod(1, dtype=np.int64).max()), DALIS_OWN), 2**31 - 1)
     found = {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
     if hw_decoder_share:  # DALI refused these on a card without such a decoder (NVIDIA/DALI issue 3704)
         found |= {"preallocate_height_hint": height, "preallocate_width_hint": width}

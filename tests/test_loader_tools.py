@@ -143,6 +143,15 @@ def test_one_pipeline_for_both_streams_gives_their_pixels_and_a_difference_ends_
 
 
 @needs_dali
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU suite runs it")
+def test_one_pipeline_can_be_defined_for_a_gpu_where_all_that_is_missing_is_the_driver(tmp_path):
+    write_pictures(tmp_path, count=12, side=40)
+    plans = bench_streams.plans(bench_streams.Setting(str(tmp_path), unlabeled=4, classes=2, size=16))
+    with pytest.raises(RuntimeError, match=r"CUDA|NVIDIA"):
+        next(bench_streams.joined(*plans, 1, "gpu"))
+
+
+@needs_dali
 def test_images_in_other_rows_are_compared_and_a_difference_is_counted(tmp_path, monkeypatch):
     index = write_pictures(tmp_path, count=6, side=24)
     asked = (index, np.arange(6), "cpu", 0.0, 1)

@@ -119,7 +119,8 @@ def joined(unlabeled: Plan, labeled: Plan, threads: int, device: str) -> Iterato
         if shown:
             image = graphs.augmented(image, view, drawn, plugin)
         else:
-            image = fn.constant(idata=0, shape=(view.size, view.size, 3), dtype=types.UINT8, layout="HWC")
+            shape = (view.size, view.size, 3)
+            image = fn.constant(idata=0, shape=shape, dtype=types.UINT8, layout="HWC", device=device)
         return graphs.normalise(image, view, "float32", mirror=drawn.flip)
 
     @pipeline_def(enable_conditionals=True, exec_dynamic=True)
