@@ -237,6 +237,6 @@ def profile(options: Options) -> Found:
     return {
         "tables": [
             {"title": "where the time goes", "head": ["", "%", "ms a step", "calls a step"], "rows": rows},
-            {"title": "what should be 0, and is it", "head": ["", "a step"], "rows": facts},
+            {"title": "what it starts, converts and waits for", "head": ["", "a step"], "rows": facts},
         ]
     }
