@@ -10,7 +10,7 @@ little-endian):
 Training reads the bytes without counting them through: a flipped bit is found by `fastsuncet data check`, or when the
 image cannot be decoded. `pipelines.packing` writes packs.
 
-Read, not mapped into memory, though a map saves a copy of 13 us an image: where a mapped file is cut short, or its disk
+Read, not mapped into memory, though a map saves a copy of 14 us an image: where a mapped file is cut short, or its disk
 or server fails, the system kills the process that touches it (SIGBUS), and nobody learns why. A read says so.
 """
 
