@@ -190,7 +190,7 @@ def test_a_rank_works_on_one_stream_which_is_not_cudas_default_one(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_on_a_card_a_replayed_run_is_the_run_to_the_bit(tmp_path, monkeypatch, capfd, precision):
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")  # a bare GPU machine may lack it
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn, which is not here")
     options = ("criterion.supervised_epochs=2", "optimization.steps=16", "meta.device=cuda")
     configs = {
         graph: small_config(
