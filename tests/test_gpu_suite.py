@@ -79,6 +79,20 @@ def test_parts_come_in_the_order_of_worth_and_all_can_be_run():
     assert sum(part.limit for part in PARTS) <= 50
 
 
+def test_pixels_far_from_those_of_the_cpu_are_wrong_and_a_proof_without_words_is_told():
+    rows = [
+        ["crop", "0.165", "1", "0.2", "2"],
+        ["hue", "41.0", "255", "0.2", "2"],
+        ["blur", "nan", "0", "0", "0"],
+    ]
+    assert gpu_parts.far_off(rows) == ["hue", "blur"]
+
+    def silent():
+        raise AssertionError
+
+    assert gpu_parts.verdict(silent) == "WRONG: AssertionError: "
+
+
 def test_what_a_part_found_wrong_is_in_the_section_and_silence_is_not(tmp_path):
     report = suite([GOOD], 2, "cpu", True, tmp_path / "suite")
     report["parts"][0] |= {

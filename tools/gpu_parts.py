@@ -23,6 +23,7 @@ from tools import gpu_loader, gpu_pieces, gpu_speed, gpu_steps
 from tools.gpu_speed import CONFIGS, Found, Options, table
 
 DIGITS = CONFIGS / "digits_demo.yaml"
+FAR = 4.0  # grey levels: nvJPEG is not libjpeg to the bit; an operator that does something else is tens off
 QUIET = (
     "evaluation.knn_every_epochs=null",
     "checkpoint.every_epochs=null",
@@ -57,7 +58,7 @@ def verdict(proof: Callable[[], Any]) -> str:
     try:
         proof()
     except Exception as error:  # a kernel can fail to compile, to launch, or to agree
-        return f"WRONG: {type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"WRONG: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return "agrees with its twin"
 
 
@@ -109,7 +110,12 @@ def pixels(options: Options) -> Found:
             row += [f"{difference.mean():.3f}", f"{difference.max():.0f}"]
         rows.append(row)
     head = ["", "DALI on the CPU, mean", "largest", "torchvision, mean", "largest"]
-    return table("difference in grey levels", head, rows)
+    return table("difference in grey levels", head, rows) | {"wrong": far_off(rows)}
+
+
+def far_off(rows: list[list[str]]) -> list[str]:
+    """The cases whose mean difference to DALI on the CPU is more than two JPEG decoders can differ by."""
+    return [row[0] for row in rows if not float(row[1]) < FAR]
 
 
 def digits(options: Options, folder: Path, *overrides: str) -> Config:

@@ -179,7 +179,7 @@ def climbed(make: Callable[[], Callable[[], Any]], options: Options) -> tuple[li
             step, options.device
         )
     except Exception as error:  # a compiler, a kernel, the memory: anything can
-        return [], f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return [], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         step = None
         if options.device == "cuda":
