@@ -12,8 +12,8 @@ the same strength; "stock" is torchvision's jitter in torchvision's random order
 `pipelines.plugin`, the same pixels; it must have been built. Blur: Gaussian, 23 pixels wide,
 or as wide as sigma asks for (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used.
 
-The same files are also read out of a pack (`fastsuncet data pack`). Both are in the page cache by then, and a user
-cannot empty it: this tells what a pack costs or saves the processor, and nothing of a disk or a file server.
+The same files are also read out of a pack (`fastsuncet data pack`). Both are in the page cache by then: this
+tells what a pack costs or saves the processor, and nothing of a disk or a file server.
 """
 
 import argparse
@@ -323,7 +323,7 @@ def show(found: list[dict[str, Any]]) -> None:
     )
     print("x peer: against the fastest DataLoader with the same blur kernel; a pack's against the files")
     print(
-        "files and pack were in the page cache, which cannot be emptied here: a cold disk is not measured\n"
+        "files and pack were in the page cache: a cold disk is not measured\n"
     )
 
 
