@@ -72,6 +72,26 @@ def test_rounding_gives_the_nearest_number_that_a_tensor_core_can_read():
     assert torch.equal(products.rounded(found), found)
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7FFFF000, 0x7F800001, -1, -4096, -0x3FFFFF])
+def test_what_is_no_number_stays_none_whatever_its_bits(bits, monkeypatch):
+    """A card's own NaN is 0x7FFFFFFF: half a last place more is a minus zero, and a diverged run would show a loss."""
+    nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert nan.isnan().all() and products.rounded(nan).isnan().all()
+    monkeypatch.setattr(contrast, "COLDEST", float("inf"))
+    monkeypatch.setattr(contrast.products, "are_cut", lambda factor: True)
+    z = rows(clustered=False)
+    z[7] = nan
+    assert nt_xent(z, 0.1).isnan() and suncet(z, LABELS, 0.1).isnan()
+
+
+def test_the_largest_and_the_smallest_numbers_round_as_floats_do():
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([torch.inf, -torch.inf, largest, -largest, 0.0, -0.0, 1e-45, -1e-41])
+    found = products.rounded(x)
+    assert found.tolist() == [torch.inf, -torch.inf, torch.inf, -torch.inf, 0, 0, 0, -(2.0**-136)]
+    assert torch.equal(found.signbit(), x.signbit())
+
+
 def inside_of(region, wanted: bool) -> None:
     with region:
         assert torch.backends.cuda.matmul.allow_tf32 == wanted
