@@ -322,9 +322,7 @@ def show(found: list[dict[str, Any]]) -> None:
         ],
     )
     print("x peer: against the fastest DataLoader with the same blur kernel; a pack's against the files")
-    print(
-        "files and pack were in the page cache: a cold disk is not measured\n"
-    )
+    print("files and pack were in the page cache: a cold disk is not measured\n")
 
 
 def write_pictures(folder: Path, count: int, height: int = 375, width: int = 500) -> None:
