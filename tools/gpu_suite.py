@@ -53,10 +53,12 @@ class Part:
 # Named one by one: to look into all files of tests/ takes a minute, and packages that a bare machine may lack.
 GPU_TESTS = (
     "tests/test_kernels_on_the_gpu.py",
+    "tests/test_norm_operators.py",
     "tests/test_captured.py",
     "tests/test_dali_closeness.py",
     "tests/test_data_wait.py",
     "tests/test_checkpoint.py",
+    "tests/test_color_plugin_gpu.py",
 )
 # Names as they go, so that one which takes the process with it is known. Without our own addopts: they are strict, and
 # a setting of pytest-timeout is an error to a pytest without it.
