@@ -30,9 +30,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
 
-from fastsuncet.captured import WARMUP, Step
+from fastsuncet.captured import WARMUP, WARMUP_IN_DDP, Step
 from fastsuncet.config import Config, load_config
 from fastsuncet.data import Batch, PairedStream
+from fastsuncet.distributed import world_size
 from fastsuncet.images import open_images
 from fastsuncet.launch import Place, join
 from fastsuncet.model import build_model
@@ -171,8 +172,9 @@ def measure(
     """Seconds a step of each turn, by contender; the order turns by one each round."""
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    warmup = WARMUP if world_size() == 1 else WARMUP_IN_DDP
     for call in contenders.values():
-        for _ in range(WARMUP + 1):
+        for _ in range(warmup + 1):
             call()  # momentum is there now, kernels are chosen, and a graph, where one is asked for, is captured
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
