@@ -137,7 +137,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group):
-        ctx.passes, ctx.group = passes_for(x, weight, bias), group
+        ctx.passes, ctx.group, ctx.has_bias = passes_for(x, weight, bias), group, bias is not None
         moments = ctx.passes.moments(x, eps)
         total, mean, variance = join_statistics(x.numel() // x.shape[1], *moments, group)
         inverse = (variance + eps).rsqrt()
@@ -152,11 +152,11 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx, gradient: Tensor, *_):
         x, weight, mean, inverse, total = ctx.saved_tensors
         own = ctx.passes.sums(gradient, x, mean, inverse, weight)
-        own[1].mul_(
-            inverse
-        )  # of standardised rows, which is what the kernels of norm_kernels.py tell other ranks too
+        own[1].mul_(inverse)  # of standardised rows: the kernels of norm_kernels.py tell ranks the same
         means = sum_over_ranks(own, ctx.group) / total
         d_x = ctx.passes.gradient(gradient, x, mean, inverse, weight, means)
         if weight is None:
             return d_x, None, None, None, None
-        return d_x, own[1].to(weight.dtype), own[0].to(weight.dtype), None, None
+        # Autograd takes no gradient of what was not there.
+        d_bias = own[0].to(weight.dtype) if ctx.has_bias else None
+        return d_x, own[1].to(weight.dtype), d_bias, None, None

@@ -21,6 +21,7 @@ CASES = {
     "uneven": (nn.BatchNorm2d, {}, (2, 2), lambda r: 1 + 2 * r),
     "one_row_a_rank": (nn.BatchNorm1d, {}, (), lambda r: 1),
     "plain_average": (nn.BatchNorm2d, {"momentum": None}, (2, 3), lambda r: 2),
+    "no_bias": (nn.BatchNorm2d, {}, (2, 3), lambda r: 2),
     "no_affine": (nn.BatchNorm2d, {"affine": False}, (2, 3), lambda r: 2),
     "no_running": (nn.BatchNorm1d, {"track_running_stats": False}, (), lambda r: 3),
 }
@@ -32,6 +33,8 @@ def prepared(name, world_size):
     constructor, options, after, rows = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
     norm = constructor(CHANNELS, **options).double()
+    if name == "no_bias":
+        norm.bias = None  # torch 2.15 has `bias=False` for it, 2.11 has not
     for p in norm.parameters():
         nn.init.normal_(p, mean=1)
     layout = torch.channels_last if name == "channels_last" else torch.contiguous_format
