@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -128,17 +128,29 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "fastsuncet", *arguments)
     except ChildFailedError as error:
-        # A rank that fails takes others with it within milliseconds, and the agent's clock has whole seconds. What
-        # ended the job is the rank that left with a reason; a broken connection (1) or a kill is its echo. A kill is
-        # told as a shell tells it (137: memory, often), so that a scheduler can tell it from a program that failed.
-        codes = [failure.exitcode for failure in error.failures.values()]
-        codes = [code if code >= 0 else 128 - code for code in codes]
-        return next((code for code in codes if code in REASONS), max(1, *codes))
+        return exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
     except SignalException as stop:
         # Not saved: the ranks were killed after their grace period. Told as the signal, 143 for SIGTERM.
         saved = read_status(status).get("state") == "preempted"
         return Preempted.exit_code if saved else 128 + int(stop.sigval)
     return 0
+
+
+def exit_code(failures: Sequence[tuple[int, int]]) -> int:
+    """The job's exit code, from (exit code, the second it was seen) of each rank that did not end well.
+
+    A rank that fails takes others with it: their connection breaks (1), or the agent ends them by SIGTERM, which is
+    never what ended a job, and after its grace period by SIGKILL. What ended it is the rank that left with a reason;
+    else one that was killed; else one that failed. A kill is told as a shell tells it (137: memory, often), so that a
+    scheduler can tell it from a program that failed.
+    """
+    codes = [code if code >= 0 else 128 - code for code, _ in failures]
+    first = min(second for _, second in failures)
+    # What failed together may be seen on both sides of a second; a grace period is half a minute at least.
+    causes = [code for code, (_, second) in zip(codes, failures) if second <= first + 1]
+    echo = 128 + signal.SIGTERM
+    causes = [code for code in causes if code != echo] or causes
+    return next((code for code in codes if code in REASONS), max(1, *causes))
 
 
 def read_status(path: Path) -> dict:

@@ -1,8 +1,8 @@
 """From a command to ranks: torchrun's variables, Slurm's, one process, and the exit code a scheduler sees."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,9 +14,8 @@ from fastsuncet import launch
 from fastsuncet.distributed import gather_json
 from fastsuncet.errors import ConfigError
 from fastsuncet.vote import Vote
-from tests.ranks import run_ranks
+from tests.ranks import PRELOADED, run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 SLURM = {
     "SLURM_PROCID": "13",
     "SLURM_LOCALID": "5",
@@ -88,47 +87,83 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         launch.pick_device("auto", 2)
 
 
-def job_of_two(rank_program: str, folder: Path) -> subprocess.Popen:
-    """Two ranks of a stand-in for `python -m fastsuncet`; the agent, its processes and their codes are torchrun's."""
-    package = folder / "fastsuncet"
+def _agent(folder: str, rank_program: str) -> None:
+    """`launch.start_ranks` in this process, for two ranks of a stand-in for `python -m fastsuncet`."""
+    os.chdir(folder)
+    os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    package = Path("fastsuncet")
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(
         f"import os, signal, sys, time\nassert sys.argv[1:] == ['train', 'x.yaml']\n{rank_program}\n"
     )
-    script = (
-        f"import sys, torch; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path\nfrom fastsuncet import launch\n"
-        "torch.cuda.device_count = lambda: 2\n"
-        "sys.exit(launch.start_ranks(['train', 'x.yaml'], Path('status.json')))\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.Popen(
-        [sys.executable, "-c", script], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
-    )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    torch.cuda.device_count = lambda: 2
+    sys.exit(launch.start_ranks(["train", "x.yaml"], Path("status.json")))
 
 
-@pytest.mark.parametrize("code", [0, 3, 75, 137])
-def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(code, tmp_path):
-    # Rank 0 loses its connection to rank 1 at the same moment, and would win a tie of whole seconds.
-    program = (
-        f"code = {code} if os.environ['RANK'] == '1' or {code} in (0, 75) else 1\n"
-        "if code == 137: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sys.exit(code)"
-    )
+def job_of_two(rank_program: str, folder: Path) -> multiprocessing.Process:
+    """The agent, its processes and their codes are torchrun's; a server that has torch imported forks the agent."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_agent, args=(str(folder), rank_program))
+    process.start()
+    return process
+
+
+BROKEN = "sys.exit(1)"  # what a rank does whose connection to another broke
+DEAF = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"  # one that waits in a collective for ever
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "code"),
+    [
+        ("sys.exit(0)", "sys.exit(0)", 0),
+        # Both at the same moment: the other would win a tie of whole seconds.
+        ("sys.exit(3)", BROKEN, 3),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "time.sleep(60)",
+            137,
+        ),  # the agent ends the other by SIGTERM
+        ("sys.exit(1)", DEAF, 1),  # and this one by SIGKILL
+    ],
+)
+def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(first, other, code, tmp_path):
+    program = f"if os.environ['RANK'] == '1': {first}\n{other}"
     process = job_of_two(program, tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors[-2000:]
+    process.join(120)
+    assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"),
+    [
+        ([(1, 10), (75, 10)], 75),
+        ([(1, 10), (-9, 10)], 137),  # memory: the connection of the other broke
+        ([(-15, 11), (-9, 10)], 137),  # and the agent ended it
+        ([(1, 10), (-15, 10)], 1),  # a bug; nobody is to run it again
+        ([(1, 10), (-9, 40)], 1),  # its peer waited in a collective through the agent's grace period
+        ([(-15, 10), (4, 40)], 4),
+        ([(-15, 10)], 143),
+        ([(1, 10), (-9, 11)], 137),
+    ],
+)
+def test_a_kill_is_told_from_its_echo(failures, code):
+    assert launch.exit_code(failures) == launch.exit_code(failures[::-1]) == code
 
 
 def test_a_job_whose_ranks_were_killed_before_they_had_saved_ends_as_killed_and_not_as_saved(tmp_path):
     process = job_of_two("open(os.environ['RANK'], 'w').close(); time.sleep(60)", tmp_path)
     while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 143, errors[-2000:]
+        assert process.is_alive(), (tmp_path / "errors").read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(120)
+    assert process.exitcode == 143, (tmp_path / "errors").read_text()[-2000:]
 
 
 def _vote(rank: int, world_size: int) -> list:
