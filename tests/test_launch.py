@@ -113,9 +113,7 @@ def job_of_two(rank_program: str, folder: Path) -> multiprocessing.Process:
 
 
 BROKEN = "sys.exit(1)"  # what a rank does whose connection to another broke
-DEAF = (
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"  # one that waits in a collective for ever
-)
+WAITS = "time.sleep(60)"  # and one in a collective, until the agent ends it by SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -124,12 +122,8 @@ DEAF = (
         ("sys.exit(0)", "sys.exit(0)", 0),
         # Both at the same moment: the other would win a tie of whole seconds.
         ("sys.exit(3)", BROKEN, 3),
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            "time.sleep(60)",
-            137,
-        ),  # the agent ends the other by SIGTERM
-        ("sys.exit(1)", DEAF, 1),  # and this one by SIGKILL
+        ("os.kill(os.getpid(), signal.SIGKILL)", WAITS, 137),
+        ("sys.exit(1)", WAITS, 1),
     ],
 )
 def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(first, other, code, tmp_path):
