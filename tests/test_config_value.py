@@ -138,6 +138,18 @@ def test_a_key_newer_than_the_checkpoint_counts_as_its_default():
     ]
 
 
+def test_a_run_from_before_there_was_tf32_goes_on_in_float32_or_is_refused():
+    def saved(*overrides: str) -> dict:
+        old = load(GOOD, *overrides).canonical()
+        del old["criterion"]["products"]
+        return old
+
+    assert load().changed_keys(saved()) == [("criterion.products", "fp32", "tf32")]
+    assert load(GOOD, "criterion.products=fp32").changed_keys(saved()) == []
+    single = "meta.precision=fp32"  # the losses behind it are in float32 either way
+    assert load(GOOD, single).changed_keys(saved(single)) == []
+
+
 def test_a_batch_per_rank_is_not_the_same_as_the_batch_it_comes_to():
     saved = load().canonical()
     assert load(GOOD, "criterion.unsupervised_batch_size={per_rank: 32}").changed_keys(saved) == [

@@ -122,14 +122,14 @@ class Config(Sections):
         run.
 
         `other` is a `canonical`, as a checkpoint keeps it. Keys in FREE_ON_RESUME may differ. A key that an
-        older version did not have counts as its default, because that is what the older version did.
+        older version did not have counts as what that version did, as a rule its default.
         """
         ours, theirs = _flatten(self.canonical()), _flatten(other)
         changed = []
         for key in sorted(ours.keys() | theirs.keys()):
             if any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
                 continue
-            old, new = theirs.get(key, _default(key)), ours.get(key)
+            old, new = theirs.get(key, _before(key, theirs)), ours.get(key)
             if old != new:
                 changed.append((key, old, new))
         return changed
@@ -211,6 +211,13 @@ def _flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             flat[key] = json.loads(json.dumps(value))  # a tuple and a list are one thing
     return flat
+
+
+def _before(key: str, theirs: Mapping[str, Any]) -> Any:
+    """What a version without `key` did, in the words of that key."""
+    if key == "criterion.products" and theirs.get("meta.precision") != "fp32":
+        return "fp32"  # behind a float32 network there is no other, whatever the key says
+    return _default(key)
 
 
 def _default(key: str) -> Any:
