@@ -247,7 +247,7 @@ def test_one_that_cannot_be_loaded_is_said_and_replaced_unless_it_was_asked_for(
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(use, "kept", lambda device: broken)
-    monkeypatch.setattr(use, "_loaded", set())
+    monkeypatch.setattr(use, "_loaded", {})
     assert not use.choose("auto", "cpu")
     assert "the color operator cannot be loaded (" in capsys.readouterr().out
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -1,7 +1,8 @@
 """The C++ of this folder to a library that DALI loads: which compiler, which headers, where it is kept.
 
 The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else ~/.cache/fastsuncet. It may be removed any time.
-A library is kept by everything that decides it: sources, flags, the compiler's version, DALI's, the kind of processor.
+A library is kept by everything that decides it: sources, flags (those in $CXX and DALI's own too), the versions of the
+compiler, of DALI and of its CUDA, the kind of processor.
 """
 
 import functools
@@ -31,19 +32,31 @@ FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off", *VECTORS)
 NEEDED = ("crt/host_config.h", "nv/target")  # of CUDA's headers, which DALI's include; wheels hold them apart
 NEEDED_OF_DALI = "dali/core/geom/mat.h"
 DIGEST = hashlib.sha256().digest_size
+ANSWER = 60  # seconds for a compiler to tell its version: every run asks, and one that waits for a license never tells
 
 
 def build(prove: Callable[[Path], None], device: str = "cpu") -> Path:
     """The plug-in for a device, compiled unless it is kept already; `prove(path)` loads it first, and raises if it is
     not fit.
 
-    Raises DataError where there is no DALI, no compiler or no CUDA headers, or with what the compiler said.
+    Raises DataError where there is no DALI, no compiler or no CUDA headers, with what the compiler said, or where the
+    library cannot be kept or DALI cannot load it.
     """
     if (reason := unavailable(device)) is not None:
         raise DataError(f"the color operator cannot be built here: {reason}")
     target = place(device)
     if whole(target):
         return target
+    try:
+        return _built(target, prove, device)
+    except OSError as error:
+        raise DataError(
+            f"the color operator cannot be kept in {target.parent}: {error.strerror or error}; set FASTSUNCET_CACHE to "
+            "a folder that can be written"
+        ) from error
+
+
+def _built(target: Path, prove: Callable[[Path], None], device: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # code that will run: nobody else's to write
     # In one step and under a name of its own: whoever builds at the same time writes the same.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as work:
@@ -52,12 +65,15 @@ def build(prove: Callable[[Path], None], device: str = "cpu") -> Path:
             (Path(work) / "ptx.inc").write_text(ptx.literal())
         line = [*command(device), f"-I{work}", "-o", str(made)]
         compiled = subprocess.run(line, capture_output=True, text=True)
-        if compiled.returncode != 0:
-            told = compiled.stderr.strip()[-4000:]
+        if compiled.returncode != 0 or not made.is_file():
+            told = compiled.stderr.strip()[-4000:] or "it wrote nothing"
             raise DataError(f"the color operator does not compile with {compiler_version()}:\n{told}")
         # Behind the last section, where a loader does not look: whether the file is what was written.
         made.write_bytes((code := made.read_bytes()) + hashlib.sha256(code).digest())
-        prove(made)
+        try:
+            prove(made)
+        except RuntimeError as error:  # DALI's words
+            raise DataError(f"the color operator compiles, and DALI cannot run it: {error}") from error
         os.replace(made, target)
     return target
 
@@ -93,14 +109,20 @@ def unavailable(device: str = "cpu") -> str | None:
         )
     if header_folder(NEEDED_OF_DALI) is None:
         return f"no {NEEDED_OF_DALI}: DALI's wheel has it, and what was packed of a wheel may not"
+    if (problem := _unkept()) is not None:
+        return f"{problem}; set FASTSUNCET_CACHE to another folder"
     return ptx.unavailable() if device == "gpu" else None
 
 
 def place(device: str = "cpu") -> Path:
     """Where this machine's plug-in for a device is kept, or would be."""
     import nvidia.dali
+    from nvidia.dali import sysconfig
 
-    decides = [*FLAGS, *ptx.OPTIONS, str(compiler_version()), nvidia.dali.__version__, platform.machine()]
+    # Of DALI's flags not the paths: they decide nothing.
+    flags = [flag for flag in sysconfig.get_compile_flags() if not flag.startswith("-I")]
+    versions = [str(compiler_version()), nvidia.dali.__version__, str(nvidia.dali.__cuda_version__)]
+    decides = [*compiler()[1:], *FLAGS, *flags, *ptx.OPTIONS, *versions, platform.machine()]
     decides += [f"{path.name}\n{path.read_text()}" for path in sources()]
     key = hashlib.sha256("\0".join(decides).encode()).hexdigest()[:32]
     return folder() / f"{NAMES[device]}-{key}.so"
@@ -111,6 +133,19 @@ def folder() -> Path:
     if own := os.environ.get("FASTSUNCET_CACHE"):
         return Path(own) / "plugin"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / "plugin"
+
+
+def _unkept() -> str | None:
+    """Why no library can be kept, or trusted, in the folder; None where it can, or where there is no folder yet."""
+    try:
+        status = folder().stat()
+    except RuntimeError as error:
+        return f"there is no folder to keep it in ({error})"
+    except OSError:
+        return None
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+        return f"others than you may write to {folder()}, and what is kept there is code that runs"
+    return None
 
 
 def sources() -> list[Path]:
@@ -137,7 +172,11 @@ def command(device: str = "cpu") -> list[str]:
 
 def compiler() -> list[str]:
     """$CXX, or the first of COMPILERS there is, as the start of a command line; empty if there is none."""
-    if named := shlex.split(os.environ.get("CXX", "")):
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation mark without its other half: no command
+        return []
+    if named:
         return named if shutil.which(named[0]) else []
     return next(([found] for name in COMPILERS if (found := shutil.which(name))), [])
 
@@ -150,8 +189,9 @@ def compiler_version() -> str | None:
 @functools.cache
 def _version(start: tuple[str, ...]) -> str | None:
     try:
-        told = subprocess.run([*start, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        line = [*start, "--version"]
+        told = subprocess.run(line, capture_output=True, text=True, check=True, timeout=ANSWER).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
     return told.partition("\n")[0].strip() or None
 

@@ -43,13 +43,17 @@ def choose(color_operator: str, device: str) -> bool:
     return True
 
 
-_loaded: set[str] = set()
+_loaded: dict[str, str] = {}  # device -> the library's name, which everything that decides it is in
 
 
 def load(path: Path, device: str = "cpu") -> None:
-    """Gives DALI the operator of the library at `path`, unless it has one. Raises RuntimeError with DALI's words."""
+    """Gives DALI the operator of the library at `path`, unless it has it. Raises RuntimeError with DALI's words, or
+    where this process has loaded another one.
+    """
     from nvidia.dali import plugin_manager
 
-    if device not in _loaded:  # DALI refuses a second operator of one name
+    if device not in _loaded:
         plugin_manager.load_library(str(path))
-        _loaded.add(device)
+        _loaded[device] = path.name
+    elif _loaded[device] != path.name:  # DALI refuses a second operator of one name
+        raise RuntimeError(f"this process has loaded {_loaded[device]} already, not {path.name}")
