@@ -54,7 +54,7 @@ def open_loader(
     image's pixels may depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" sets memory aside
     for the largest image of the index, "grown" as images come. Elsewhere neither does anything.
 
-    Raises DataError when DALI or a GPU is asked for and absent, ValueError for values that name nothing.
+    Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that name nothing.
     """
     if tuple(augmentations) != plan.augmentations:
         raise ValueError("the loader's augmentations are not those that the plan draws for")
@@ -163,6 +163,11 @@ def _engine(
             "dali",
             partial(DaliEngine, plugin=plugin, **options, **decoder),
             DaliDecoder(device, device_id),
+        )
+    if color_operator == "plugin":  # an operator of DALI's, which "auto" did not find or nobody asked for
+        raise DataError(
+            "color_operator: plugin was asked for, and torchvision reads the images, which has no such operator: "
+            "take auto, or a backend of dali"
         )
     from pipelines.torchvision_twin import TwinEngine, pil_decode
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from pipelines import backend
 from pipelines.errors import DataError
+from pipelines.loader import open_loader
 from pipelines.plugin import build, use
 from pipelines.plugin.__main__ import main
+from tests.pictures import write_pictures
 from tests.test_color_plugin import needs_dali, needs_plugin, tiny, tiny_compiler  # noqa: F401 -- a fixture
+from tests.test_loader import unlabeled
 
 LOST = "Nothing is lost but time"
 
@@ -110,3 +114,11 @@ def test_a_second_library_is_not_proved_by_the_first_one_s_pixels(monkeypatch, t
     monkeypatch.setattr(use, "_loaded", {"cpu": "color_jitter-of-before.so"})
     with pytest.raises(RuntimeError, match=r"has loaded color_jitter-of-before\.so already, not another\.so"):
         use.load(tmp_path / "another.so")
+
+
+def test_one_that_was_asked_for_is_not_silently_missing_where_torchvision_reads(tmp_path, monkeypatch):
+    plan = unlabeled(write_pictures(tmp_path, count=6, side=24))
+    monkeypatch.setattr(backend, "dali_problem", lambda: "it is not here")
+    with pytest.raises(DataError, match="plugin was asked for, and torchvision reads the images"):
+        open_loader(plan.index, plan, plan.augmentations, color_operator="plugin")
+    open_loader(plan.index, plan, plan.augmentations)

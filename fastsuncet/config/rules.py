@@ -55,6 +55,7 @@ READ_ONLY_WITH = {
     "data.pack": (None, "data.kind", ("image_folder", "csv")),
     "data.hw_decoder_share": (0.0, "data.kind", ("image_folder", "csv")),
     "data.decoder_buffers": ("grown", "data.kind", ("image_folder", "csv")),
+    "data.color_operator": ("auto", "data.augmentation.color", ("exact",)),
     "data.split.file": (None, "data.split.kind", ("names", "csv")),
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),
@@ -85,7 +86,7 @@ def _register_unread(key: str, neutral: object, decider: str, kinds: tuple[str, 
 
 for _key, (_neutral, _decider, _kinds) in READ_ONLY_WITH.items():
     _register_unread(_key, _neutral, _decider, _kinds)
-for _key in ("data.hw_decoder_share", "data.decoder_buffers"):
+for _key in ("data.hw_decoder_share", "data.decoder_buffers", "data.color_operator"):
     _register_unread(_key, READ_ONLY_WITH[_key][0], "data.backend", ("auto", "dali"))
 
 
