@@ -19,8 +19,10 @@ def cores() -> int:
     return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
 
 
-def decode_threads(asked: int | None) -> int:
-    """`asked`, or this process's share of its machine's cores: torchrun tells how many processes share them."""
+def decode_threads(asked: int | None, processes: int | None = None) -> int:
+    """`asked`, or this process's share of its machine's cores: torchrun tells how many `processes` share them."""
     if asked is not None:
         return asked
-    return max(1, min(MOST, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if processes is None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(MOST, cores() // processes))

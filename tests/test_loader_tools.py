@@ -1,11 +1,13 @@
 """The loader's tools compare equals, and what they recommend is what they measured."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 import torch
 
+from fastsuncet import cores
 from fastsuncet.config import load_config
 from pipelines import backend
 from tests.pictures import write_pictures
@@ -116,6 +118,24 @@ def test_tuning_measures_a_config_and_writes_what_it_prints(tmp_path, monkeypatc
     assert f"data:\n  prefetch: {report['recommended']['data.prefetch']}\n" in printed
     assert tune_loader.main([*words, "--minutes", "0"]) == 0
     assert "not measured, for want of time: data.prefetch" in capsys.readouterr().out
+
+
+def test_threads_that_nobody_asked_for_are_a_process_s_share_of_the_machine_as_in_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+
+    @contextlib.contextmanager
+    def measuring(path, *_):  # each thread is a gain to one process alone
+        yield load_config(path), "cpu", lambda values: 1 / values["data.decode_threads"]
+
+    monkeypatch.setattr(tune_loader, "measuring", measuring)
+    monkeypatch.setattr(tune_loader, "cores", lambda: 64)
+    monkeypatch.setattr(cores, "cores", lambda: 64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert tune_loader.main([str(tmp_path / "run.yaml"), "--rounds", "1"]) == 0
+    assert "decode_threads: 8\n" in capsys.readouterr().out
 
 
 # -- one pipeline or two

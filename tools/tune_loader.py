@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = (options.config, options.overrides, processes, options.device, options.steps)
     with measuring(*asked) as (config, device, measure):
         todo = knobs(config, device, max(1, cores() // here))
-        data = {**dict(config.data), "decode_threads": decode_threads(config.data.decode_threads)}
+        data = {**dict(config.data), "decode_threads": decode_threads(config.data.decode_threads, here)}
         start = {knob.key: data[knob.key.removeprefix("data.")] for knob in todo}
         values, rows = descend(todo, start, measure, options.rounds, lambda: time.monotonic() < end)
     print_table(
