@@ -39,7 +39,10 @@ def summary(
         ("data", f"{len(images.train):,} images; {images.split}"),
         ("batch", f"{' + '.join(shown)} = {samples:,} views an update, on {ranks}"),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {on}"),
-        ("loss", f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"),
+        (
+            "loss",
+            f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}{cut(config, place)}",
+        ),
         (
             "compute",
             f"6 x {cost / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view: {update:.4g} petaFLOPs an update, "
@@ -68,6 +71,14 @@ def memory(config: Config, arithmetic: Arithmetic) -> Memory:
     large = of(config.data.augmentation.size, -(-a.samples(0) // a.world_size) - small)
     activations = of(config.swav.small_size, small).activations if small else 0
     return replace(large, activations=large.activations + activations)
+
+
+def cut(config: Config, place: Place) -> str:
+    """What a person should know of the losses' arithmetic: where it is not float32 (criterion.products)."""
+    c = config.criterion
+    contrasts = c.instance == "nt_xent" or (c.supervised and c.supervision != "cross_entropy")
+    there = place.device.type == "cuda" and contrasts and methods.tf32(config)
+    return ", products in TF32" if there else ""
 
 
 def in_gigabytes(estimate: Memory) -> str:

@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastsuncet import summary
+from fastsuncet.config import load_config
+from fastsuncet.launch import Place
+from tests.runs import CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -19,3 +23,24 @@ def test_torchvisions_pixels_come_with_the_reason_why_it_is_not_dali(monkeypatch
     monkeypatch.setattr(summary, "dali_problem", lambda: problem)
     stream = SimpleNamespace(backend="torchvision")
     assert summary.pixel_source(stream, asked) == f"torchvision on the CPU ({why})"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "asked", "said"),
+    [
+        ("cuda", "bf16", "tf32", ", products in TF32"),
+        ("cuda", "fp32", "tf32", ""),
+        ("cuda", "bf16", "fp32", ""),
+        ("cpu", "bf16", "tf32", ""),
+    ],
+)
+def test_losses_that_are_not_in_float32_are_said_to_be_so(device, precision, asked, said):
+    config = load_config(
+        CONFIGS / "digits_demo.yaml", [f"meta.precision={precision}", f"criterion.products={asked}"]
+    )
+    place = Place(0, 1, 0, torch.device(device))
+    assert summary.cut(config, place) == said
+    without = load_config(
+        CONFIGS / "digits_demo.yaml", ["criterion.instance=swav", "criterion.supervision=cross_entropy"]
+    )
+    assert summary.cut(without, place) == ""  # there is no product in these

@@ -231,7 +231,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--card-gbs", type=float, default=Network.card_gbs, help="GB/s of a GPU's network card"
     )
     parser.add_argument(
-        "--teraflops", type=float, default=67.0, help="of the similarity products; 67: H200, float32"
+        "--teraflops",
+        type=float,
+        default=67.0,
+        help="of the similarity products; 67: H200, float32 (criterion.products=fp32)",
     )
     parser.add_argument("--classes", type=int, default=1000, help="of cross-entropy's classifier")
     parser.add_argument(
