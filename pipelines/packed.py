@@ -53,6 +53,10 @@ class Pack:
     def __post_init__(self):
         weakref.finalize(self, os.close, self.descriptor)
 
+    def __reduce__(self):
+        # A copy's number would be that of another file once ours is closed, or at once in another process.
+        raise TypeError(f"an open pack is neither copied nor pickled: open {self.path} again, by open_pack")
+
     def __len__(self) -> int:
         return len(self.offsets)
 

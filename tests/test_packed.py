@@ -1,7 +1,9 @@
 """A pack is the files it was made of: the same pixels to the bit, a kill that costs nothing, damage by its name."""
 
+import copy
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -265,6 +267,12 @@ def test_a_pack_closes_its_file_with_its_last_user(pack):
     del packed
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pack_is_not_copied_into_a_number_that_may_be_another_files(pack, copied):
+    with pytest.raises(TypeError, match=r"neither copied nor pickled: open .* again"):
+        copied(open_pack(pack).pack)
 
 
 @pytest.mark.parametrize("reader", BACKENDS)
