@@ -4,6 +4,7 @@ Torch and DALI are imported by the command that needs them and not before: help 
 """
 
 import argparse
+import errno
 import os
 import re
 import signal
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fastsuncet import __version__, cli_help
-from fastsuncet.errors import FastSuncetError
+from fastsuncet.errors import CheckpointError, FastSuncetError
 from pipelines.errors import DataError
 
 if TYPE_CHECKING:
     from fastsuncet.config import Config
 
 OVERRIDE = re.compile(r"[^=/\\]*=")  # a path may hold a = after its first slash
+# What no code can mend and every file of every command may meet: no room, no right.
+OF_THE_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class UsageError(FastSuncetError):
@@ -344,9 +347,11 @@ def _usage(name: str, words: str) -> str:
 
 def _no_command(arguments: list[str]) -> str:
     first = arguments[0]
-    near = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    group = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    second = " ".join(word for word in arguments[1:2] if not word.startswith("-"))
     near = (
-        near
+        (second and get_close_matches(f"{first} {second}", group, 1))
+        or group
         or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
         or get_close_matches(first, COMMANDS, 1)
     )
@@ -354,7 +359,7 @@ def _no_command(arguments: list[str]) -> str:
         near = [f"train {first}"]
     return (
         f"there is no command {first}"
-        + (f"; did you mean `fastsuncet {near[0]}`?" if near else "")
+        + (f"; did you mean {' or '.join(f'`fastsuncet {name}`' for name in near)}?" if near else "")
         + "\n`fastsuncet --help` shows what there is"
     )
 
@@ -385,3 +390,13 @@ def main(arguments: list[str] | None = None) -> int:
         rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
         print(f"{rank}error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in OF_THE_PLACE:
+            raise
+        if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
+            traceback.print_exc()
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free some room" if full else "This user may not do that: check the owner and the mode"
+        print(f"{rank}error: {error}. {remedy}, or name another place", file=sys.stderr)
+        return CheckpointError.exit_code

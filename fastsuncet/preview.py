@@ -15,6 +15,7 @@ from PIL import Image
 
 from fastsuncet.config import Config
 from fastsuncet.data import LABELED, UNLABELED, PairedStream
+from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.images import open_images
 from fastsuncet.launch import Place
 from pipelines.backend import dali_problem
@@ -29,12 +30,22 @@ NAMES = {"dali": "DALI", "torchvision": "torchvision"}
 
 
 def preview(config: Config, path: Path, *, step: int = 0) -> Path:
-    """Draws part of what `step` of a run of `config` on one process sees, on the CPU, into a PNG; returns its path."""
+    """Draws part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; returns that.
+
+    Raises ConfigError for a name that is no picture's, CheckpointError where it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    # matplotlib would write another file than the one that is named, or end in a traceback.
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ConfigError(
+            f"--output {path} is no picture's name: it must end in one of {', '.join(sorted(kinds))}"
+        )
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
     figure, axes = plt.subplots(
@@ -49,9 +60,13 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
                 axis.set_title(caption, fontsize=7, pad=2)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise CheckpointError(f"the picture {path} cannot be written: {error.strerror or error}") from error
+    finally:
+        plt.close(figure)
     return path
 
 

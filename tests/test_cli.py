@@ -1,5 +1,6 @@
 """The command line: what it says, what it ends with, and how soon."""
 
+import errno
 import os
 import shlex
 import subprocess
@@ -146,7 +147,16 @@ def test_a_config_whose_path_holds_an_equals_sign_is_still_a_config(trainer):
             ["check", "run.yaml"],
             "there is no command check; did you mean `fastsuncet data check`?\n`fastsuncet --help`",
         ),
-        (["data"], "there is no command data; did you mean `fastsuncet data check`?\n`fastsuncet --help`"),
+        (
+            ["data"],
+            "there is no command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?\n"
+            "`fastsuncet --help`",
+        ),
+        (
+            ["evaluate", "--help"],
+            "there is no command evaluate; did you mean `fastsuncet evaluate knn` or `fastsuncet evaluate npi` or "
+            "`fastsuncet evaluate linear` or `fastsuncet evaluate accuracy`?\n`fastsuncet --help`",
+        ),
         (
             ["data", "chekc"],
             "there is no command data; did you mean `fastsuncet data check`?\n`fastsuncet --help`",
@@ -254,6 +264,26 @@ def test_each_failure_has_its_code_and_its_words_without_a_traceback(error, code
     trainer.does = fail
     assert cli.main(["train", "run.yaml"]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_place_that_is_full_or_forbidden_is_a_message_and_any_other_error_of_a_file_is_a_bug(
+    trainer, capsys
+):
+    def fails(number: int):
+        raise OSError(number, os.strerror(number), "runs/x/meta.json")
+
+    for number, advice in (
+        (errno.EACCES, "This user may not do that"),
+        (errno.EROFS, "This user may not do that"),
+        (errno.ENOSPC, "Free some room"),
+    ):
+        trainer.does = lambda number=number: fails(number)
+        assert cli.main(["train", "run.yaml"]) == 5
+        said = capsys.readouterr().err
+        assert said.startswith("error: [Errno") and "'runs/x/meta.json'. " + advice in said
+    trainer.does = lambda: fails(errno.EIO)
+    with pytest.raises(OSError):
+        cli.main(["train", "run.yaml"])
 
 
 def test_a_traceback_is_shown_to_who_asks_for_it(trainer, capsys, monkeypatch):

@@ -10,6 +10,7 @@ from PIL import Image
 import fastsuncet.preview as preview_module
 from fastsuncet.data import PairedStream
 from fastsuncet.demo import METHODS, Curve, demo, table, verdict
+from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.images import open_images
 from fastsuncet.launch import Place
 from fastsuncet.preview import COLUMNS, preview, sheet
@@ -111,6 +112,19 @@ def test_the_preview_shows_labeled_images_only_at_steps_that_learn_from_them(tmp
     config = small_config(tmp_path, "criterion.supervised_epochs=1")  # 4 steps
     assert "labeled" in dict(sheet(config, step=3))
     assert "labeled" not in dict(sheet(config, step=4))
+
+
+@pytest.mark.parametrize("name", ["", "views", "views.xyz"])
+def test_a_preview_is_not_said_to_be_written_under_a_name_that_is_no_pictures(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"is no picture's name: it must end in one of .*png"):
+        preview(small_config(tmp_path), tmp_path / name)
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+
+
+def test_a_preview_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "views.png").mkdir()  # refused to any user, root too
+    with pytest.raises(CheckpointError, match=r"the picture .*views.png cannot be written: Is a directory"):
+        preview(small_config(tmp_path), tmp_path / "views.png")
 
 
 def test_a_preview_is_a_picture_file(tmp_path):
