@@ -76,6 +76,23 @@ def test_a_setting_that_time_ran_out_for_stays_and_is_not_told_of():
     assert {row["key"] for row in rows} == {"data.decode_threads"}
 
 
+def test_a_value_that_fails_is_left_out_and_what_was_measured_is_kept(capsys):
+    asked = []
+
+    def measure(values):
+        asked.append(values["data.decode_threads"])
+        if values["data.decode_threads"] == 2 or (values["data.decode_threads"] == 4 and len(asked) > 4):
+            raise RuntimeError("out of memory")
+        if values["data.prefetch"] == 1:
+            raise MemoryError("no more of it")
+        return 1 / values["data.decode_threads"]
+
+    best, rows = descend([THREADS, DEPTH], START, measure, 2, always)
+    assert best == START and {row["value"] for row in rows if row["key"] == "data.decode_threads"} == {1, 3}
+    assert {row["value"] for row in rows if row["key"] == "data.prefetch"} == {2}
+    assert "data.decode_threads: 2 fails and is left out: out of memory" in capsys.readouterr().out
+
+
 def test_what_a_gpu_has_is_tried_on_a_gpu_alone_and_only_where_files_are_decoded(tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
 

@@ -99,16 +99,25 @@ def descend(
 def turns(
     knob: Knob, others: Values, measure: Measure, rounds: int, in_time: Callable[[], bool]
 ) -> dict[Any, list[float]]:
-    """Seconds a step of each value by turn; nothing where the time ended before each had its first turn."""
+    """Seconds a step of each value by turn; nothing where the time ended before each had its first turn.
+
+    A value that fails, for want of memory or because a decoder refuses it, is said and left out: what was measured so
+    far was paid for.
+    """
     values = list(dict.fromkeys([*knob.values, others[knob.key]]))
     seconds: dict[Any, list[float]] = {value: [] for value in values}
     for turn in range(rounds):
-        start = turn % len(values)
+        start = turn % max(1, len(values))
         found = {}
         for value in values[start:] + values[:start]:
             if not in_time():
                 return seconds if turn else {}
-            found[value] = measure({**others, knob.key: value})
+            try:
+                found[value] = measure({**others, knob.key: value})
+            except (RuntimeError, MemoryError) as error:
+                print(f"{knob.key}: {value} fails and is left out: {error}", flush=True)
+                values.remove(value)
+                del seconds[value]
         for value in values:  # whole rounds only: all values met the same neighbours
             seconds[value].append(found[value])
     return seconds
