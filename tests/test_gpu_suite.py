@@ -72,6 +72,40 @@ def test_the_suite_runs_a_real_part_and_draws_its_table(tmp_path, capsys):
     assert "no figure of it is a measurement" in text
 
 
+def test_the_section_says_on_what_it_was_measured_and_not_where_that_machine_keeps_things(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["/home/me/fastsuncet/tools/gpu_suite.py", "--output", f"{tmp_path}/suite", "--minutes", "2"],
+    )
+    text = gpu_suite.markdown(suite([GOOD], 2, "cpu", True, tmp_path / "suite"))
+    assert f"{os.cpu_count()} cores, load " in text and f"CUDA {torch.version.cuda or 'none'}" in text
+    assert (
+        "`python tools/gpu_suite.py --minutes 2`" in text
+        and str(tmp_path) not in text
+        and "/home" not in text
+    )
+    assert "lowest and highest" in text
+
+
+def test_small_networks_on_a_card_are_a_rehearsal_too_and_a_card_is_told_with_its_units(monkeypatch):
+    line = "NVIDIA H200, 580.65.06, 143771 MiB, 1980 MHz"
+    asked = subprocess.CompletedProcess([], 0, stdout=f"{line}\n{line}\n", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: asked)
+    told = "NVIDIA H200, one of 2, driver 580.65.06, 143771 MiB, 1980 MHz at most"
+    assert gpu_suite.card("cuda", False) == told
+    assert gpu_suite.card("cuda", True).startswith("a rehearsal with small networks: no figure")
+
+
+def test_without_a_gpu_nothing_is_started_and_nothing_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_suite.main(["--minutes", "2", "--output", f"{tmp_path}/suite"]) == 2
+    assert "torch sees no GPU); --device cpu --small rehearses" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_parts_come_in_the_order_of_worth_and_all_can_be_run():
     names = [part.name for part in PARTS]
     assert names[:5] == ["tests", "kernels", "pixels", "resume", "precision"] and names[-1] == "race"

@@ -1,4 +1,4 @@
-"""One optimizer step over a ResNet-50 and its head (27.97 M parameters, 164 tensors): LARS against its peers.
+"""One optimizer step over a ResNet-50 and its head (27.97 M parameters, 163 tensors): LARS against its peers.
 
     python tools/bench_lars.py [--device cpu|cuda] [--json FILE] [--rounds R] [--quick]
 
@@ -153,8 +153,8 @@ def table(found: list[dict[str, Any]], device: str) -> tuple[list[str], list[lis
     columns: list[tuple[str, str, Callable[[Any], str]]] = [
         ("", "name", str),
         (unit, "seconds", lambda seconds: told(spread([scale * each for each in seconds]))),
-        ("x ours", "time_to_ours", told),
-        ("x limit", "time_to_limit", told),
+        ("time, x ours", "time_to_ours", told),
+        ("time, x limit", "time_to_limit", told),
         ("launches", "launches", "{:,}".format),
         ("operators", "operators", "{:,}".format),
         ("host waits", "host_waits", "{:,}".format),

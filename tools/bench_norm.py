@@ -158,7 +158,7 @@ def tables(found: Sequence[dict[str, Any]], device: str) -> list[dict[str, Any]]
     return [
         {
             "title": f"{layers} layers, forward and backward",
-            "head": ["", unit, f"x {first}", "x limit", ""],
+            "head": ["", unit, f"time, x {first}", "time, x limit", ""],
             "rows": above,
         },
         {"title": f"one layer, {unit}", "head": ["", "layers", *names], "rows": below},

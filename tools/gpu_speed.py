@@ -122,6 +122,4 @@ def losses(options: Options) -> Found:
         [name, told(spread([1e3 * each for each in times])), peak_mb(calls[name], device)]
         for name, times in found.items()
     ]
-    return table(f"{rows_of} rows of 128, forward and backward", ["", "ms", "MB above"], rows) | {
-        "seconds": found
-    }
+    return table(f"{rows_of} rows of 128, forward and backward", ["", "ms", "MB"], rows) | {"seconds": found}

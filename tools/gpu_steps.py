@@ -93,14 +93,20 @@ def whole_step(make: Callable[[Options], Config], options: Options) -> Found:
         ]
         for row in found["points"]
     ]
-    head = ["", "views", "ms a step", "views/s", "x one fixed batch", "operators", "host waits"]
+    head = ["", "views", "ms a step", "views/s", "speed, x one fixed batch", "operators", "host waits"]
     waits, wrong = found["cuda_says_of_waits"], []
     if waits is not None:
         rows.append(["what CUDA says of waits", "", "", "", "", "", waits or "none"])
         wrong += [waits] if waits else []
     if found["pixels"] != "dali":  # a step end to end would be torchvision's, and nobody wants to know that
         wrong.append(f"pixels by {found['pixels']}")
-    return table(f"a step, pixels by {found['pixels']}", head, rows) | found | {"wrong": wrong}
+    data = config.data
+    pace = (
+        f", {data.decode_threads} threads a stream, {data.prefetch} steps ahead"
+        if data.decode_threads
+        else ""
+    )
+    return table(f"a step, pixels by {found['pixels']}{pace}", head, rows) | found | {"wrong": wrong}
 
 
 def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Callable[[], Any]]]:
@@ -147,7 +153,14 @@ def ladder(options: Options) -> Found:
     """Each rung's step on one fixed batch, alone on the device."""
     config = imagenet_config(options)
     rows, medians = [], []
-    head = ["", "ms a step", "views/s", "x the rung before", "x the first", "MB above, or what failed"]
+    head = [
+        "",
+        "ms a step",
+        "views/s",
+        "speed, x the rung before",
+        "speed, x the first",
+        "MB, or what failed",
+    ]
     with join(config.meta.device) as place:
         deterministic(config, place)
         bench = bench_step.Bench(config, place)

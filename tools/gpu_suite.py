@@ -6,13 +6,14 @@ Each part is a process of its own with its own time-out; one that fails, hangs o
 PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.md; both are written anew after every
 part, so that a machine that goes away leaves what was done. Needs no network, and of packages torch, torchvision, timm,
 PyYAML, pydantic and pytest; DALI may lie in a folder of PYTHONPATH. `--small --device cpu` rehearses it all.
-Ends with 0 if every part that was started came to its end, else with 1.
+Ends with 0 if every part that was started came to its end, with 2 where there is no such device, else with 1.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
+
+import torch
 
 from tools.bench_common import environment
 
@@ -118,9 +121,13 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines = [
         f"## {where['date'][:10]}, {report['card']}",
         "",
+        f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} when it began. "
         f"Commit `{where['commit'] or 'unknown'}`, Python {where['python']}, "
         + ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-        + f". `{where['command']}`",
+        + f", CUDA {torch.version.cuda or 'none'}. `{published(where['command'])}`",
+        "",
+        'Medians, in brackets lowest and highest of the rounds. "time, x" is a time over another\'s, "speed, x" one\'s '
+        "rate over another's, taken round by round but in the ladder; MB are a GPU's peak above what was held before.",
         "",
         "| part | | seconds |",
         "|---|---|---:|",
@@ -141,6 +148,12 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def published(command: str) -> str:
+    """A command line without where this machine keeps things: a section is for others' eyes."""
+    command = re.sub(r" --output(=| )\S+", "", command)
+    return re.sub(r"\S*/tools/", "tools/", command)
+
+
 def write(report: Mapping[str, Any], output: Path) -> None:
     """Both files, each whole or as it was."""
     for path, text in ((f"{output}.json", json.dumps(report, indent=1)), (f"{output}.md", markdown(report))):
@@ -149,21 +162,31 @@ def write(report: Mapping[str, Any], output: Path) -> None:
         os.replace(partial, path)
 
 
-def card(device: str) -> str:
+def card(device: str, small: bool) -> str:
     """The GPU and its driver in words, asked in a process of its own: CUDA, once started, would stay on the card."""
     if device == "cpu":
         return "a rehearsal on a CPU: no figure of it is a measurement"
+    if small:  # the parts' names say ResNet-50 and 8,192 rows
+        return f"a rehearsal with small networks: no figure of it is a measurement; {card(device, False)}"
     query = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,memory.total,clocks.max.sm",
         "--format=csv,noheader",
     ]
     try:
-        return (
-            subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
-        )
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        cards = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+        name, driver, memory, clock = cards[0].split(", ")
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         return "a GPU that nvidia-smi does not tell of"
+    one_of = f", one of {len(cards)}" if cards[1:] else ""
+    return f"{name}{one_of}, driver {driver}, {memory}, {clock} at most"
+
+
+def no_cuda() -> str | None:
+    """Why a GPU cannot be used here, asked in a process of its own; None if it can."""
+    ask = "import torch; assert torch.cuda.is_available(), 'torch sees no GPU'; torch.zeros(1, device='cuda')"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    return (asked.stderr.strip().splitlines() or ["no word"])[-1] if asked.returncode else None
 
 
 def suite(parts: Sequence[Part], minutes: float, device: str, small: bool, output: Path) -> dict[str, Any]:
@@ -172,7 +195,7 @@ def suite(parts: Sequence[Part], minutes: float, device: str, small: bool, outpu
     report: dict[str, Any] = {
         "tool": "gpu_suite",
         "environment": environment(),
-        "card": card(device),
+        "card": card(device, small),
         "parts": [],
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -201,6 +224,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS])
     options = parser.parse_args(arguments)
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    if options.device == "cuda" and (why := no_cuda()):
+        print(
+            f"error: no GPU can be used here ({why}); --device cpu --small rehearses without one",
+            file=sys.stderr,
+        )
+        return 2
     report = suite(parts, options.minutes, options.device, options.small, options.output)
     print(f"wrote {options.output}.json and {options.output}.md")
     started = [part for part in report["parts"] if not part["status"].startswith("left out")]
