@@ -1,6 +1,7 @@
 """The C++ of this folder to a library that DALI loads: which compiler, which headers, where it is kept.
 
 The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else ~/.cache/fastsuncet. It may be removed any time.
+It is used only where nobody else may write to it: what lies in it is run.
 A library is kept by everything that decides it: sources, flags (those in $CXX and DALI's own too), the versions of the
 compiler, of DALI and of its CUDA, the kind of processor.
 """
