@@ -1,6 +1,7 @@
 """The bench tools compare equals: every peer computes what ours does, and each tool says what it measured."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 from fastsuncet.losses import nt_xent
 from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.lars import LARS
+from pipelines.errors import DataError
 from tests.host_kernels import on_the_host
 from tools import bench_lars, bench_loss, bench_pipeline, bench_step
-from tools.bench_common import Counter, interleaved, ratios, resident_growth, spread, target
+from tools.bench_common import Counter, end, interleaved, ratios, resident_growth, spread, target
 from tools.bench_loss import LISTING, OURS, contenders, forward_backward, inputs
 
 MB = 1e6
@@ -238,3 +240,18 @@ def test_every_data_loader_gives_two_different_views_in_zero_to_one(contender, t
         assert view.shape == (3, 224, 224) and view.dtype == torch.float32
         assert 0 <= view.min() < view.max() <= 1
     assert not torch.equal(one, other)
+
+
+def test_a_wrong_folder_or_device_is_told_in_a_line_and_with_the_command_s_code(capsys):
+    def wrong() -> int:
+        raise DataError("no data folder nowhere")
+
+    with pytest.raises(SystemExit) as stop:
+        end(wrong)
+    assert stop.value.code == 3 and capsys.readouterr().err == "error: no data folder nowhere\n"
+    with pytest.raises(SystemExit) as stop:
+        end(lambda: 1)
+    assert stop.value.code == 1
+    tools = Path(__file__).parents[1] / "tools"
+    for name in ("bench_lars", "bench_norm", "bench_pipeline", "bench_step", "bench_streams", "tune_loader"):
+        assert (tools / f"{name}.py").read_text().endswith('if __name__ == "__main__":\n    end(main)\n')

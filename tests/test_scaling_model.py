@@ -264,3 +264,11 @@ def test_the_command_tells_bytes_times_and_the_largest_term(tmp_path, capsys):
     assert "rows of the views" in printed and points[-1]["largest"] in printed
     assert math.isclose(points[0]["step"], 100)
     assert scaling_model.main(["none.yaml", "--step-ms", "1", "--images", "1"]) == 2
+
+
+@pytest.mark.parametrize("wrong", ["--step-ms=0", "--images=0", "--labeled=-1", "--gpus-a-node=0"])
+def test_a_step_that_cannot_be_is_refused(wrong, capsys):
+    sound = [str(IMAGENET), "--step-ms=100", "--images=176"]
+    with pytest.raises(SystemExit) as stop:
+        scaling_model.main([*sound, wrong])
+    assert stop.value.code == 2 and "above 0" in capsys.readouterr().err

@@ -18,11 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fastsuncet.errors import FastSuncetError
+from pipelines.errors import DataError
 
 # Each of these hands a value of the device to Python or sizes its result by one: on a GPU the host waits.
 WAITS = {
@@ -228,3 +231,13 @@ def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """The report as indented JSON; nothing where no path is given."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with what `main` returns; a wrong folder, key or device is told in a line, with its code."""
+    try:
+        code = main()
+    except (FastSuncetError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)

@@ -29,6 +29,7 @@ from fastsuncet.optim import LARS
 from fastsuncet.optim.lars_kernel import prove
 from tools.bench_common import (
     Counter,
+    end,
     environment,
     print_table,
     print_targets,
@@ -218,4 +219,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
 
 from fastsuncet.launch import Place, join
-from tools.bench_common import environment, print_table, ratios, spread, told, write_json
+from tools.bench_common import end, environment, print_table, ratios, spread, told, write_json
 from tools.device_clock import CLOCK, captured, copying, turns
 from tools.norm_contenders import COMPILED, CONTENDERS, OPERATORS, OURS, Absent, Pass, operators
 from tools.norm_layers import Case, Layer, cases
@@ -227,4 +227,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

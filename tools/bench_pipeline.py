@@ -43,6 +43,7 @@ from pipelines.plan import Plan
 from pipelines.plugin.build import kept
 from pipelines.sampling import UnlabeledSampler
 from tools.bench_common import (
+    end,
     environment,
     print_table,
     print_targets,
@@ -388,4 +389,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -41,6 +41,7 @@ from fastsuncet.run import deterministic
 from fastsuncet.step import PRECISIONS, build
 from tools.bench_common import (
     Counter,
+    end,
     environment,
     print_table,
     print_targets,
@@ -317,4 +318,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -37,6 +37,7 @@ from pipelines.params import Augmentation
 from pipelines.plan import Plan
 from pipelines.sampling import ClassSampler, UnlabeledSampler
 from tools.bench_common import (
+    end,
     environment,
     print_table,
     print_targets,
@@ -247,4 +248,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -244,6 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_intermixed_args(arguments)
+    if min(options.step_ms, options.images, options.gpus_a_node) <= 0 or options.labeled < 0:
+        parser.error("--step-ms, --images and --gpus-a-node are above 0, and --labeled is not below it")
     network = Network(options.gpus_a_node, options.node_gbs, options.card_gbs)
     try:
         config = load_config(options.config, options.overrides)

@@ -30,7 +30,7 @@ from fastsuncet.cores import cores, decode_threads
 from fastsuncet.data import PairedStream
 from fastsuncet.images import open_images
 from fastsuncet.launch import join
-from tools.bench_common import environment, print_table, spread, told, write_json
+from tools.bench_common import end, environment, print_table, spread, told, write_json
 from tools.bench_turns import settled
 
 CLOSE = 1.03  # times the fastest: as good
@@ -208,4 +208,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)
