@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fastsuncet.cli_help import EXIT_CODES
 from fastsuncet.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,12 @@ def test_every_train_command_names_a_valid_config(command):
 def test_every_local_link_leads_somewhere():
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_every_exit_code_of_the_help_is_in_the_readme():
+    rows = {code.strip() for row in re.findall(r"^\| ([\d, ]+) \|", README, re.M) for code in row.split(",")}
+    codes = re.findall(r"^  (\d+) ", EXIT_CODES, re.M)
+    assert len(codes) >= 8 and set(codes) <= rows
 
 
 def test_the_two_commands_of_the_first_screen_are_targets_of_the_makefile():
