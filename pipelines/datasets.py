@@ -115,7 +115,8 @@ def with_csv_labels(
     if wrong:
         told = "\n".join(f"  line {line}: {what}" for line, what in sorted(wrong)[:_SHOWN])
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise DataError(f"{table} has {len(wrong)} wrong lines:\n{told}{more}")
+        noun = "line" if len(wrong) == 1 else "lines"
+        raise DataError(f"{table} has {len(wrong)} wrong {noun}:\n{told}{more}")
     if not rows:
         raise DataError(f"{table} labels no image: it has a header and no line after it")
     return replace(index, labels=labels, classes=tuple(known))

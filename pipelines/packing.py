@@ -163,8 +163,9 @@ def _require_room(index: ImageIndex, output: Path, done: int) -> None:
         return
     wanted, free = int(index.stamps[done:, 0].clip(0).sum()), shutil.disk_usage(output.parent).free
     if wanted > free:
+        size, unit = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
         raise DataError(
-            f"the pack {output} needs {wanted / 1e9:,.1f} GB more, and its disk has {free / 1e9:,.1f} GB left"
+            f"the pack {output} needs {wanted / size:,.1f} {unit} more, and its disk has {free / size:,.1f} {unit} left"
         )
 
 

@@ -135,7 +135,8 @@ def _read_list(path: Path) -> Lines:
     if wrong:
         told = "\n".join(f"  line {number}: {what}" for number, what in wrong[:_SHOWN])
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise DataError(f"{path} has {len(wrong)} wrong lines:\n{told}{more}")
+        noun = "line" if len(wrong) == 1 else "lines"
+        raise DataError(f"{path} has {len(wrong)} wrong {noun}:\n{told}{more}")
     if not lines:
         raise DataError(f"{path} names no image: it is empty")
     return lines

@@ -10,6 +10,7 @@ import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,6 +158,16 @@ def test_a_start_on_changed_files_takes_nothing_over(tmp_path, index):
     changed = image_folder(index.root)
     assert write_pack(changed, path) == 0
     assert open_pack(path).content(0) == index.path(1).read_bytes()
+
+
+def test_a_disk_too_small_for_a_pack_is_told_in_a_unit_that_shows_it(tmp_path, index, monkeypatch):
+    big = replace(index, stamps=np.array([[44_000_000, 0]] * len(index)))
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
+    with pytest.raises(DataError, match=f"needs {44 * len(index):.1f} MB more, and its disk has 0.3 MB left"):
+        write_pack(big, tmp_path / "images.pack")
+    huge = replace(index, stamps=np.array([[10**12, 0]] * len(index)))
+    with pytest.raises(DataError, match=rf"needs {len(index)},000.0 GB more, and its disk has 0.0 GB left"):
+        write_pack(huge, tmp_path / "images.pack")
 
 
 def test_two_writers_are_told_from_one_another(tmp_path, index):

@@ -83,7 +83,7 @@ def set_line(number, text):
         (
             "cat_val.txt",
             set_line(2, "000008"),
-            r"cat_val.txt has 1 wrong lines:\n  line 2: '000008' is not an image",
+            r"cat_val.txt has 1 wrong line:\n  line 2: '000008' is not an image",
         ),
         ("cat_val.txt", set_line(2, "000008 1 1"), "line 2: '000008 1 1' is not an image and 1, -1 or 0"),
         ("cat_val.txt", set_line(3, "000009 2"), "line 3: '2' is not 1, -1 or 0"),

@@ -60,6 +60,7 @@ READ_ONLY_WITH = {
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),
     "data.split.seed": (0, "data.split.kind", ("bernoulli",)),
+    "model.batchnorm_communicator": ("shared", "model.sync_batchnorm", (True,)),
     "criterion.plateau_epochs": (10, "criterion.supervised_epochs", ("plateau",)),
     "criterion.plateau_gain": (0.01, "criterion.supervised_epochs", ("plateau",)),
     "swav.prototypes": (3000, "criterion.instance", ("swav",)),
@@ -72,6 +73,11 @@ READ_ONLY_WITH = {
 }
 
 
+def written(value: object) -> str:
+    """A value as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _register_unread(key: str, neutral: object, decider: str, kinds: tuple[str, ...]) -> None:
     @rule(key, decider)
     def unread(config: Sections) -> Breaks:
@@ -79,7 +85,8 @@ def _register_unread(key: str, neutral: object, decider: str, kinds: tuple[str, 
             away = "null" if neutral is None else str(neutral).lower()
             yield (
                 key,
-                f"is read only with {decider}: {words(kinds)}, and that is {read(config, decider)}; "
+                f"is read only with {decider}: {words(map(written, kinds))}, and that is "
+                f"{written(read(config, decider))}; "
                 f"remove it or set it to {away}",
             )
 
