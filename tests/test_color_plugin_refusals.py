@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipelines import backend
@@ -122,3 +123,29 @@ def test_one_that_was_asked_for_is_not_silently_missing_where_torchvision_reads(
     with pytest.raises(DataError, match="plugin was asked for, and torchvision reads the images"):
         open_loader(plan.index, plan, plan.augmentations, color_operator="plugin")
     open_loader(plan.index, plan, plan.augmentations)
+
+
+@needs_dali
+def test_the_proof_looks_where_sums_quotients_and_halves_would_show_another_rounding(monkeypatch):
+    from pipelines.plugin import prove
+
+    def halves(greys):  # as DALI adds them up
+        if len(greys) <= 65_536:
+            return np.float32(greys.sum())
+        middle = len(greys) // 2
+        return halves(greys[:middle]) + halves(greys[middle:])
+
+    images, numbers = prove.edges()
+    greys = [(image.reshape(-1, 3) @ np.array([9798, 19235, 3735]) + 16384) >> 15 for image in images[:-1]]
+    sums = [halves(each) for each in greys]
+    assert any(total != np.float32(each.sum()) for total, each in zip(sums, greys))
+    counts = [np.float32(len(each)) for each in greys]
+    assert any(total * np.float32(1 / n) != total / n for total, n in zip(sums, counts))
+    product = numbers["brightness"][-1] * np.float32(1)
+    assert (images[-1] == 1).any() and product < 0.5 and product + np.float32(0.5) == 1
+
+    seen = []
+    monkeypatch.setattr(prove, "load", lambda *_: None)
+    monkeypatch.setattr(prove, "both", lambda images, *_, **__: (seen.append(len(images)), ([], []))[1])
+    prove.prove(Path("any.so"))
+    assert seen == [24, len(images)]
