@@ -26,6 +26,7 @@ from pipelines.params import ViewParams
 from pipelines.plan import Plan, Visit
 
 COLUMNS = 8
+WIDEST = 22  # characters of a caption
 NAMES = {"dali": "DALI", "torchvision": "torchvision"}
 
 
@@ -55,9 +56,9 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
         for axis, cell in zip(line, [*pictures, *[None] * (width - len(pictures))]):
             axis.set_axis_off()
             if cell is not None:
-                picture, caption = cell
+                picture, name = cell
                 axis.imshow(picture, interpolation="nearest")
-                axis.set_title(caption, fontsize=7, pad=2)
+                axis.set_title(name, fontsize=7, pad=2)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
     try:
@@ -97,7 +98,7 @@ def unlabeled(config: Config, index: ImageIndex, stream: PairedStream, step: int
     backends = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
     seen = {backend: views(config, index, first, backend, step) for backend in backends}
     visit = seen[backends[0]][1]
-    rows = [("images", [(original(index, int(i)), index.name(int(i))[-22:]) for i in visit.indices])]
+    rows = [("images", [(original(index, int(i)), caption(index.name(int(i)))) for i in visit.indices])]
     for number in range(len(plan.augmentations)):
         for backend in backends:
             title = f"view {number + 1}\n{NAMES[backend]}"
@@ -114,6 +115,11 @@ def labeled(
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
     (pictures,), visit = views(config, index, Rows(plan, pairs), config.data.backend, step)
     return [(picture, index.classes[label]) for picture, label in zip(pictures, visit.labels)]
+
+
+def caption(name: str) -> str:
+    """As much of a file's name as fits above a picture: its end, and dots for what is cut off."""
+    return name if len(name) <= WIDEST else f"...{name[3 - WIDEST :]}"
 
 
 class Rows:

@@ -121,6 +121,11 @@ def test_a_preview_is_not_said_to_be_written_under_a_name_that_is_no_pictures(na
     assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
 
 
+def test_a_name_too_long_for_its_picture_is_seen_to_be_cut():
+    assert preview_module.caption("c01/n02012849_crane.JPEG") == "...02012849_crane.JPEG"
+    assert preview_module.caption("cat/22_characters.JPEG") == "cat/22_characters.JPEG"
+
+
 def test_a_preview_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "views.png").mkdir()  # refused to any user, root too
     with pytest.raises(CheckpointError, match=r"the picture .*views.png cannot be written: Is a directory"):
