@@ -99,10 +99,12 @@ def test_small_networks_on_a_card_are_a_rehearsal_too_and_a_card_is_told_with_it
     assert gpu_suite.card("cuda", True).startswith("a rehearsal with small networks: no figure")
 
 
-def test_without_a_gpu_nothing_is_started_and_nothing_written(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_or_a_folder_nothing_is_started_and_nothing_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_suite.main(["--minutes", "2", "--output", f"{tmp_path}/suite"]) == 2
-    assert "torch sees no GPU); --device cpu --small rehearses" in capsys.readouterr().err
+    assert "here (torch sees no GPU); --device cpu --small rehearses" in capsys.readouterr().err
+    assert gpu_suite.main(["--minutes", "2", "--device", "cpu", "--output", f"{tmp_path}/new/suite"]) == 2
+    assert "new is no folder that can be written" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,8 @@ Each part is a process of its own with its own time-out; one that fails, hangs o
 PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.md; both are written anew after every
 part, so that a machine that goes away leaves what was done. Needs no network, and of packages torch, torchvision, timm,
 PyYAML, pydantic and pytest; DALI may lie in a folder of PYTHONPATH. `--small --device cpu` rehearses it all.
-Ends with 0 if every part that was started came to its end, with 2 where there is no such device, else with 1.
+Ends with 0 if every part that was started came to its end, with 2 if none could be (no GPU, no folder to
+write to), else with 1.
 """
 
 import argparse
@@ -184,7 +185,7 @@ def card(device: str, small: bool) -> str:
 
 def no_cuda() -> str | None:
     """Why a GPU cannot be used here, asked in a process of its own; None if it can."""
-    ask = "import torch; assert torch.cuda.is_available(), 'torch sees no GPU'; torch.zeros(1, device='cuda')"
+    ask = "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU'); torch.zeros(1, device='cuda')"
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     return (asked.stderr.strip().splitlines() or ["no word"])[-1] if asked.returncode else None
 
@@ -224,6 +225,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS])
     options = parser.parse_args(arguments)
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    if not os.access(
+        options.output.parent, os.W_OK | os.X_OK
+    ):  # found out after the first part, it costs minutes
+        print(
+            f"error: {options.output.parent} is no folder that can be written: make it first", file=sys.stderr
+        )
+        return 2
     if options.device == "cuda" and (why := no_cuda()):
         print(
             f"error: no GPU can be used here ({why}); --device cpu --small rehearses without one",
