@@ -50,7 +50,7 @@ CASES = {
     "swav_suncet": (SWAV, 6),
     "swav_cross_entropy": ((*SWAV, NOT_CONTRASTED), 6),
 }
-FEW = ("suncet", "cross_entropy", "swav_suncet")
+FEW = ("suncet", "swav_suncet")  # over more than two ranks, of which eight take their time on two cores
 
 
 class Heard(TorchDispatchMode):
@@ -89,13 +89,15 @@ def _heard(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...],
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
     """heard(ranks): the cases over so many ranks, which are started once."""
-    cases = {2: tuple(CASES), 3: FEW}
+    cases = {2: tuple(CASES), 4: FEW, 8: FEW[:1]}
     return functools.cache(
         lambda ranks: run_ranks(heard_in_a_step, ranks, str(tmp_path_factory.mktemp("runs")), cases[ranks])
     )
 
 
-@pytest.mark.parametrize(("ranks", "case"), [*((2, case) for case in CASES), *((3, case) for case in FEW)])
+@pytest.mark.parametrize(
+    ("ranks", "case"), [*((2, case) for case in CASES), *((4, case) for case in FEW), (8, FEW[0])]
+)
 def test_every_byte_of_a_step_is_in_the_model(tmp_path, heard, ranks, case):
     overrides, labeled = CASES[case]
     config = small_config(tmp_path, *overrides)

@@ -14,7 +14,7 @@ SwAV's small crops go through the encoder in a pass of their own, so each of its
 cross-entropy gather no rows: prototypes and classifier are on every rank. Where BatchNorm is each rank's own it says
 nothing, and DDP sends no buffers.
 
-`tests/test_scaling_model.py` counts them over 2 and 3 ranks: they are these, to the byte.
+`tests/test_scaling_model.py` counts them over 2, 4 and 8 ranks: they are these, to the byte.
 """
 
 from collections.abc import Sequence
