@@ -69,7 +69,7 @@ def require_finite_weights(model: nn.Module, step: int) -> None:
     if not torch.isfinite(norms).all():
         raise NumericalError(
             f"a weight is not a finite number after step {step:,} though the losses are: a gradient did it. "
-            "Nothing has been saved since; the last checkpoint is sound. A lower lr or precision fp32 may help."
+            "Nothing has been saved since; what was saved before is sound. A lower lr or precision fp32 may help."
         )
 
 

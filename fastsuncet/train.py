@@ -4,6 +4,7 @@ A step is a pure function of (seed, step, rank) and of the weights. The loop nev
 more, never derives a schedule from a loader's length, and reads from the device once a metrics interval.
 """
 
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -210,11 +211,17 @@ class Trainer:
         if (first_bad < 0).all():
             return
         step = int(first_bad[first_bad >= 0].min())
-        rank, term = (first_bad == step).nonzero()[0].tolist()
-        names = self.stream.files(step, rank, (UNLABELED, LABELED)[term])
+        term = int((first_bad == step).any(dim=0).nonzero()[0])
+        ranks = (first_bad[:, term] == step).nonzero().flatten().tolist()
+        # Ranks contrast their rows with everybody's, so that one bad row spoils them all: it may be anyone's.
+        on = f"rank {ranks[0]}"
+        if len(ranks) > 1:
+            on = f"ranks {', '.join(map(str, ranks))}, any of which may have begun it"
+        files = [self.stream.files(step, rank, (UNLABELED, LABELED)[term]) for rank in ranks]
+        names = [name for of_ranks in zip_longest(*files) for name in of_ranks if name is not None]
         shown = "\n  ".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
         raise NumericalError(
-            f"{self.terms[term]} is not a finite number at step {step:,} on rank {rank}. Nothing has been saved since; "
-            f"the last checkpoint is sound. A lower lr, a longer warmup or precision fp32 are the usual cures. "
+            f"{self.terms[term]} is not a finite number at step {step:,} on {on}. Nothing has been saved since; "
+            f"what was saved before is sound. A lower lr, a longer warmup or precision fp32 are the usual cures. "
             f"The {len(names)} images of that loss:\n  {shown}"
         )

@@ -13,6 +13,7 @@ from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.images import open_images
 from fastsuncet.launch import join
+from fastsuncet.train import Trainer
 from pipelines.errors import BadImage
 from tests.pictures import write_pictures
 from tests.ranks import run_ranks
@@ -135,6 +136,24 @@ def test_a_loss_that_is_not_a_number_stops_the_run_with_step_term_and_files_and_
         "step_00000004",
     ]
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_loss_that_is_no_number_on_several_ranks_is_blamed_on_none_and_names_images_of_each():
+    class Stream:
+        def files(self, step, rank, role):
+            return [f"{role}/{rank}-{step}-{i}" for i in range(12)]
+
+    class Run:
+        terms, stream = ("nt_xent", "suncet"), Stream()
+
+    first_bad = torch.tensor([[-1.0, 7.0], [-1.0, 9.0], [-1.0, 7.0]])
+    with pytest.raises(NumericalError) as error:
+        Trainer.refuse_nonfinite(Run(), first_bad)
+    told = str(error.value)
+    assert "suncet is not a finite number at step 7 on ranks 0, 2, any of which may have begun it" in told
+    assert "The 24 images of that loss:\n  labeled/0-7-0\n  labeled/2-7-0\n  labeled/0-7-1" in told
+    assert told.endswith("\n  labeled/2-7-9\n  and 4 more")
+    Trainer.refuse_nonfinite(Run(), torch.full((3, 2), -1.0))  # all is well
 
 
 def folder_config(root: Path, runs: Path, *overrides: str):
