@@ -385,18 +385,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 141
     except (FastSuncetError, DataError) as error:
         sys.stdout.flush()
-        if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
-            traceback.print_exc()
-        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
-        print(f"{rank}error: {error}", file=sys.stderr)
+        _tell(str(error))
         return error.exit_code
     except OSError as error:
         if error.errno not in OF_THE_PLACE:
             raise
-        if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
-            traceback.print_exc()
-        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free some room" if full else "This user may not do that: check the owner and the mode"
-        print(f"{rank}error: {error}. {remedy}, or name another place", file=sys.stderr)
+        _tell(f"{error}. {remedy}, or name another place")
         return CheckpointError.exit_code
+
+
+def _tell(words: str) -> None:
+    """Says on stderr what is being handled, with its rank, and where it arose if that was asked for."""
+    if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exc()
+    rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+    print(f"{rank}error: {words}", file=sys.stderr)
