@@ -43,7 +43,8 @@ class Plain:
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See Passes."""
-        variance, mean = torch.var_mean(wide(x), [d for d in range(x.dim()) if d != 1], correction=0)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, [d for d in range(x.dim()) if d != 1], correction=0)
         return mean, variance
 
     @staticmethod
@@ -52,7 +53,7 @@ class Plain:
     ) -> Tensor:
         """See Passes."""
         scale = inverse if weight is None else inverse * weight
-        y = (wide(x) - channelwise(mean, x)).mul_(channelwise(scale, x))
+        y = (x - channelwise(mean, x)).mul_(channelwise(scale, x))
         if bias is not None:
             y.add_(channelwise(bias, x))
         return y.to(x.dtype)
@@ -121,22 +122,22 @@ def passes_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Passes:
     return Plain
 
 
-def wide(x: Tensor) -> Tensor:
-    """`x` in at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def channelwise(numbers: Tensor, x: Tensor) -> Tensor:
     """(C,) in a shape that meets the channels of x (N, C, ...)."""
     return numbers.view(-1, *[1] * (x.dim() - 2))
 
 
+def layout(x: Tensor) -> torch.memory_format:
+    """The layout in which torch's operators take `x`: NHWC if it is in that, else plain rows."""
+    nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if nhwc else torch.contiguous_format
+
+
 def dense(x: Tensor) -> Tensor:
-    """`x` in a layout that torch's operators take, itself if it is in one: NHWC or plain rows."""
-    return x if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
+    """`x` in that layout; itself, as a rule."""
+    return x.contiguous(memory_format=layout(x))
 
 
 def like(dy: Tensor, x: Tensor) -> Tensor:
     """`dy` in x's layout and dtype: of two layouts the operators would make a wrong gradient or a slow one."""
-    nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return dy.to(x.dtype).contiguous(memory_format=torch.channels_last if nhwc else torch.contiguous_format)
+    return dy.to(x.dtype).contiguous(memory_format=layout(x))
