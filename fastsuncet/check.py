@@ -53,16 +53,15 @@ def check_config(config: Config, write: Write = print) -> None:
         classes = datasets.with_csv_labels(train, Path(data.csv).expanduser()).classes
     else:
         classes = train.classes
-    reports = [_checked(train, data.backend, device, decode_threads(data.decode_threads), write)]
+    threads = decode_threads(data.decode_threads)
+    reports = [_checked(train, data.backend, device, threads, write)]
     if data.pack is None:
         _keep(reports[0], index_path(config, folder, True), write)
     if data.validation is not None:
         folder = Path(data.root).expanduser() / data.validation
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
             validation = datasets.image_folder(folder, classes=classes)
-            reports.append(
-                _checked(validation, data.backend, device, decode_threads(data.decode_threads), write)
-            )
+            reports.append(_checked(validation, data.backend, device, threads, write))
             _keep(reports[1], index_path(config, folder, False), write)
         else:
             write(f"{folder}: no such folder, and no evaluation asks for it")

@@ -4,6 +4,7 @@ Shapes: U unlabeled images of V views each and S labeled ones on this rank, H = 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,11 +80,8 @@ class PairedStream:
             self.index,
             plan,
             plan.augmentations,
-            device="gpu" if self.place.device.type == "cuda" else "cpu",
-            device_id=self.place.device.index or 0,
-            threads=decode_threads(data.decode_threads),
+            **loader_options(config, self.place),
             prefetch=data.prefetch,
-            backend=data.backend,
             bad_images=data.bad_images,
             color_operator=data.color_operator,
             hw_decoder_share=data.hw_decoder_share,
@@ -143,6 +141,16 @@ class PairedStream:
         for loader in (self._unlabeled_loader, self._labeled_loader):
             if loader is not None:
                 loader.close()
+
+
+def loader_options(config: Config, place: Place) -> dict[str, Any]:
+    """How a loader makes pixels here, whatever for."""
+    return {
+        "device": "gpu" if place.device.type == "cuda" else "cpu",
+        "device_id": place.device.index or 0,
+        "threads": decode_threads(config.data.decode_threads),
+        "backend": config.data.backend,
+    }
 
 
 def augmentation(config: Config) -> Augmentation:

@@ -4,15 +4,13 @@ Shapes: N images in all, n of them on this rank, V views of each, E the width of
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastsuncet.config import Config
-from fastsuncet.cores import decode_threads
-from fastsuncet.data import augmentation
+from fastsuncet.data import augmentation, loader_options
 from fastsuncet.distributed import all_gather_rows
 from fastsuncet.launch import Place
 from fastsuncet.model import Model
@@ -113,16 +111,6 @@ def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
     # A ragged share is filled up so that ranks gather equal shapes; the callers cut the filling off again.
     first = place.rank * share
     return np.resize(indices, share * place.world_size)[first:][:share], first
-
-
-def loader_options(config: Config, place: Place) -> dict[str, Any]:
-    """How a loader makes pixels here."""
-    return {
-        "device": "gpu" if place.device.type == "cuda" else "cpu",
-        "device_id": place.device.index or 0,
-        "threads": decode_threads(config.data.decode_threads),
-        "backend": config.data.backend,
-    }
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastsuncet.config import Config
+from fastsuncet.data import loader_options
 from fastsuncet.data_wait import DataWait
-from fastsuncet.evaluate.embed import loader_options
 from fastsuncet.launch import Place
 from pipelines.index import ImageIndex
 from pipelines.loader import open_loader
