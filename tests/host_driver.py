@@ -12,9 +12,9 @@ import torch
 
 from fastsuncet import norm_kernels
 from fastsuncet.kernels import launch, nvrtc
-from fastsuncet.kernels.nvrtc import KernelError
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.optim import lars_kernel
+from pipelines.nvrtc import KernelError, bindings
 from tests.host_kernels import SIZES
 
 STREAM = 0x1234  # what the driver expects
@@ -42,7 +42,7 @@ def main() -> None:
 
 def begin() -> None:
     """What any call of CUDA's runtime does to a thread: it has torch's context from then on."""
-    nvrtc.bindings("driver").cuCtxSetCurrent(0x77)
+    bindings("driver").cuCtxSetCurrent(0x77)
 
 
 def pretend_a_card() -> None:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     "pipelines.errors",
     "pipelines.names pipelines.backend pipelines.params pipelines.color pipelines.headers",
+    "pipelines.nvrtc pipelines.cache",
     "pipelines.download pipelines.cifar_batch pipelines.plugin",
     "pipelines.sampling pipelines.index pipelines.plan",
     "pipelines.index_file pipelines.datasets pipelines.resident pipelines.graphs",

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastsuncet import norm_kernels
 from fastsuncet.kernels import launch, nvrtc, prove
 from fastsuncet.kernels.launch import Arguments
-from fastsuncet.kernels.nvrtc import KernelError
 from fastsuncet.losses import contrast_kernel
 from fastsuncet.optim import lars_kernel
+from pipelines import nvrtc as compiler
+from pipelines.nvrtc import KernelError
 
 OPTIONS = {
     "lars.cu": [lars_kernel.options()],
@@ -23,7 +24,9 @@ OPTIONS = {
 }
 LARS = OPTIONS["lars.cu"][0]
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"no NVRTC: {nvrtc.unavailable()}")
+needs_nvrtc = pytest.mark.skipif(
+    compiler.unavailable() is not None, reason=f"no NVRTC: {compiler.unavailable()}"
+)
 
 
 @pytest.fixture
@@ -112,13 +115,13 @@ def test_without_the_bindings_the_reason_names_both_layouts(monkeypatch):
     def absent(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(nvrtc.importlib, "import_module", absent)
-    for cached in (nvrtc.bindings, nvrtc.version):
+    monkeypatch.setattr(compiler.importlib, "import_module", absent)
+    for cached in (compiler.bindings, compiler.version):
         cached.cache_clear()
     try:
-        reason = nvrtc.unavailable()
+        reason = compiler.unavailable()
     finally:
-        for cached in (nvrtc.bindings, nvrtc.version):
+        for cached in (compiler.bindings, compiler.version):
             cached.cache_clear()
     assert "pip install cuda-bindings" in reason
     assert "cuda.bindings.nvrtc" in reason and "cuda.nvrtc" in reason
@@ -128,14 +131,14 @@ def test_without_the_compilers_library_the_reason_is_the_bindings(monkeypatch):
     def not_found():
         raise RuntimeError("Failure finding libnvrtc.so")
 
-    monkeypatch.setattr(nvrtc, "bindings", lambda name: SimpleNamespace(nvrtcVersion=not_found))
-    nvrtc.version.cache_clear()
+    monkeypatch.setattr(compiler, "bindings", lambda name: SimpleNamespace(nvrtcVersion=not_found))
+    compiler.version.cache_clear()
     try:
-        assert nvrtc.unavailable() == "NVRTC: Failure finding libnvrtc.so"
+        assert compiler.unavailable() == "NVRTC: Failure finding libnvrtc.so"
         with pytest.raises(KernelError, match="finding libnvrtc"):
             nvrtc.architecture(9, 0)
     finally:
-        nvrtc.version.cache_clear()
+        compiler.version.cache_clear()
 
 
 # Launching

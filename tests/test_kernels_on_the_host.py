@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsuncet import losses, norm_kernels
-from fastsuncet.kernels import nvrtc
 from fastsuncet.kernels.launch import KernelError
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.optim import LARS, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
+from pipelines import nvrtc
 from tests import dense_losses
 from tests.dense_losses import gradient
 from tests.host_kernels import SIZES, library, on_the_host

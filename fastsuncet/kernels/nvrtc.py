@@ -1,7 +1,7 @@
-"""CUDA sources to machine code at run time, with NVIDIA's compiler library and no toolkit.
+"""CUDA sources to machine code at run time, with NVIDIA's compiler library (pipelines/nvrtc.py) and no toolkit.
 
-NVRTC is a dependency of torch's CUDA wheels, and needs neither a GPU nor a C++ compiler. What it made is kept in
-memory and on the disk, by everything that decides it: source, headers, architecture, options, version of the compiler.
+What it made is kept in memory and on the disk, by everything that decides it: source, headers, architecture, options,
+version of the compiler.
 
 The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else ~/.cache/fastsuncet. It may be removed any time.
 """
@@ -9,67 +9,17 @@ The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else ~/.cache/
 import contextlib
 import functools
 import hashlib
-import importlib
 import os
 import tempfile
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+
+from pipelines import cache
+from pipelines.nvrtc import KernelError, bindings, check, code_of, version
 
 SOURCES = Path(__file__).parent
 # C++17 for `if constexpr`. No fast math: it would make NaN and infinity undefined, and a diverged run unseen.
 OPTIONS = ("--std=c++17",)
 DIGEST = hashlib.sha256().digest_size
-
-
-class KernelError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the text says what the compiler or the driver said."""
-
-
-@functools.cache
-def bindings(name: str) -> ModuleType:
-    """`nvrtc` or `driver` of NVIDIA's Python bindings. Raises KernelError with the reason where there are none.
-
-    From cuda-bindings 12.8 on they are `cuda.bindings.*`; before, `cuda.nvrtc` and `cuda.cuda`.
-    """
-    older = {"nvrtc": "cuda.nvrtc", "driver": "cuda.cuda"}[name]
-    try:
-        return importlib.import_module(f"cuda.bindings.{name}")
-    except ImportError as first:
-        try:
-            return importlib.import_module(older)
-        except ImportError as second:
-            told = f"cuda.bindings.{name}: {first}; {older}: {second}"
-            raise KernelError(
-                f"no bindings of NVIDIA's libraries (pip install cuda-bindings): {told}"
-            ) from second
-
-
-def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    try:
-        version()
-    except KernelError as error:
-        return str(error)
-    return None
-
-
-@functools.cache
-def version() -> tuple[int, int]:
-    """NVRTC's own. Raises KernelError where there is none: what else is asked of it, is asked after this."""
-    nvrtc = bindings("nvrtc")
-    try:
-        return check(nvrtc.nvrtcVersion())
-    except RuntimeError as error:  # the bindings' own, where they find no libnvrtc
-        raise KernelError(f"NVRTC: {error}") from error
-
-
-def check(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned beside its status: None, a value, or a tuple. Raises KernelError."""
-    status, *values = result
-    if int(status) != 0:
-        raise KernelError(f"{type(status).__name__} {int(status)}: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values) or None
 
 
 def architecture(major: int, minor: int) -> str:
@@ -106,41 +56,12 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
 
 def folder() -> Path:
     """Where compiled kernels are kept."""
-    if own := os.environ.get("FASTSUNCET_CACHE"):
-        return Path(own) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / "kernels"
+    return cache.folder("kernels")
 
 
 def _compile(source: str, texts: dict[str, bytes], arch: str, options: tuple[str, ...]) -> bytes:
-    nvrtc = bindings("nvrtc")
     headers = {name: text for name, text in texts.items() if name != source}
-    program = check(
-        nvrtc.nvrtcCreateProgram(
-            texts[source],
-            source.encode(),
-            len(headers),
-            list(headers.values()),
-            [name.encode() for name in headers],
-        )
-    )
-    try:
-        flags = [flag.encode() for flag in (f"--gpu-architecture={arch}", *options)]
-        status = nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]
-        if int(status) != 0:
-            log = _text(program, "ProgramLog").decode(errors="replace").strip("\0\n")
-            raise KernelError(
-                f"{source} does not compile for {arch} with NVRTC {version()}: {status.name}\n{log}"
-            )
-        return _text(program, "CUBIN" if arch.startswith("sm_") else "PTX")
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _text(program: Any, kind: str) -> bytes:
-    nvrtc = bindings("nvrtc")
-    text = bytearray(check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program)))
-    check(getattr(nvrtc, f"nvrtcGet{kind}")(program, text))
-    return bytes(text)
+    return code_of(source, texts[source], headers, arch, options)
 
 
 def _read(path: Path) -> bytes | None:

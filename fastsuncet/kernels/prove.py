@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.kernels.nvrtc import KernelError
+from pipelines.nvrtc import KernelError
 
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pipelines import cache
 from pipelines.backend import dali_problem
 from pipelines.errors import DataError
 from pipelines.plugin import ptx
@@ -131,9 +132,7 @@ def place(device: str = "cpu") -> Path:
 
 def folder() -> Path:
     """Where plug-ins are kept."""
-    if own := os.environ.get("FASTSUNCET_CACHE"):
-        return Path(own) / "plugin"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / "plugin"
+    return cache.folder("plugin")
 
 
 def _unkept() -> str | None:
