@@ -76,7 +76,7 @@ def memory(config: Config, arithmetic: Arithmetic) -> Memory:
 def cut(config: Config, place: Place) -> str:
     """What a person should know of the losses' arithmetic: where it is not float32 (criterion.products)."""
     c = config.criterion
-    contrasts = c.instance == "nt_xent" or (c.supervised and c.supervision != "cross_entropy")
+    contrasts = c.instance == "nt_xent" or c.contrasts_labels
     there = place.device.type == "cuda" and contrasts and methods.tf32(config)
     return ", products in TF32" if there else ""
 
