@@ -60,16 +60,9 @@ def views(
 
 
 @pipeline_def(exec_dynamic=True)
-def decoded(
-    images: Callable,
-    *,
-    decode: str,
-    packed: bool = False,
-    hw_decoder_load: float = ONE_DECODER,
-    buffers: Mapping[str, int] = MappingProxyType({}),
-):
+def decoded(images: Callable, *, decode: str, packed: bool = False, hw_decoder_load: float = ONE_DECODER):
     """The images alone, as they are decoded for training: for looking into a step that failed."""
-    return decoded_images(images, decode, hw_decoder_load, packed, buffers)
+    return decoded_images(images, decode, hw_decoder_load, packed)
 
 
 def one_view(
@@ -112,7 +105,11 @@ def resident_images(images: Callable, decode: str, stream: Any):
 
 
 def decoded_images(
-    images: Callable, decode: str, hw_decoder_load: float, packed: bool, buffers: Mapping[str, int]
+    images: Callable,
+    decode: str,
+    hw_decoder_load: float,
+    packed: bool,
+    buffers: Mapping[str, int] = MappingProxyType({}),
 ):
     """Images as they are stored, uint8 HWC RGB, decoded from the files that `images` names or, packed, holds."""
     encoded = fn.external_source(images)
