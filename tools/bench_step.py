@@ -51,6 +51,7 @@ from tools.bench_common import (
     told,
     write_json,
 )
+from tools.device_clock import settled
 
 END_TO_END, FIXED, SIMCLR = "end to end", "one fixed batch", "one fixed batch, SimCLR alone"
 COMPILED = "one fixed batch, compiled"
@@ -193,10 +194,7 @@ def measure(
 
 def now(device: torch.device) -> float:
     """Seconds on the clock that fits the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+    return settled("cuda") if device.type == "cuda" else time.process_time()
 
 
 def counted(step: Callable[[], Any]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tools.bench_common import PROCESSES
+from tools.device_clock import settled
 
 DRAINED = 5  # batches thrown away before a turn: more than anybody has prepared while others had theirs
 # A function of this module's caller, importable by its name, and what it is called with: batch after batch, endless.
@@ -37,13 +38,6 @@ def serve(pipe: Connection, source: Source, device: str) -> None:
             pipe.send((settled(device) - wall, cpu_seconds() - cpu))
     except EOFError:
         pass  # the asking process is gone
-
-
-def settled(device: str) -> float:
-    """The wall's clock in seconds, once a GPU has done what it was asked."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def cpu_seconds() -> float:

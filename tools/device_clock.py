@@ -14,6 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 CLOCK = {"cpu": "CPU time of this process", "cuda": "CUDA events"}
 
 
+def settled(device: str) -> float:
+    """The wall's clock in seconds, once a GPU has done what it was asked."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def seconds_of(call: Callable[[], Any], device: str, repeats: int) -> float:
     """Seconds a call takes on the device's own clock ("cpu" or "cuda"), over `repeats` of them."""
     if device == "cpu":

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tools import bench_streams
-from tools.bench_turns import settled
+from tools.device_clock import settled
 from tools.gpu_speed import Found, Options, pictures, table
 
 HEAD = ["", "threads", "prefetch", "decoder share", "pictures/s", "an image's pixels in another row"]

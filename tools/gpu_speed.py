@@ -5,7 +5,6 @@ Those of LARS and BatchNorm are in `gpu_pieces.py`, over the bench tools of thei
 
 import importlib.util
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -68,13 +67,6 @@ def small_images(options: Options) -> tuple[str, list[str]]:
         return "the demo's digits", []
     folder = draw_digits(options.pictures.with_name("digits"))
     return "drawn digits (no scikit-learn here)", ["data.kind=cifar10", f"data.root={folder}"]
-
-
-def wall(device: str) -> float:
-    """The wall's clock in seconds, once a GPU has done what it was asked."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def peak_mb(call: Callable[[], Any], device: str) -> str:

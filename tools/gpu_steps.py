@@ -14,8 +14,8 @@ from fastsuncet.losses import nt_xent
 from fastsuncet.run import deterministic
 from tools import bench_step
 from tools.bench_common import spread, told
-from tools.device_clock import seconds_of
-from tools.gpu_speed import CONFIGS, Found, Options, peak_mb, pictures, small_images, table, wall
+from tools.device_clock import seconds_of, settled
+from tools.gpu_speed import CONFIGS, Found, Options, peak_mb, pictures, small_images, table
 
 
 def imagenet_config(options: Options) -> Config:
@@ -215,11 +215,11 @@ def profile(options: Options) -> Found:
         step = bench.ours(lambda _: bench.batch)
         for _ in range(3):
             step()
-        wall(options.device)
+        settled(options.device)
         with profiler(activities=activities) as seen:
             for _ in range(count):
                 step()
-            wall(options.device)
+            settled(options.device)
     events = seen.key_averages()
     spent = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) for e in events}
     calls = {e.key: e.count for e in events}

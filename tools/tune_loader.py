@@ -31,7 +31,7 @@ from fastsuncet.data import PairedStream
 from fastsuncet.images import open_images
 from fastsuncet.launch import join
 from tools.bench_common import end, environment, print_table, spread, told, write_json
-from tools.bench_turns import settled
+from tools.device_clock import settled
 
 CLOSE = 1.03  # times the fastest: as good
 PASSES = 3
