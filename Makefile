@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing torch, DALI and the rest into $(VENV): about 6.5 GB, a few minutes ..."
 	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
 	@# Exact color in one operator, the same pixels in less time: a few seconds of a C++ compiler, and no loss without.
-	@$(BIN)/python -m pipelines.plugin || true
+	@$(BIN)/python -m pipelines.dali.plugin || true
 	@touch $(READY)
 
 demo: $(READY)  ## train SimCLR and SimCLR + SuNCEt on real digits, under 5 minutes on two cores

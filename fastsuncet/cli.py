@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fastsuncet import __version__, cli_help
+from fastsuncet import __version__
+from fastsuncet.commands import help as cli_help
 from fastsuncet.errors import CheckpointError, FastSuncetError
 from pipelines.errors import DataError
 
@@ -55,7 +56,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     )
     options = _with_config(parser, arguments)
     config = _load(options)
-    from fastsuncet.run import run
+    from fastsuncet.commands.train import run
 
     return run(config, ["train", *arguments], dry_run=options.dry_run)
 
@@ -63,7 +64,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
 def _finetune(parser: Parser, arguments: list[str]) -> int:
     options = _with_encoder(parser, arguments)
     config = _load(options)
-    from fastsuncet.finetune import finetune
+    from fastsuncet.commands.finetune import finetune
 
     where = None if options.encoder is None else Path(options.encoder)
     return finetune(config, arguments, encoder=where, step=options.step, every=options.every_checkpoint)
@@ -85,8 +86,8 @@ def _transfer(parser: Parser, arguments: list[str]) -> int:
     if options.step is not None and options.step < 0:
         parser.error(f"--step is a whole number, 0 or more, not {options.step}")
     config = _load(options)
-    from fastsuncet.transfer import transfer
-    from fastsuncet.transfer.grid import read_share
+    from fastsuncet.commands.transfer import transfer
+    from fastsuncet.evaluation.transfer.grid import read_share
 
     where = None if options.encoder is None else Path(options.encoder)
     return transfer(config, arguments, encoder=where, step=options.step, share=read_share(options.cell))
@@ -95,7 +96,7 @@ def _transfer(parser: Parser, arguments: list[str]) -> int:
 def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:
     options = _with_encoder(parser, arguments)
     config = _load(options)
-    from fastsuncet.evaluation import evaluate
+    from fastsuncet.commands.evaluate import evaluate
 
     where = None if options.encoder is None else Path(options.encoder)
     command = ["evaluate", kind, *arguments]
@@ -113,7 +114,7 @@ def _sweep(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--task", metavar="I/N", help="share I of N of the runs, for an array of jobs")
     parser.add_argument("--keep-going", action="store_true", help="go on with the other runs where one fails")
     options = _with_config(parser, arguments, "SWEEP")
-    from fastsuncet.sweep import sweep
+    from fastsuncet.commands.sweep import sweep
 
     return sweep(
         options.config,
@@ -137,7 +138,7 @@ def _preview(parser: Parser, arguments: list[str]) -> int:
     if options.step < 0:
         parser.error(f"--step is a whole number, 0 or more, not {options.step}")
     config = _load(options)
-    from fastsuncet.preview import preview
+    from fastsuncet.commands.preview import preview
 
     print(f"wrote {preview(config, Path(options.output), step=options.step)}")
     return 0
@@ -147,13 +148,13 @@ def _check(parser: Parser, arguments: list[str]) -> int:
     options = _with_config(parser, arguments)
     if not os.path.isdir(options.config):
         config = _load(options)
-        from fastsuncet.check import check_config
+        from fastsuncet.commands.data_check import check_config
 
         check_config(config)
         return 0
     if options.overrides:
         parser.error(f"{options.config} is a folder, and a folder has no keys to override")
-    from fastsuncet.check import check_folder
+    from fastsuncet.commands.data_check import check_folder
 
     check_folder(Path(options.config))
     return 0
@@ -163,7 +164,7 @@ def _pack(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="the pack (default: data.pack)")
     options = _with_config(parser, arguments)
     config = _load(options)
-    from fastsuncet.pack import pack
+    from fastsuncet.commands.data_pack import pack
 
     pack(config, None if options.output is None else Path(options.output))
     return 0
@@ -183,7 +184,7 @@ def _demo(parser: Parser, arguments: list[str]) -> int:
     configs = Path("configs")
     if not configs.is_dir():  # called from elsewhere: those of the checkout this package lies in
         configs = Path(__file__).resolve().parents[1] / "configs"
-    from fastsuncet.demo import demo
+    from fastsuncet.commands.demo import demo
 
     demo(configs, Path(options.folder), seed=options.seed, overrides=tuple(options.overrides))
     return 0
@@ -212,7 +213,7 @@ def _report(parser: Parser, arguments: list[str]) -> int:
     runs = [Path(run) for run in options.runs]
     if not runs and options.baseline is None and options.paper is None:
         parser.error(f"which runs? For example: {parser.prog} runs/cifar10_simclr runs/cifar10_suncet")
-    from fastsuncet.report import paper, report
+    from fastsuncet.commands.report import paper, report
 
     figures = [options.paper] if options.paper else [paper.TEN] if runs else [paper.TEN, paper.ONE]
     baseline = Path(options.baseline) if options.baseline else None
@@ -230,7 +231,7 @@ def _report(parser: Parser, arguments: list[str]) -> int:
 
 def _doctor(parser: Parser, arguments: list[str]) -> int:
     parser.parse_args(arguments)
-    from fastsuncet.doctor import doctor
+    from fastsuncet.commands.doctor import doctor
 
     return doctor()
 

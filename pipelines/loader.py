@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from pipelines.backend import choose_backend, require_gpu
+from pipelines.dali.plugin.use import choose
 from pipelines.errors import BadImage, DataError
-from pipelines.params import Augmentation, Center
-from pipelines.plan import CenterPlan, PassPlan, Plan, Visit
-from pipelines.plugin.use import choose
-from pipelines.probe import bad_images as probe
+from pipelines.find_bad_images import bad_images as probe
+from pipelines.sampling.augmentation import Augmentation, Center
+from pipelines.sampling.step_plan import CenterPlan, PassPlan, Plan, Visit
 
 # Evaluations keep to it: what they measure must not depend on where in a batch an image is.
 ONE_DECODER = MappingProxyType({"hw_decoder_share": 0.0, "decoder_buffers": "grown"})
@@ -25,7 +25,7 @@ STAND_IN_ATTEMPTS = 1000  # a data set in which that many draws in a row are bad
 
 
 def open_loader(
-    index: Any,  # pipelines.index.ImageIndex
+    index: Any,  # pipelines.datasets.index.ImageIndex
     plan: Plan,
     augmentations: Sequence[Augmentation],
     *,
@@ -71,7 +71,7 @@ def open_loader(
 
 
 def open_evaluation_loader(
-    index: Any,  # pipelines.index.ImageIndex
+    index: Any,  # pipelines.datasets.index.ImageIndex
     indices: np.ndarray,
     batch: int,
     size: int,
@@ -98,7 +98,7 @@ def open_evaluation_loader(
 
 
 def open_pass_loader(
-    index: Any,  # pipelines.index.ImageIndex
+    index: Any,  # pipelines.datasets.index.ImageIndex
     plan: PassPlan,
     *,
     device: str = "cpu",
@@ -156,7 +156,7 @@ def _engine(
     options = {"device": device, "device_id": device_id, "dtype": dtype, **pace}
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if choose_backend(backend) == "dali":
-        from pipelines.dali_engine import DaliDecoder, DaliEngine
+        from pipelines.dali.engine import DaliDecoder, DaliEngine
 
         plugin = choose(color_operator, device)
         return (
@@ -169,7 +169,7 @@ def _engine(
             "color_operator: plugin was asked for, and torchvision reads the images, which has no such operator: "
             "take auto, or a backend of dali"
         )
-    from pipelines.torchvision_twin import TwinEngine, pil_decode
+    from pipelines.torchvision_engine import TwinEngine, pil_decode
 
     return "torchvision", partial(TwinEngine, **options), pil_decode
 
@@ -188,7 +188,7 @@ class Loader:
         plan: Plan | CenterPlan | PassPlan,
         backend: str,
         engine: Callable[..., Engine],
-        decode: Callable,  # see pipelines.probe
+        decode: Callable,  # see pipelines.find_bad_images
         *,
         bad_images: int,
         own_color: bool = False,

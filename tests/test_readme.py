@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.cli_help import EXIT_CODES
+from fastsuncet.commands.help import EXIT_CODES
 from fastsuncet.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastsuncet.compute import FLOP_PER_MAC, layers, petaflops
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.model import build_model
+from fastsuncet.models.flops import FLOP_PER_MAC, layers, petaflops
+from fastsuncet.models.resnet import build_model
 
 SAMPLES = 2  # BatchNorm in the head wants more than one
 IMAGENET_TRAIN, CIFAR10_TRAIN = 1_281_167, 50_000
@@ -109,11 +109,11 @@ def images_of(config: Config) -> tuple[int, str]:
     if config.data.kind == "cifar10":
         return CIFAR10_TRAIN, "CIFAR-10's training set"
     if config.data.kind == "digits":
-        from pipelines.resident import digits
+        from pipelines.datasets.in_memory import digits
 
         return len(digits(train=True)), "scikit-learn's digits, the training part"
     if config.data.index is not None and Path(config.data.index).expanduser().exists():
-        from pipelines.index_file import load_index
+        from pipelines.datasets.index_io import load_index
 
         return len(load_index(Path(config.data.index).expanduser(), refresh=False)), config.data.index
     return IMAGENET_TRAIN, "ImageNet's training set; --images N for another"
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{images:,} images ({source}), {arithmetic.steps_per_epoch:,} updates an epoch\n")
     print("\n".join([*network_table(found), "", *run_table(found.macs, arithmetic)]))
     if not found.agrees:
-        print("\ntorch's counter and the arithmetic of fastsuncet.compute DISAGREE", file=sys.stderr)
+        print("\ntorch's counter and the arithmetic of fastsuncet.models.flops DISAGREE", file=sys.stderr)
         return 1
     return 0
 

@@ -26,12 +26,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, `tools` is not importable yet
 
 from fastsuncet.config import Config, load_config
-from fastsuncet.cores import cores, decode_threads
-from fastsuncet.data import PairedStream
-from fastsuncet.images import open_images
-from fastsuncet.launch import join
-from tools.bench_common import end, environment, print_table, spread, told, write_json
-from tools.device_clock import settled
+from fastsuncet.data.cpu_count import cores, decode_threads
+from fastsuncet.data.dataset import open_images
+from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.distributed.launch import join
+from tools.bench.common import end, environment, print_table, spread, told, write_json
+from tools.bench.device_clock import settled
 
 CLOSE = 1.03  # times the fastest: as good
 PASSES = 3

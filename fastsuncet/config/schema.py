@@ -109,7 +109,7 @@ class Data(Section):
     bad_images: CountOrZero = 0
     backend: Literal["auto", "dali", "torchvision"] = "auto"
     # What DALI makes exact color with; on a CPU the pixels are the same bits. plugin: our own operator, which
-    # `python -m pipelines.plugin` builds; graph: DALI's; auto: our own where it was built, and on a GPU DALI's.
+    # `python -m pipelines.dali.plugin` builds; graph: DALI's; auto: our own where it was built, and on a GPU DALI's.
     color_operator: Literal["auto", "graph", "plugin"] = "auto"
     # Of each of a process's streams; null: its share of the machine's cores, 16 at most.
     decode_threads: Count | None = None
@@ -134,7 +134,7 @@ class Model(Section):
     head_batchnorm: Switch = False
     sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
     # own: those travel beside the gradients and not in one queue with them. Not until it has been measured on cards;
-    # fastsuncet/communicators.py has the price and the danger.
+    # fastsuncet/distributed/communicators.py has the price and the danger.
     batchnorm_communicator: Literal["shared", "own"] = "shared"
     # BatchNorm, the sum with a block's input and ReLU in one pass over the pixels, by our own CUDA kernels. Off until
     # it has been measured on a card; on a CPU it changes nothing.
@@ -153,7 +153,7 @@ class Criterion(Section):
     classes_per_batch: CountOrZero = 0  # the same classes on all processes
     supervised_imgs_per_class: ImagesPerClass = 0  # images over all processes, one view each
     # Supervision is on before this epoch and off from it on. 0: never on; all: to the end; plateau: until the epoch
-    # means of its loss have stopped falling (plateau_epochs, plateau_gain; fastsuncet/switch_off.py).
+    # means of its loss have stopped falling (plateau_epochs, plateau_gain; fastsuncet/training/plateau.py).
     supervised_epochs: Epochs = 0
     plateau_epochs: Count = 10  # how far back the loss is compared
     plateau_gain: Share = 0.01  # the share of it that must have gone since

@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pipelines import cache
+from pipelines import compile_cache as cache
 from pipelines.nvrtc import KernelError, bindings, check, code_of, version
 
 SOURCES = Path(__file__).parent

@@ -3,7 +3,7 @@
 from fastsuncet.losses.cross_entropy import cross_entropy
 from fastsuncet.losses.nt_xent import nt_xent
 from fastsuncet.losses.suncet import suncet
-from fastsuncet.losses.sup_con import sup_con
+from fastsuncet.losses.supcon import sup_con
 from fastsuncet.losses.swav import normalise_prototypes_, prototype_scores, swav
 
 __all__ = [

@@ -25,9 +25,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed import Group, all_gather_rows, gather_rows, rank, world_size
-from fastsuncet.losses import contrast_kernel, products
-from fastsuncet.losses.pairs import COLDEST, chunks, sweep_pairs
+from fastsuncet.distributed.collectives import (
+    Group,
+    all_gather_rows,
+    gather_rows,
+    rank,
+    world_size,
+)
+from fastsuncet.losses import contrast_kernel
+from fastsuncet.losses import tf32 as products
+from fastsuncet.losses.contrast_symmetric import COLDEST, chunks, sweep_pairs
 
 # (logits (R, M), positive (R, M) bool) -> level (R,), t (R, M). It may overwrite the logits, their last use.
 Level = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels import launch
-from fastsuncet.kernels.prove import require_close, usable
+from fastsuncet.kernels import launcher as launch
+from fastsuncet.kernels.self_test import require_close, usable
 
 THREADS = 256
 STAGED = 11 << 10  # keys of a row kept in shared memory: 44 of the 48 KB that a block has on any card

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsuncet.distributed import Group
-from fastsuncet.losses.anchors import check_labels, require_equal_shapes
+from fastsuncet.distributed.collectives import Group
+from fastsuncet.losses.checks_and_weights import check_labels, require_equal_shapes
 
 NO_LABEL = torch.iinfo(torch.int64).min
 

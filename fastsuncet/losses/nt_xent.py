@@ -6,8 +6,8 @@ B  images of this rank        W  ranks        D  width of a row
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed import Group, world_size
-from fastsuncet.losses.anchors import check_rows
+from fastsuncet.distributed.collectives import Group, world_size
+from fastsuncet.losses.checks_and_weights import check_rows
 from fastsuncet.losses.contrast import any_positive, contrast
 
 

@@ -6,7 +6,7 @@ B  samples of this rank        W  ranks        K  prototypes
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed import Group, all_gather_rows
+from fastsuncet.distributed.collectives import Group, all_gather_rows
 
 
 def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, group: Group = None) -> Tensor:

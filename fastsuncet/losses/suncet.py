@@ -5,8 +5,13 @@ N  labeled rows of this rank        W  ranks        D  width of a row
 
 from torch import Tensor
 
-from fastsuncet.distributed import Group, all_gather_rows, rank, world_size
-from fastsuncet.losses.anchors import check_average, check_labels, check_rows, label_weights
+from fastsuncet.distributed.collectives import Group, all_gather_rows, rank, world_size
+from fastsuncet.losses.checks_and_weights import (
+    check_average,
+    check_labels,
+    check_rows,
+    label_weights,
+)
 from fastsuncet.losses.contrast import Level, any_positive, contrast
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsuncet.distributed import Group
-from fastsuncet.losses.anchors import check_temperature, require_equal_shapes
+from fastsuncet.distributed.collectives import Group
+from fastsuncet.losses.checks_and_weights import check_temperature, require_equal_shapes
 from fastsuncet.losses.contrast import outside_autocast, unit_rows
 from fastsuncet.losses.sinkhorn import sinkhorn
 

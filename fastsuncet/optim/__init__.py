@@ -1,7 +1,7 @@
 """LARS, the groups of parameters it treats apart, and the learning-rate schedule."""
 
-from fastsuncet.optim.groups import parameter_groups
 from fastsuncet.optim.lars import LARS
-from fastsuncet.optim.schedule import warmup_cosine
+from fastsuncet.optim.lr_schedule import warmup_cosine
+from fastsuncet.optim.param_groups import parameter_groups
 
 __all__ = ["LARS", "parameter_groups", "warmup_cosine"]

@@ -9,8 +9,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels import launch
-from fastsuncet.kernels.prove import require_close, usable
+from fastsuncet.kernels import launcher as launch
+from fastsuncet.kernels.self_test import require_close, usable
 from fastsuncet.optim.lars_foreach import lars_foreach
 
 THREADS = 256

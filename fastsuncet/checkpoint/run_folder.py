@@ -1,0 +1,53 @@
+"""The folder of a run: one process group holds it at a time, and its status.json says how the run stands."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.console import say_line
+from fastsuncet.distributed import launch
+from fastsuncet.distributed.collectives import broadcast_json
+from fastsuncet.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
+    """Holds the run's folder for as long as this process lives; CheckpointError on all ranks if another one has it.
+
+    Two runs in one folder would move each other's metrics aside and continue from each other's checkpoints.
+    """
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if place.first:
+            try:
+                files.make_folder(folder)
+                if not stack.enter_context(files.exclusive(folder / ".running")):
+                    problem = (
+                        f"another process is running in {folder}: stop it, or give this run another write_tag"
+                    )
+            except OSError as error:
+                problem = f"{folder} cannot be written: {error}. {files.advice(error)}"
+        problem = broadcast_json(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+        yield
+
+
+class RunStatus:
+    """status.json: the run's last word about itself, for launchers and for people. Written by rank 0, whole or not."""
+
+    def __init__(self, path: Path, place: launch.Place):
+        self.path, self.place = path, place
+
+    def write(self, state: str, step: int | None, message: str = "") -> None:
+        """`state` is running, done, preempted or failed; `step` the updates done, None if the run never stood."""
+        if not self.place.first or not self.path.parent.exists():
+            return
+        record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
+        try:
+            files.replace(self.path, json.dumps(record, indent=1).encode() + b"\n")
+        except OSError as error:
+            # A full disk has ended the run already, or will at the next save, with a message of its own.
+            say_line(f"status: {self.path} cannot be written: {error}")

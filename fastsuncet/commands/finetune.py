@@ -1,0 +1,96 @@
+"""`fastsuncet finetune`: a pre-trained encoder and a new classifier, trained on the labeled images (paper, appendix B).
+
+    RUN/finetune/bernoulli0.1-step_00000400/    checkpoints/    metrics.jsonl    metrics.csv    result.json
+    RUN/results/finetune-....json               the number
+
+A finished folder is not trained again: its number is told once more. One that was stopped is continued.
+"""
+
+import hashlib
+from pathlib import Path
+
+from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint.run_folder import RunStatus
+from fastsuncet.config import Config
+from fastsuncet.console import say_line
+from fastsuncet.data.dataset import open_images
+from fastsuncet.distributed import launch
+from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import Preempted
+from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
+from fastsuncet.evaluation.finetune.job import Job, settings
+from fastsuncet.evaluation.finetune.messages import heading, number, table
+from fastsuncet.evaluation.metrics import true_labels
+from fastsuncet.training.determinism import set_determinism
+
+
+def finetune(
+    config: Config,
+    arguments: list[str],
+    *,
+    encoder: Path | None = None,
+    step: int | None = None,
+    every: bool = False,
+) -> int:
+    """Fine-tunes the chosen checkpoints one after the other, says and writes each number; returns the exit code.
+
+    `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
+    further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
+    """
+    if config.data.kind in ("image_folder", "csv") and config.data.validation is None:
+        raise config.error(
+            "data.validation", "the accuracy is counted on validation images: the name of their folder"
+        )
+    digest = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:8]
+    # Read by the process that started the ranks: of a signal's answers it sees the exit codes and no reasons.
+    status = config.run_folder / "finetune" / f".preempted-{digest}.json"
+    if launch.should_start_ranks(config.meta.device):
+        return launch.start_ranks(["finetune", *arguments], status)
+    with launch.join(config.meta.device) as place, SignalFlag() as signals:
+        set_determinism(config, place)
+        if place.first:
+            files.remove(status)
+        try:
+            work(config, place, encoder or config.run_folder, step, every, signals)
+        except Preempted as stop:
+            RunStatus(status, place).write("preempted", None, str(stop))
+            raise
+        except RuntimeError as error:
+            raise launch.in_words(error) from error
+    return 0
+
+
+def work(
+    config: Config,
+    place: Place,
+    where: Path,
+    step: int | None,
+    every: bool,
+    signals: SignalFlag,
+) -> list[dict]:
+    """Fine-tunes what was chosen; returns the records. All that can be refused is refused before anything is written.
+
+    Collective; rank 0 writes and talks.
+    """
+    chosen = choose_on_one_rank(place, where, step, every)
+    first = load_encoder(chosen[0], config)
+    images = open_images(config, place, validation=True)
+    truth = true_labels(images, place)
+    setting = settings(config, images, place)
+    records = []
+    for path in chosen:
+        encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
+        if encoder is None:
+            continue
+        job = Job(config, place, images, encoder, setting, tag_suffix=every)
+        say = say_line if place.first else lambda line: None
+        record, written, fresh = job.run(truth, signals, heading(job, brief=bool(records)), say)
+        records.append(record)
+        if place.first:
+            say_line(number(record) + ("" if fresh else " (done before)"))
+            say_line(f"written  {written}\n")
+    if place.first and len(records) > 1:
+        for line in table(records):
+            say_line(line)
+    return records

@@ -1,0 +1,78 @@
+"""`fastsuncet transfer`: a pre-trained encoder on other data sets (paper, appendix C; SimCLR, appendix B.8).
+
+For each data set the whole grid of learning rates and weight decays is fine-tuned and compared on validation images;
+the best cell is trained once more on training and validation images and counted once on the test images.
+
+    RUN/transfer/ENCODER/DATASET-DIGEST/     lr0.1-wd0/cell.json ...    grid.csv    selected-lr.../selected.json
+    RUN/results/transfer-....json            the number
+"""
+
+from pathlib import Path
+
+from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint.run_folder import RunStatus
+from fastsuncet.config import Config
+from fastsuncet.distributed import launch
+from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import Preempted
+from fastsuncet.evaluation.transfer.grid import grid
+from fastsuncet.evaluation.transfer.run_grid import open_benches, walk_grid
+from fastsuncet.training.determinism import set_determinism
+
+
+def transfer(
+    config: Config,
+    arguments: list[str],
+    *,
+    encoder: Path | None = None,
+    step: int | None = None,
+    share: tuple[int, int] = (1, 1),
+) -> int:
+    """Runs the share (I, N) of the grid's cells, and chooses where all are there; returns the exit code.
+
+    `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
+    further ranks. Raises ConfigErrors, DataError, CheckpointError, Preempted, and NumericalError where no cell of a
+    data set, or not the chosen one, could be trained.
+    """
+    cells = grid(config)
+    checked(config)
+    status = config.run_folder / "transfer" / f"status-{share[0]}-of-{share[1]}.json"
+    if launch.should_start_ranks(config.meta.device):
+        return launch.start_ranks(["transfer", *arguments], status)
+    with launch.join(config.meta.device) as place, SignalFlag() as signals:
+        set_determinism(config, place)
+        word = RunStatus(status, place)
+        try:
+            benches = open_benches(config, place, encoder, step, signals)
+            if place.first:  # only now: what is refused leaves nothing behind
+                files.make_folder(status.parent)
+            word.write("running", None)
+            walk_grid(benches, cells, share, signals)
+        except Preempted as stop:
+            word.write("preempted", None, str(stop))
+            raise
+        except BaseException as error:
+            error = launch.in_words(error)
+            word.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
+            raise error
+        word.write("done", None)
+    return 0
+
+
+def checked(config: Config) -> None:
+    """Raises ConfigErrors for a section `transfer` that no cell could be run with."""
+    t = config.transfer
+    if t.root is None:
+        raise config.error(
+            "transfer.root",
+            "is needed: the folder that holds the data sets to transfer to (cifar-10-batches-py, cifar-100-python, "
+            "VOCdevkit)",
+        )
+    if t.resize < t.size:
+        raise config.error(
+            "transfer.resize", f"must not be below transfer.size, the {t.size} pixels of a crop"
+        )
+    if t.validation == 1:
+        raise config.error("transfer.validation", "must be below 1: it would leave no image to train on")
+    if len(set(t.datasets)) < len(t.datasets):
+        raise config.error("transfer.datasets", "names a data set twice")

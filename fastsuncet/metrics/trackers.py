@@ -1,0 +1,81 @@
+"""Where the same numbers can go as well: TensorBoard, Weights & Biases. Imported when they are asked for."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from fastsuncet.console import Say
+from fastsuncet.errors import ConfigError
+
+
+class TensorBoard:
+    """Event files in FOLDER/tensorboard. A restart hides the events after the step it continues from."""
+
+    def __init__(self, folder: Path, resume_step: int | None):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("logging.tensorboard is true", "tensorboard", error) from error
+        purge_step = 0 if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+
+    def write(self, step: int, kind: str, record: dict[str, Any]) -> None:
+        for key, value in _numbers(record).items():
+            self._writer.add_scalar(f"{kind}/{key}", value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of `project`, one and the same over all restarts in `folder`.
+
+    Offline unless WANDB_MODE says otherwise: naming a project in a config that came with the code is not
+    consent to send, and a batch job must not wait for a login. `wandb sync` sends the run later.
+    """
+
+    def __init__(self, project: str, folder: Path, say: Say):
+        # Its own crash reports leave the machine even when it is offline.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing(f"logging.wandb is {project!r}", "wandb", error) from error
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+            dir=str(folder),
+            mode=mode,
+            resume="allow",
+            settings=wandb.Settings(console="off", disable_git=True, save_code=False),
+        )
+        # Its own step may only grow; after a restart ours goes back.
+        self._run.define_metric("*", step_metric="step")
+        hint = "" if mode != "offline" else "; WANDB_MODE=online sends as it goes, `wandb sync` sends later"
+        say(f"metrics: also to Weights & Biases, project {project}, {mode}{hint}")
+
+    def write(self, step: int, kind: str, record: dict[str, Any]) -> None:
+        self._run.log({f"{kind}/{key}": value for key, value in _numbers(record).items()} | {"step": step})
+
+    def flush(self) -> None:
+        """W&B writes from a process of its own and has no such call."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
+
+
+def _missing(setting: str, extra: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"{setting}, and the package for it is not installed ({error}). Install the extra, pip install "
+        f'"fastsuncet[{extra}]", or leave the setting out: metrics.jsonl and metrics.csv are always written.'
+    )

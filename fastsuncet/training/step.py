@@ -1,0 +1,130 @@
+"""The training step, as the paper writes it, and what it runs on: network, optimizer, precision.
+
+Everything fast (channels-last, autocast, DDP, compile) wraps the step from outside.
+
+Shapes: U unlabeled images of V views and S labeled images on this rank, D the width of a projection.
+"""
+
+import torch
+from torch import nn
+
+from fastsuncet.config import Config
+from fastsuncet.data import paired_stream as data
+from fastsuncet.data.paired_stream import Batch
+from fastsuncet.distributed.communicators import batchnorm_group
+from fastsuncet.distributed.ddp import parallel
+from fastsuncet.distributed.launch import Place
+from fastsuncet.losses.swav import normalise_prototypes_
+from fastsuncet.models import fused_batchnorm as norm_kernels
+from fastsuncet.models import resnet as models
+from fastsuncet.models import sync_batchnorm as norm
+from fastsuncet.optim import LARS, parameter_groups
+from fastsuncet.training import methods
+from fastsuncet.training.multi_view_model import Learner, Outputs
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def train_step(
+    network: nn.Module, optimizer: LARS, batch: Batch, lr: float | torch.Tensor, setting: "Setting"
+) -> torch.Tensor:
+    """One update: SimCLR + SuNCEt (paper section 3, equations 1 and 2) or another method, on one rank.
+
+    Returns its two losses, (2,), on the device: reading them is the caller's sync, and there is none in here.
+    """
+    optimizer.set_lr(lr)
+    setting.before_update()
+    with setting.autocast():
+        out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
+    out = in_float32(out)
+    instance_loss = setting.instance_loss(out)  # NT-Xent
+    class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; once switched off 0, without a branch
+    setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
+    setting.freeze(batch.step)
+    setting.scaler.step(optimizer)  # LARS
+    setting.scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return torch.stack([instance_loss.detach(), class_loss.detach()])
+
+
+def in_float32(out: Outputs) -> Outputs:
+    """What the losses read, in at least float32: a mixed-precision network ends in 16 bits."""
+    return Outputs(*(x if x is None or x.dtype == torch.float64 else x.float() for x in out))
+
+
+class Setting:
+    """What a step needs beside weights and images: the method's losses, learning rate, precision."""
+
+    def __init__(self, config: Config, model: models.Model, device: torch.device):
+        self.instance_loss = methods.instance_loss(config)
+        self.supervised_loss = methods.supervised_loss(config)
+        self.prototypes = model.prototypes.weight if model.prototypes is not None else None
+        self.freeze_steps = config.swav.freeze_steps
+        self.device = device
+        self.dtype = PRECISIONS[config.meta.precision]
+        # On the device, so that a captured step reads today's value and not the one it was captured with.
+        self.lr = torch.zeros((), device=device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+
+    def before_update(self) -> None:
+        """SwAV: puts the prototypes back on the sphere, where the last update left them beside it."""
+        if self.prototypes is not None:
+            normalise_prototypes_(self.prototypes)
+
+    def freeze(self, step: int) -> None:
+        """SwAV: the prototypes stay where they are for the first updates, or all codes might agree on a few."""
+        if self.prototypes is not None and step < self.freeze_steps:
+            self.prototypes.grad = None
+
+    def autocast(self) -> torch.autocast:
+        """Mixed precision around the forward pass only; the losses are computed in float32."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+
+def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.Module, LARS, Setting]:
+    """The model, the network that trains it (a Learner, or DDP around it), its optimizer, and the step's setting.
+
+    `classes` of the data set, for a method with a classifier. Weights depend on the seed alone: every rank builds the
+    same ones, on any device.
+    """
+    m, o = config.model, config.optimization
+    model = models.build_model(
+        m.name,
+        library=m.library,
+        stem=m.stem,
+        hidden=m.hidden,
+        output=m.output,
+        head_batchnorm=m.head_batchnorm,
+        classes=classes if methods.has_classifier(config) else None,
+        prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
+        seed=config.meta.seed,
+    )
+    own = m.sync_batchnorm and m.batchnorm_communicator == "own"
+    group = batchnorm_group(place) if own else None
+    if m.fused_batchnorm:
+        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, group=group, implementation="kernel")
+    elif m.sync_batchnorm:
+        model = norm.synchronise(model, group)
+    model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
+    setting = Setting(config, model, place.device)
+    optimizer = LARS(
+        parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm),
+        setting.lr,
+        momentum=o.momentum,
+        weight_decay=o.weight_decay,
+        trust_coefficient=o.trust_coefficient,
+        nesterov=o.nesterov,
+        lr_in_momentum=o.lr_in_momentum,
+    )
+
+    def blank(network: nn.Module) -> torch.Tensor:
+        sizes = [view.size for view in data.views(config)]
+        views = tuple(torch.zeros(1, 3, size, size, device=place.device) for size in sizes)
+        size = config.data.augmentation.size
+        with setting.autocast():
+            out = network(views, torch.zeros(2, 3, size, size, device=place.device))
+        return sum(x.float().sum() for x in out if x is not None)
+
+    compiled = config.meta.compile
+    network = parallel(Learner(model), place, compiled=compiled, static_graph=True, blank=blank)
+    return model, network, optimizer, setting

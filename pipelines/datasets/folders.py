@@ -1,0 +1,210 @@
+"""Folders of images, and labels from folders or from a CSV, as indexes."""
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.datasets.image_headers import (
+    EXTENSIONS,
+    MAX_PIXELS,
+    THREADS,
+    Progress,
+    read_headers,
+)
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.string_table import Names, leaves_root
+from pipelines.errors import DataError
+
+_SHOWN = 20  # errors of a CSV told at once; the rest are counted
+
+
+def image_folder(
+    root: str | Path,
+    *,
+    classes: Sequence[str] | None = None,
+    max_pixels: int = MAX_PIXELS,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> ImageIndex:
+    """ImageNet's layout: the class of an image is the folder directly under `root` that it lies in.
+
+    Takes .jpg .jpeg .png .webp .bmp .tif .tiff in any case, at any depth below the class folder; leaves out
+    hidden files and files directly under `root`. Classes are the folders in order of their names; or
+    `classes`, such as the training set's, so that a validation set with fewer folders has the same numbers.
+    Images are in order of their paths. `progress(done, total)` follows the reading of the headers.
+
+    Raises DataError: no such folder, no class folder, a class without an image, a folder not in `classes`, a
+    link that leads out of `root` or to a folder.
+    """
+    root = _existing(root)
+    folders = sorted(entry.name for entry in _entries(root) if _is_folder(entry, root))
+    if not folders:
+        raise DataError(
+            f"{root} has no class folders: an image folder is {root}/CLASS/IMAGE. For images without class "
+            f"folders use data.kind: csv"
+        )
+    if set(folders) <= {"train", "val", "valid", "validation", "test"}:
+        raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")
+    unknown = sorted(set(folders) - set(folders if classes is None else classes))
+    if unknown:
+        raise DataError(f"{root} has {len(unknown)} folders that are not classes: {', '.join(unknown[:5])}")
+    classes = tuple(folders if classes is None else classes)
+    number = {name: label for label, name in enumerate(classes)}
+    files, empty = [], []
+    for folder in folders:
+        before = len(files)
+        files.extend(_images(root, folder))
+        if len(files) == before:
+            empty.append(folder)
+    if empty:
+        raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
+    files.sort()
+    labels = np.fromiter((number[name.split("/", 1)[0]] for name in files), np.int64, len(files))
+    return _with_headers(root, files, labels, classes, max_pixels, threads, progress)
+
+
+def image_tree(
+    root: str | Path,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> ImageIndex:
+    """Every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
+    root = _existing(root)
+    files = sorted(_images(root, ""))
+    if not files:
+        raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
+    return _with_headers(root, files, np.full(len(files), -1), (), max_pixels, threads, progress)
+
+
+def csv_tree(
+    root: str | Path, table: str | Path, *, classes: Sequence[str] | None = None, **options
+) -> ImageIndex:
+    """`image_tree(root, **options)` with the labels of `table` (`with_csv_labels`)."""
+    return with_csv_labels(image_tree(root, **options), table, classes=classes)
+
+
+def with_csv_labels(
+    index: ImageIndex, table: str | Path, *, classes: Sequence[str] | None = None
+) -> ImageIndex:
+    """The same images, labeled as a CSV of (file, label) says and otherwise not at all.
+
+    The table is UTF-8 with the header `file,label`. A file is a path below the index's root with "/"; a label
+    is any text, without the spaces around it. Classes are the labels in sorted order, or `classes` where a
+    training set has fixed them. A file may be listed again with the same label.
+
+    Raises DataError with every wrong line at once, by number.
+    """
+    table = Path(table)
+    rows, wrong = _read_table(table)
+    names = list(dict.fromkeys(name for _, name, _ in rows))
+    place = dict(zip(names, index.files.find(names).tolist()))
+    known = sorted({label for _, _, label in rows}) if classes is None else classes
+    number = {label: i for i, label in enumerate(known)}
+    given: dict[str, tuple[int, str]] = {}
+    labels = np.full(len(index), -1, np.int64)
+    for line, name, label in rows:
+        first_line, first_label = given.setdefault(name, (line, label))
+        if place[name] < 0:
+            wrong.append((line, f"no image {name} under {index.root}"))
+        elif label != first_label:
+            wrong.append((line, f"{name} is labeled {label!r}, but {first_label!r} on line {first_line}"))
+        elif label not in number:
+            wrong.append((line, f"label {label!r} is not one of the {len(known)} classes"))
+        else:
+            labels[place[name]] = number[label]
+    if wrong:
+        told = "\n".join(f"  line {line}: {what}" for line, what in sorted(wrong)[:_SHOWN])
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        noun = "line" if len(wrong) == 1 else "lines"
+        raise DataError(f"{table} has {len(wrong)} wrong {noun}:\n{told}{more}")
+    if not rows:
+        raise DataError(f"{table} labels no image: it has a header and no line after it")
+    return replace(index, labels=labels, classes=tuple(known))
+
+
+def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str]]]:
+    """The usable (line, file, label) rows of a table, and what is wrong with its other lines."""
+    rows, wrong = [], []
+    try:
+        # utf-8-sig: spreadsheets put a byte-order mark before the header.
+        with open(table, newline="", encoding="utf-8-sig") as stream:
+            reader = csv.reader(stream, strict=True, skipinitialspace=True)
+            header = next(reader, [])
+            if [cell.strip() for cell in header] != ["file", "label"]:
+                raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}")
+            for cells in reader:
+                line = reader.line_num
+                if not cells:
+                    continue
+                if len(cells) != 2:
+                    wrong.append((line, f"{len(cells)} columns instead of file,label"))
+                    continue
+                name, label = cells[0], cells[1].strip()
+                if not name or not label:
+                    wrong.append((line, f"no {'label' if name else 'file name'}"))
+                elif leaves_root(name):
+                    wrong.append((line, f"{name}: paths must lead downwards from the data folder"))
+                else:
+                    rows.append((line, name, label))
+    except OSError as error:
+        raise DataError(f"cannot read the labels {table}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table} is not a CSV in UTF-8: {error}") from error
+    return rows, wrong
+
+
+def _with_headers(root, files, labels, classes, max_pixels, threads, progress) -> ImageIndex:
+    files = Names.of(files)
+    headers = read_headers(root, files, max_pixels=max_pixels, threads=threads, progress=progress)
+    return ImageIndex(root, files, labels, classes, headers.sizes, stamps=headers.stamps, bad=headers.bad)
+
+
+def _existing(root: str | Path) -> Path:
+    root = Path(root).expanduser()
+    if not root.is_dir():
+        raise DataError(f"no data folder {root}" + (": it is a file" if root.exists() else ""))
+    return root
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"cannot list {folder}: {error.strerror or error}") from error
+
+
+def _is_folder(entry: os.DirEntry, root: Path) -> bool:
+    if not entry.is_symlink():
+        return entry.is_dir()
+    if not entry.is_dir():
+        return False
+    raise DataError(
+        f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
+        f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
+        f"links, which takes no space: cp -rlL SOURCE TARGET"
+    )
+
+
+def _images(root: Path, folder: str) -> Iterator[str]:
+    """Paths below root, with "/", of the images below root/folder, in no order."""
+    inside = os.path.realpath(root) + os.sep
+    waiting = [folder]
+    while waiting:
+        below = waiting.pop()
+        for entry in _entries(root / below):
+            name = f"{below}/{entry.name}" if below else entry.name
+            if _is_folder(entry, root):
+                waiting.append(name)
+            elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
+                if entry.is_symlink() and not os.path.realpath(entry.path).startswith(inside):
+                    raise DataError(
+                        f"{entry.path} is a link that leads out of {root}; put the file itself there"
+                    )
+                yield name

@@ -1,0 +1,130 @@
+"""A data set as an index: which files, which labels, which sizes, which are bad; and a file to keep it in.
+
+Training reads nothing but the index: no folder is walked at start, no header opened, and every rank has the
+same images under the same numbers. Random crops are drawn from its sizes before anything is decoded.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelines.datasets.image_headers import THREADS, Progress, file_stamps, read_headers
+from pipelines.datasets.string_table import Names
+from pipelines.errors import BadImage, DataError
+
+
+@dataclass(frozen=True, eq=False)
+class ImageIndex:
+    """N images under the numbers 0..N-1: in files under `root`, packed in the one file `root`, or in memory.
+
+    An image in `bad` keeps its number, so that labels and splits do not shift, and has the size 0, 0;
+    `require_good` refuses it. Raises DataError for arrays that do not fit each other.
+    """
+
+    root: Path | None  # None: there are no files
+    files: Sequence[str]  # relative to root, with "/"; kept as `Names`, whatever sequence is given
+    labels: np.ndarray  # int64 (N,), position in `classes`; -1 = not labeled
+    classes: tuple[str, ...]
+    sizes: np.ndarray  # int32 (N, 2): height and width as stored, before any EXIF rotation
+    pixels: np.ndarray | None = None  # uint8 (N, H, W, 3)
+    stamps: np.ndarray | None = None  # int64 (N, 2): bytes and modification time in ns, when sizes were read
+    bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
+    # int8 (N, classes), where an image shows several: 1 the class is there, -1 it is not, 0 difficult, not to be asked.
+    presence: np.ndarray | None = None
+    pack: Any = None  # pipelines.datasets.shards.Pack: where the content of the files is read from instead
+
+    def __post_init__(self):
+        if not isinstance(self.files, Names):
+            object.__setattr__(self, "files", Names.of(self.files))
+        n = len(self.files)
+        _check(self.labels, "labels", (n,), np.int64)
+        _check(self.sizes, "sizes", (n, 2), np.int32)
+        if self.stamps is not None:
+            _check(self.stamps, "stamps", (n, 2), np.int64)
+        if self.pixels is not None:
+            _check(self.pixels, "pixels", (n, *self.pixels.shape[1:3], 3), np.uint8)
+        if self.presence is not None:
+            _check(self.presence, "presence", (n, len(self.classes)), np.int8)
+            if n and not -1 <= self.presence.min() <= self.presence.max() <= 1:
+                raise DataError("presence of the index must be 1 (there), -1 (not there) or 0 (difficult)")
+        if n and not -1 <= self.labels.min() <= self.labels.max() < len(self.classes):
+            raise DataError(
+                f"labels reach from {self.labels.min()} to {self.labels.max()}, but {len(self.classes)} "
+                f"classes are numbered from 0, and -1 means not labeled"
+            )
+        if self.bad and not 0 <= min(self.bad) <= max(self.bad) < n:
+            raise DataError(f"bad images reach from {min(self.bad)} to {max(self.bad)}, of {n} images")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def name(self, i: int) -> str:
+        """What the image is called in messages and name lists: its path below the root."""
+        return self.files[i]
+
+    def path(self, i: int) -> Path:
+        """The image's file, of a packed image PACK/NAME. Raises DataError when the data are in memory only."""
+        if self.root is None:
+            raise DataError(f"{self.name(i)} is held in memory and has no file")
+        return self.root / self.files[i]
+
+    def content(self, i: int) -> Path | bytes:
+        """What a decoder is given: the image's file or, of a packed image, what that file held."""
+        return self.path(i) if self.pack is None else self.pack.read(i)
+
+    def damage(self, i: int) -> str | None:
+        """Why the stored bytes of an image cannot be the right ones, where that can be told: only in a pack."""
+        return None if self.pack is None else self.pack.damage(i)
+
+    def fingerprint(self) -> str:
+        """sha256 of what decides a run: names, labels, classes, sizes, pixels, presence; not of root and times."""
+        digest = hashlib.sha256()
+        arrays = [self.files.lines, self.labels, Names.of(self.classes).lines, self.sizes]
+        for array in [*arrays, *(held for held in (self.pixels, self.presence) if held is not None)]:
+            digest.update(f"{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+        return digest.hexdigest()
+
+    def require_good(self, allowed: int = 0) -> None:
+        """Raises BadImage, which names them all, when more than `allowed` images are bad."""
+        if len(self.bad) > allowed:
+            raise BadImage([(str(self.path(i)), reason) for i, reason in self.bad.items()])
+
+    def refreshed(self, *, threads: int = THREADS, progress: Progress | None = None) -> "ImageIndex":
+        """This index with the headers of changed files read again; itself when no file has changed.
+
+        A file has changed when its size in bytes or its modification time has. Other bad images stay bad.
+        Raises DataError that counts and names files that are gone.
+        """
+        if self.root is None or self.stamps is None:
+            return self
+        stamps = file_stamps(self.root, self.files, threads=threads, progress=progress)
+        gone = np.flatnonzero((stamps[:, 0] < 0) & (self.stamps[:, 0] >= 0))
+        if len(gone):
+            shown = ", ".join(self.name(i) for i in gone[:3]) + (", ..." if len(gone) > 3 else "")
+            raise DataError(
+                f"{len(gone)} of the {len(self)} files in the index cannot be found under {self.root}: {shown}; "
+                f"correct data.root, or make the index again"
+            )
+        changed = np.flatnonzero((stamps != self.stamps).any(axis=1))
+        if not len(changed):
+            return self
+        headers = read_headers(self.root, [self.name(i) for i in changed], threads=threads, progress=progress)
+        sizes, bad = self.sizes.copy(), dict(self.bad)
+        # The stamps stay those from before the headers: a file that changed in between is read again next time.
+        sizes[changed] = headers.sizes
+        for row, number in enumerate(changed.tolist()):
+            bad.pop(number, None)
+            if row in headers.bad:
+                bad[number] = headers.bad[row]
+        return replace(self, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
+
+
+def _check(array: np.ndarray, name: str, shape: tuple[int, ...], dtype: type) -> None:
+    if array.shape != shape or array.dtype != dtype:
+        wanted = f"{np.dtype(dtype)} {shape}"
+        raise DataError(f"{name} of the index must be {wanted}, not {array.dtype} {array.shape}")

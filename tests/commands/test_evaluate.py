@@ -1,0 +1,234 @@
+"""`fastsuncet evaluate` as a person meets it: what it says, what it writes, what it ends with."""
+
+import json
+import re
+
+import pytest
+import torch
+import torchvision
+
+from fastsuncet import cli
+from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.metrics.results import read_results
+from fastsuncet.models.resnet import build_model
+from tests.support.ranks import run_ranks
+from tests.support.runs import CONFIGS, small_config
+
+CONFIG = str(CONFIGS / "digits_demo.yaml")
+LABELS = r"labels   160 labeled images, \d+ to \d+ in each of 10 classes \(Bernoulli\(0\.1\)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of two checkpoints with untrained encoders, and files of weights with a classifier."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    config = small_config(folder)
+    for step in (10, 20):
+        model = build_model("resnet_tiny", stem=config.model.stem, seed=step)
+        ledger = {"images": 64 * step, "updates": step, "petaflops": 0.001, "seconds": 2.5}
+        meta = {"config": config.canonical(), "ledger": ledger, "world_size": 1, "images": "x"}
+        where = config.run_folder / "checkpoints"
+        checkpoint.save(where, step, model=model.state_dict(), state={}, meta=meta, keep=9)
+    network = torchvision.models.resnet18(num_classes=10)
+    torch.save(network.state_dict(), folder / "ten.pth")
+    torch.save(torchvision.models.resnet18(num_classes=7).state_dict(), folder / "seven.pth")
+    return folder
+
+
+def fastsuncet(folder, capsys, *words: str) -> tuple[int, str, str]:
+    code = cli.main([*words, CONFIG, f"logging.folder={folder}", "meta.threads=1"])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def results(folder) -> dict[str, dict]:
+    return {f"{one['kind']} {one['encoder']['step']}": one for one in read_results(folder / "digits_demo")}
+
+
+@pytest.mark.parametrize("kind", ["knn", "npi", "linear"])
+def test_each_kind_says_its_number_and_writes_it(folder, capsys, kind):
+    code, out, err = fastsuncet(folder, capsys, "evaluate", kind)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{kind:<9}")
+    assert re.match(LABELS, lines[1])
+    assert lines[2] == "images   355 for validation, each once"
+    said = re.fullmatch(r"step 20 \(SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3])
+    result = results(folder)[f"{kind} 20"]
+    assert float(said[1]) == pytest.approx(100 * result["metrics"]["top1"], abs=0.005)
+    assert lines[4] == f"written  {next((folder / 'digits_demo' / 'results').glob(f'{kind}-*step00000020*'))}"
+    assert result["images"] == 355
+    assert result["labels"] == {"kind": "bernoulli", "fraction": 0.1, "count": 160}
+    assert result["encoder"]["ledger"]["petaflops"] == 0.001
+    assert result["run"] == "digits_demo" and result["versions"]["torch"]
+    assert result["setting"]["size"] == result["setting"]["resize"] == 16
+    right = result["metrics"]["top1"] * 355
+    assert right == pytest.approx(round(right), abs=1e-9) and 0 < right < 355
+
+
+def test_every_checkpoint_is_a_line_and_a_file_each_and_doing_it_again_adds_none(folder, capsys):
+    for _ in range(2):
+        code, out, _ = fastsuncet(folder, capsys, "evaluate", "knn", "--every-checkpoint")
+        assert code == 0
+        assert [line.split(" (")[0] for line in out.splitlines()[3:5]] == ["step 10", "step 20"]
+        assert out.splitlines()[5].endswith("results, 2 files")
+    found = list((folder / "digits_demo" / "results").glob("knn-bernoulli-0.1-step*"))
+    assert len(found) == 2
+    one, two = (results(folder)[f"knn {step}"]["metrics"]["top1"] for step in (10, 20))
+    code, out, _ = fastsuncet(folder, capsys, "evaluate", "knn", "--step", "10")
+    assert f"{100 * one:.2f} %" in out and one != two
+
+
+def test_a_classifier_of_its_own_is_counted_and_one_of_other_classes_refused(folder, capsys):
+    code, out, err = fastsuncet(folder, capsys, "evaluate", "accuracy", "--encoder", str(folder / "ten.pth"))
+    assert (code, err) == (0, "")
+    assert "labels" not in out
+    assert "pixels   0 to 1; the weights of torchvision and timm expect data.augmentation.mean=[0.485," in out
+    assert f"encoder  {folder / 'ten.pth'} (resnet18, imagenet stem)\ntop 1  " in out
+    assert 0 <= results(folder)["accuracy None"]["metrics"]["top1"] < 0.5  # untrained
+    code, _, err = fastsuncet(folder, capsys, "evaluate", "accuracy", "--encoder", str(folder / "seven.pth"))
+    assert code == 3 and "tells 7 classes apart and the images are of 10" in err
+    code, _, err = fastsuncet(folder, capsys, "evaluate", "accuracy")
+    assert code == 2 and "step_00000020 has no classifier" in err and "fastsuncet finetune" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--step", "7"], 2, "no good checkpoint of step 7; there are 10, 20"),
+        (["--step", "7", "--every-checkpoint"], 2, "not allowed with argument"),
+        (["--encoder", "nowhere"], 2, "there is no nowhere"),
+        (["--encoder", "FOLDER"], 5, "holds no checkpoint that can be used"),
+        (["--encoder", "FOLDER/ten.pth", "--step", "3"], 2, "is one file"),
+        (["logging.write_tag=never_trained"], 2, "`fastsuncet train` makes"),
+        (
+            ["criterion.supervised_epochs=0", "data.split.kind=none", "data.split.fraction=null"],
+            2,
+            "data.split.kind=all",
+        ),
+        (["linear.strength=0"], 2, "linear.strength"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_right_exit_code(folder, capsys, words, code, said):
+    words = [word.replace("FOLDER", str(folder)) for word in words]
+    given, out, err = fastsuncet(folder, capsys, "evaluate", "linear", *words)
+    assert (given, out) == (code, "") and said in err
+
+
+def test_another_programs_file_in_place_of_a_checkpoint_ends_with_5(folder, capsys, tmp_path):
+    torch.save({"state_dict": {"conv1.weight": torch.ones(8, 3, 5, 5)}}, tmp_path / "other.pth")
+    code, _, err = fastsuncet(folder, capsys, "evaluate", "knn", "--encoder", str(tmp_path / "other.pth"))
+    assert code == 5 and "other.pth holds a ResNet with no blocks" in err
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["data.split.file=b.txt"],
+        ["data.validation=val2"],
+        ["data.augmentation.mean=[0.5,0.5,0.5]"],
+        ["data.augmentation.std=[0.5,0.5,0.5]"],
+    ],
+)
+def test_other_labels_other_images_and_other_pixels_are_other_results(folder, capsys, tmp_path, other):
+    """As many labels, as many images: only their names tell them apart."""
+    pictures(tmp_path)
+    command = ["evaluate", "knn", str(tmp_path / "c.yaml"), f"--encoder={folder / 'ten.pth'}"]
+    paths = [word.replace("=b.txt", f"={tmp_path / 'b.txt'}") for word in other]
+    for words in ([], paths, [], paths):
+        assert cli.main([*command, *words]) == 0
+    capsys.readouterr()
+    assert len(list((tmp_path / "runs" / "c" / "results").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "code", "said"),
+    [
+        ("knn", ["data.validation=nowhere"], 3, "no data folder FOLDER/nowhere"),
+        ("knn", ["data.validation=stranger"], 3, "has 1 folders that are not classes: c"),
+        ("linear", ["data.train=hollow"], 3, "1 class folders of FOLDER/hollow hold no image: b"),
+        ("npi", ["data.split.file=FOLDER/none.txt"], 3, "cannot read the list of names FOLDER/none.txt"),
+        ("npi", ["data.split.file=FOLDER/one.txt"], 3, "1 of 2 classes have no labeled training image (b)"),
+        ("knn", ["data.split.kind=csv", "data.split.file=FOLDER/wrong.csv"], 3, "'z' is not one of the 2 classes"),
+        ("knn", ["data.split.kind=csv", "data.split.file=FOLDER/other.csv"], 3, "otherwise than the data: a/1.png"),
+        ("accuracy", ["--encoder=FOLDER/wide.pth"], 2, "has no classifier"),
+        ("knn", ["--encoder=FOLDER/thick.pth"], 5, "conv1.weight is (64, 3, 5, 5)"),
+        ("knn", ["--encoder=FOLDER"], 5, "holds no checkpoint that can be used"),
+    ],
+)  # fmt: skip
+def test_wrong_input_ends_in_words_and_leaves_no_result(folder, capsys, tmp_path, kind, words, code, said):
+    pictures(tmp_path)
+    (tmp_path / "stranger" / "c").mkdir(parents=True)
+    (tmp_path / "hollow" / "b").mkdir(parents=True)
+    (tmp_path / "val" / "a").rename(tmp_path / "hollow" / "a")
+    (tmp_path / "val2" / "a").rename(tmp_path / "val" / "a")
+    (tmp_path / "one.txt").write_text("a/0.png\n")
+    (tmp_path / "wrong.csv").write_text("file,label\na/0.png,a\nb/1.png,z\n")
+    (tmp_path / "other.csv").write_text("file,label\na/0.png,a\na/1.png,b\n")
+    weights = torch.load(folder / "ten.pth", weights_only=True)
+    torch.save(weights | {"fc.weight": torch.ones(2, 99), "fc.bias": torch.ones(2)}, tmp_path / "wide.pth")
+    torch.save(weights | {"conv1.weight": torch.ones(64, 3, 5, 5)}, tmp_path / "thick.pth")
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    encoder = [] if "--encoder" in words[0] else [f"--encoder={folder / 'ten.pth'}"]
+    given = cli.main(["evaluate", kind, str(tmp_path / "c.yaml"), *encoder, *words])
+    out, err = capsys.readouterr()
+    assert (given, out) == (code, "") and said.replace("FOLDER", str(tmp_path)) in err
+    assert not (tmp_path / "runs" / "c").exists()
+
+
+def test_five_guesses_among_two_classes_are_no_measure(folder, capsys, tmp_path):
+    pictures(tmp_path)
+    assert cli.main(["evaluate", "npi", str(tmp_path / "c.yaml"), f"--encoder={folder / 'ten.pth'}"]) == 0
+    assert "top 5" not in capsys.readouterr().out
+    (result,) = read_results(tmp_path / "runs" / "c")
+    assert result["metrics"].keys() == {"top1"}
+
+
+def pictures(folder):
+    """Two classes of three training images each, two lists of four of them, and two validation sets."""
+    from PIL import Image
+
+    for part, first in (("train", 0), ("val", 0), ("val2", 5)):
+        for label in "ab":
+            (folder / part / label).mkdir(parents=True)
+            for i in range(first, first + 3):
+                Image.new("RGB", (16, 16), (20 * i, 30, 40)).save(folder / part / label / f"{i}.png")
+    (folder / "a.txt").write_text("a/0.png\na/1.png\nb/0.png\nb/1.png\n")
+    (folder / "b.txt").write_text("a/0.png\na/2.png\nb/0.png\nb/1.png\n")
+    (folder / "c.yaml").write_text(
+        f"data: {{kind: image_folder, root: {folder}, decode_threads: 1, backend: torchvision,\n"
+        f"  split: {{kind: names, file: {folder / 'a.txt'}}}, augmentation: {{size: 16, blur: 0.0}}}}\n"
+        "criterion: {temperature: 0.1, unsupervised_batch_size: 6}\n"
+        f"optimization: {{epochs: 1, lr: 1.0}}\nlogging: {{folder: {folder / 'runs'}}}\nmeta: {{device: cpu}}\n"
+    )
+
+
+def test_an_unfinished_fit_is_said_and_written(folder, capsys):
+    code, out, _ = fastsuncet(folder, capsys, "evaluate", "linear", "linear.max_iterations=2", "--step", "10")
+    assert code == 0 and "NOT fitted: after 2 iterations" in out
+    assert results(folder)["linear 10"]["setting"]["converged"] is False
+
+
+def _on_ranks(rank: int, world_size: int, folder: str) -> int:
+    return cli.main(
+        [
+            "evaluate",
+            "npi",
+            CONFIG,
+            f"logging.folder={folder}",
+            "meta.device=cpu",
+            "--step",
+            "10",
+            "npi.views=2",
+        ]
+    )
+
+
+def test_ranks_write_one_result_the_one_that_a_single_process_writes(folder, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert _on_ranks(0, 1, str(folder)) == 0
+    alone = results(folder)["npi 10"]
+    (path,) = (folder / "digits_demo" / "results").glob("npi-*step00000010*")
+    path.unlink()
+    assert run_ranks(_on_ranks, 2, str(folder)) == [0, 0]
+    assert json.loads(path.read_text()) == alone

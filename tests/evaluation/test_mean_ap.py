@@ -1,0 +1,91 @@
+"""VOC 2007's average precision: an example by hand, a slow oracle, ties, difficult images."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastsuncet.evaluation.mean_ap import average_precision, mean_average_precision
+
+
+def slow(scores, presence) -> float:
+    """As the definition says, one threshold at a time, in fractions."""
+    asked = [(score, there) for score, there in zip(scores, presence) if there != 0]
+    positives = sum(there > 0 for _, there in asked)
+    points = []
+    for threshold in {score for score, _ in asked}:
+        taken = [there > 0 for score, there in asked if score >= threshold]
+        points.append((Fraction(sum(taken), positives), Fraction(sum(taken), len(taken))))
+    total = Fraction(0)
+    for tenth in range(11):
+        total += max((precision for recall, precision in points if recall >= Fraction(tenth, 10)), default=0)
+    return float(total / 11)
+
+
+def test_an_example_by_hand():
+    # Sorted: + - + (difficult) - +; precisions 1, 1/2, 2/3, 2/4, 3/5 at recalls 1/3, 1/3, 2/3, 2/3, 1.
+    # Recalls 0 .. .3 read 1, .4 .. .6 read 2/3, .7 .. 1 read 3/5.
+    scores = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    presence = np.array([1, -1, 1, 0, -1, 1])
+    assert average_precision(scores, presence) == pytest.approx(
+        (4 * 1 + 3 * 2 / 3 + 4 * 3 / 5) / 11, abs=1e-15
+    )
+
+
+images = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, -1, 0])), min_size=1, max_size=30).filter(
+    lambda rows: any(there == 1 for _, there in rows)
+)
+
+
+@given(images)
+def test_it_is_what_the_definition_says_ties_included(rows):
+    scores, presence = np.array(rows, float).T
+    assert average_precision(scores, presence) == pytest.approx(slow(scores, presence), abs=1e-12)
+
+
+@given(images, st.randoms(use_true_random=False))
+def test_neither_the_order_of_images_nor_a_monotone_change_of_scores_counts(rows, chance):
+    scores, presence = np.array(rows, float).T
+    chance.shuffle(rows)
+    shuffled, shown = np.array(rows, float).T
+    assert average_precision(np.exp(shuffled / 3), shown) == average_precision(scores, presence)
+
+
+@given(images, st.integers(0, 4))
+def test_a_difficult_image_is_as_if_it_were_not_there(rows, score):
+    scores, presence = np.array(rows, float).T
+    with_one = average_precision(np.append(scores, score), np.append(presence, 0))
+    assert with_one == average_precision(scores, presence)
+
+
+def test_three_of_ten_positives_are_a_recall_of_three_tenths():
+    presence = np.array([1] * 3 + [-1] * 20 + [1] * 7)
+    got = average_precision(-np.arange(30.0), presence)
+    assert got == pytest.approx((4 * 1 + 7 * 10 / 30) / 11, abs=1e-15)
+
+
+def test_perfect_is_one_and_all_tied_is_the_share_of_positives():
+    presence = np.array([1, -1, -1, 1, -1])
+    assert average_precision(presence.astype(float), presence) == 1
+    assert average_precision(np.zeros(5), presence) == pytest.approx(0.4)
+
+
+def test_the_mean_is_over_classes_that_have_a_positive():
+    presence = np.array([[1, -1, 1], [-1, 0, 1], [-1, -1, -1]], np.int8)
+    scores = np.array([[3.0, 0, 1], [2, 0, 3], [1, 0, 2]], np.float32)
+    mean, each = mean_average_precision(scores, presence)
+    assert each[0] == 1 and np.isnan(each[1])
+    assert each[2] == pytest.approx(slow(scores[:, 2], presence[:, 2]))
+    assert mean == pytest.approx((each[0] + each[2]) / 2)
+
+
+def test_what_cannot_be_ordered_is_refused():
+    presence = np.ones((2, 1), np.int8)
+    with pytest.raises(ValueError, match="finite"):
+        mean_average_precision(np.array([[1.0], [np.nan]]), presence)
+    with pytest.raises(ValueError, match="must both be"):
+        mean_average_precision(np.ones((2, 2)), presence)
+    with pytest.raises(ValueError, match="no class has a positive"):
+        mean_average_precision(np.ones((2, 1)), -presence)

@@ -1,0 +1,212 @@
+"""The kernels on a card, each against its twin: `pytest -m gpu tests/kernels/test_on_the_gpu.py`. Never run yet."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+
+from fastsuncet.kernels import self_test as prove
+from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet
+from fastsuncet.losses import supcon as sup_con
+from fastsuncet.models import fused_batchnorm as norm_kernels
+from fastsuncet.models.resnet import build_model
+from fastsuncet.optim import LARS, lars_kernel, parameter_groups
+from tests.support import dense_losses
+from tests.support.dense_losses import gradient
+from tests.support.networks import give_gradients
+from tools.bench import bench_lars, bench_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_float32():
+    """torch convolves in TF32 unless told not to, and an image may turn it on for products too."""
+    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [each.allow_tf32 for each in switches]
+    for each in switches:
+        each.allow_tf32 = False
+    yield
+    for each, value in zip(switches, before):
+        each.allow_tf32 = value
+
+
+@contextlib.contextmanager
+def waiting_raises():
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_every_kernel_agrees_with_its_twin_and_may_stand_in():
+    proofs = {
+        "lars.cu": lars_kernel.prove,
+        "contrast.cu": lambda device: contrast_kernel.prove(device, contrast.row_pass),
+        "norm.cu": norm_kernels.prove,
+    }
+    for source, proof in proofs.items():
+        proof(CARD)
+        assert prove.usable(source, torch.zeros(1, device=CARD), proof)
+
+
+def stepped(implementation, steps, *, capture=False):
+    """A ResNet-18's parameters and momentum after `steps` steps of LARS."""
+    network = build_model("resnet18", stem="cifar").to(CARD, memory_format=torch.channels_last)
+    groups = parameter_groups(network, exclude_bias_and_norm=True)
+    lr = torch.full((), 0.3, device=CARD)
+    optimizer = LARS(groups, lr, weight_decay=1e-4, implementation=implementation)
+    for p in network.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def draw(seed):
+        generator = torch.Generator(CARD).manual_seed(seed)
+        for p in network.parameters():
+            p.grad.normal_(generator=generator)
+
+    graph = None
+    for step in range(steps):
+        draw(step)
+        if capture and step == 1:  # step 0 has loaded the kernels and laid out the tables
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        if graph is not None:
+            graph.replay()
+        else:
+            optimizer.step()
+    state = [optimizer.state[p]["momentum_buffer"] for p in network.parameters()]
+    return [x.detach().clone() for x in (*network.parameters(), *state)]
+
+
+def test_lars_steps_as_its_twins_do_and_the_same_bits_in_a_graph():
+    kernel, again, graph, twin = (
+        stepped("kernel", 4),
+        stepped("auto", 4),
+        stepped("kernel", 4, capture=True),
+        stepped("foreach", 4),
+    )
+    for a, b, c, d in zip(kernel, again, graph, twin):
+        assert torch.equal(a, b) and torch.equal(a, c)
+        torch.testing.assert_close(a, d, rtol=1e-4, atol=1e-5 * d.abs().max().item())
+
+
+def test_lars_under_a_scaler_and_without_a_wait():
+    network = build_model("resnet18", stem="cifar")
+    give_gradients(network, 0)
+    network.to(CARD)
+    optimizer = LARS(network.parameters(), torch.full((), 0.1, device=CARD), implementation="kernel")
+    optimizer.step()  # its tables are copied from the host
+    before = [p.clone() for p in network.parameters()]
+    optimizer.grad_scale = torch.full((), 8.0, device=CARD)
+    optimizer.found_inf = torch.ones((), device=CARD)
+    with waiting_raises():
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, network.parameters()))
+
+
+@pytest.mark.parametrize("rows", [64, 1000, 3000])
+def test_losses_swept_by_the_kernel_are_the_dense_equations(rows):
+    z = torch.randn(rows, 128, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(rows) % (rows // 4)
+    for loss, arguments in ((nt_xent, ()), (suncet, (labels,)), (sup_con, (labels,))):
+        on_card = [a.to(CARD) for a in arguments]
+        value, slope = gradient(loss, z.to(CARD), *on_card, temperature=0.1)
+        z_on_card = z.to(CARD)
+        with waiting_raises():
+            again = gradient(loss, z_on_card, *on_card, temperature=0.1)
+        true_value, true_slope = gradient(
+            getattr(dense_losses, loss.__name__), z.double(), *arguments, temperature=0.1
+        )
+        assert value.item() == pytest.approx(true_value.item(), rel=1e-5)
+        assert (slope.cpu().double() - true_slope).norm() < 1e-5 * true_slope.norm()
+        assert torch.equal(value, again[0]) and torch.equal(slope, again[1])
+
+
+def test_a_row_longer_than_shared_memory():
+    keys = contrast_kernel.STAGED * 2 + 5
+    ids = torch.arange(keys, device=CARD) % (keys // 4)
+    logits = torch.randn(64, keys, device=CARD) * 10
+    weights = torch.ones(64, device=CARD)
+    for every in (False, True):
+        found = contrast_kernel.row_pass(ids, every)(logits.clone(), 7, weights)
+        expected = contrast.row_pass(ids, every)(logits.double(), 7, weights.double())
+        for a, b in zip(found, expected):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", list(norm_kernels.ELEMENTS))
+@pytest.mark.parametrize(("images", "channels", "side"), [(32, 64, 56), (64, 2048, 7), (3, 24, 5)])
+def test_batchnorm_with_its_neighbours_is_pytorchs(dtype, images, channels, side):
+    generator = torch.Generator(CARD).manual_seed(0)
+    shape = (images, channels, side, side)
+    x, residual, d_y = (
+        torch.randn(shape, device=CARD, generator=generator)
+        .to(dtype)
+        .contiguous(memory_format=torch.channels_last)
+        for _ in range(3)
+    )
+    weight, bias = torch.randn(2, channels, device=CARD, generator=generator)
+    running = torch.zeros(channels, device=CARD), torch.ones(channels, device=CARD)
+    truth = [r.double() for r in running]
+    ours = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+    theirs = [t.double().requires_grad_() for t in (x, residual, weight, bias)]
+    rule = {"eps": 1e-5, "momentum": 0.1}
+    y = norm_kernels.fused_norm(*ours, *running, relu=True, group=norm_kernels.ALONE, **rule)
+    y.backward(d_y)
+    wide = torch.nn.functional.batch_norm(theirs[0], *truth, *theirs[2:], training=True, **rule)
+    ((wide + theirs[1]) * (y.detach() > 0)).backward(d_y.double())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for a, b in zip([*running, *(t.grad for t in ours)], [*truth, *(t.grad for t in theirs)]):
+        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_a_network_trains_alike_with_its_batchnorms_fused_also_in_a_graph():
+    twin = build_model("resnet50", hidden=64, output=16).to(CARD, memory_format=torch.channels_last)
+    network = norm_kernels.fuse(copy.deepcopy(twin), shared=False, implementation="kernel")
+    x = torch.randn(8, 3, 64, 64, device=CARD).contiguous(memory_format=torch.channels_last)
+
+    def gradients(model, dtype):
+        model.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss.detach(), [p.grad for p in model.parameters()]
+
+    # In float32: fifty layers at random weights enlarge a rounding some hundred times, and in bfloat16 the gradients of
+    # two right networks have little in common (on a CPU a cosine of 0.3; in float32, even with a variance by the
+    # difference of two sums, 0.9996).
+    loss, found = gradients(network, torch.float32)
+    expected_loss, expected = gradients(twin, torch.float32)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-3)
+    for a, b in zip(found, expected):
+        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.99
+
+    loss, _ = gradients(network, torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradients(network, torch.bfloat16)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = gradients(network, torch.bfloat16)
+    graph.replay()
+    assert captured.item() == pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_the_bench_tools_time_the_kernels_as_graphs(capsys, monkeypatch):
+    # What torch.compile makes is timed elsewhere: it takes its minutes.
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    assert bench_lars.main(["--quick", "--device", "cuda"]) == 0
+    assert bench_lars.GRAPH in (said := capsys.readouterr().out) and bench_lars.LIMIT in said
+    assert bench_norm.main(["--quick", "--device", "cuda"]) == 0
+    assert "WRONG" not in (said := capsys.readouterr().out) and "not as a CUDA graph" not in said

@@ -1,0 +1,47 @@
+"""The kernels under the thread sanitizer: no race as they are, and one for every barrier that is left out."""
+
+import functools
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.support.host_kernels import SOURCES, built
+
+BARRIERS = [
+    f"{path.name}:{number}"
+    for path in sorted(SOURCES.glob("*.cu*"))
+    for number, line in enumerate(path.read_text().splitlines(), start=1)
+    if re.search(r"\b__syncthreads\(\)", line.split("//")[0])
+]
+CLASH = "FATAL: ThreadSanitizer: unexpected memory mapping"
+
+
+@functools.cache
+def run(*words):
+    """All kernels once; the sanitizer's exit code is 66 where it saw a race."""
+    command = [str(built("races.cpp", "-O1", "-fsanitize=thread")), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if CLASH in done.stderr and shutil.which(
+        "setarch"
+    ):  # addresses drawn at random may be where it keeps its own
+        done = subprocess.run(["setarch", "-R", *command], capture_output=True, text=True, timeout=100)
+    if CLASH in done.stderr:
+        pytest.skip(f"the thread sanitizer does not run here: {done.stderr.splitlines()[0]}")
+    return done
+
+
+def test_no_kernel_has_a_race():
+    done = run()
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_every_barrier_is_missed_when_it_is_left_out(barrier):
+    done = run(barrier)
+    assert done.returncode == 66 and "WARNING: ThreadSanitizer: data race" in done.stderr, barrier
+
+
+def test_a_barrier_that_is_not_there_is_not_missed():
+    assert BARRIERS and run("device.cuh:1").returncode == 0

@@ -1,0 +1,112 @@
+"""Joules: what the GPUs' counters say, over all ranks and restarts, or nothing at all."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastsuncet.metrics import energy
+from fastsuncet.metrics.cost import Ledger
+from fastsuncet.metrics.energy import Meter, open_meter
+from tests.support.ranks import run_ranks
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeNvml:
+    """The part of pynvml that is used: GPUs by identity, each with the millijoules of its next readings."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, **readings: list[int | None]):
+        self.readings = {f"GPU-{uuid}": list(values) for uuid, values in readings.items()}
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in self.readings:
+            raise self.NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        value = self.readings[handle].pop(0)
+        if value is None:
+            raise self.NVMLError("not supported")
+        return value
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Names the one GPU that torch sees "a"."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+
+
+def test_joules_are_the_counters_differences_from_the_first_step_on(gpu):
+    # Read when opened, at the start of the clock, and at two ticks.
+    ledger = Ledger(meter=open_meter(CUDA, FakeNvml(a=[1_000, 5_000, 7_500, 7_750])))
+    assert ledger.record()["joules"] == 0
+    ledger.start_clock()
+    ledger.tick()
+    assert ledger.record()["joules"] == pytest.approx(2.5)
+    ledger.tick()
+    assert ledger.record()["joules"] == ledger.state()["joules"] == pytest.approx(2.75)
+
+
+def test_a_restart_continues_the_sum_and_leaves_out_the_time_between(gpu):
+    ledger = Ledger(meter=open_meter(CUDA, FakeNvml(a=[90_000, 91_000, 93_000])))
+    ledger.restore({"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "joules": 40.0, "macs": 7})
+    ledger.start_clock()
+    ledger.tick()
+    assert ledger.record()["joules"] == pytest.approx(42)
+
+
+def test_a_counter_that_begins_again_never_takes_joules_back(gpu):
+    ledger = Ledger(meter=open_meter(CUDA, FakeNvml(a=[5_000, 5_000, 6_000, 200, 1_200])))
+    ledger.start_clock()
+    seen = []
+    for _ in range(3):
+        ledger.tick()
+        seen.append(ledger.record()["joules"])
+    assert seen == pytest.approx([1, 1, 2])
+
+
+def test_a_run_with_an_unmetered_part_has_no_joules(gpu):
+    book = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
+    begun_without = Ledger(meter=open_meter(CUDA, FakeNvml(a=[1, 2, 3])))
+    begun_without.restore(book)
+    continued_without = Ledger()
+    continued_without.restore({**book, "joules": 40.0})
+    lost = Ledger(meter=open_meter(CUDA, FakeNvml(a=[1, 2, None, 4])))
+    for ledger in (begun_without, continued_without, lost):
+        ledger.start_clock()
+        ledger.tick()
+        ledger.tick()
+        assert "joules" not in ledger.record() and "joules" not in ledger.state()
+
+
+def test_there_is_no_meter_without_gpu_package_or_counter(gpu, monkeypatch):
+    assert open_meter(torch.device("cpu"), FakeNvml(a=[1])) is None
+    assert open_meter(CUDA, FakeNvml(b=[1])) is None  # a slice of a GPU is not found by the GPU's identity
+    assert open_meter(CUDA, FakeNvml(a=[None])) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_meter(CUDA) is None
+
+
+def _spent(rank: int, world_size: int) -> list[float | None]:
+    shared = Meter(FakeNvml(x=[0, 3_000]), "GPU-x").spent()
+    own = Meter(FakeNvml(**{f"own{rank}": [0, 1_000 * (rank + 1)]}), f"GPU-own{rank}").spent()
+    broken = Meter(FakeNvml(**{f"own{rank}": [0, None if rank else 5]}), f"GPU-own{rank}").spent()
+    energy._of_gpu = lambda device, nvml: SimpleNamespace() if rank == 0 else None
+    opened = open_meter(CUDA)
+    return [shared, own, broken, opened]
+
+
+def test_ranks_add_up_and_a_gpu_they_share_counts_once():
+    for shared, own, broken, opened in run_ranks(_spent, 2):
+        assert shared == pytest.approx(3)
+        assert own == pytest.approx(1 + 2)
+        assert broken is None
+        assert opened is None, "one rank without a counter, and no rank ticks alone"

@@ -1,0 +1,180 @@
+"""What a watcher sees: a bar at a terminal, aligned lines in a log, and the numbers of the metrics in both."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+import time
+
+import pytest
+import torch
+
+from fastsuncet.distributed.launch import Place
+from fastsuncet.metrics import progress_bar as progress
+from fastsuncet.metrics.progress_bar import Progress
+from fastsuncet.training.logger import Reporter
+from tests.support.runs import small_config
+
+RECORD = {
+    "step": 120,
+    "nt_xent": 5.43217,
+    "suncet": 3.2,
+    "lr": 0.48,
+    "views_per_second": 12345.6,
+    "data_wait": 0.031,
+    "petaflops": 0.012345,
+    "images": 999,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_batch_system(monkeypatch):
+    for name in progress.BATCH:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines(*records: dict, total: int = 600, **options) -> list[str]:
+    stream = io.StringIO()
+    shown = Progress(total, stream=stream, **options)
+    for record in records:
+        shown.update(record)
+    shown.close()
+    return stream.getvalue().splitlines()
+
+
+def terminal(width: int, show) -> str:
+    """What `show(stream)` writes to a terminal `width` characters wide."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        show(stream)
+        stream.flush()
+        time.sleep(0.01)
+        written = os.read(master, 1 << 16)
+    os.close(master)
+    return written.decode()
+
+
+def test_a_log_line_has_every_number_as_key_and_value():
+    (line,) = lines(RECORD)
+    values = dict(re.findall(r"(\S+)=(\S+)", line))
+    assert values == {
+        "step": "120/600",
+        "nt_xent": "5.4322",
+        "suncet": "3.2000",
+        "lr": "0.48",
+        "views_per_second": "12345.6",
+        "data_wait": "3.1%",
+        "petaflops": "0.01235",
+        "left": "00:00",
+    }
+
+
+def test_log_lines_stay_in_columns():
+    wide = RECORD | {"suncet": 123.4}
+    shown = lines(wide, RECORD, RECORD | {"suncet": float("nan"), "lr": None})
+    for key in RECORD.keys() & progress.FIELDS.keys():
+        assert len({line.index(key + "=") for line in shown}) == 1, key
+    assert "suncet=nan" in shown[2]
+    assert "lr=- " in shown[2]
+
+
+def test_only_what_a_record_has_is_shown():
+    (line,) = lines({"step": 5, "nt_xent": 1.0})
+    assert line.split() == ["step=5/600", "nt_xent=1.0000", "left=00:00"]
+
+
+def test_time_left_follows_the_pace_and_forgets_the_start_up():
+    clock = Clock()
+    stream = io.StringIO()
+    shown = Progress(1000, 100, stream=stream, clock=clock)
+    for step, now in [(100, 1.0), (110, 101.0), (120, 111.0), (130, 121.0), (140, 131.0), (150, 231.0)]:
+        clock.now = now
+        shown.update({"step": step})
+    left = [line.split("left=")[1] for line in stream.getvalue().splitlines()]
+    # No update yet; 10 s each, with the start-up; 1 s each; the same; the same; 1 + (10 - 1) / 5 s each.
+    assert left == ["?", "2:28:20", "14:40", "14:30", "14:20", "39:40"]
+
+
+def test_a_terminal_gets_one_bar_that_is_drawn_over():
+    def show(stream):
+        shown = Progress(600, 100, stream=stream)
+        shown.update(RECORD)
+        shown.say("step 120: KNN 56.1 %")
+        shown.update(RECORD | {"step": 240, "suncet": float("nan")})
+        shown.close()
+
+    written = terminal(120, show)
+    frames = [frame.strip() for frame in re.split(r"[\r\n]+", written)]
+    (frame, *_) = [frame for frame in frames if "240/600" in frame]
+    assert frame.startswith("40%|")
+    for text in (
+        "left 00:0",
+        "nt_xent 5.43",
+        "suncet nan",
+        "lr 0.48",
+        "12.3k views/s",
+        "wait 3%",
+        "0.0123 PF",
+    ):
+        assert text in frame
+    assert all(len(frame) <= 120 for frame in frames)
+    assert "step 120: KNN 56.1 %" in frames
+    # The line that was said, and the one the cursor ends on: all else is drawn over.
+    assert written.count("\n") == 2
+
+
+def test_eighty_columns_have_room_for_all_the_numbers():
+    def show(stream):
+        shown = Progress(600, stream=stream)
+        shown.update(RECORD)
+        shown.close()
+
+    frames = [frame.strip() for frame in re.split(r"[\r\n]+", terminal(80, show))]
+    frame = next(frame for frame in frames if "120/600" in frame)
+    assert len(frame) <= 80
+    for text in ("120/600 <00:0", "nt_xent 5.43", "suncet 3.20", "12.3k views/s", "wait 3%", "0.0123 PF"):
+        assert text in frame
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_ID", "7"), ("CI", "true"), ("TERM", "dumb")])
+def test_under_a_batch_system_a_terminal_gets_lines(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    written = terminal(120, lambda stream: Progress(600, stream=stream).update(RECORD))
+    assert written.startswith("step=120/600 nt_xent=5.4322")
+
+
+def test_a_terminal_without_a_width_gets_lines():
+    """docker run -t: a terminal of 0 columns, on which tqdm draws nothing at all."""
+    written = terminal(0, lambda stream: Progress(600, stream=stream).update(RECORD))
+    assert written.startswith("step=120/600 nt_xent=5.4322")
+
+
+def test_lines_go_to_standard_output(capsys):
+    shown = Progress(600)
+    shown.update(RECORD)
+    shown.say("hello")
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].startswith("step=120/600")
+    assert out.splitlines()[1] == "hello"
+    assert err == ""
+
+
+def test_of_all_ranks_the_first_alone_speaks(tmp_path, capsys):
+    config = small_config(tmp_path)
+    for rank in (0, 1, 2):
+        with Reporter(config, tmp_path, 10, 0, Place(rank, 3, rank, torch.device("cpu"))) as reporter:
+            reporter.say("suncet has plateaued")
+    assert capsys.readouterr().out.count("suncet has plateaued") == 1

@@ -1,0 +1,116 @@
+"""A result is one file under one name: written whole, replaced by its repetition, checked when it is read."""
+
+import json
+import os
+
+import pytest
+
+from fastsuncet.metrics.results import ResultError, read_results, write_result
+
+
+def record(**changes) -> dict:
+    made = {
+        "kind": "knn",
+        "metrics": {"top1": 0.5, "top1_weighted": 0.52},
+        "images": 360,
+        "labels": {"kind": "bernoulli", "fraction": 0.1, "count": 147},
+        "encoder": {
+            "source": "runs/a/checkpoints/step_00000010",
+            "step": 10,
+            "epoch": 2.5,
+            "method": "SimCLR",
+        },
+        "setting": {"k": 10},
+        "run": "a",
+        "versions": {"torch": "2.15.0"},
+    }
+    return made | changes
+
+
+def test_what_is_written_is_read_back_in_order_of_the_names(tmp_path):
+    records = [record(kind=kind) for kind in ("npi", "accuracy", "linear")]
+    for one in records:
+        write_result(tmp_path, one)
+    assert read_results(tmp_path) == [records[1], records[2], records[0]]
+    assert read_results(tmp_path / "nothing here") == []
+
+
+def test_the_same_evaluation_done_again_replaces_its_number(tmp_path):
+    first = write_result(tmp_path, record())
+    assert first.parent == tmp_path / "results"
+    assert first.name.startswith("knn-bernoulli-0.1-step00000010-")
+    again = record(metrics={"top1": 0.75}, versions={"torch": "2.16.0"})
+    assert write_result(tmp_path, again) == first
+    assert read_results(tmp_path) == [again]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "npi"},
+        {"setting": {"k": 20}},
+        {"labels": {"kind": "bernoulli", "fraction": 0.1, "count": 148}},
+        {"encoder": {"source": "runs/b/checkpoints/step_00000010", "step": 10}},
+        {"encoder": {"source": "runs/a/checkpoints/step_00000020", "step": 20}},
+    ],
+)
+def test_another_evaluation_has_a_file_of_its_own(tmp_path, changes):
+    assert write_result(tmp_path, record()) != write_result(tmp_path, record(**changes))
+    assert len(read_results(tmp_path)) == 2
+
+
+def test_a_run_keeps_its_names_wherever_it_is_named_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    near = write_result(tmp_path / "a", record(encoder={"source": "a/checkpoints/step_00000010", "step": 10}))
+    source = str(tmp_path / "a" / "checkpoints" / "step_00000010")
+    assert write_result(tmp_path / "a", record(encoder={"source": source, "step": 10})).name == near.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "guess"}, "kind"),
+        ({"metrics": {}}, "no metrics"),
+        ({"metrics": {"top1": "0.5"}}, "top1"),
+        ({"images": 0}, "1 or more"),
+        ({"images": True}, "images"),
+        ({"encoder": None}, "encoder"),
+        ({"metrics": {"top1": float("nan")}}, "nan"),
+    ],
+)
+def test_a_record_that_says_nothing_is_not_written(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said):
+        write_result(tmp_path, record(**changes))
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "Expecting value"),
+        (b'{"kind": "knn"', "Expecting"),
+        (b"[1, 2]", "list"),
+        (b'{"kind": "knn"}', "has no metrics"),
+        (b"\xff\xfe\x00", "decode"),
+        (json.dumps(record(images="many")).encode(), "images is 'many'"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, content, said):
+    path = write_result(tmp_path, record())
+    path.write_bytes(content)
+    with pytest.raises(ResultError, match=said) as caught:
+        read_results(tmp_path)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 5
+
+
+def test_a_full_disk_leaves_the_old_number(tmp_path, monkeypatch):
+    write_result(tmp_path, record())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ResultError, match="No space left"):
+        write_result(tmp_path, record(metrics={"top1": 0.9}))
+    assert read_results(tmp_path) == [record()]

@@ -1,0 +1,346 @@
+"""The numbers of a run: one line each, the same bits after a restart, and nothing lost to a kill."""
+
+import csv
+import json
+import math
+import os
+import resource
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.metrics import writer as metrics
+from fastsuncet.metrics.writer import MetricsWriter
+
+COLUMNS = ("nt_xent", "suncet", "lr")
+
+
+def record(step: int) -> dict:
+    return {"step": step, "nt_xent": 5 / (step + 3), "suncet": torch.tensor(1 / (step + 1)), "lr": 0.1 * step}
+
+
+def run(folder: Path, first: int, last: int, **options) -> list[str]:
+    """Lines of the steps after `first` up to `last`, KNN at every third; what was said at the start."""
+    said = []
+    with MetricsWriter(folder, COLUMNS, say=said.append, **options) as writer:
+        for step in range(first + 1, last + 1):
+            writer.write(record(step))
+            if step % 3 == 0:
+                writer.write({"step": step, "accuracy": step / 7}, kind="knn")
+    return said
+
+
+def files_of(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "metrics.jsonl").read_bytes(), (folder / "metrics.csv").read_bytes()
+
+
+def superseded(folder: Path) -> list[dict]:
+    path = folder / "metrics.superseded.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def strict_json(line: str) -> dict:
+    """JSON as every other program reads it: NaN and Infinity are errors."""
+
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+# ------------------------------------------------------------------------------------------------------ lines
+
+
+def test_a_record_is_one_line_with_its_step_first_and_a_row_under_one_header(tmp_path):
+    run(tmp_path, 0, 3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [list(json.loads(line))[:2] for line in lines] == [["step", "kind"]] * 4
+    assert [json.loads(line)["kind"] for line in lines] == ["train", "train", "train", "knn"]
+    with open(tmp_path / "metrics.csv", newline="") as stream:
+        rows = list(csv.reader(stream))
+    assert rows[0] == ["step", "nt_xent", "suncet", "lr"]
+    assert [int(row[0]) for row in rows[1:]] == [1, 2, 3]
+    assert float(rows[2][1]) == 5 / 5
+
+
+def test_a_line_can_be_read_by_another_program_as_soon_as_it_is_written(tmp_path):
+    writer = MetricsWriter(tmp_path, COLUMNS)
+    for step in (1, 2):
+        writer.write(record(step))
+        assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == step
+        assert len((tmp_path / "metrics.csv").read_bytes().splitlines()) == 1 + step
+    writer.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=st.floats())
+def test_every_float_comes_back_with_the_same_bits_from_both_files(value, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    with MetricsWriter(folder, ("x",)) as writer:
+        writer.write({"step": 1, "x": value})
+    line = strict_json((folder / "metrics.jsonl").read_text())
+    assert line["x"] is None if not math.isfinite(value) else repr(line["x"]) == repr(value)
+    (back,) = metrics.read(folder / "metrics.jsonl")
+    cell = (folder / "metrics.csv").read_text().splitlines()[1].split(",")[1]
+    assert repr(back["x"]) == repr(float(cell)) == repr(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_has_no_number_for_is_null_with_its_name_beside_it(tmp_path, value):
+    with MetricsWriter(tmp_path, COLUMNS) as writer:
+        writer.write({"step": 1, "nt_xent": 1.0, "suncet": value})
+        writer.write({"step": 1, "accuracy": value}, kind="knn")
+    train, knn = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert train["suncet"] is None
+    assert train["nonfinite"] == {"suncet": str(value)}
+    assert knn["nonfinite"] == {"accuracy": str(value)}
+    assert repr(metrics.read(tmp_path / "metrics.jsonl", "train")[0]["suncet"]) == repr(value)
+
+
+def test_tensors_and_numpy_scalars_become_the_numbers_that_progress_shows(tmp_path):
+    values = {"nt_xent": torch.tensor(0.1), "suncet": np.float32(0.1), "lr": np.float64(0.1)}
+    with MetricsWriter(tmp_path, COLUMNS) as writer:
+        shown = writer.write({"step": np.int64(3), **values})
+    assert shown == {"step": 3, "nt_xent": 0.10000000149011612, "suncet": 0.10000000149011612, "lr": 0.1}
+    assert {type(value) for value in shown.values()} == {int, float}
+    assert metrics.read(tmp_path / "metrics.jsonl") == [{**shown, "kind": "train"}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"step": 1, "nt_cent": 1.0}, KeyError, "nt_cent: not among the columns nt_xent, suncet, lr"),
+        ({"step": 1, "kind": "x"}, KeyError, "kind"),
+        ({"nt_xent": 1.0}, KeyError, "step"),
+        ({"step": 1.5}, TypeError, "step is 1.5"),
+        ({"step": True}, TypeError, "step is True"),
+        ({"step": 1, "lr": [0.1]}, TypeError, "'lr' is a list"),
+    ],
+)
+def test_a_programmers_mistake_is_an_error_and_leaves_no_line(tmp_path, wrong, error, words):
+    with MetricsWriter(tmp_path, COLUMNS) as writer, pytest.raises(error, match=words):
+        writer.write(wrong)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert (tmp_path / "metrics.csv").read_text() == "step,nt_xent,suncet,lr\n"
+
+
+def test_columns_cannot_take_the_names_every_line_has(tmp_path):
+    with pytest.raises(ValueError, match="step"):
+        MetricsWriter(tmp_path, ("lr", "step"))
+
+
+def test_sync_waits_for_both_files(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path, COLUMNS) as writer:
+        writer.write(record(1))
+        synced = []
+        fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
+        writer.sync()
+    assert set(synced) == {(tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "metrics.csv")}
+
+
+# ---------------------------------------------------------------------------------------------------- restart
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_a_run_continued_from_any_step_has_the_files_of_an_undisturbed_one_byte_for_byte(tmp_path, stop):
+    run(tmp_path / "undisturbed", 0, 10)
+    run(tmp_path / "run", 0, 7)
+    said = run(tmp_path / "run", stop, 10, resume_step=stop)
+    assert files_of(tmp_path / "run") == files_of(tmp_path / "undisturbed")
+    assert [line["step"] for line in superseded(tmp_path / "run") if line["kind"] == "train"] == list(
+        range(stop + 1, 8)
+    )
+    assert len(said) == (stop < 7)
+
+
+def test_every_line_a_restart_undid_is_kept_and_it_is_said(tmp_path):
+    run(tmp_path, 0, 6)
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    said = run(tmp_path, 2, 4, resume_step=2)
+    assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == b"".join(before[2:])
+    assert said == [
+        f"metrics: continuing from step 2; 6 later lines moved to {tmp_path / 'metrics.superseded.jsonl'}"
+    ]
+    run(tmp_path, 3, 4, resume_step=3)  # a second restart adds to the file
+    assert [line["step"] for line in superseded(tmp_path)] == [3, 3, 4, 5, 6, 6, 4]
+
+
+def test_a_fresh_start_in_a_used_folder_sets_everything_aside(tmp_path):
+    run(tmp_path, -1, 2)
+    said = run(tmp_path, -1, 1)
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [0, 0, 1]
+    assert [line["step"] for line in superseded(tmp_path)] == [0, 0, 1, 2]
+    assert "a fresh start" in said[0]
+
+
+def test_a_file_cut_at_any_byte_loses_nothing_and_keeps_the_whole_lines(tmp_path):
+    """kill -9 or a full disk in the middle of a line, at every byte of it."""
+    run(tmp_path / "whole", 0, 4)
+    content, table = files_of(tmp_path / "whole")
+    lines = content.splitlines(keepends=True)
+    for length in range(len(content) - len(lines[-1]) - 2, len(content)):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_bytes(content[:length])
+        (folder / "metrics.csv").write_bytes(table[: length % len(table)])
+        said = run(folder, 3, 3, resume_step=3)
+        whole = [line for line in content[:length].splitlines(keepends=True) if line.endswith(b"\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= 3]
+        assert (folder / "metrics.jsonl").read_bytes() == b"".join(kept)
+        assert len((folder / "metrics.csv").read_bytes().splitlines()) == 4
+        torn = content[len(b"".join(whole)) : length].decode()
+        assert [line["torn"] for line in superseded(folder) if "torn" in line] == ([torn] if torn else [])
+        assert bool(said) == (length > len(b"".join(kept)))
+        if torn:
+            assert "1 of them torn" in said[0]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 30, b"[1]", b"null", b'{"step": "3", "kind": "x"}', b'{"step": 1}', b"\xff\xfe", b""],
+    ids=repr,
+)
+def test_a_line_that_is_no_record_is_set_aside_and_the_lines_around_it_stay(tmp_path, garbage):
+    run(tmp_path, 0, 2)
+    one, two = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(one + garbage + b"\n" + two)
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    run(tmp_path, 2, 2, resume_step=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == one + two
+    assert len(superseded(tmp_path)) == 1
+
+
+def test_a_kill_while_lines_are_set_aside_loses_none(tmp_path, monkeypatch):
+    run(tmp_path, 0, 4)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            MetricsWriter(tmp_path, COLUMNS, resume_step=2, say=lambda line: None)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    run(tmp_path, 2, 2, resume_step=2)
+    assert {line["step"] for line in superseded(tmp_path)} == {3, 4}
+
+
+def test_the_table_is_rebuilt_with_the_columns_of_today(tmp_path):
+    run(tmp_path, 0, 2)
+    with MetricsWriter(tmp_path, ("lr", "wait"), resume_step=2) as writer:
+        writer.write({"step": 3, "wait": 0.5})
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,lr,wait", "1,0.1,", "2,0.2,", "3,,0.5"]
+
+
+def test_a_disk_that_refuses_a_line_is_a_checkpoint_error_with_the_reason(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = MetricsWriter(tmp_path, COLUMNS)
+    writer.write(record(0))
+    writer.write(record(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"metrics cannot be written .*File too large.*ulimit"
+        ) as caught:
+            writer.write(record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.exit_code == 5
+    assert str(tmp_path) in str(caught.value)
+    writer.close()  # has nothing left to write
+    run(tmp_path, 1, 3, resume_step=1)
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl", "train")] == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------- TensorBoard and W&B
+
+
+@pytest.mark.parametrize(
+    ("options", "extra", "package"),
+    [
+        ({"tensorboard": True}, "tensorboard", "torch.utils.tensorboard"),
+        ({"wandb": "project"}, "wandb", "wandb"),
+    ],
+)
+def test_a_missing_extra_is_named_before_a_run_is_set_back(tmp_path, monkeypatch, options, extra, package):
+    run(tmp_path, 0, 3)
+    before = files_of(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"fastsuncet\[{extra}\]"):
+        MetricsWriter(tmp_path, COLUMNS, resume_step=1, **options)
+    assert files_of(tmp_path) == before
+
+
+def test_neither_is_imported_unless_asked_for(tmp_path, monkeypatch):
+    for package in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it now raises
+    run(tmp_path, 0, 3)
+
+
+def test_tensorboard_shows_the_same_numbers_and_hides_what_a_restart_undid(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the tensorboard extra"
+    )
+    run(tmp_path, 0, 6, tensorboard=True)
+    run(tmp_path, 2, 3, tensorboard=True, resume_step=2)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/nt_xent", "train/suncet", "train/lr", "knn/accuracy"}
+    shown = [(event.step, event.value) for event in events.Scalars("train/nt_xent")]
+    assert shown == [(step, pytest.approx(record(step)["nt_xent"], rel=1e-6)) for step in (1, 2, 3)]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A package of that name that writes down what it is told."""
+    told = types.SimpleNamespace(init=None, logged=[], finished=False, error_reporting=None)
+
+    class Run:
+        def define_metric(self, *arguments, **keywords):
+            told.metric = (arguments, keywords)
+
+        def log(self, values):
+            told.logged.append(values)
+
+        def finish(self):
+            told.finished = True
+
+    def init(**keywords):
+        told.init, told.error_reporting = keywords, os.environ.get("WANDB_ERROR_REPORTING")
+        return Run()
+
+    module = types.ModuleType("wandb")
+    module.init, module.Settings = init, lambda **keywords: keywords
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    # setenv first, so that what the code sets is taken back in the end
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "x")
+    monkeypatch.delenv("WANDB_ERROR_REPORTING")
+    return told
+
+
+def test_wandb_stays_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch, wandb):
+    said = run(tmp_path, 0, 3, wandb="project")
+    assert wandb.init["mode"] == "offline"
+    assert wandb.init["project"] == "project"
+    assert wandb.error_reporting == "false"
+    assert "WANDB_MODE=online" in said[0]
+    assert wandb.logged[0] == {"step": 1, "train/nt_xent": 5 / 4, "train/suncet": 0.5, "train/lr": 0.1}
+    assert wandb.logged[-1] == {"step": 3, "knn/accuracy": 3 / 7}
+    assert wandb.finished
+    first = wandb.init["id"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    run(tmp_path, 3, 4, wandb="project", resume_step=3)
+    assert wandb.init["mode"] == "online"
+    assert wandb.init["id"] == first  # the same run, continued
+    assert wandb.metric == (("*",), {"step_metric": "step"})

@@ -1,0 +1,158 @@
+"""BatchNorm by the operators under torch's SyncBatchNorm: their arithmetic here, the operators themselves on a card."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastsuncet.models import batchnorm_ops as norm_operators
+from fastsuncet.models import sync_batchnorm as norm
+
+CARD = torch.device("cuda", 0)
+NEEDS_A_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """What torch's CUDA operators compute (aten/src/ATen/native/cuda/Normalization.cuh), on the CPU and in float64."""
+
+    def stats(x, eps):
+        assert x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+        variance, mean = torch.var_mean(x.double(), [d for d in range(x.dim()) if d != 1], correction=0)
+        return mean.float(), (variance + eps).rsqrt().float()
+
+    def by_channel(x, *numbers):
+        return [n.double().view(-1, *[1] * (x.dim() - 2)) for n in numbers]
+
+    def elemt(x, weight, bias, mean, inverse, eps):
+        mean, inverse = by_channel(x, mean, inverse)
+        y = (x.double() - mean) * inverse
+        if weight is not None:
+            weight, bias = by_channel(x, weight, bias)
+            y = y * weight + bias
+        return y.to(x.dtype)
+
+    def reduce(dy, x, mean, inverse, weight, input_wanted, weight_wanted, bias_wanted):
+        assert dy.dtype == x.dtype and dy.stride() == x.stride()
+        assert (input_wanted, weight_wanted, bias_wanted) == (True, False, False)
+        dims = [d for d in range(x.dim()) if d != 1]
+        centred = x.double() - by_channel(x, mean)[0]
+        return dy.double().sum(dims).float(), (dy.double() * centred).sum(dims).float(), None, None
+
+    def backward(dy, x, mean, inverse, weight, sum_dy, sum_dy_centred, counts):
+        assert counts.dtype == torch.int32
+        mean, inverse, sum_dy, slope = by_channel(x, mean, inverse, sum_dy, sum_dy_centred)
+        total = counts.sum().double()
+        d_x = dy.double() - sum_dy / total - (x.double() - mean) * inverse.square() * slope / total
+        scale = inverse if weight is None else inverse * by_channel(x, weight)[0]
+        return (d_x * scale).to(x.dtype)
+
+    names = ("stats", "elemt", "backward_reduce", "backward_elemt")
+    for name, operator in zip(names, (stats, elemt, reduce, backward)):
+        monkeypatch.setattr(torch, f"batch_norm_{name}", operator)
+    monkeypatch.setattr(norm, "passes_for", lambda *_: norm_operators.Torch)
+
+
+def passed(layer, x, dy):
+    """y, mean, variance and the gradients of x, weight and bias by our function, whoever makes its passes."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    weight, bias = layer.weight, layer.bias
+    y, mean, variance, total = norm._Normalise.apply(x, weight, bias, layer.eps, None)
+    assert total.item() == x.numel() // x.shape[1]
+    y.backward(dy)
+    kept = [y.detach(), mean, variance, x.grad]
+    if weight is not None:
+        kept += [weight.grad, bias.grad]
+        weight.grad = bias.grad = None
+    return kept
+
+
+CASES = [
+    ((6, 5, 4, 3), torch.channels_last, True),
+    ((6, 5, 4, 3), torch.contiguous_format, True),
+    ((6, 5, 4, 3), torch.channels_last, False),
+    ((9, 7), torch.contiguous_format, True),
+]
+
+
+def example(shape, layout, affine, dtype=torch.float32, device="cpu"):
+    draw = torch.Generator().manual_seed(2)
+    layer = nn.BatchNorm2d(shape[1], affine=affine)
+    if affine:
+        nn.init.uniform_(layer.weight, 0.5, 2, generator=draw)
+        nn.init.uniform_(layer.bias, -1, 1, generator=draw)
+    x = (3 * torch.randn(shape, generator=draw) + 7).to(device, dtype, memory_format=layout)
+    # The gradient comes in the other layout, as it may from a flatten or a slice.
+    dy = torch.randn(shape, generator=draw).to(device, dtype)
+    return layer.to(device), x, dy
+
+
+@pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
+def test_torchs_operators_are_called_for_the_same_numbers_as_the_plain_passes(
+    shape, layout, affine, operators, monkeypatch
+):
+    layer, x, dy = example(shape, layout, affine)
+    found = passed(layer, x, dy)
+    monkeypatch.setattr(norm, "passes_for", lambda *_: norm_operators.Plain)
+    for ours, plain in zip(found, passed(layer, x, dy), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+    assert found[0].stride() == x.stride() == found[3].stride()
+
+
+@pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
+def test_the_plain_passes_are_batchnorm(shape, layout, affine):
+    layer, x, dy = example(shape, layout, affine)
+    found = passed(layer.double(), x.double(), dy.double())
+    reference = x.double().requires_grad_()
+    expected = nn.functional.batch_norm(
+        reference, None, None, layer.weight, layer.bias, training=True, eps=layer.eps
+    )
+    expected.backward(dy.double())
+    torch.testing.assert_close(found[0], expected.detach())
+    torch.testing.assert_close(found[3], reference.grad)
+    if affine:
+        torch.testing.assert_close(found[4:], [layer.weight.grad, layer.bias.grad])
+
+
+def test_a_channel_that_is_constant_has_no_variance_by_torchs_operators_either(operators):
+    x = torch.full((4, 3, 2, 2), 5.0)
+    mean, variance = norm_operators.Torch.moments(x, 1e-5)
+    assert torch.equal(mean, torch.full((3,), 5.0))
+    assert torch.all((variance >= 0) & (variance < 1e-11))
+
+
+def test_torchs_operators_are_for_a_gpu_and_float32_weights():
+    x = torch.zeros(2, 3, 1, 1)
+    assert norm_operators.passes_for(x, None, None) is norm_operators.Plain
+
+    class OnACard:
+        is_cuda, dtype = True, torch.bfloat16
+
+    assert norm_operators.passes_for(OnACard(), torch.ones(3), torch.ones(3)) is norm_operators.Torch
+    assert norm_operators.passes_for(OnACard(), torch.ones(3).double(), None) is norm_operators.Plain
+    OnACard.dtype = torch.float64
+    assert norm_operators.passes_for(OnACard(), None, None) is norm_operators.Plain
+
+
+@pytest.mark.gpu
+@NEEDS_A_CARD
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
+def test_on_a_card_they_agree_with_the_plain_passes_and_nothing_waits(
+    shape, layout, affine, dtype, monkeypatch
+):
+    layer, x, dy = example(shape, layout, affine, dtype, CARD)
+    assert norm_operators.passes_for(x, layer.weight, layer.bias) is norm_operators.Torch
+    x = x.requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, *_ = norm._Normalise.apply(x, layer.weight, layer.bias, layer.eps, None)
+        y.backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    layer.zero_grad()
+    found = passed(layer, x, dy)
+    monkeypatch.setattr(norm, "passes_for", lambda *_: norm_operators.Plain)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
+    for ours, plain in zip(found, passed(layer, x, dy), strict=True):
+        scale = plain.abs().max().float().item() + 1
+        torch.testing.assert_close(ours.float(), plain.float(), rtol=tolerance, atol=tolerance * scale)

@@ -1,0 +1,120 @@
+"""The learning rate, against the authors' two releases and against what the docstring promises."""
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fastsuncet.optim import warmup_cosine
+from tests.support.vectors import load_vectors
+
+RUN = re.compile(r"E(\d+)_ipe(\d+)_wu(\d+)_start([\d.]+)_ref([\d.]+)_final([\d.]+)")
+rates = st.floats(1e-4, 10)
+
+
+@pytest.mark.parametrize(("release", "legacy"), [("v0", True), ("v1", False)])
+def test_every_step_has_the_authors_learning_rate(release, legacy):
+    vectors = load_vectors(f"vectors_schedule_{release}")
+    assert len(vectors) == 4
+    for name, expected in vectors.items():
+        epochs, per_epoch, warmup, start, lr, final = map(float, RUN.fullmatch(name).groups())
+        run = {
+            "steps": int(epochs * per_epoch),
+            "warmup_steps": int(warmup * per_epoch),
+            "start_lr": start,
+            "lr": lr,
+            "final_lr": final,
+            "legacy": legacy,
+        }
+        ours = [warmup_cosine(step, **run) for step in range(run["steps"])]
+        assert ours == pytest.approx(expected.tolist(), rel=1e-12, abs=1e-15), name
+
+
+def test_the_papers_imagenet_run_at_its_turning_points():
+    def rate(step, legacy=False):
+        return warmup_cosine(step, steps=1000, warmup_steps=100, start_lr=0.6, lr=4.8, legacy=legacy)
+
+    assert rate(0) == 0.6
+    assert rate(50) == pytest.approx(2.7)
+    assert rate(100) == 4.8
+    assert rate(550) == pytest.approx(2.4)  # half-way down the cosine
+    assert rate(1000) == 0.0
+    assert 0 < rate(999) < 2e-5
+    # The first release is at zero a warm-up's length too early, and climbs to 0.18 by the end.
+    assert rate(900, legacy=True) == 0.0
+    assert rate(1000, legacy=True) == pytest.approx(2.4 * (1 + math.cos(math.pi * 900 / 800)))
+    assert rate(999, legacy=True) == pytest.approx(0.18, abs=0.005)
+
+
+@st.composite
+def runs(draw):
+    steps = draw(st.integers(1, 2000))
+    return {
+        "steps": steps,
+        "warmup_steps": draw(st.integers(0, steps)),
+        "start_lr": draw(rates),
+        "lr": draw(rates),
+        "final_lr": draw(st.floats(0, 1)),
+    }
+
+
+@given(run=runs())
+def test_the_ends_are_exact(run):
+    if run["warmup_steps"]:
+        assert warmup_cosine(0, **run) == run["start_lr"]
+    assert warmup_cosine(run["warmup_steps"], **run) == run["lr"]
+    if run["warmup_steps"] < run["steps"]:
+        assert warmup_cosine(run["steps"], **run) == run["final_lr"]
+
+
+@given(run=runs())
+def test_the_rate_rises_to_its_peak_and_falls_from_it_without_a_jump(run):
+    run["start_lr"] = min(run["start_lr"], run["lr"])
+    run["final_lr"] = min(run["final_lr"], run["lr"])
+    rate = [warmup_cosine(step, **run) for step in range(run["steps"] + 1)]
+    peak = run["warmup_steps"]
+    rounding = 1e-12 * run["lr"]
+    assert all(a <= b + rounding for a, b in pairwise(rate[: peak + 1]))
+    assert all(a >= b - rounding for a, b in pairwise(rate[peak:]))
+    slope = (run["lr"] - run["start_lr"]) / max(1, peak)
+    steepest = math.pi / 2 * (run["lr"] - run["final_lr"]) / max(1, run["steps"] - peak)
+    assert all(abs(b - a) <= max(slope, steepest) * (1 + 1e-9) + rounding for a, b in pairwise(rate))
+    assert all(0 <= r <= run["lr"] + rounding for r in rate)
+
+
+@given(run=runs())
+def test_the_first_release_differs_only_by_a_cosine_that_ends_a_warm_up_too_early(run):
+    assume(0 < 2 * run["warmup_steps"] < run["steps"])
+    length = run["steps"] - run["warmup_steps"]  # as a run that much shorter would have it
+    for step in {0, run["warmup_steps"], run["steps"] // 2, length}:
+        if step <= length:
+            shorter = warmup_cosine(step, **{**run, "steps": length})
+            assert warmup_cosine(step, **run, legacy=True) == shorter
+
+
+@given(run=runs())
+def test_without_warm_up_both_releases_agree_and_the_start_rate_is_unused(run):
+    run["warmup_steps"] = 0
+    for step in {0, run["steps"] // 3, run["steps"]}:
+        rate = warmup_cosine(step, **run)
+        assert rate == warmup_cosine(step, **run, legacy=True)
+        assert rate == warmup_cosine(step, **{**run, "start_lr": 99.0})
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "told"),
+    [
+        (-1, {}, "step -1 is outside the run, 0 to 100"),
+        (101, {}, "step 101 is outside the run, 0 to 100"),
+        (0, {"warmup_steps": 101}, "101 warm-up steps do not fit a run of 100"),
+        (0, {"warmup_steps": -1}, "-1 warm-up steps do not fit a run of 100"),
+        (0, {"warmup_steps": 50, "legacy": True}, "legacy needs more than 100 steps, got 100"),
+    ],
+)
+def test_a_step_or_a_warm_up_outside_the_run_is_refused(step, change, told):
+    run = {"steps": 100, "warmup_steps": 10, "start_lr": 0.1, "lr": 1.0, **change}
+    with pytest.raises(ValueError, match=told):
+        warmup_cosine(step, **run)

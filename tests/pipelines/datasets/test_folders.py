@@ -1,0 +1,321 @@
+"""Folders and CSVs as indexes: what is taken, in which order, with which labels, and what is refused."""
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipelines.datasets.folders import csv_tree, image_folder, image_tree, with_csv_labels
+from pipelines.datasets.in_memory import digits, resident
+from pipelines.errors import BadImage, DataError
+from tests.pipelines.datasets.test_index import write_image
+
+
+def write_images(root, *names):
+    for name in names:
+        write_image(root / name)
+    return root
+
+
+def table(path, *lines, encoding="utf-8"):
+    path.write_text("\n".join(lines) + "\n", encoding=encoding)
+    return path
+
+
+# -- folders
+
+
+def test_classes_are_folders_in_order_and_images_in_order_of_their_paths(tmp_path):
+    write_images(tmp_path, "b/2.jpg", "b/10.jpg", "a-b/1.jpg", "a/1.jpg", "a/deep/er/1.jpg")
+    index = image_folder(tmp_path)
+    assert index.classes == ("a", "a-b", "b")
+    assert list(index.files) == ["a-b/1.jpg", "a/1.jpg", "a/deep/er/1.jpg", "b/10.jpg", "b/2.jpg"]
+    assert index.labels.tolist() == [1, 0, 0, 2, 2]
+    assert index.sizes.tolist() == [[6, 8]] * 5 and index.bad == {}
+    assert index.root == tmp_path
+
+
+def test_images_are_known_by_their_extension_in_any_case(tmp_path):
+    taken = ["1.jpg", "2.JPEG", "3.Png", "4.webp", "5.bmp", "6.tif", "7.TIFF"]
+    write_images(tmp_path / "a", *taken)
+    for other in ("notes.txt", "jpg", "8.jpg.part", ".hidden.jpg", "9.gif"):
+        (tmp_path / "a" / other).write_bytes(b"")
+    write_images(tmp_path, ".cache/1.jpg", "a/.thumbs/1.jpg", "stray.jpg")
+    assert list(image_folder(tmp_path).files) == [f"a/{name}" for name in taken]
+
+
+def test_a_validation_folder_can_take_the_training_classes(tmp_path):
+    write_images(tmp_path, "b/1.jpg", "c/1.jpg")
+    index = image_folder(tmp_path, classes=("a", "b", "c"))
+    assert index.classes == ("a", "b", "c") and index.labels.tolist() == [1, 2]
+    with pytest.raises(DataError, match=r"1 folders that are not classes: c"):
+        image_folder(tmp_path, classes=("a", "b"))
+
+
+def test_an_unreadable_image_is_in_the_index_as_a_bad_one(tmp_path):
+    write_images(tmp_path, "a/1.jpg", "a/3.jpg")
+    (tmp_path / "a" / "2.jpg").write_bytes(b"<html>")
+    index = image_folder(tmp_path)
+    assert list(index.bad) == [1] and index.sizes[1].tolist() == [0, 0]
+
+
+def test_headers_are_limited_and_counted_as_asked(tmp_path):
+    write_images(tmp_path, "a/1.jpg", "a/2.jpg")
+    told = []
+    index = image_folder(tmp_path, max_pixels=47, progress=lambda *count: told.append(count))
+    assert set(index.bad) == {0, 1} and told == [(2, 2)]
+
+
+def test_folders_that_are_no_image_folder_say_what_is_wrong(tmp_path):
+    with pytest.raises(DataError, match="no data folder"):
+        image_folder(tmp_path / "gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="it is a file"):
+        image_folder(tmp_path / "file")
+    write_images(tmp_path / "flat", "1.jpg")
+    with pytest.raises(DataError, match="no class folders"):
+        image_folder(tmp_path / "flat")
+    write_images(tmp_path / "above", "train/a/1.jpg", "val/a/1.jpg")
+    with pytest.raises(DataError, match="holds train, val, not class folders"):
+        image_folder(tmp_path / "above")
+    write_images(tmp_path / "lacking", "a/1.jpg")
+    (tmp_path / "lacking" / "b" / "deep").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"1 class folders of .* hold no image: b$"):
+        image_folder(tmp_path / "lacking")
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    write_images(tmp_path, "a/1.jpg")
+    scandir = os.scandir
+
+    def refused(folder):  # as for a stranger: whoever runs the tests may be root, to whom nothing is refused
+        if folder == tmp_path / "a":
+            raise PermissionError(13, "Permission denied")
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError, match=r"cannot list .*a: Permission denied"):
+        image_folder(tmp_path)
+
+
+def test_links_are_followed_to_files_inside_the_root_and_nowhere_else(tmp_path):
+    root = write_images(tmp_path / "root", "a/1.jpg")
+    outside = write_images(tmp_path / "root-2", "a/1.jpg")  # a name that begins as the root's does
+    (root / "a" / "2.jpg").symlink_to(root / "a" / "1.jpg")
+    assert list(image_folder(root).files) == ["a/1.jpg", "a/2.jpg"]
+    link = root / "a" / "3.jpg"
+    link.symlink_to(outside / "a" / "1.jpg")
+    with pytest.raises(DataError, match=r"3.jpg is a link that leads out of"):
+        image_folder(root)
+    link.unlink()
+    (root / "b").symlink_to(outside / "a")
+    with pytest.raises(DataError, match=r"b is a link to a folder.*cp -rlL"):
+        image_folder(root)
+    (root / "b").rename(root / "a" / "b")
+    with pytest.raises(DataError, match="link to a folder"):
+        image_folder(root)
+
+
+def test_a_link_to_nothing_is_a_bad_image(tmp_path):
+    write_images(tmp_path, "a/1.jpg")
+    (tmp_path / "a" / "2.jpg").symlink_to(tmp_path / "a" / "gone.jpg")
+    assert image_folder(tmp_path).bad == {1: "no such file"}
+
+
+def test_the_root_itself_may_be_a_link(tmp_path):
+    write_images(tmp_path / "real", "a/1.jpg")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "a" / "2.jpg").symlink_to("1.jpg")
+    assert list(image_folder(tmp_path / "link").files) == ["a/1.jpg", "a/2.jpg"]
+
+
+# -- trees with a CSV
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", "caf\xe9/4.jpg")
+
+
+def test_a_tree_has_all_images_and_no_label(tree):
+    index = image_tree(tree)
+    assert list(index.files) == ["1.jpg", "caf\xe9/4.jpg", "x/2.jpg", "x/y/3.jpg"]
+    assert index.labels.tolist() == [-1] * 4 and index.classes == ()
+    (tree / "none").mkdir()
+    with pytest.raises(DataError, match="holds no image"):
+        image_tree(tree / "none")
+
+
+def test_a_csv_labels_the_few_with_any_text(tree, tmp_path):
+    csv = table(
+        tmp_path / "labels.csv",
+        "file, label",
+        "x/2.jpg,zebra",
+        "",
+        'caf\xe9/4.jpg, "big, red ""cat"""',
+        "1.jpg, zebra ",
+        "x/2.jpg,zebra",
+        encoding="utf-8-sig",
+    )
+    index = csv_tree(tree, csv, threads=2)
+    assert index.classes == ('big, red "cat"', "zebra")
+    assert index.labels.tolist() == [1, 0, 1, -1]
+
+
+def test_a_csv_can_take_the_training_classes(tree, tmp_path):
+    csv = table(tmp_path / "labels.csv", "file,label", "1.jpg,b")
+    index = csv_tree(tree, csv, classes=("a", "b"))
+    assert index.classes == ("a", "b") and index.labels[0] == 1
+    with pytest.raises(DataError, match=r"line 2: label 'b' is not one of the 1 classes"):
+        csv_tree(tree, csv, classes=("a",))
+
+
+def test_the_classes_of_a_csv_are_its_labels_in_order(tmp_path):
+    names = [f"{i}.jpg" for i in range(8)]
+    csv = table(tmp_path / "labels.csv", "file,label", *(f"{i}.jpg,{'gbhcafed'[i]}" for i in range(8)))
+    index = csv_tree(write_images(tmp_path / "tree", *names), csv)
+    assert index.classes == tuple("abcdefgh") and index.labels.tolist() == [6, 1, 7, 2, 0, 5, 4, 3]
+
+
+def test_every_wrong_line_of_a_csv_is_told_at_once(tree, tmp_path):
+    csv = table(
+        tmp_path / "labels.csv",
+        "file,label",
+        "1.jpg,cat",
+        "gone.jpg,cat",
+        "/etc/passwd,cat",
+        "../1.jpg,cat",
+        "x/2.jpg,",
+        "x/2.jpg,  ",
+        ",cat",
+        "1.jpg,dog",
+        "1.jpg",
+        "1.jpg,cat,dog",
+        "x/2.jpg,cat",
+    )
+    with pytest.raises(DataError) as error:
+        csv_tree(tree, csv)
+    assert str(error.value).splitlines() == [
+        f"{csv} has 9 wrong lines:",
+        f"  line 3: no image gone.jpg under {tree}",
+        "  line 4: /etc/passwd: paths must lead downwards from the data folder",
+        "  line 5: ../1.jpg: paths must lead downwards from the data folder",
+        "  line 6: no label",
+        "  line 7: no label",
+        "  line 8: no file name",
+        "  line 9: 1.jpg is labeled 'dog', but 'cat' on line 2",
+        "  line 10: 1 columns instead of file,label",
+        "  line 11: 3 columns instead of file,label",
+    ]
+
+
+def test_a_long_list_of_wrong_lines_is_cut_short_and_counted(tree, tmp_path):
+    csv = table(tmp_path / "labels.csv", "file,label", *(f"gone{i}.jpg,cat" for i in range(50)))
+    with pytest.raises(DataError) as error:
+        csv_tree(tree, csv)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 22 and lines[0].endswith("50 wrong lines:") and lines[-1] == "  and 30 more"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "first line must be `file,label`"),
+        (b"1.jpg,cat\n", "first line must be `file,label`, not '1.jpg,cat'"),
+        (b"file;label\n1.jpg;cat\n", "not 'file;label'"),
+        (b"file,label\n", "no line after it"),
+        (b"file,label\n1.jpg,caf\xe9\n", "not a CSV in UTF-8"),
+        (b'file,label\n1.jpg,"cat"x\n', "not a CSV"),
+    ],
+)
+def test_a_file_that_is_no_table_of_labels_is_refused(tree, tmp_path, content, said):
+    (tmp_path / "labels.csv").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        csv_tree(tree, tmp_path / "labels.csv")
+
+
+def test_a_missing_csv_is_named(tree, tmp_path):
+    with pytest.raises(DataError, match=r"cannot read the labels .*gone.csv: No such file"):
+        csv_tree(tree, tmp_path / "gone.csv")
+
+
+def test_new_labels_replace_those_of_an_index_and_leave_its_images(tree, tmp_path):
+    index = csv_tree(tree, table(tmp_path / "a.csv", "file,label", "1.jpg,cat"))
+    other = with_csv_labels(index, table(tmp_path / "b.csv", "file,label", "x/2.jpg,dog"))
+    assert other.labels.tolist() == [-1, -1, 0, -1] and other.classes == ("dog",)
+    assert other.sizes is index.sizes and index.labels.tolist() == [0, -1, -1, -1]
+
+
+# -- held in memory
+
+
+def test_small_images_are_decoded_once_into_memory(tmp_path):
+    write_images(tmp_path, "a/1.png", "a/2.jpg", "b/3.jpg")
+    Image.new("L", (8, 6), 77).save(tmp_path / "b" / "4.png")
+    index = resident(image_folder(tmp_path))
+    assert index.pixels.shape == (4, 6, 8, 3) and index.pixels.dtype == np.uint8
+    for i in range(3):
+        with Image.open(index.path(i)) as image:
+            assert np.array_equal(index.pixels[i], np.asarray(image))
+    assert (index.pixels[3] == 77).all()
+
+
+def test_images_of_different_sizes_are_not_held_in_memory(tmp_path):
+    write_images(tmp_path, "a/1.png")
+    write_image(tmp_path / "a/2.png", 9, 6)
+    with pytest.raises(DataError, match=r"1.png has 8 x 6 pixels and .*2.png 9 x 6"):
+        resident(image_folder(tmp_path))
+
+
+def test_more_pixels_than_the_limit_are_not_held_in_memory(tmp_path, monkeypatch):
+    index = image_folder(write_images(tmp_path, "a/1.png", "a/2.png"))
+    monkeypatch.setattr("pipelines.datasets.in_memory._LIMIT", 2 * 8 * 6 * 3)
+    resident(index)
+    monkeypatch.setattr("pipelines.datasets.in_memory._LIMIT", 2 * 8 * 6 * 3 - 1)
+    with pytest.raises(DataError, match="too many"):
+        resident(index)
+
+
+def test_every_image_that_cannot_be_decoded_into_memory_is_named(tmp_path):
+    write_images(tmp_path, *(f"a/{i}.jpg" for i in range(4)))
+    for i in (1, 3):
+        path = tmp_path / "a" / f"{i}.jpg"
+        path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(BadImage) as error:
+        resident(image_folder(tmp_path))
+    assert [path for path, _ in error.value.files] == [str(tmp_path / "a" / f"{i}.jpg") for i in (1, 3)]
+    (tmp_path / "a" / "0.jpg").write_bytes(b"")
+    with pytest.raises(BadImage, match=r"1 image .*\n.*0.jpg: an empty file"):
+        resident(image_folder(tmp_path))
+
+
+def doubled(images, axis):
+    """Twice as many pixels along an axis by linear interpolation between pixel centres, edges repeated."""
+    last = images.shape[axis] - 1
+    below, above = (images.take(np.clip(np.arange(last + 1) + d, 0, last), axis) for d in (-1, 1))
+    pairs = np.stack([0.75 * images + 0.25 * below, 0.75 * images + 0.25 * above], axis + 1)
+    return pairs.reshape(*images.shape[:axis], -1, *images.shape[axis + 1 :])
+
+
+def test_the_digits_are_split_by_class_and_keep_their_picture():
+    load_digits = pytest.importorskip("sklearn.datasets").load_digits
+    train, test = digits(), digits(train=False)
+    assert (len(train), len(test)) == (1442, 355)
+    assert not set(train.files) & set(test.files)
+    assert train.classes == test.classes == tuple("0123456789") and train.root is None
+    data = load_digits()
+    for index in (train, test):
+        numbers = [int(name.split("/")[1]) for name in index.files]
+        assert index.labels.tolist() == data.target[numbers].tolist()
+        assert index.pixels.shape == (len(index), 16, 16, 3) and index.pixels.dtype == np.uint8
+        expected = doubled(doubled(data.images[numbers] * (255 / 16), 1), 2)
+        assert np.abs(index.pixels - expected[..., None]).max() <= 1.5  # rounded before and between the axes
+    share = np.bincount(test.labels) / np.bincount(data.target)
+    assert (np.abs(share - 0.2) < 0.01).all()
+
+
+def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r'pip install "fastsuncet\[demo\]"'):
+        digits()

@@ -1,0 +1,138 @@
+"""PASCAL VOC 2007 from its lists: what an image shows, and lists that must not be believed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pipelines.datasets.index_io import load_index, save_index
+from pipelines.datasets.voc07 import CLASSES, PARTS, part_of, voc07
+from pipelines.errors import DataError
+from pipelines.loader import open_evaluation_loader
+from tests.support.voc import write_voc
+
+
+def lists(root):
+    return root / "VOCdevkit" / "VOC2007" / "ImageSets" / "Main"
+
+
+def rewrite(root, name: str, change) -> None:
+    path = lists(root) / name
+    lines = path.read_text().splitlines()
+    change(lines)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_every_part_has_its_images_and_what_they_show(tmp_path):
+    presence = write_voc(tmp_path)
+    assert len(CLASSES) == 20 and list(CLASSES) == sorted(CLASSES)
+    for part in PARTS:
+        index = voc07(tmp_path, part)
+        assert np.array_equal(index.presence, presence[part]) and index.presence.dtype == np.int8
+        assert set(index.presence.ravel().tolist()) == {1, 0, -1}
+        assert (index.labels == -1).all() and index.classes == CLASSES
+        assert (index.sizes >= 40).all() and not index.bad
+    assert index.name(0) == "JPEGImages/000012.jpg" and index.path(0).is_file()
+
+
+@pytest.mark.parametrize("inside", ["", "VOCdevkit", "VOCdevkit/VOC2007"])
+def test_the_root_may_be_any_of_the_outer_folders(tmp_path, inside):
+    write_voc(tmp_path)
+    assert len(voc07(tmp_path / inside, "val")) == 5
+
+
+def test_train_and_val_are_parts_of_trainval(tmp_path):
+    presence = write_voc(tmp_path)
+    index = voc07(tmp_path, "trainval")
+    train, val = part_of(index, "train"), part_of(index, "val")
+    assert train.tolist() == list(range(6)) and val.tolist() == list(range(6, 11))
+    assert np.array_equal(index.presence[val], presence["val"])
+
+
+def test_images_can_be_read(tmp_path):
+    write_voc(tmp_path)
+    index = voc07(tmp_path, "test")
+    loader = open_evaluation_loader(index, np.arange(len(index)), 4, 24, 28, backend="torchvision")
+    assert [tuple(images.shape) for images, _, _ in loader] == [(4, 3, 24, 24), (3, 3, 24, 24)]
+
+
+def test_what_an_image_shows_is_part_of_the_fingerprint_and_of_the_kept_index(tmp_path):
+    write_voc(tmp_path)
+    index = voc07(tmp_path, "val")
+    other = index.presence.copy()
+    other[2, 3] = -other[2, 3] or 1
+    assert dataclasses.replace(index, presence=other).fingerprint() != index.fingerprint()
+    save_index(index, tmp_path / "kept.npz")
+    assert np.array_equal(load_index(tmp_path / "kept.npz").presence, index.presence)
+    for wrong, said in (
+        (other.astype(np.int64), "int8"),
+        (other + np.int8(1), "difficult"),
+        (other[1:], "must be"),
+    ):
+        with pytest.raises(DataError, match=said):
+            dataclasses.replace(index, presence=wrong)
+
+
+def set_line(number, text):
+    return lambda lines: lines.__setitem__(number - 1, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (
+            "cat_val.txt",
+            set_line(2, "000008"),
+            r"cat_val.txt has 1 wrong line:\n  line 2: '000008' is not an image",
+        ),
+        ("cat_val.txt", set_line(2, "000008 1 1"), "line 2: '000008 1 1' is not an image and 1, -1 or 0"),
+        ("cat_val.txt", set_line(3, "000009 2"), "line 3: '2' is not 1, -1 or 0"),
+        ("cat_val.txt", set_line(3, "../../x 1"), "line 3: '../../x' is no name of an image"),
+        ("cat_val.txt", set_line(3, "000007 1"), "line 3: 000007 stands on line 1 already"),
+        (
+            "cat_val.txt",
+            lambda lines: lines.pop(3),
+            "cat_val.txt does not name 000010, which .*aeroplane_val.txt does on",
+        ),
+        (
+            "cat_val.txt",
+            lambda lines: lines.append("000099 1"),
+            "cat_val.txt line 6 names 000099, which .*aeroplane",
+        ),
+        ("cat_val.txt", lambda lines: lines.clear(), "names no image"),
+    ],
+)
+def test_a_wrong_list_is_named_with_its_line(tmp_path, name, change, said):
+    write_voc(tmp_path)
+    rewrite(tmp_path, name, change)
+    with pytest.raises(DataError, match=said):
+        voc07(tmp_path, "val")
+
+
+def test_a_part_that_contradicts_trainval_is_named_with_its_line(tmp_path):
+    write_voc(tmp_path)
+    index = voc07(tmp_path, "trainval")
+    rewrite(tmp_path, "dog_val.txt", set_line(1, "000007 -1"))
+    with pytest.raises(DataError, match=r"dog_val.txt line 1 says -1 of 000007, but trainval says 1"):
+        part_of(index, "val")
+    for name in CLASSES:
+        rewrite(tmp_path, f"{name}_train.txt", lambda lines: lines.append("000050 1"))
+    with pytest.raises(
+        DataError, match=r"aeroplane_train.txt names 000050 on line 7, which is not in trainval"
+    ):
+        part_of(index, "train")
+
+
+def test_what_is_missing_is_named_with_what_has_it(tmp_path):
+    with pytest.raises(DataError, match=r"no PASCAL VOC 2007 under .*VOCtrainval_06-Nov-2007.tar"):
+        voc07(tmp_path, "train")
+    write_voc(tmp_path)
+    (lists(tmp_path) / "sofa_test.txt").unlink()
+    with pytest.raises(DataError, match=r"there is no .*sofa_test.txt: VOCtest_06-Nov-2007.tar has it"):
+        voc07(tmp_path, "test")
+    for name in ("000008", "000010"):
+        (tmp_path / "VOCdevkit" / "VOC2007" / "JPEGImages" / f"{name}.jpg").unlink()
+    with pytest.raises(DataError, match=r"aeroplane_val.txt line 2: there is no .*000008.jpg, and 1 more"):
+        voc07(tmp_path, "val")
+    with pytest.raises(ValueError, match="one of train, val"):
+        voc07(tmp_path, "validation")

@@ -1,0 +1,124 @@
+"""A GPU that is not there: tensors on cuda:0 with shapes, strides and dtypes and no memory (torch's FakeTensorMode).
+
+They refuse what a card would: operands on two devices. And what would make the host wait, for there is no value to wait
+for: `.item()`, a boolean index, `nonzero`. What they cannot show: numbers, kernels of our own (a fake tensor has no
+address, so the twins run), streams, events, graphs, DDP and torch.compile.
+
+Two things of torch ask the driver even so and are replaced. Autocast switches itself off where no card is visible. And
+the C++ engine of `backward` looks for the stream of every device ("hasPrimaryContext expects a valid device index"), so
+`backward` here walks the very same graph node by node from Python, adding up gradients as the engine does.
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastsuncet.models import resnet as models
+from tools.bench.common import tensors
+
+CARD = torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def fake_card() -> Iterator[None]:
+    """Inside, tensors are fake and may be on CARD. Networks are drawn with memory, on the CPU, and become fake as they
+    are moved: PyTorch does not move a module of fake parameters."""
+    drawn = models.build_model
+
+    def build_model(*arguments, **settings) -> models.Model:
+        with unset_fake_temporarily():
+            return drawn(*arguments, **settings)
+
+    with (
+        patch.object(models, "build_model", build_model),
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        patch.object(Tensor, "backward", backward),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+@torch.no_grad()
+def backward(loss: Tensor) -> None:
+    """`loss.backward()`: each node once all gradients of its outputs are there."""
+    waiting, seen, look = Counter(), {loss.grad_fn}, [loss.grad_fn]
+    while look:
+        for after, _ in look.pop().next_functions:
+            waiting[after] += 1
+            if after is not None and after not in seen:
+                seen.add(after)
+                look.append(after)
+    given, ready = defaultdict(dict), [loss.grad_fn]
+    given[loss.grad_fn][0] = torch.ones_like(loss)
+    while ready:
+        node = ready.pop()
+        grads = given.pop(node, {})
+        for (after, number), grad in zip(node.next_functions, gradients(node, grads)):
+            if after is None:
+                continue
+            if grad is not None:
+                grad = as_output(after, number, grad)
+                held = given[after].get(number)
+                given[after][number] = grad if held is None else held + grad
+            waiting[after] -= 1
+            if not waiting[after]:
+                ready.append(after)
+
+
+def gradients(node, grads: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    """What `node` asks of its inputs, given the gradients of its outputs by their number. A leaf keeps its own."""
+    if hasattr(node, "variable"):
+        leaf = node.variable
+        if 0 in grads:
+            leaf.grad = grads[0] if leaf.grad is None else leaf.grad + grads[0]
+        return ()
+    run = node.apply if isinstance(node, BackwardCFunction) else node
+    asked = run(*(grads.get(number) for number in range(len(node._input_metadata))))
+    return asked if isinstance(asked, tuple) else (asked,)
+
+
+def as_output(node, number: int, grad: Tensor) -> Tensor:
+    """As the engine hands it on: summed over what was broadcast, in the dtype of the output."""
+    expected = node._input_metadata[number]
+    assert grad.device == expected.device, f"{node.name()}: a gradient on {grad.device} for {expected.device}"
+    return grad.sum_to_size(tuple(expected.shape)).to(expected.dtype)
+
+
+class Watch(TorchDispatchMode):
+    """What happens inside, backward included.
+
+    mixed: operators that had tensors on two devices in their hands; every copy from one to another is one of them.
+    convolutions: of each, its dtype, and whether its images and its weights lie in memory channels last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed: list[str] = []
+        self.convolutions: list[tuple[torch.dtype, bool, bool]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        devices = {x.device for x in tensors((args, kwargs or {}, result))}
+        if len(devices) > 1:
+            self.mixed.append(function.name())
+        if function.name() == "aten::convolution":
+            images, weights = args[:2]
+            last = [x.is_contiguous(memory_format=torch.channels_last) for x in (images, weights)]
+            self.convolutions.append((images.dtype, *last))
+        return result
+
+
+def places(network: nn.Module, optimizer: torch.optim.Optimizer, *more: object) -> set[torch.device]:
+    """Where parameters, buffers and all tensors of the optimizer's state and groups are; and those in `more`, which may
+    be tensors or whatever holds some as attributes."""
+    state = [list(optimizer.state.values()), [list(group.values()) for group in optimizer.param_groups]]
+    held = [x if isinstance(x, Tensor) else list(vars(x).values()) for x in more]
+    return {x.device for x in tensors([list(network.parameters()), list(network.buffers()), state, held])}

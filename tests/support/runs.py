@@ -1,0 +1,89 @@
+"""Small real runs for tests: scikit-learn's digits through DALI, a tiny ResNet, ten steps of four an epoch."""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.commands import train as run
+from fastsuncet.config import Config, load_config
+from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.distributed.launch import join
+from fastsuncet.errors import Preempted
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SMALL = (
+    "criterion.unsupervised_batch_size=360",  # 1,442 images: 4 steps an epoch, 2 images left over
+    "criterion.supervised_imgs_per_class=4",
+    "optimization.steps=10",
+    "optimization.warmup=1",
+    "checkpoint.every=3",
+    "logging.log_every=4",
+    "evaluation.knn_every_epochs=null",
+    "meta.threads=1",
+)
+TIMED = ("seconds", "joules", "views_per_second", "data_wait")  # what another life of a run need not repeat
+
+
+def small_config(folder: Path, *overrides: str) -> Config:
+    """The demo's config, cut to ten steps, with its run in `folder`."""
+    return load_config(CONFIGS / "digits_demo.yaml", [*SMALL, f"logging.folder={folder}", *overrides])
+
+
+def train(config: Config, *, stop_at: int | None = None, rank: int | None = None) -> dict[int, str]:
+    """One life of a run; returns a digest of every batch it saw, by step.
+
+    `stop_at` sends this process (only `rank`, where given) a real SIGTERM while that step's batch is being read; the
+    run must then save and leave as preempted.
+    """
+    seen: dict[int, str] = {}
+    read = PairedStream.__call__
+
+    def watched(stream: PairedStream, step: int, supervised: bool = True):
+        batch = read(stream, step, supervised)
+        digest = hashlib.sha256()
+        for tensor in (*batch.views, batch.labeled, batch.labels):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        seen[step] = digest.hexdigest()
+        if step == stop_at and rank in (None, stream.place.rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+    PairedStream.__call__ = watched
+    try:
+        with join(config.meta.device) as place:
+            run.train(config, place)
+    except Preempted:
+        assert stop_at is not None
+    finally:
+        PairedStream.__call__ = read
+    return seen
+
+
+def final_state(config: Config) -> tuple[dict[str, torch.Tensor], dict, list[dict]]:
+    """(weights and statistics, the rest of the state, metrics lines without times) of a run that ended."""
+    loaded = checkpoint.load_newest(config.run_folder / "checkpoints")
+    lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
+    return loaded.model, loaded.state, kept
+
+
+def assert_equal_to_the_bit(ours: object, theirs: object, path: str = "state") -> None:
+    """Compares nested dicts, lists and tensors; a tensor must agree in dtype, shape and every bit."""
+    assert type(ours) is type(theirs), path
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key in ours:
+            assert_equal_to_the_bit(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), path
+        for i, (a, b) in enumerate(zip(ours, theirs)):
+            assert_equal_to_the_bit(a, b, f"{path}[{i}]")
+    elif isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), path
+    else:
+        assert ours == theirs, path

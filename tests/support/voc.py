@@ -1,0 +1,42 @@
+"""A small made PASCAL VOC 2007: real JPEG files of a few textures, and the lists of ImageSets/Main."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pipelines.datasets.voc07 import CLASSES
+from tests.support.pictures import texture
+
+
+def write_voc(
+    root: Path, train: int = 6, val: int = 5, test: int = 7, side: int = 40
+) -> dict[str, np.ndarray]:
+    """Writes VOCdevkit/VOC2007 below `root`; returns part -> presence, int8 (N, 20), in the order of the lists.
+
+    Every class has a positive, a negative and, but in the smallest parts, a difficult image in every part.
+    """
+    folder = root / "VOCdevkit" / "VOC2007"
+    for name in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    draws = np.random.default_rng(5)
+    counts = {"train": train, "val": val, "test": test}
+    presence, images, number = {}, {}, 0
+    for part, count in counts.items():
+        rows = draws.choice([1, -1, -1, 0], (count, len(CLASSES))).astype(np.int8)
+        rows[0], rows[1] = 1, -1
+        presence[part], images[part] = rows, []
+        for i in range(count):
+            number += 1
+            images[part].append(f"{number:06d}")
+            picture = texture(number, side + 3 * (i % 3), side + 5 * (i % 2))
+            if rows[i, 0] == 1:
+                picture[: side // 2] = (250, 10, 10)
+            Image.fromarray(picture).save(folder / "JPEGImages" / f"{number:06d}.jpg", quality=92)
+    presence["trainval"] = np.concatenate([presence["train"], presence["val"]])
+    images["trainval"] = images["train"] + images["val"]
+    for part, rows in presence.items():
+        for column, name in enumerate(CLASSES):
+            lines = [f"{one} {value:2d}\n" for one, value in zip(images[part], rows[:, column])]
+            (folder / "ImageSets" / "Main" / f"{name}_{part}.txt").write_text("".join(lines))
+    return presence

@@ -1,0 +1,204 @@
+"""Every method through the real network and the real run: against dense float64 losses, and on two ranks as on one."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.config import Config, load_config
+from fastsuncet.models import sync_batchnorm as norm
+from fastsuncet.models.resnet import build_model
+from fastsuncet.training import methods
+from fastsuncet.training.multi_view_model import Learner
+from fastsuncet.training.step import in_float32
+from tests.support import dense_losses
+from tests.support.ranks import run_ranks
+from tests.support.runs import CONFIGS, assert_equal_to_the_bit, final_state, small_config, train
+
+ALONE = ["criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.supervised_epochs=all"]
+SWAV = [
+    "criterion.instance=swav",
+    "swav.prototypes=12",
+    "swav.small_crops=3",
+    "swav.small_size=8",
+    "swav.freeze_steps=4",
+]
+METHODS = {
+    "SimCLR": ["criterion.supervised_epochs=0"],
+    "SimCLR + SuNCEt": [],
+    "SimCLR + cross-entropy": ["criterion.supervision=cross_entropy"],
+    "SimCLR + L_sup_out": ["criterion.supervision=sup_con"],
+    "SuNCEt": ALONE,
+    "L_sup_out": [*ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
+    "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
+    "SwAV + SuNCEt": SWAV,
+}
+U, CLASSES, PER_CLASS = 4, 3, 4  # images over all ranks
+TAU = 0.2
+
+
+def config_of(method: str, *overrides: str) -> Config:
+    return load_config(CONFIGS / "digits_demo.yaml", [*METHODS[method], *overrides])
+
+
+def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A made-up global batch in float64: views, labeled images in the sampler's interleaved order, labels."""
+    draw = torch.Generator().manual_seed(3)
+    small = config.swav.small_crops if config.criterion.instance == "swav" else 0
+    sizes = [] if config.criterion.instance == "none" else [16, 16, *[8] * small]
+    views = [torch.rand(U, 3, size, size, dtype=torch.float64, generator=draw) for size in sizes]
+    count = CLASSES * PER_CLASS if config.criterion.supervised else 0
+    labeled = torch.rand(count, 3, 16, 16, dtype=torch.float64, generator=draw)
+    return views, labeled, torch.arange(count) % CLASSES
+
+
+def network(config: Config) -> Learner:
+    """The model of a run, in float64."""
+    classes = CLASSES if methods.has_classifier(config) else None
+    prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
+    batchnorm = config.model.head_batchnorm
+    model = build_model("resnet_tiny", stem="cifar", hidden=16, output=8, head_batchnorm=batchnorm,
+                        classes=classes, prototypes=prototypes)  # fmt: skip
+    return Learner(norm.synchronise(model)).double()
+
+
+def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:
+    out = in_float32(network(views, labeled))
+    losses = methods.instance_loss(config)(out), methods.supervised_loss(config)(out, labels)
+    sum(losses).backward()
+    gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}
+    return torch.stack([loss.detach() for loss in losses]), gradients
+
+
+def dense(config: Config, learner: Learner, views, labeled, labels) -> torch.Tensor:
+    """The two losses as the paper writes them, dense, by autograd, from one pass of the model a resolution."""
+    model, c = learner.model, config.criterion
+    h = model.encoder(torch.cat([*views[:2], labeled]))
+    large = sum(map(len, views[:2]))
+    small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []
+    z = model.head(torch.cat([h[:large], *small, h[large:]]))
+    z, z_labeled = z.split([sum(map(len, views)), len(labeled)])
+    instance = supervised = z.new_zeros(())
+    if c.instance == "nt_xent":
+        instance = dense_losses.nt_xent(z, TAU)
+    elif c.instance == "swav":
+        scores = F.normalize(z) @ model.prototypes.weight.T
+        instance = dense_losses.swav(scores, TAU, crops=len(views))
+    if c.supervised and c.supervision == "cross_entropy":
+        supervised = F.cross_entropy(model.classifier(h[large:]), labels)
+    elif c.supervised:
+        supervised = getattr(dense_losses, c.supervision)(z_labeled, labels, TAU)
+    return torch.stack([instance, supervised])
+
+
+@pytest.mark.parametrize("labeled", [0, 3])
+def test_the_encoder_sees_channels_last_images_with_labeled_ones_and_without(labeled):
+    learner, seen = network(config_of("SimCLR + SuNCEt")), []
+    learner.model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    views = [torch.rand(U, 16, 16, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(2)]
+    none = torch.empty(0, 3, 16, 16, dtype=torch.float64)  # as a stream gives them once supervision is off
+    learner(views, views[0][:labeled] if labeled else none)
+    assert len(seen[0]) == 2 * U + labeled
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_the_sum_of_the_papers_losses_in_value_and_gradient(method):
+    config = config_of(method)
+    assert methods.name(config) == method and config.criterion.temperature == TAU
+    batch = images(config)
+    losses, gradients = loss_and_gradients(config, network(config), *batch)
+    twin = network(config)
+    expected = dense(config, twin, *batch)
+    expected.sum().backward()
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-14)
+    assert (losses[0] > 0) == (config.criterion.instance != "none")
+    assert (losses[1] > 0) == config.criterion.supervised
+    for name, p in twin.named_parameters():
+        wanted = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(gradients[name], wanted, rtol=1e-9, atol=1e-13, msg=name)
+
+
+def one_rank_of(rank: int, world_size: int, method: str) -> tuple:
+    config = config_of(method)
+    views, labeled, labels = images(config)
+    views = [view.chunk(world_size)[rank] for view in views]
+    labeled, labels = labeled.chunk(world_size)[rank], labels.chunk(world_size)[rank]
+    ours = DistributedDataParallel(network(config), static_graph=True)
+    return loss_and_gradients(config, ours, views, labeled, labels)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method):
+    config = config_of(method)
+    losses, gradients = loss_and_gradients(config, network(config), *images(config))
+    ranks = run_ranks(one_rank_of, 2, method)
+    torch.testing.assert_close(
+        torch.stack([each for each, _ in ranks]).mean(0), losses, rtol=1e-12, atol=1e-14
+    )
+    for _, theirs in ranks:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(theirs[name], gradient, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def small(folder, method: str, *overrides: str) -> Config:
+    alone = config_of(method).criterion.instance == "none"
+    return small_config(folder, *[o for o in METHODS[method] if not (alone and "unsup" in o)],
+                        *(["criterion.unsupervised_batch_size=0", "optimization.warmup=0"] if alone else []),
+                        *overrides)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "SuNCEt", "SwAV + SuNCEt"])
+def test_a_run_of_any_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
+    whole, parts = small(tmp_path / "whole", method), small(tmp_path / "parts", method)
+    train(whole)
+    train(parts, stop_at=4)
+    train(parts)
+    assert_equal_to_the_bit(final_state(parts), final_state(whole))
+
+
+def test_prototypes_stay_for_the_first_updates_then_move_and_are_unit_long_in_every_step(tmp_path):
+    config = small(tmp_path, "SwAV + SuNCEt", "checkpoint.every=1", "checkpoint.keep=99")
+    train(config)
+    kept = {
+        loaded.step: loaded.model["prototypes.weight"]
+        for path in (config.run_folder / "checkpoints").glob("step_*")
+        for loaded in [checkpoint.load(path)]
+    }
+    start = kept[1]
+    torch.testing.assert_close(start.norm(dim=1), torch.ones(12))
+    for step in (2, 3, 4):
+        torch.testing.assert_close(kept[step], start, rtol=1e-6, atol=1e-7)
+    assert (kept[5] - start).abs().max() > 1e-5  # the fifth update, after four frozen ones
+
+
+def test_a_classifier_learns_while_it_is_shown_labels_and_rests_afterwards(tmp_path):
+    config = small(
+        tmp_path,
+        "SimCLR + cross-entropy",
+        "criterion.supervised_epochs=1",
+        "checkpoint.every=1",
+        "checkpoint.keep=99",
+        "optimization.momentum=0.0",
+    )
+    train(config)
+    weights = [
+        checkpoint.load(path).model["classifier.weight"]
+        for path in sorted((config.run_folder / "checkpoints").glob("step_*"))
+    ]
+    moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
+    assert moved == [True, True, True, *[False] * 6]  # four supervised updates of ten
+    _, _, lines = final_state(config)
+    assert "suncet" not in lines[-1] and lines[-1]["cross_entropy"] == 0
+
+
+def test_labels_alone_need_no_unlabeled_batch_and_an_epoch_is_a_pass_over_them(tmp_path):
+    config = small(tmp_path, "SuNCEt")
+    train(config)
+    _, _, lines = final_state(config)
+    assert "nt_xent" not in lines[-1] and lines[-1]["suncet"] > 0
+    assert lines[-1]["images"] == 10 * 40
+    assert lines[-1]["epoch"] == 10 / (160 // 40)  # 160 labeled digits, 40 an update

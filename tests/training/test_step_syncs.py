@@ -1,0 +1,104 @@
+"""A training step hurries on: nothing in it waits for the device, and it asks little of the dispatcher.
+
+Counted on a CPU: an operator that hands a value to Python (`_local_scalar_dense`, `item`) or sizes its result by one
+(`nonzero`, a boolean index) makes the host of a GPU wait for it, whatever the device of the test.
+"""
+
+import pytest
+import torch
+
+from fastsuncet.config import Config
+from fastsuncet.data.paired_stream import Batch, PairedStream, views
+from fastsuncet.distributed.launch import Place
+from fastsuncet.training.step import build, train_step
+from tests.support.ranks import run_ranks
+from tests.training.test_methods import METHODS, small
+from tools.bench.common import Counter
+
+CPU = torch.device("cpu")
+U, S = 6, 8
+
+
+def batch_of(config: Config, labeled: int) -> Batch:
+    draw = torch.Generator().manual_seed(0)
+    shown = tuple(torch.rand(U, 3, v.size, v.size, generator=draw) for v in views(config))
+    size = config.data.augmentation.size
+    return Batch(0, shown, torch.rand(labeled, 3, size, size, generator=draw), torch.arange(labeled) // 2)
+
+
+class RankCounter(Counter):
+    """A Counter that knows DDP's reducer: it scales every gradient by a number that it wraps, in C++, as a tensor of
+    the CPU (int32 or float64, which no loss has) and reads back from there, on any device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        self.waits -= name == "aten::_local_scalar_dense" and args[0].dtype in (torch.int32, torch.float64)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def counted(
+    config: Config, labeled: int = S, place: Place | None = None, spoil=lambda setting: None, counts=Counter
+) -> Counter:
+    """What the third step of a run does: the first ones make momentum and, of several ranks, buckets."""
+    _, network, optimizer, setting = build(config, place or Place(0, 1, 0, CPU), 10)
+    spoil(setting)
+    batch = batch_of(config, labeled)
+    for _ in range(2):
+        train_step(network, optimizer, batch, 0.1, setting)
+    with counts() as counter:
+        losses = train_step(network, optimizer, batch, 0.1, setting)
+    assert torch.isfinite(losses).all()
+    return counter
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_step_of_any_method_waits_for_the_device(tmp_path, method):
+    config = small(tmp_path, method)
+    assert counted(config, S if config.criterion.supervised else 0).waits == 0
+
+
+def test_no_step_after_the_switch_off_waits(tmp_path):
+    assert counted(small(tmp_path, "SimCLR + SuNCEt"), labeled=0).waits == 0
+
+
+def test_no_step_in_mixed_precision_waits(tmp_path):
+    assert counted(small(tmp_path, "SimCLR + SuNCEt", "meta.precision=bf16")).waits == 0
+
+
+def waits_on_a_rank(rank: int, world_size: int, folder) -> int:
+    config = small(folder, "SimCLR + SuNCEt")
+    return counted(config, place=Place(rank, world_size, rank, CPU), counts=RankCounter).waits
+
+
+def test_no_step_on_two_ranks_waits(tmp_path):
+    assert run_ranks(waits_on_a_rank, 2, tmp_path) == [0, 0]
+
+
+def test_labels_and_cpu_pixels_go_to_a_gpu_from_pinned_memory(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **how: asked.append(how) or self)
+    labels = torch.arange(3)
+    for device in ("cuda", "cpu"):
+        stream = PairedStream.__new__(PairedStream)
+        stream.place = Place(0, 1, 0, torch.device(device))
+        assert stream._to_device(labels) is labels
+    assert asked == ["pinned", {"non_blocking": True}, {"non_blocking": True}]
+
+
+def test_a_wait_that_somebody_adds_is_seen(tmp_path):
+    def spoil(setting):
+        loss = setting.supervised_loss
+        setting.supervised_loss = lambda *given: loss(*given) * (1 if loss(*given).item() > -1 else 2)
+
+    assert counted(small(tmp_path, "SimCLR + SuNCEt"), spoil=spoil).waits == 1
+
+
+def test_a_step_asks_for_few_operators_however_large_its_batch(tmp_path, monkeypatch):
+    config = small(tmp_path, "SimCLR + SuNCEt")
+    operators = counted(config).operators
+    # 284 when this was written: 36 layers forward and backward, the losses, LARS by 21. A loop over tensors or classes
+    # that creeps in adds hundreds.
+    assert operators <= 320
+    monkeypatch.setattr("tests.training.test_step_syncs.U", 30)
+    assert counted(config, labeled=40).operators == operators
