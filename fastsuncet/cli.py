@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fastsuncet import __version__
 from fastsuncet.commands import help as cli_help
 from fastsuncet.errors import CheckpointError, FastSuncetError
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 if TYPE_CHECKING:
     from fastsuncet.config import Config
@@ -87,7 +87,7 @@ def _transfer(parser: Parser, arguments: list[str]) -> int:
         parser.error(f"--step is a whole number, 0 or more, not {options.step}")
     config = _load(options)
     from fastsuncet.commands.transfer import transfer
-    from fastsuncet.evaluation.transfer.grid import read_share
+    from fastsuncet.evaluation.transfer_grid.grid import read_share
 
     where = None if options.encoder is None else Path(options.encoder)
     return transfer(config, arguments, encoder=where, step=options.step, share=read_share(options.cell))

@@ -1,6 +1,6 @@
 """The ways a run can end other than well, each with the exit code a scheduler can act on.
 
-0 done, 2 the config is wrong (never retry), 3 the data is (`pipelines.errors.DataError`), 4 the numbers are, 5 no
+0 done, 2 the config is wrong (never retry), 3 the data is (`pipelines.data_errors.DataError`), 4 the numbers are, 5 no
 checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue).
 """
 

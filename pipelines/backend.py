@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 
 def choose_backend(backend: str) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from pipelines.backend import choose_backend, require_gpu
 from pipelines.dali.plugin.use import choose
-from pipelines.errors import BadImage, DataError
+from pipelines.data_errors import BadImage, DataError
 from pipelines.find_bad_images import bad_images as probe
 from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.step_plan import CenterPlan, PassPlan, Plan, Visit

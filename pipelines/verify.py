@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.backend import choose_backend
+from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import (
     MAX_PIXELS,
     Headers,
@@ -20,7 +21,6 @@ from pipelines.datasets.image_headers import (
     read_headers,
 )
 from pipelines.datasets.index import ImageIndex
-from pipelines.errors import DataError
 from pipelines.find_bad_images import CUT_OFF, diagnosis, is_cut_off, readable
 
 _BLOCK = 1024  # files between two reports; their headers are read, then their pixels from the disk's cache

@@ -21,15 +21,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fastsuncet.checkpoint import (
-    atomic_files as files,
-)
-from fastsuncet.checkpoint import (
-    format as snapshot,
-)
-from fastsuncet.checkpoint import (
-    serialization as contents,
-)
+from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import format as snapshot
+from fastsuncet.checkpoint import serialization as contents
 from fastsuncet.checkpoint.format import Damaged, Loaded
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError

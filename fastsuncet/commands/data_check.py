@@ -14,12 +14,12 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.data.dataset import CIFAR, index_path
+from pipelines.data_errors import BadImage
 from pipelines.datasets import folders as datasets
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import save_index
 from pipelines.datasets.shards import open_pack
-from pipelines.errors import BadImage
 from pipelines.verify import CheckReport, check
 
 Write = Callable[[str], object]

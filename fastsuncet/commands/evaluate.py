@@ -15,12 +15,17 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.accuracy import accuracy
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
+from fastsuncet.evaluation.encoder import (
+    Encoder,
+    choose_on_one_rank,
+    load_encoder,
+    load_unless_gone,
+)
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
-from fastsuncet.evaluation.metrics import Measured, labels_record, standard_error
 from fastsuncet.evaluation.npi import npi
+from fastsuncet.evaluation.scoring import Measured, labels_record, standard_error
 from fastsuncet.metrics.results import write_result
 from fastsuncet.training.determinism import set_determinism
 

@@ -19,9 +19,9 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
-from fastsuncet.evaluation.finetune.job import Job, settings
-from fastsuncet.evaluation.finetune.messages import heading, number, table
-from fastsuncet.evaluation.metrics import true_labels
+from fastsuncet.evaluation.finetuning.finetune_messages import heading, number, table
+from fastsuncet.evaluation.finetuning.job import Job, settings
+from fastsuncet.evaluation.scoring import true_labels
 from fastsuncet.training.determinism import set_determinism
 
 

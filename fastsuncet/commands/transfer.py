@@ -15,8 +15,8 @@ from fastsuncet.config import Config
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
-from fastsuncet.evaluation.transfer.grid import grid
-from fastsuncet.evaluation.transfer.run_grid import open_benches, walk_grid
+from fastsuncet.evaluation.transfer_grid.grid import grid
+from fastsuncet.evaluation.transfer_grid.run_grid import open_benches, walk_grid
 from fastsuncet.training.determinism import set_determinism
 
 

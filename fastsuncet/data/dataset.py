@@ -14,6 +14,7 @@ import numpy as np
 from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
+from pipelines.data_errors import DataError
 from pipelines.datasets import folders as datasets
 from pipelines.datasets.cifar10 import cifar10
 from pipelines.datasets.cifar100 import cifar100
@@ -22,7 +23,6 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import load_index, save_index
 from pipelines.datasets.label_splits import Split, labeled_split
 from pipelines.datasets.shards import open_pack
-from pipelines.errors import DataError
 
 CIFAR = {"cifar10": cifar10, "cifar100": cifar100}
 

@@ -7,8 +7,8 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.metrics import Measured, accuracies, own_rows, true_labels
-from pipelines.errors import DataError
+from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, true_labels
+from pipelines.data_errors import DataError
 
 
 def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:

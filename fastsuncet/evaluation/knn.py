@@ -9,8 +9,8 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import embed_views, outputs
-from fastsuncet.evaluation.metrics import Measured, own_rows, supports, true_labels
 from fastsuncet.evaluation.neighbours import knn_predict
+from fastsuncet.evaluation.scoring import Measured, own_rows, supports, true_labels
 
 
 def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:

@@ -18,7 +18,7 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import broadcast, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.metrics import Measured, accuracies, own_rows, supports, true_labels
+from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, supports, true_labels
 
 # Of the largest element of the mean loss's gradient: as near to the optimum as the arithmetic gets.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}

@@ -14,7 +14,7 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import embed_views, outputs
-from fastsuncet.evaluation.metrics import Measured, accuracies, own_rows, supports, true_labels
+from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, supports, true_labels
 
 # Similarities held at a time: 256 MB of float32. The whole of ImageNet's 50,000 x 128,116 would be 26 GB.
 AT_A_TIME = 1 << 26

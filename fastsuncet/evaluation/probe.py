@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 
 def linear_probe(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.kernels import nvrtc
-from pipelines.nvrtc import KernelError, bindings, check
+from pipelines.cuda_compiler import KernelError, bindings, check
 
 
 class Arguments:

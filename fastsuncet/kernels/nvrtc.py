@@ -1,4 +1,4 @@
-"""CUDA sources to machine code at run time, with NVIDIA's compiler library (pipelines/nvrtc.py) and no toolkit.
+"""CUDA sources to machine code at run time, with NVIDIA's compiler library (pipelines/cuda_compiler.py) and no toolkit.
 
 What it made is kept in memory and on the disk, by everything that decides it: source, headers, architecture, options,
 version of the compiler.
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from pipelines import compile_cache as cache
-from pipelines.nvrtc import KernelError, bindings, check, code_of, version
+from pipelines.cuda_compiler import KernelError, bindings, check, code_of, version
 
 SOURCES = Path(__file__).parent
 # C++17 for `if constexpr`. No fast math: it would make NaN and infinity undefined, and a diverged run unseen.

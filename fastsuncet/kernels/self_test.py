@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipelines.nvrtc import KernelError
+from pipelines.cuda_compiler import KernelError
 
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.cifar_batch import read_batch
 from pipelines.datasets.download import download as fetch
 from pipelines.datasets.download import sha256_of
@@ -17,7 +18,6 @@ from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import Progress
 from pipelines.datasets.in_memory import resident as hold
 from pipelines.datasets.index import ImageIndex
-from pipelines.errors import DataError
 
 
 @dataclass(frozen=True)

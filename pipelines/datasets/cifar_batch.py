@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 
 def read_batch(path: Path, *, key: bytes, classes: int, largest: int) -> tuple[np.ndarray, np.ndarray]:

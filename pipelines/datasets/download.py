@@ -7,8 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import Progress
-from pipelines.errors import DataError
 
 _BLOCK = 1 << 20
 _TIMEOUT = 60  # seconds without a byte

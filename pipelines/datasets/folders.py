@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import (
     EXTENSIONS,
     MAX_PIXELS,
@@ -17,7 +18,6 @@ from pipelines.datasets.image_headers import (
 )
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root
-from pipelines.errors import DataError
 
 _SHOWN = 20  # errors of a CSV told at once; the rest are counted
 

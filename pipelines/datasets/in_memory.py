@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.image_headers import Progress, in_threads
 from pipelines.datasets.index import ImageIndex
-from pipelines.errors import BadImage, DataError
 
 _LIMIT = 4 << 30  # bytes of pixels: above this it is no small data set, and every rank holds a copy
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.image_headers import THREADS, Progress, file_stamps, read_headers
 from pipelines.datasets.string_table import Names
-from pipelines.errors import BadImage, DataError
 
 
 @dataclass(frozen=True, eq=False)

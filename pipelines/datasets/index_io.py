@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import THREADS, Progress
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root
-from pipelines.errors import DataError
 
 _KIND, _VERSION = "fastsuncet image index", 1
 _MAKE = "`fastsuncet data check CONFIG` makes one"

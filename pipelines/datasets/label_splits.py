@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.folders import with_csv_labels
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root
-from pipelines.errors import DataError
 
 KINDS = ("names", "bernoulli", "all", "none", "csv")
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import THREADS, Progress, in_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.shards import HEADER, header_of, open_pack, table_of
-from pipelines.errors import DataError
 
 BLOCK = 256  # files read at a time, in threads: on a network disk a file is nearly all waiting
 FLUSH = 64 << 20  # bytes between two waits for the disk: what a kill costs at most

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import arrays_of, index_of
-from pipelines.errors import DataError
 
 MAGIC, VERSION = b"fastsuncet packed images", 1
 _FIELDS = struct.Struct("<24sIQQ32s")  # magic, version, the table's offset and length, its sha256

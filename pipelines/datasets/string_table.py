@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 # How many names iteration decodes at a time: one split call a chunk instead of one slice a name.
 _CHUNK = 65536

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import MAX_PIXELS, THREADS, Progress, read_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names
-from pipelines.errors import DataError
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"),

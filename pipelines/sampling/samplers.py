@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 # Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot
 # reach, so a change of augmentation leaves the order of the images as it was.

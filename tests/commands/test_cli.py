@@ -13,7 +13,7 @@ import pytest
 from fastsuncet import __version__, cli
 from fastsuncet.commands import help as cli_help
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
-from pipelines.errors import BadImage, DataError
+from pipelines.data_errors import BadImage, DataError
 
 ROOT = Path(__file__).parents[2]
 GOOD = """\

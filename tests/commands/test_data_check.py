@@ -10,8 +10,8 @@ from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config, check_folder
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import index_path
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index_io import load_index
-from pipelines.errors import BadImage, DataError
 
 CONFIG = """\
 data: {kind: image_folder, root: images, backend: torchvision}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastsuncet.cli import main
-from fastsuncet.evaluation.finetune import job as job_module
+from fastsuncet.evaluation.finetuning import job as job_module
 from fastsuncet.evaluation.supervised import state as fit_state
 from fastsuncet.evaluation.supervised.stream import FitStream
 from fastsuncet.metrics.results import read_results

@@ -15,11 +15,11 @@ import torch
 
 from fastsuncet.checkpoint import atomic_files as files
 from fastsuncet.cli import main
-from fastsuncet.evaluation.transfer import cell as cells_module
-from fastsuncet.evaluation.transfer import run_grid as walk_module
-from fastsuncet.evaluation.transfer import tasks as tasks_module
-from fastsuncet.evaluation.transfer.outcome import keep
-from fastsuncet.evaluation.transfer.tasks import open_task
+from fastsuncet.evaluation.transfer_grid import cell as cells_module
+from fastsuncet.evaluation.transfer_grid import run_grid as walk_module
+from fastsuncet.evaluation.transfer_grid import tasks as tasks_module
+from fastsuncet.evaluation.transfer_grid.outcome import keep
+from fastsuncet.evaluation.transfer_grid.tasks import open_task
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.cifar10 import CIFAR10
@@ -282,7 +282,7 @@ def test_two_data_sets_counted_at_the_same_moment_both_keep_their_number(tmp_pat
             other.join(0.5)  # long enough to read and write, were it not made to wait
         return found
 
-    monkeypatch.setattr("fastsuncet.evaluation.transfer.outcome.read_results", read)
+    monkeypatch.setattr("fastsuncet.evaluation.transfer_grid.outcome.read_results", read)
     counted("cifar10")
     other.join()
     (result,) = read_results(config.run_folder)

@@ -18,12 +18,12 @@ from fastsuncet.evaluation.accuracy import accuracy
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import fit_linear, linear
-from fastsuncet.evaluation.metrics import correct_in_top, standard_error, supports, true_labels
 from fastsuncet.evaluation.neighbours import knn_predict
 from fastsuncet.evaluation.npi import npi, npi_probabilities
+from fastsuncet.evaluation.scoring import correct_in_top, standard_error, supports, true_labels
 from fastsuncet.models.resnet import build_model
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.label_splits import labeled_split
-from pipelines.errors import BadImage, DataError
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from fastsuncet.cli import main
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
-from fastsuncet.evaluation.transfer.cell import batchnorm_momentum
-from fastsuncet.evaluation.transfer.grid import Cell, grid, read_share, share_of
-from fastsuncet.evaluation.transfer.table import as_csv, best, table
-from fastsuncet.evaluation.transfer.tasks import stratified
+from fastsuncet.evaluation.transfer_grid.cell import batchnorm_momentum
+from fastsuncet.evaluation.transfer_grid.grid import Cell, grid, read_share, share_of
+from fastsuncet.evaluation.transfer_grid.grid_table import as_csv, best, table
+from fastsuncet.evaluation.transfer_grid.tasks import stratified
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.errors import DataError
 from tests.support.runs import CONFIGS
 
 DEMO = str(CONFIGS / "digits_demo.yaml")

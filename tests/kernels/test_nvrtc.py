@@ -16,8 +16,8 @@ from fastsuncet.kernels.launcher import Arguments
 from fastsuncet.losses import contrast_kernel
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.optim import lars_kernel
-from pipelines import nvrtc as compiler
-from pipelines.nvrtc import KernelError
+from pipelines import cuda_compiler as compiler
+from pipelines.cuda_compiler import KernelError
 
 OPTIONS = {
     "lars.cu": [lars_kernel.options()],

@@ -16,7 +16,7 @@ from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.optim import LARS, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
-from pipelines import nvrtc
+from pipelines import cuda_compiler as nvrtc
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.host_kernels import SIZES, library, on_the_host

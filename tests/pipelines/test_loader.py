@@ -14,9 +14,9 @@ from PIL import Image
 import pipelines.loader
 from pipelines import backend
 from pipelines import torchvision_engine as torchvision_twin
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
-from pipelines.errors import BadImage, DataError
 from pipelines.loader import Loader, open_evaluation_loader, open_loader
 from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler

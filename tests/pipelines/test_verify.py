@@ -9,10 +9,10 @@ from PIL import Image
 
 from pipelines import verify as module
 from pipelines.backend import dali_problem
+from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index_io import load_index, save_index
-from pipelines.errors import DataError
 from pipelines.verify import check
 from tests.pipelines.datasets.test_index import write_image
 

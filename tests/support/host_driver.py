@@ -15,7 +15,7 @@ from fastsuncet.kernels import nvrtc
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.optim import lars_kernel
-from pipelines.nvrtc import KernelError, bindings
+from pipelines.cuda_compiler import KernelError, bindings
 from tests.support.host_kernels import SIZES
 
 STREAM = 0x1234  # what the driver expects

@@ -9,7 +9,7 @@ import torch
 from fastsuncet.losses import nt_xent
 from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.lars import LARS
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 from tests.support.host_kernels import on_the_host
 from tools.bench import bench_lars, bench_loss, bench_pipeline, bench_step
 from tools.bench.bench_loss import LISTING, OURS, contenders, forward_backward, inputs

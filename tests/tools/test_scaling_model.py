@@ -17,8 +17,8 @@ from fastsuncet.training.step import build, train_step
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
 from tools.bench.common import tensors
-from tools.scaling import model as scaling_model
-from tools.scaling.model import Network, predict
+from tools.scaling import scaling_model
+from tools.scaling.scaling_model import Network, predict
 from tools.scaling.step_messages import Message, messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,7 +194,7 @@ def commands_and_tables() -> list[tuple[str, list[str]]]:
     found, command = [], ""
     for block in DOCUMENT.read_text().split("\n\n"):
         lines = block.strip("\n").splitlines()
-        if lines[0].startswith("    python tools/scaling/model.py"):
+        if lines[0].startswith("    python tools/scaling/scaling_model.py"):
             command = lines[0].strip()
         elif lines[0].startswith("| cards") and command:
             found.append((command, lines))

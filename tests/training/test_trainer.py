@@ -17,7 +17,7 @@ from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.training import step
 from fastsuncet.training.trainer import Trainer
-from pipelines.errors import BadImage
+from pipelines.data_errors import BadImage
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, assert_equal_to_the_bit, final_state, small_config, train

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastsuncet.errors import FastSuncetError
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 # Each of these hands a value of the device to Python or sizes its result by one: on a GPU the host waits.
 WAITS = {

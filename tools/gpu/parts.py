@@ -20,18 +20,10 @@ from fastsuncet.checkpoint import manager as checkpoint
 from fastsuncet.commands import train as run
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
-from tools.gpu import (
-    loader as gpu_loader,
-)
-from tools.gpu import (
-    pieces as gpu_pieces,
-)
-from tools.gpu import (
-    speed as gpu_speed,
-)
-from tools.gpu import (
-    steps as gpu_steps,
-)
+from tools.gpu import loader as gpu_loader
+from tools.gpu import pieces as gpu_pieces
+from tools.gpu import speed as gpu_speed
+from tools.gpu import steps as gpu_steps
 from tools.gpu.speed import CONFIGS, Found, Options, table
 
 DIGITS = CONFIGS / "digits_demo.yaml"

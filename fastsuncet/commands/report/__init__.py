@@ -19,7 +19,7 @@ from fastsuncet.commands.report.figure import draw_panel
 from fastsuncet.commands.report.groups import Panel, arrange, choose_metrics
 from fastsuncet.commands.report.join_lengths import join_lengths
 from fastsuncet.commands.report.reading import read_runs
-from fastsuncet.commands.report.table import (
+from fastsuncet.commands.report.tables import (
     SAVED_CSV,
     SAVED_HEAD,
     as_csv,
@@ -32,7 +32,7 @@ from fastsuncet.commands.report.table import (
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.results import read_results
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 FLOPS = (
     "A petaFLOP is 1e15 floating-point operations. A training sample costs 6 x MAC of encoder and head: 2 FLOP a "

@@ -5,7 +5,7 @@ from fastsuncet.commands.report.compute_saved_figure import Printed
 from fastsuncet.commands.report.curves import Evaluation
 from fastsuncet.commands.report.groups import Panel, arrange
 from fastsuncet.commands.report.paper import BATCH, IMAGES, ONE, RECIPES, SUNCET, TEN, curves, load
-from fastsuncet.commands.report.table import markdown
+from fastsuncet.commands.report.tables import markdown
 from fastsuncet.models.flops import equivalent_epochs
 
 

@@ -20,7 +20,7 @@ from fastsuncet.metrics import writer as metrics
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
 from fastsuncet.training.state import FOLDER as CHECKPOINTS
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 # What of a config makes no other experiment of a run, beside its seeds. (Other labels do.)
 FREE = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))

@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 from pipelines.dali.plugin import build
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (reason := build.unavailable(device)) is not None:
             raise DataError(f"the color operator cannot be built here: {reason}")
         from pipelines.backend import require_gpu
-        from pipelines.dali.plugin.self_test import prove  # imports DALI
+        from pipelines.dali.plugin.check_equal import prove  # imports DALI
 
         if device == "gpu":
             require_gpu()  # sooner than after a compilation

@@ -21,7 +21,7 @@ from pathlib import Path
 from pipelines import compile_cache as cache
 from pipelines.backend import dali_problem
 from pipelines.dali.plugin import ptx
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 SOURCES = Path(__file__).parent
 NAMES = {"cpu": "color_jitter", "gpu": "color_jitter_gpu"}

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipelines import nvrtc
-from pipelines.errors import DataError
+from pipelines import cuda_compiler as nvrtc
+from pipelines.data_errors import DataError
 
 SOURCES = Path(__file__).parent
 # No product contracted with its sum: the bits are the CPU's.

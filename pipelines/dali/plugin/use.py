@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipelines.dali.plugin.build import kept, unavailable
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 CHOICES = ("auto", "graph", "plugin")
 COMMANDS = {"cpu": "python -m pipelines.dali.plugin", "gpu": "python -m pipelines.dali.plugin --gpu"}

@@ -11,7 +11,7 @@ import torch
 from pipelines.backend import dali_problem
 from pipelines.dali.plugin import build, use
 from pipelines.dali.plugin.__main__ import main
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, draw_view
 from tests.pipelines.dali.test_closeness import GivenViews
@@ -29,7 +29,7 @@ NEUTRAL = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0, "g
 @pytest.fixture(scope="module")
 def plugin() -> Path:
     """The plug-in of these sources, in DALI. Built here where nobody has: that takes a compiler some ten seconds."""
-    from pipelines.dali.plugin.self_test import prove
+    from pipelines.dali.plugin.check_equal import prove
 
     path = build.build(prove)
     use.load(path)
@@ -45,7 +45,7 @@ def numbers(count: int, **factors) -> dict[str, np.ndarray]:
 
 
 def assert_equal(images, **factors):
-    from pipelines.dali.plugin.self_test import both
+    from pipelines.dali.plugin.check_equal import both
 
     graph, plugin = both(images, numbers(len(images), **factors))
     for ours, theirs in zip(plugin, graph):
@@ -67,7 +67,7 @@ def cube(step: int, first: int = 0) -> np.ndarray:
 @needs_plugin
 @pytest.mark.parametrize("seed", range(4))
 def test_any_image_with_any_factors_is_dalis_to_the_bit(plugin, seed):
-    from pipelines.dali.plugin.self_test import both, examples
+    from pipelines.dali.plugin.check_equal import both, examples
 
     images, given = examples(seed + 1)
     graph, ours = both(images, given)
@@ -129,7 +129,7 @@ def test_neutral_numbers_leave_every_pixel_as_it_is(plugin):
 @needs_plugin
 @pytest.mark.parametrize("without", ["brightness", "contrast", "saturation", "hue", "grey"])
 def test_a_factor_that_the_augmentation_never_draws_is_left_out(plugin, without):
-    from pipelines.dali.plugin.self_test import both, examples
+    from pipelines.dali.plugin.check_equal import both, examples
 
     images, given = examples(7, count=6)
     if without == "grey":
@@ -140,7 +140,7 @@ def test_a_factor_that_the_augmentation_never_draws_is_left_out(plugin, without)
 
 @needs_plugin
 def test_the_proof_sees_one_wrong_level(plugin, monkeypatch):
-    from pipelines.dali.plugin import self_test as prove
+    from pipelines.dali.plugin import check_equal as prove
 
     def off_by_one(images, given, device):  # in each of the proof's two batches
         graph, ours = map(list, prove_both(images, given, device=device))

@@ -9,7 +9,7 @@ import torch
 
 from pipelines.dali.plugin import build, ptx, use
 from pipelines.dali.plugin.__main__ import main
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 from tests.support import host_kernels
 
@@ -180,7 +180,7 @@ def test_it_is_not_built_where_no_gpu_can_prove_it(monkeypatch, tmp_path, capsys
 def test_on_a_gpu_it_makes_dalis_cpu_pixels_to_the_bit():
     from functools import partial
 
-    from pipelines.dali.plugin.self_test import both, examples, prove
+    from pipelines.dali.plugin.check_equal import both, examples, prove
 
     use.load(build.build(partial(prove, device="gpu"), "gpu"), "gpu")
     for seed in range(1, 4):

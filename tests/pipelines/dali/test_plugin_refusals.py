@@ -9,7 +9,7 @@ import pytest
 from pipelines import backend
 from pipelines.dali.plugin import build, use
 from pipelines.dali.plugin.__main__ import main
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 from pipelines.loader import open_loader
 from tests.pipelines.dali.test_plugin import needs_dali, needs_plugin, tiny, tiny_compiler  # noqa: F401 -- a fixture
 from tests.pipelines.test_loader import unlabeled
@@ -127,7 +127,7 @@ def test_one_that_was_asked_for_is_not_silently_missing_where_torchvision_reads(
 
 @needs_dali
 def test_the_proof_looks_where_sums_quotients_and_halves_would_show_another_rounding(monkeypatch):
-    from pipelines.dali.plugin import self_test as prove
+    from pipelines.dali.plugin import check_equal as prove
 
     def halves(greys):  # as DALI adds them up
         if len(greys) <= 65_536:

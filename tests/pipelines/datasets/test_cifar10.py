@@ -12,11 +12,11 @@ import threading
 import numpy as np
 import pytest
 
+from pipelines.data_errors import DataError
 from pipelines.datasets import cifar10 as module
 from pipelines.datasets.cifar10 import CIFAR10, cifar10
 from pipelines.datasets.cifar_batch import read_batch
 from pipelines.datasets.download import download, sha256_of
-from pipelines.errors import DataError
 from tests.pipelines.datasets.test_index import write_image
 
 ARCHIVE, FOLDER, CLASSES = CIFAR10.archive, CIFAR10.folder, CIFAR10.classes

@@ -11,10 +11,10 @@ from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import join
+from pipelines.data_errors import DataError
 from pipelines.datasets import cifar100 as module
 from pipelines.datasets.cifar100 import CIFAR100, cifar100
 from pipelines.datasets.download import sha256_of
-from pipelines.errors import DataError
 from tests.pipelines.datasets.test_cifar10 import authors_pickle, write_archive
 from tests.pipelines.datasets.test_index import write_image
 from tests.support.runs import CONFIGS

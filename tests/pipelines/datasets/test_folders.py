@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import csv_tree, image_folder, image_tree, with_csv_labels
 from pipelines.datasets.in_memory import digits, resident
-from pipelines.errors import BadImage, DataError
 from tests.pipelines.datasets.test_index import write_image
 
 

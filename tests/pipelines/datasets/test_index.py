@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import file_stamps, image_size, read_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
-from pipelines.errors import BadImage, DataError
 
 words = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=12)
 

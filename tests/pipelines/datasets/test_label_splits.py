@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import IMAGENET_LISTS, labeled_indices, labeled_split, tossed
-from pipelines.errors import DataError
 from tests.support.vectors import FOLDER, load_vectors
 
 

@@ -21,12 +21,12 @@ from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import index_path, open_images
 from fastsuncet.distributed.launch import join
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import shard_writer as packing
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.shard_writer import write_pack
 from pipelines.datasets.shards import HEADER, open_pack
-from pipelines.errors import BadImage, DataError
 from pipelines.verify import check
 from tests.pipelines.test_loader import BACKENDS, assert_same, labeled, opened, unlabeled
 from tests.pipelines.test_verify import both_decoders, cut_short

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from pipelines.data_errors import DataError
 from pipelines.datasets.index_io import load_index, save_index
 from pipelines.datasets.voc07 import CLASSES, PARTS, part_of, voc07
-from pipelines.errors import DataError
 from pipelines.loader import open_evaluation_loader
 from tests.support.voc import write_voc
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler, permutation
 
 few = settings(max_examples=60, deadline=None)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.errors import BadImage
+from pipelines.data_errors import BadImage
 from pipelines.loader import open_pass_loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import PassPlan

@@ -11,9 +11,9 @@ from pathlib import Path
 from fastsuncet.checkpoint import atomic_files as files
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.errors import CheckpointError
-from fastsuncet.evaluation.transfer.cell import Bench
-from fastsuncet.evaluation.transfer.cell_records import Record
-from fastsuncet.evaluation.transfer.grid import Cell
+from fastsuncet.evaluation.transfer_grid.cell import Bench
+from fastsuncet.evaluation.transfer_grid.cell_records import Record
+from fastsuncet.evaluation.transfer_grid.grid import Cell
 from fastsuncet.metrics.results import FOLDER, name_of, read_results, write_result
 
 

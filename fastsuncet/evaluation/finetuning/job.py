@@ -22,11 +22,11 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import view_size
-from fastsuncet.evaluation.metrics import accuracies, labels_record, own_rows
+from fastsuncet.evaluation.scoring import accuracies, labels_record, own_rows
 from fastsuncet.evaluation.supervised.fit import FitResult, FitSetting, fit
 from fastsuncet.evaluation.supervised.state import identity_of, refuse_changed
 from fastsuncet.metrics.results import write_result
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 SAVES = 20  # of one fine-tuning, at most: a kill costs a twentieth of it

@@ -13,7 +13,7 @@ from nvidia.dali import pipeline_def
 from pipelines.backend import require_gpu
 from pipelines.dali import color
 from pipelines.dali.plugin.use import load
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 
 EXACT = Augmentation()

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastsuncet.evaluation.finetune.job import Job, labeled
-from fastsuncet.evaluation.metrics import standard_error
+from fastsuncet.evaluation.finetuning.job import Job, labeled
+from fastsuncet.evaluation.scoring import standard_error
 from fastsuncet.models.flops import encoder_layers, petaflops
 from fastsuncet.training.summary import device_name
 

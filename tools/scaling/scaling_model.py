@@ -1,6 +1,6 @@
 """What a training step says to other ranks, to the byte, and what that makes of one card's step on many.
 
-    python tools/scaling/model.py CONFIG [section.key=value ...] --step-ms T --images U --labeled S [--json FILE]
+    python tools/scaling/scaling_model.py CONFIG [section.key=value ...] --step-ms T --images U --labeled S [--json FILE]
 
 T is the time of one step on ONE card with U unlabeled and S labeled images on it: measured (`tools/bench/bench_step.py`) or,
 for a look at the formulae, made up; then every number that depends on it is made up too. U and S stay the same on each

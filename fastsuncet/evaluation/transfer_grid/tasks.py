@@ -16,9 +16,9 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import CIFAR, on_one_rank_first
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.voc07 import part_of, voc07
-from pipelines.errors import DataError
 from pipelines.sampling.augmentation import uniform
 
 # Of logits (N, classes) and the images they are of: N numbers in an index.

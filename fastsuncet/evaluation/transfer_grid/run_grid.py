@@ -11,12 +11,12 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder
 from fastsuncet.evaluation.supervised.state import digest_of
-from fastsuncet.evaluation.transfer.cell import Bench, bench
-from fastsuncet.evaluation.transfer.cell_records import Record
-from fastsuncet.evaluation.transfer.grid import Cell, grid, share_of
-from fastsuncet.evaluation.transfer.outcome import keep
-from fastsuncet.evaluation.transfer.table import as_csv, best, table
-from fastsuncet.evaluation.transfer.tasks import open_task
+from fastsuncet.evaluation.transfer_grid.cell import Bench, bench
+from fastsuncet.evaluation.transfer_grid.cell_records import Record
+from fastsuncet.evaluation.transfer_grid.grid import Cell, grid, share_of
+from fastsuncet.evaluation.transfer_grid.grid_table import as_csv, best, table
+from fastsuncet.evaluation.transfer_grid.outcome import keep
+from fastsuncet.evaluation.transfer_grid.tasks import open_task
 
 
 def open_benches(

@@ -23,15 +23,15 @@ from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.supervised.fit import FitSetting, fit
 from fastsuncet.evaluation.supervised.state import digest_of
-from fastsuncet.evaluation.transfer.cell_records import (
+from fastsuncet.evaluation.transfer_grid.cell_records import (
     Record,
     alone,
     read_record,
     read_shared,
     write_bytes,
 )
-from fastsuncet.evaluation.transfer.grid import Cell
-from fastsuncet.evaluation.transfer.tasks import Task
+from fastsuncet.evaluation.transfer_grid.grid import Cell
+from fastsuncet.evaluation.transfer_grid.tasks import Task
 
 NOT_SHARED = ("lr", "weight_decay", "bn_momentum", "save_every")  # each cell's own, or no matter
 

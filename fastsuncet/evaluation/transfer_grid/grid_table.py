@@ -4,8 +4,8 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 
-from fastsuncet.evaluation.transfer.cell_records import Record
-from fastsuncet.evaluation.transfer.grid import Cell
+from fastsuncet.evaluation.transfer_grid.cell_records import Record
+from fastsuncet.evaluation.transfer_grid.grid import Cell
 
 COLUMNS = ("learning_rate", "weight_decay", "weight_decay_over_lr", "validation", "images", "diverged")
 

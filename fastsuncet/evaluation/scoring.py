@@ -16,7 +16,7 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import NumericalError
-from pipelines.errors import DataError
+from pipelines.data_errors import DataError
 
 _SHOWN = 5  # classes or images told in a message; the rest are counted
 
