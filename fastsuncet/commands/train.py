@@ -17,7 +17,6 @@ from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import any_rank
-from fastsuncet.distributed.communicators import order_launches
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.online_knn import online_knn
@@ -37,8 +36,6 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
         return 0
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
-    if config.model.batchnorm_communicator == "own":
-        order_launches()
     with launch.join(config.meta.device) as place:
         train(config, place)
     return 0

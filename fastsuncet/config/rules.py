@@ -60,7 +60,6 @@ READ_ONLY_WITH = {
     "data.split.sha256": (None, "data.split.kind", ("names",)),
     "data.split.fraction": (None, "data.split.kind", ("bernoulli",)),
     "data.split.seed": (0, "data.split.kind", ("bernoulli",)),
-    "model.batchnorm_communicator": ("shared", "model.sync_batchnorm", (True,)),
     "criterion.plateau_epochs": (10, "criterion.supervised_epochs", ("plateau",)),
     "criterion.plateau_gain": (0.01, "criterion.supervised_epochs", ("plateau",)),
     "swav.prototypes": (3000, "criterion.instance", ("swav",)),

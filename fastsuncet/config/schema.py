@@ -133,9 +133,6 @@ class Model(Section):
     output: Count = 128
     head_batchnorm: Switch = False
     sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
-    # own: those travel beside the gradients and not in one queue with them. Not until it has been measured on cards;
-    # fastsuncet/distributed/communicators.py has the price and the danger.
-    batchnorm_communicator: Literal["shared", "own"] = "shared"
     # BatchNorm, the sum with a block's input and ReLU in one pass over the pixels, by our own CUDA kernels. Off until
     # it has been measured on a card; on a CPU it changes nothing.
     fused_batchnorm: Switch = False

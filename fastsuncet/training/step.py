@@ -11,7 +11,6 @@ from torch import nn
 from fastsuncet.config import Config
 from fastsuncet.data import paired_stream as data
 from fastsuncet.data.paired_stream import Batch
-from fastsuncet.distributed.communicators import batchnorm_group
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.launch import Place
 from fastsuncet.losses.swav import normalise_prototypes_
@@ -99,12 +98,10 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
         seed=config.meta.seed,
     )
-    own = m.sync_batchnorm and m.batchnorm_communicator == "own"
-    group = batchnorm_group(place) if own else None
     if m.fused_batchnorm:
-        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, group=group, implementation="kernel")
+        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, implementation="kernel")
     elif m.sync_batchnorm:
-        model = norm.synchronise(model, group)
+        model = norm.synchronise(model)
     model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
     setting = Setting(config, model, place.device)
     optimizer = LARS(

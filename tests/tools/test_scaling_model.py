@@ -42,7 +42,6 @@ CASES = {
     "head_batchnorm": (("model.head_batchnorm=true",), 6),
     "own_statistics": (("model.sync_batchnorm=false",), 6),
     "fused": (("model.fused_batchnorm=true",), 6),
-    "own_communicator": (("model.batchnorm_communicator=own",), 6),
     "cross_entropy": ((NOT_CONTRASTED,), 6),
     "simclr": (("criterion.supervised_epochs=0",), 0),
     "swav": ((*SWAV, "criterion.supervised_epochs=0", "model.head_batchnorm=true"), 0),
@@ -179,9 +178,8 @@ def test_a_queue_is_there_only_where_batchnorm_and_gradients_share_one():
 
     shared = predicted()
     assert shared.queue > 0
-    for overrides in ("model.batchnorm_communicator=own",), ("model.sync_batchnorm=false",):
-        apart = predicted(*overrides)
-        assert apart.queue == 0 and apart.gradients == shared.gradients and apart.step < shared.step
+    apart = predicted("model.sync_batchnorm=false")
+    assert apart.queue == 0 and apart.gradients == shared.gradients and apart.step < shared.step
     # Together they are all of the buckets' time: nothing waits twice for one.
     size = messages(load_config(IMAGENET), 64, 44, 40)[-1].bytes
     buckets = [min(25 << 20, size - start) for start in range(0, size, 25 << 20)]

@@ -139,7 +139,6 @@ def _stopped_on_one_rank(rank: int, world_size: int, folder: str, shared: str) -
 STATISTICS = {
     "shared": "model.sync_batchnorm=true",
     "own": "model.sync_batchnorm=false",
-    "shared_apart": "model.batchnorm_communicator=own",
 }
 
 

@@ -159,7 +159,6 @@ def predict(
     times = [1e3 * network.seconds("all_reduce", bucket, ranks) for bucket in buckets]
     # The last bucket is ready when the backward pass is over; the others travel under it, as far as they fit.
     exposed = max(times[-1], sum(times) - BACKWARD * step_ms) if times else 0.0
-    waits = norm_backward > 0 and config.model.batchnorm_communicator == "shared"
     # Forward, gradient by anchors, gradient by keys: 2 FLOP each for every pair of a row here with one elsewhere.
     compared = [rows for _, rows in contrasted(config, images, labeled)]
     flop = sum(3 * 2 * config.model.output * rows * rows * (ranks - 1) for rows in compared)
@@ -170,7 +169,7 @@ def predict(
         one_card=step_ms,
         norm_forward=norm_forward,
         norm_backward=norm_backward,
-        queue=sum(times) - exposed if waits else 0.0,
+        queue=sum(times) - exposed if norm_backward > 0 else 0.0,
         rows=milliseconds("rows", "labels", "gradient of"),
         codes=milliseconds("codes"),
         gradients=exposed,
