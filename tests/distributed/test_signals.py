@@ -123,7 +123,7 @@ def test_a_hail_of_sigterm_does_not_break_a_save(tmp_path):
 
 PROGRAM = """
 import sys, time
-from fastsuncet.signals import SignalFlag
+from fastsuncet.distributed.signals import SignalFlag
 with SignalFlag() as signals:
     print("ready", flush=True)
     while signals.requested is None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fastsuncet.kernels import self_test as prove
-from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet
-from fastsuncet.losses import supcon as sup_con
+from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet, sup_con
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, lars_kernel, parameter_groups

@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastsuncet.losses import nt_xent, suncet
-from fastsuncet.losses import supcon as sup_con
+from fastsuncet.losses import nt_xent, suncet, sup_con
 from tests.support import dense_losses
 
 MB = 1e6

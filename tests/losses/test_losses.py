@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastsuncet.losses import cross_entropy, nt_xent, suncet
-from fastsuncet.losses import supcon as sup_con
+from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con
 from fastsuncet.losses.contrast_symmetric import COLDEST
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastsuncet.losses import cross_entropy, nt_xent, suncet
-from fastsuncet.losses import supcon as sup_con
+from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch
 

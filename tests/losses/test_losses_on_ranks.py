@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsuncet.losses import cross_entropy, nt_xent, suncet
-from fastsuncet.losses import supcon as sup_con
+from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con
 from tests.support import dense_losses, vectors
 from tests.support.dense_losses import gradient
 from tests.support.ranks import run_ranks

@@ -144,7 +144,7 @@ def test_nearest_neighbours_are_voted_for_on_the_card():
 
 def test_every_rung_of_the_ladder_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        bench_step, "deterministic", lambda config, place: None
+        bench_step, "set_determinism", lambda config, place: None
     )  # switches of the whole process
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)  # put back, then
     monkeypatch.setattr(bench_step, "build_model", lambda *named: models.build_model(*named))

@@ -211,7 +211,7 @@ def test_auto_without_a_built_one_is_dalis_own_and_builds_nothing(index, monkeyp
 def test_plugin_without_a_built_one_is_an_error_that_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
     with pytest.raises(
-        DataError, match=r"there is none for this machine's CPU: build it with: python -m pipelines\.plugin\."
+        DataError, match=r"there is none for this machine's CPU: build it with: python -m pipelines\.dali\.plugin\."
     ):
         use.choose("plugin", "cpu")
 

@@ -160,7 +160,7 @@ def test_auto_on_a_gpu_is_dalis_own_until_ours_has_been_timed():
 def test_asking_for_it_without_having_built_it_is_an_error_that_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
     with pytest.raises(
-        DataError, match=r"this machine's GPU: build it with: python -m pipelines\.plugin --gpu"
+        DataError, match=r"this machine's GPU: build it with: python -m pipelines\.dali\.plugin --gpu"
     ):
         use.choose("plugin", "gpu")
 
