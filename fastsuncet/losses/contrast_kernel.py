@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels import launcher as launch
+from fastsuncet.kernels import launcher
 from fastsuncet.kernels.self_test import require_close, usable
 
 THREADS = 256
@@ -37,17 +37,17 @@ def row_pass(ids: Tensor, every: bool) -> RowPass:
     On float32 CUDA tensors, without waiting; the same bits in every run.
     """
     low = ids.view(torch.int32)[::2].contiguous()  # the low halves: every machine with CUDA is little-endian
-    module = launch.load("contrast.cu", ids.device, options())
+    module = launcher.load("contrast.cu", ids.device, options())
 
     def rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
         anchors, keys = logits.shape
         if not (logits.is_contiguous() and weights.is_contiguous() and keys == len(ids)):
-            raise launch.KernelError(
+            raise launcher.KernelError(
                 f"contrast: logits {tuple(logits.shape)}, {len(ids)} ids, or not contiguous"
             )
         losses = torch.empty_like(weights)
         staged = min(keys, STAGED)
-        arguments = launch.Arguments(logits, low, ids, weights, losses, first, keys, staged, every)
+        arguments = launcher.Arguments(logits, low, ids, weights, losses, first, keys, staged, every)
         module.launch("contrast_rows", (anchors, 1), THREADS, arguments, shared=4 * staged)
         return losses, logits
 

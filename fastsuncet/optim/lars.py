@@ -1,6 +1,6 @@
-"""LARS, layer-wise adaptive rate scaling (arXiv 1708.03888), as SuNCEt's authors ran it.
+"""LARS, layer-wise adaptive rate scaling (arXiv 1708.03888), as the authors of SuNCEt ran it.
 
-Default and `nesterov=False, lr_in_momentum=False` is the paper's: apex LARC without clipping around SGD
+The default, `nesterov=False, lr_in_momentum=False`, is the paper's: apex LARC without clipping around SGD
 with momentum (recipe section 4.1, column V0). Per tensor, with gradient g, weight w, momentum buffer b:
 
     d = (g + weight_decay w) * trust_coefficient |w| / (|g| + weight_decay |w| + eps),  or g where |w| |g| = 0
@@ -12,6 +12,7 @@ The two differ only while the learning rate changes. `nesterov` steps along d + 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from fastsuncet.optim.lars_foreach import lars_foreach
 from fastsuncet.optim.lars_kernel import lars_auto, lars_kernel
-from fastsuncet.optim.lars_reference import lars_reference
+from fastsuncet.optim.lars_reference import LARSSettings, lars_reference
 
 IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
     "auto": lars_auto,
@@ -28,32 +29,21 @@ IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
     "reference": lars_reference,
     "kernel": lars_kernel,
 }
-HYPERPARAMETERS = (
-    "lr",
-    "momentum",
-    "weight_decay",
-    "trust_coefficient",
-    "eps",
-    "nesterov",
-    "lr_in_momentum",
-    "lars",
-)
 
 
 class LARS(Optimizer):
     """SGD with momentum whose step in each tensor is proportional to the tensor's norm.
 
-    params: parameters or parameter groups; a group with `lars=False` is plain SGD with momentum and that
-    group's weight decay (see `parameter_groups`). lr: a float, or a 0-dim tensor on the parameters'
-    device, which `set_lr` fills in place: what a captured CUDA graph needs. Set one or the other once;
-    both round alike to float32, but are not the same bits. implementation: "foreach" (all tensors at
-    once), "reference" (one by one), "kernel" (two launches of our own, CUDA float32 only), "auto" (the kernel where
-    it runs and agreed with foreach when it was first tried, else foreach).
+    params: parameters, or parameter groups that can override fields of `settings` (see `parameter_groups`).
+    lr: a float, or a 0-dim tensor on the parameters' device, which `set_lr` fills in place: a captured CUDA
+    graph needs that. Both round alike to float32, but are not the same bits. implementation: "foreach" (all
+    tensors at once), "reference" (one by one), "kernel" (two CUDA launches, float32 only), "auto" (the kernel
+    where it runs and agreed with foreach when it was first tried, else foreach).
 
     Works on float64, float32, bfloat16 and float16 in any memory layout, norms in float32 or better. A
     parameter without gradient is left as it is. Under `torch.amp.GradScaler` the scale and the overflow
-    flag are read on the device: a step with an overflow changes neither weights nor momentum, and no value
-    is asked for on the host. The gradients stay scaled.
+    flag are read on the device: a step with an overflow changes neither weights nor momentum, and the host
+    does not wait. The gradients stay scaled.
 
     Momentum buffers exist from construction and are filled in place by `load_state_dict`, so that no step
     allocates state (a CUDA graph would replay its zeros). They copy the layout of the parameters: convert
@@ -68,53 +58,30 @@ class LARS(Optimizer):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float | Tensor,
+        settings: LARSSettings = LARSSettings(),  # noqa: B008, it is frozen
         *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust_coefficient: float = 0.001,
-        eps: float = 1e-8,
-        nesterov: bool = False,
-        lr_in_momentum: bool = False,
         implementation: str = "auto",
     ):
         if isinstance(lr, Tensor) and lr.dim() > 0:
             raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
         if not isinstance(lr, Tensor) and lr < 0:
             raise ValueError(f"LARS: lr must not be negative, got {lr}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"LARS: momentum must be in [0, 1), got {momentum}")
-        if weight_decay < 0 or eps < 0:
-            raise ValueError(f"LARS: weight_decay and eps must not be negative, got {weight_decay} and {eps}")
-        if trust_coefficient <= 0:
-            raise ValueError(f"LARS: trust_coefficient must be positive, got {trust_coefficient}")
-        if nesterov and momentum == 0:
-            raise ValueError("LARS: nesterov needs a momentum above 0")
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "lr_in_momentum": lr_in_momentum,
-            "lars": True,
-            "implementation": implementation,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, **asdict(settings), "implementation": implementation})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; gives each new parameter its momentum buffer."""
+        """Add a group as torch does, check its settings, and give each new parameter its momentum buffer."""
         super().add_param_group(param_group)
+        _settings_of(self.param_groups[-1])
         for p in self.param_groups[-1]["params"]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
 
     def set_lr(self, lr: float | Tensor) -> None:
-        """Sets the learning rate of every group; a tensor is filled, without waiting for the device.
+        """Set the learning rate of every group; a tensor is filled, without waiting for the device.
 
-        Groups that hold a tensor take a 0-dim one of the same device too: so a captured step reads today's value.
+        Groups that hold a tensor also take a 0-dim one of the same device, so a captured step reads today's value.
         """
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -124,21 +91,20 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns what `closure` returns, else None."""
+        """Update every parameter that has a gradient, once. Returns what `closure` returns, else None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        scaling = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for group in self.param_groups:
-            update = IMPLEMENTATIONS[group["implementation"]]
-            setting = {key: group[key] for key in HYPERPARAMETERS}
+            update, settings = IMPLEMENTATIONS[group["implementation"]], _settings_of(group)
             for params, grads, buffers in self._lists(group["params"]):
-                update(params, grads, buffers, **setting, **scaling)
+                update(params, grads, buffers, group["lr"], settings, *scaling)
         return loss
 
     def _lists(self, parameters: list[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-        """Parameters, gradients and buffers: a triple of lists for each device and dtype, as a rule one."""
+        """Return (parameters, gradients, momentum buffers) for each device and dtype; usually that is one triple."""
         lists: dict[tuple, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
         for p in parameters:
             if p.grad is None:
@@ -151,10 +117,10 @@ class LARS(Optimizer):
         return lists.values()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Fills momentum buffers and a tensor learning rate in place, bit for bit; takes all other settings.
+        """Fill momentum buffers and a tensor learning rate in place, bit for bit; take all other settings.
 
         How the learning rate is held and which implementation runs stay as constructed: they belong to
-        this machine, not to the run. A parameter the file knows nothing of starts from zero momentum.
+        this machine, not to the run. A parameter that the file does not have starts from zero momentum.
         Raises ValueError for a buffer of another shape.
         """
         held = [(group["lr"], group["implementation"]) for group in self.param_groups]
@@ -171,3 +137,7 @@ class LARS(Optimizer):
                     raise ValueError(f"LARS: the state holds a momentum buffer of shape {shapes}")
                 buffer = buffers[p].zero_() if loaded is None else buffers[p].copy_(loaded)
                 self.state[p]["momentum_buffer"] = buffer
+
+
+def _settings_of(group: dict[str, Any]) -> LARSSettings:
+    return LARSSettings(**{field.name: group[field.name] for field in fields(LARSSettings)})

@@ -1,18 +1,19 @@
-"""LARS on lists of tensors: a fixed number of calls however many layers there are, and no question to the
-host.
+"""LARS on lists of tensors: a fixed number of calls for any number of layers, and no host sync.
 
-The authors' code asks `if norm != 0` twice a tensor; on a GPU each answer waits for all work queued so far
-(110 waits for a ResNet-50's 55 weight matrices alone). Here the norms of all tensors are stacked and every
+The authors' code asks `if norm != 0` twice per tensor, and on a GPU each answer waits for all queued work
+(110 waits for the 55 weight matrices of a ResNet-50). Here the norms of all tensors are stacked, and every
 case is an elementwise choice on that stack.
 
-On a GPU a foreach call is a few launches for all tensors, with one exception: the scaling by each tensor's
-own trust ratio is one launch a tensor. In bytes: 60 a float32 parameter, of which a kernel of its own
-would need 28. On a CPU launches are free and fresh memory is not: there the plain step adds g and w straight
-to the momentum, 52 bytes and no list of its own, in two thirds of the time.
+On a GPU a foreach call is a few launches for all tensors, except the scaling by each tensor's trust ratio,
+which is one launch per tensor. It moves 60 bytes per float32 parameter; lars_kernel.py moves 28. On a CPU
+launches are free and fresh memory is not: there the plain step adds g and w straight to the momentum, which
+moves 52 bytes, needs no extra list, and takes two thirds of the time.
 """
 
 import torch
 from torch import Tensor
+
+from fastsuncet.optim.lars_reference import LARSSettings
 
 # A float is cleared through an integer of its width, because 0 * inf and 0 * nan are not 0.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,73 +23,62 @@ def lars_foreach(
     params: list[Tensor],
     grads: list[Tensor],
     buffers: list[Tensor],
-    *,
     lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-    trust_coefficient: float,
-    eps: float,
-    nesterov: bool,
-    lr_in_momentum: bool,
-    lars: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    settings: LARSSettings,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """Updates `params` and `buffers` in place: `lars_reference` without a loop or a branch on a value.
+    """Update `params` and `buffers` in place, as `lars_reference` does.
 
-    All tensors of one device and one dtype. `lr`, `grad_scale` and `found_inf` may be 0-dim tensors on
-    that device; they are read there, so a captured CUDA graph sees today's values. Where `found_inf` is
-    not 0 the update is computed and nothing is changed by it.
+    All tensors have one device and one dtype. `lr`, `grad_scale` and `found_inf` can be 0-dim tensors on that
+    device; they are read there, so a captured CUDA graph reads today's values. Where `found_inf` is not 0 the
+    update is computed and changes nothing.
     """
+    s = settings
     keep = None if found_inf is None else found_inf == 0
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # a float16 norm overflows at 65,504
     if grad_scale is not None:
         grads = torch._foreach_mul(grads, grad_scale.reciprocal())
-    if lars and keep is None and not nesterov and params[0].device.type == "cpu":
-        ratios = trust_ratios(params, grads, weight_decay, trust_coefficient, eps, dtype)
-        ratios = ratios * lr if lr_in_momentum else ratios
-        torch._foreach_mul_(buffers, momentum)
+    if s.lars and keep is None and not s.nesterov and params[0].device.type == "cpu":
+        ratios = _trust_ratios(params, grads, s, dtype)
+        ratios = ratios * lr if s.lr_in_momentum else ratios
+        torch._foreach_mul_(buffers, s.momentum)
         torch._foreach_addcmul_(buffers, grads, list(ratios.unbind()))
-        torch._foreach_addcmul_(buffers, params, list((weight_decay * ratios).unbind()))
-        _subtract_(params, buffers, 1.0 if lr_in_momentum else lr)
+        torch._foreach_addcmul_(buffers, params, list((s.weight_decay * ratios).unbind()))
+        _subtract_(params, buffers, 1.0 if s.lr_in_momentum else lr)
         return
-    d = torch._foreach_add(grads, params, alpha=weight_decay)
+    d = torch._foreach_add(grads, params, alpha=s.weight_decay)
     if keep is not None:
         bits = BITS[d[0].element_size()]
         torch._foreach_mul_([x.view(bits) for x in d], keep.to(bits))
-    if lars:
-        ratios = trust_ratios(params, grads, weight_decay, trust_coefficient, eps, dtype)
+    if s.lars:
+        ratios = _trust_ratios(params, grads, s, dtype)
         torch._foreach_mul_(d, list(_kept(ratios, keep, 0, dtype).unbind()))
-    if lr_in_momentum:
+    if s.lr_in_momentum:
         torch._foreach_mul_(d, lr)
-    torch._foreach_mul_(buffers, _kept(momentum, keep, 1, dtype))
+    torch._foreach_mul_(buffers, _kept(s.momentum, keep, 1, dtype))
     torch._foreach_add_(buffers, d)
-    if nesterov:
-        torch._foreach_add_(d, buffers, alpha=momentum)
-    _subtract_(params, d if nesterov else buffers, _kept(1.0 if lr_in_momentum else lr, keep, 0, dtype))
+    if s.nesterov:
+        torch._foreach_add_(d, buffers, alpha=s.momentum)
+    _subtract_(params, d if s.nesterov else buffers, _kept(1.0 if s.lr_in_momentum else lr, keep, 0, dtype))
 
 
-def trust_ratios(
-    params: list[Tensor],
-    grads: list[Tensor],
-    weight_decay: float,
-    trust_coefficient: float,
-    eps: float,
-    dtype: torch.dtype,
+def _trust_ratios(
+    params: list[Tensor], grads: list[Tensor], settings: LARSSettings, dtype: torch.dtype
 ) -> Tensor:
-    """trust_coefficient |w| / (|g| + weight_decay |w| + eps) of each tensor, (N,), norms and all in `dtype`.
+    """Return trust_coefficient |w| / (|g| + weight_decay |w| + eps) of each tensor, (N,) in `dtype`.
 
-    Two exceptions let (g + weight_decay w) x ratio say "the raw gradient" where a norm is zero: a ratio of
-    1 where |w| = 0 (nothing decays there), and of 0 where |g| = 0 (which also drops the decay).
+    Where a norm is zero, (g + weight_decay w) x ratio must be the raw gradient: the ratio is 1 where |w| = 0
+    (nothing decays there) and 0 where |g| = 0 (which also drops the decay).
     """
     w_norm = torch.stack(torch._foreach_norm(params, 2, dtype=dtype))
     g_norm = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype))
-    ratios = trust_coefficient * w_norm / (g_norm + weight_decay * w_norm + eps)
+    ratios = settings.trust_coefficient * w_norm / (g_norm + settings.weight_decay * w_norm + settings.eps)
     return ratios.masked_fill(w_norm == 0, 1).masked_fill(g_norm == 0, 0)
 
 
-def _kept(value: float | Tensor, keep: Tensor | None, otherwise: float, dtype: torch.dtype) -> float | Tensor:
-    """`value` if the step is kept, else `otherwise`, chosen on the device; without a scaler just `value`."""
+def _kept(value, keep: Tensor | None, otherwise: float, dtype: torch.dtype):
+    """Return `value` where the step is kept, else `otherwise`, chosen on the device. Without a scaler: `value`."""
     if keep is None:
         return value
     if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""LARS in two launches of our own (fastsuncet/kernels/lars.cu): 28 bytes a parameter, where foreach moves 60.
+"""LARS in two CUDA launches (fastsuncet/kernels/lars.cu): 28 bytes per parameter, where foreach moves 60.
 
-A group with `lars=False` needs no norms and is one launch, so the three launches of a model with biases and BatchNorm
-left out are its step. Nothing is allocated, copied or waited for once a list of tensors has been seen.
+A group with `lars=False` needs no norms and is one launch, so a model with biases and BatchNorm in a plain
+group takes three. Once a list of tensors has been seen, nothing is allocated, copied or waited for.
 """
 
 import ctypes
@@ -9,23 +9,24 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels import launcher as launch
+from fastsuncet.kernels import launcher
 from fastsuncet.kernels.self_test import require_close, usable
 from fastsuncet.optim.lars_foreach import lars_foreach
+from fastsuncet.optim.lars_reference import LARSSettings
 
 THREADS = 256
-CHUNK = 8192  # elements a block: 3,500 blocks for a ResNet-50 level out, and its largest tensor has 512 partial sums
-TENSORS = (
-    448  # in one launch: their gradients' addresses and the rest stay under the 4 KB that any driver takes
-)
+# Elements per block: 3,500 blocks for a ResNet-50 are balanced, and its largest tensor has 512 partial sums.
+CHUNK = 8192
+# Tensors per launch: their gradients' addresses and the rest stay under the 4 KB that any driver takes.
+TENSORS = 448
 
 
-class Unfit(launch.KernelError):
-    """Tensors the kernel cannot take; nothing was launched."""
+class UnsupportedTensors(launcher.KernelError):
+    """The kernel cannot take these tensors; nothing was launched."""
 
 
 def options() -> tuple[str, ...]:
-    """What lars.cu is compiled with."""
+    """Return the compiler options of lars.cu."""
     return (f"-DTHREADS={THREADS}", f"-DCHUNK={CHUNK}", f"-DTENSORS={TENSORS}")
 
 
@@ -33,62 +34,48 @@ def lars_kernel(
     params: list[Tensor],
     grads: list[Tensor],
     buffers: list[Tensor],
-    *,
     lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-    trust_coefficient: float,
-    eps: float,
-    nesterov: bool,
-    lr_in_momentum: bool,
-    lars: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    settings: LARSSettings,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """Updates `params` and `buffers` in place as `lars_foreach` does. All float32, on one CUDA device, dense, each
-    with the layout of its parameter; `lr`, `grad_scale` and `found_inf` are read on the device.
+    """Update `params` and `buffers` in place, as `lars_foreach` does.
 
-    Under a captured CUDA graph the tensors' addresses are those of the capture, and a plain float `lr` its value.
-    The same bits in every run. Raises Unfit for tensors that are anything else.
+    All tensors are float32 on one CUDA device, dense, each in the layout of its parameter. `lr`, `grad_scale`
+    and `found_inf` are read on the device. A captured CUDA graph keeps the addresses of the capture, and the
+    value of a plain float `lr`. Gives the same bits in every run. Raises UnsupportedTensors for other tensors.
     """
-    reason = why_not(params, grads, buffers, lr, grad_scale, found_inf)
-    if reason is not None:
-        raise Unfit(f"LARS: the kernel cannot take these tensors: {reason}")
-    module = launch.load("lars.cu", params[0].device, options())
-    lr_on_device, lr = (lr, 0.0) if isinstance(lr, Tensor) else (None, float(lr))
-    rule = (momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, lars)
+    if reason := why_not(params, grads, buffers, lr, grad_scale, found_inf):
+        raise UnsupportedTensors(f"LARS: the kernel cannot take these tensors: {reason}")
+    module = launcher.load("lars.cu", params[0].device, options())
+    s = settings
+    rates = (lr, 0.0) if isinstance(lr, Tensor) else (None, float(lr))
+    rule = (s.momentum, s.weight_decay, s.trust_coefficient, s.eps, s.nesterov, s.lr_in_momentum, s.lars)
     for start in range(0, len(params), TENSORS):
         part = slice(start, start + TENSORS)
         tensors, chunks, slots = _table(params[part], buffers[part])
-        addresses = [g.data_ptr() for g in grads[part]]
-        gradients = (ctypes.c_void_p * TENSORS)(*addresses)
-        grid = (len(chunks), 1)
-        if lars:
-            arguments = launch.Arguments(tensors, chunks, gradients, grad_scale, slots)
-            module.launch("lars_norms", grid, THREADS, arguments)
-        arguments = launch.Arguments(
-            tensors, chunks, gradients, grad_scale, found_inf, slots, lr_on_device, lr, *rule
-        )
+        gradients = (ctypes.c_void_p * TENSORS)(*(g.data_ptr() for g in grads[part]))
+        common, grid = (tensors, chunks, gradients, grad_scale), (len(chunks), 1)
+        if s.lars:
+            module.launch("lars_norms", grid, THREADS, launcher.Arguments(*common, slots))
+        arguments = launcher.Arguments(*common, found_inf, slots, *rates, *rule)
         module.launch("lars_update", grid, THREADS, arguments)
 
 
-def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **setting) -> None:
-    """`lars_kernel` where it takes these tensors and has agreed with its twin on this device, else `lars_foreach`."""
+def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
+    """Run `lars_kernel` where it takes the tensors and agreed with its twin on this device, else `lars_foreach`."""
     if usable("lars.cu", params[0], prove):
         try:
-            return lars_kernel(params, grads, buffers, **setting)
-        except Unfit:  # not asked beforehand: on the host the answer is half of what a step costs
+            return lars_kernel(params, grads, buffers, *rest)
+        except UnsupportedTensors:  # not checked beforehand: on the host the check is half the cost of a step
             pass
-    return lars_foreach(params, grads, buffers, **setting)
+    return lars_foreach(params, grads, buffers, *rest)
 
 
 def why_not(
-    params: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor],
-    *scalars: float | Tensor | None,
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *scalars: float | Tensor | None
 ) -> str | None:
-    """What about these tensors the kernel cannot take, or None. Reads no value."""
+    """Return why the kernel cannot take these tensors, or None. Reads no value."""
     device = params[0].device
     for kind, tensors in (("parameter", params), ("gradient", grads), ("momentum", buffers)):
         for x, p in zip(tensors, params):
@@ -97,9 +84,7 @@ def why_not(
             if x is p and not (p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)):
                 return f"a {kind} of shape {tuple(x.shape)} is not dense"
             if x is not p and not _same_order(x, p):
-                return (
-                    f"a {kind} of shape {tuple(x.shape)} lies in memory in another order than its parameter"
-                )
+                return f"a {kind} of shape {tuple(x.shape)} has another memory layout than its parameter"
     for x in scalars:
         if isinstance(x, Tensor) and (x.dtype != torch.float32 or x.device != device):
             return f"a setting is {x.dtype} on {x.device}; it must be float32 on {device}"
@@ -107,20 +92,20 @@ def why_not(
 
 
 def _same_order(x: Tensor, y: Tensor) -> bool:
-    """The stride of a dimension of one says nothing: a 1 x 1 convolution is contiguous and channels-last alike."""
+    """Compare strides where a dimension is larger than one: a 1 x 1 convolution is contiguous and channels-last."""
     return x.stride() == y.stride() or all(
         a == b for size, a, b in zip(x.shape, x.stride(), y.stride()) if size > 1
     )
 
 
-# Built once for a list of tensors and never dropped: a captured graph may hold their addresses. What is in one follows
-# from its key alone, so one that outlived its tensors is still right. Tens of kilobytes a model.
+# One entry per list of tensors, tens of kilobytes per model, never dropped: a captured graph can hold their addresses.
+# The content follows from the key, so an entry that outlives its tensors is still right.
 _tables: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}
 
 
 def _table(params: list[Tensor], buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """On the device: what lars.cu calls Tensor, one a row (T, 4) int64; the tensor of each chunk (C,) int32; and the
-    slots for two partial sums a chunk (C, 2) float32."""
+    """Return three tensors on the device: a row of lars.cu's `Tensor` for each parameter (T, 4) int64; the
+    parameter of each chunk (C,) int32; two partial sums per chunk (C, 2) float32."""
     device = params[0].device
     key = (device, CHUNK, *((p.data_ptr(), b.data_ptr(), p.numel()) for p, b in zip(params, buffers)))
     if key not in _tables:
@@ -137,9 +122,8 @@ def _table(params: list[Tensor], buffers: list[Tensor]) -> tuple[Tensor, Tensor,
 
 
 def prove(device: torch.device) -> None:
-    """Three steps of kernel and twin over tensors of odd sizes, several chunks and a zero. Raises KernelError."""
-    rule = {"momentum": 0.9, "weight_decay": 1e-2, "trust_coefficient": 1e-3, "eps": 1e-8, "lars": True}
-    rule |= {"nesterov": True, "lr_in_momentum": False, "grad_scale": None, "found_inf": None}
+    """Run three steps of kernel and foreach on odd sizes, several chunks and a zero tensor. Raises KernelError."""
+    settings = LARSSettings(weight_decay=1e-2, nesterov=True)
     lr = torch.full((), 0.5, device=device)
     waves = [torch.sin(torch.arange(n, device=device) * 0.7) for n in (3, 2 * CHUNK + 5, 64)]
     waves.append(torch.zeros(7, device=device))
@@ -147,7 +131,7 @@ def prove(device: torch.device) -> None:
     buffers = [[torch.zeros_like(w) for w in waves] for _ in range(2)]
     for step in range(3):
         grads = [torch.cos(w * (step + 1)) for w in waves]
-        lars_kernel(kernel, grads, buffers[0], lr=lr, **rule)
-        lars_foreach(twin, grads, buffers[1], lr=lr, **rule)
+        lars_kernel(kernel, grads, buffers[0], lr, settings)
+        lars_foreach(twin, grads, buffers[1], lr, settings)
     require_close("LARS' weights", torch.cat(kernel), torch.cat(twin), 1e-5)
     require_close("LARS' momentum", torch.cat(buffers[0]), torch.cat(buffers[1]), 1e-5)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to fast-forward on resume."""
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
 
 import math
 
@@ -13,15 +13,15 @@ def warmup_cosine(
     final_lr: float = 0.0,
     legacy: bool = False,
 ) -> float:
-    """The learning rate of update `step` (the first is 0) in a run of `steps` updates (recipe section 4.2).
+    """Return the learning rate of update `step` (the first is 0) in a run of `steps` updates (recipe section 4.2).
 
-    Linear from `start_lr` at step 0 to `lr` at step `warmup_steps`, then half a cosine to `final_lr` at
-    `steps`, one past the last update: the last update's rate lies a little above `final_lr`. Without
-    warm-up `start_lr` plays no part. `step == steps` may be asked for, a later one may not.
+    It is linear from `start_lr` at step 0 to `lr` at step `warmup_steps`, then half a cosine to `final_lr` at
+    `steps`, one past the last update: the last update's rate lies a little above `final_lr`. Without warm-up
+    `start_lr` is unused. `step == steps` is allowed, a later step is not.
 
-    `legacy` is the authors' first release, and so presumably the paper's runs: it takes the warm-up off
-    the cosine's length twice, so that the rate touches `final_lr` at `steps - warmup_steps` and climbs
-    again from there (to 0.18 of 4.8 in 100 epochs with 10 of warm-up, to 0.005 in 500).
+    `legacy` is the authors' first release, and so presumably the paper's runs: it subtracts the warm-up from
+    the cosine's length twice, so that the rate touches `final_lr` at `steps - warmup_steps` and rises again
+    from there (to 0.18 of 4.8 in 100 epochs with 10 of warm-up, to 0.005 in 500).
 
     Raises ValueError for a step outside the run, a warm-up longer than the run, or under `legacy` one that
     leaves no cosine (2 warmup_steps >= steps).
@@ -36,5 +36,7 @@ def warmup_cosine(
         return start_lr + (lr - start_lr) * step / warmup_steps
     length = steps - (2 if legacy else 1) * warmup_steps
     progress = (step - warmup_steps) / max(1, length)
-    share = 0.5 * (1 + math.cos(math.pi * progress))
-    return share * lr + (1 - share) * final_lr  # exact at both ends, as final + (lr - final) share is not
+    fraction = 0.5 * (1 + math.cos(math.pi * progress))
+    return (
+        fraction * lr + (1 - fraction) * final_lr
+    )  # exact at both ends, unlike final + (lr - final) fraction

@@ -8,24 +8,22 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, *, exclude_bias_and_norm: bool = False) -> list[dict[str, Any]]:
-    """The trainable parameters of `model` as groups for `LARS`, in the model's order.
+    """Return the trainable parameters of `model` as groups for `LARS`, in the model's order.
 
-    False: one group, everything scaled and decayed, BatchNorm and biases too: the paper's runs (recipe
-    4.1, V0). True: biases and the parameters of normalisation layers, found by the type of their module,
+    False: one group, everything scaled and decayed, also BatchNorm and biases: the paper's runs (recipe
+    4.1, V0). True: biases and the parameters of normalization layers, found by the type of their module,
     become plain SGD without weight decay, as in SimCLR and the authors' later code. Theirs matches the
     names "bn" and "bias" and so misses the four shortcut BatchNorms of a ResNet-50, whose gammas are
     called `layer1.0.downsample.1.weight`.
     """
-    if not exclude_bias_and_norm:
-        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
     plain = {
         parameter
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if name == "bias" or isinstance(module, NORMS)
+        if exclude_bias_and_norm and (name == "bias" or isinstance(module, NORMS))
     }
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p not in plain]},
         {"params": [p for p in trainable if p in plain], "lars": False, "weight_decay": 0.0},
     ]

@@ -17,7 +17,7 @@ from fastsuncet.losses.swav import normalise_prototypes_
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.models import resnet as models
 from fastsuncet.models import sync_batchnorm as norm
-from fastsuncet.optim import LARS, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import Learner, Outputs
 
@@ -104,15 +104,15 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         model = norm.synchronise(model)
     model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
     setting = Setting(config, model, place.device)
-    optimizer = LARS(
-        parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm),
-        setting.lr,
+    settings = LARSSettings(
         momentum=o.momentum,
         weight_decay=o.weight_decay,
         trust_coefficient=o.trust_coefficient,
         nesterov=o.nesterov,
         lr_in_momentum=o.lr_in_momentum,
     )
+    groups = parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm)
+    optimizer = LARS(groups, setting.lr, settings)
 
     def blank(network: nn.Module) -> torch.Tensor:
         sizes = [view.size for view in data.views(config)]

@@ -10,7 +10,7 @@ from fastsuncet.kernels import self_test as prove
 from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet, sup_con
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.networks import give_gradients
@@ -61,7 +61,7 @@ def stepped(implementation, steps, *, capture=False):
     network = build_model("resnet18", stem="cifar").to(CARD, memory_format=torch.channels_last)
     groups = parameter_groups(network, exclude_bias_and_norm=True)
     lr = torch.full((), 0.3, device=CARD)
-    optimizer = LARS(groups, lr, weight_decay=1e-4, implementation=implementation)
+    optimizer = LARS(groups, lr, LARSSettings(weight_decay=1e-4), implementation=implementation)
     for p in network.parameters():
         p.grad = torch.zeros_like(p)
 

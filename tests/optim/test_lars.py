@@ -1,4 +1,8 @@
-"""LARS: the authors' trajectories, a plain twin, an oracle of its own, and no question to the host."""
+"""LARS against the authors' trajectories, timm and a NumPy oracle; its state; no host sync, also under a scaler."""
+
+import copy
+import io
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -7,36 +11,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timm.optim.lars import Lars as TimmLars
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsuncet.optim import LARS, parameter_groups
+from fastsuncet.models.resnet import build_model
+from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from tests.support.networks import give_gradients, tiny_network
 from tests.support.vectors import load_vectors
 
 IMPLEMENTATIONS = ("foreach", "reference")
-PROFILES = {  # the authors' two releases: what they pass, and which tensors LARS leaves alone
-    "v0_larc": ({}, lambda name: False),
-    "v1_lars": ({"lr_in_momentum": True}, lambda name: "bias" in name or "bn" in name),
-    "v1_lars_nesterov": (
-        {"lr_in_momentum": True, "nesterov": True},
-        lambda name: "bias" in name or "bn" in name,
-    ),
+# The authors' two releases: their settings, and the parts of a name that LARS leaves alone.
+PROFILES = {
+    "v0_larc": ({}, ()),
+    "v1_lars": ({"lr_in_momentum": True}, ("bias", "bn")),
+    "v1_lars_nesterov": ({"lr_in_momentum": True, "nesterov": True}, ("bias", "bn")),
 }
+both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-# ----------------------------------------------------------------------------------------------------
-# against others
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def with_gradient(values, gradient, dtype=torch.float32):
+    p = nn.Parameter(torch.as_tensor(values, dtype=dtype).clone())
+    p.grad = torch.as_tensor(gradient, dtype=dtype) + torch.zeros_like(p)
+    return p
+
+
+def weights_and_momentum(network, optimizer):
+    return [x for p in network.parameters() for x in (p.detach(), optimizer.state[p]["momentum_buffer"])]
+
+
+def all_equal(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------ oracles
+@both
 @pytest.mark.parametrize("weight_decay", [1e-06, 0.01])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_five_steps_follow_the_authors_code(profile, weight_decay, implementation):
+def test_lars_takes_the_steps_of_the_authors(profile, weight_decay, implementation):
     vectors = load_vectors("vectors_lars")
     options, excluded = PROFILES[profile]
     parameters = {str(n): nn.Parameter(torch.tensor(vectors[f"p0/{n}"])) for n in vectors["names"]}
+    plain = [n for n in parameters if any(part in n for part in excluded)]
     groups = [
-        {"params": [p for n, p in parameters.items() if not excluded(n)]},
-        {"params": [p for n, p in parameters.items() if excluded(n)], "lars": False, "weight_decay": 0.0},
+        {"params": [p for n, p in parameters.items() if n not in plain]},
+        {"params": [parameters[n] for n in plain], "lars": False, "weight_decay": 0.0},
     ]
-    optimizer = LARS(groups, 0.0, weight_decay=weight_decay, implementation=implementation, **options)
+    settings = LARSSettings(weight_decay=weight_decay, **options)
+    optimizer = LARS(groups, 0.0, settings, implementation=implementation)
     for step, lr in enumerate(vectors["lrs"]):
         optimizer.set_lr(float(lr))
         for name, p in parameters.items():
@@ -47,91 +67,73 @@ def test_five_steps_follow_the_authors_code(profile, weight_decay, implementatio
             torch.testing.assert_close(p.data, expected, rtol=1e-14, atol=1e-15)
 
 
-def test_simclrs_own_formula_is_near_but_another():
-    """TF's LARS divides by |g + wd w| and has no eps: the same to first order in the decay, not the same."""
-    vectors = load_vectors("vectors_lars")
-    name = "fc.weight"
-    for weight_decay, near in ((1e-06, 1e-5), (0.01, 5e-2)):
-        p = nn.Parameter(torch.tensor(vectors[f"p0/{name}"]))
-        optimizer = LARS([p], 0.0, weight_decay=weight_decay, lr_in_momentum=True)
-        for step, lr in enumerate(vectors["lrs"]):
-            optimizer.set_lr(float(lr))
-            p.grad = torch.from_numpy(vectors[f"grad{step}/{name}"])
-            optimizer.step()
-        start = vectors[f"p0/{name}"]
-        theirs = vectors[f"simclr_tf_formula_wd{weight_decay}/step5/{name}"]
-        distance = np.linalg.norm(p.detach().numpy() - theirs) / np.linalg.norm(theirs - start)
-        assert 1e-9 < distance < near
-
-
-def test_steps_equal_timms_lars_where_the_two_conventions_meet():
-    torch.manual_seed(0)
+def test_lars_equals_timms_where_their_conventions_meet():
+    generator = torch.Generator().manual_seed(0)
     shapes = [(8, 3, 3, 3), (8,), (5, 8), (5,)]
-    ours, theirs = ([nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in shapes] for _ in range(2))
-    for a, b in zip(ours, theirs):
-        a.data.normal_()
-        b.data.copy_(a)
-    a_optimizer = LARS(ours, 0.3, momentum=0.9, weight_decay=1e-4)
-    b_optimizer = TimmLars(theirs, lr=0.3, momentum=0.9, weight_decay=1e-4, trust_coeff=0.001, eps=1e-8)
+    start = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    ours, theirs = ([nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    optimizers = (
+        LARS(ours, 0.3, LARSSettings(weight_decay=1e-4)),
+        TimmLars(theirs, lr=0.3, momentum=0.9, weight_decay=1e-4, trust_coeff=0.001, eps=1e-8),
+    )
     for _ in range(4):
         for a, b in zip(ours, theirs):
-            a.grad = torch.randn_like(a)
+            a.grad = torch.randn(a.shape, dtype=torch.float64, generator=generator)
             b.grad = a.grad.clone()
-        a_optimizer.step()
-        b_optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# oracle
-def oracle(w, g, b, *, lr, momentum, weight_decay, tc, eps, nesterov, lr_in_momentum, lars):
-    """One step in NumPy's float64: recipe 4.1 read line by line. Returns the new weight and momentum."""
+def oracle(w, g, b, lr, s):
+    """One step in NumPy's float64, as recipe 4.1 writes it. Returns the new weight and momentum."""
     w_norm, g_norm = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
-    if not lars:
-        d = g + weight_decay * w
+    if not s.lars:
+        d = g + s.weight_decay * w
     elif w_norm == 0 or g_norm == 0:
         d = g
     else:
-        d = (g + weight_decay * w) * tc * w_norm / (g_norm + weight_decay * w_norm + eps)
-    b = momentum * b + (lr * d if lr_in_momentum else d)
-    direction = ((lr * d if lr_in_momentum else d) + momentum * b) if nesterov else b
-    return w - (direction if lr_in_momentum else lr * direction), b
+        d = (g + s.weight_decay * w) * s.trust_coefficient * w_norm
+        d = d / (g_norm + s.weight_decay * w_norm + s.eps)
+    d = lr * d if s.lr_in_momentum else d
+    b = s.momentum * b + d
+    update = d + s.momentum * b if s.nesterov else b
+    return w - (update if s.lr_in_momentum else lr * update), b
 
 
-settings = st.fixed_dictionaries(
-    {
-        "lr": st.just(0.0) | st.floats(1e-3, 10),  # a smaller one makes weights whose squares are no float
-        "momentum": st.floats(0.05, 0.99),
-        "weight_decay": st.sampled_from([0.0, 1e-6, 1e-2]),
-        "nesterov": st.booleans(),
-        "lr_in_momentum": st.booleans(),
-        "lars": st.booleans(),
-    }
+settings = st.builds(
+    LARSSettings,
+    momentum=st.floats(0.05, 0.99),
+    weight_decay=st.sampled_from([0.0, 1e-6, 1e-2]),
+    nesterov=st.booleans(),
+    lr_in_momentum=st.booleans(),
+    lars=st.booleans(),
 )
+# A smaller rate would make weights whose squares underflow.
+rates = st.just(0.0) | st.floats(1e-3, 10)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@given(setting=settings, seed=st.integers(0, 2**32 - 1), zeros=st.lists(st.sampled_from("wg-"), max_size=4))
-def test_three_steps_follow_the_formula_with_any_setting_and_with_zero_norms(
-    implementation, setting, seed, zeros
-):
+@both
+@given(
+    lr=rates,
+    settings=settings,
+    seed=st.integers(0, 2**32 - 1),
+    zeros=st.lists(st.sampled_from("wg-"), max_size=4),
+)
+def test_lars_follows_the_formula_with_zero_norms(implementation, lr, settings, seed, zeros):
     rng = np.random.default_rng(seed)
     shapes = [(3, 2, 2, 2), (4,), (), (2, 3)]
     kinds = ["-"] * (4 - len(zeros)) + zeros
     weights = [rng.normal(size=s) * (kind != "w") for s, kind in zip(shapes, kinds)]
     buffers = [np.zeros(s) for s in shapes]
     parameters = [nn.Parameter(torch.tensor(w, dtype=torch.float64)) for w in weights]
-    options = {**setting, "tc": 0.001, "eps": 1e-8}
-    group = {"params": parameters, "lars": setting["lars"]}
-    optimizer = LARS(
-        [group], **{k: v for k, v in setting.items() if k != "lars"}, implementation=implementation
-    )
+    optimizer = LARS(parameters, lr, settings, implementation=implementation)
     for step in range(3):
         for i, (p, kind) in enumerate(zip(parameters, kinds)):
-            grad = rng.normal(size=shapes[i]) * (kind != "g" or step == 1)
-            weights[i], buffers[i] = oracle(weights[i], grad, buffers[i], **options)
-            p.grad = torch.tensor(grad, dtype=torch.float64)
+            gradient = rng.normal(size=shapes[i]) * (kind != "g" or step == 1)
+            weights[i], buffers[i] = oracle(weights[i], gradient, buffers[i], lr, settings)
+            p.grad = torch.tensor(gradient, dtype=torch.float64)
         optimizer.step()
     for p, w, b in zip(parameters, weights, buffers):
         np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-12, atol=1e-13)
@@ -139,31 +141,27 @@ def test_three_steps_follow_the_formula_with_any_setting_and_with_zero_norms(
 
 
 @given(seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-3, 1e3))
-def test_without_decay_the_step_does_not_feel_the_scale_of_the_gradient(seed, scale):
-    generator = torch.Generator().manual_seed(seed)
-    w, g = torch.randn(2, 7, 5, dtype=torch.float64, generator=generator)
-    stepped = []
-    for factor in (1.0, scale):
-        p = nn.Parameter(w.clone())
-        p.grad = factor * g
-        LARS([p], 0.5, momentum=0.0, eps=0.0).step()
-        stepped.append(p.detach() - w)
-    torch.testing.assert_close(stepped[0], stepped[1], rtol=1e-11, atol=0)
-    # Its length is lr x trust x |w|, straight down the gradient.
-    torch.testing.assert_close(stepped[0], -0.5 * 0.001 * w.norm() * g / g.norm(), rtol=1e-12, atol=1e-15)
+def test_lars_without_decay_ignores_the_gradients_scale(seed, scale):
+    w, g = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    p = with_gradient(w, scale * g, torch.float64)
+    LARS([p], 0.5, LARSSettings(momentum=0.0, eps=0.0)).step()
+    # The step's length is lr x trust_coefficient x |w|, straight down the gradient.
+    expected = -0.5 * 0.001 * w.norm() * g / g.norm()
+    torch.testing.assert_close(p.detach() - w, expected, rtol=1e-11, atol=1e-15)
 
 
-# ------------------------------------------------------------------------------- the two implementations
+# ---------------------------------------------------------------------------------------------- dtypes and rates
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
 )
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tolerance, memory_format):
+def test_lars_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tolerance, memory_format):
     networks = [tiny_network(dtype, memory_format) for _ in IMPLEMENTATIONS]
     for network, implementation in zip(networks, IMPLEMENTATIONS):
         groups = parameter_groups(network, exclude_bias_and_norm=True)
-        optimizer = LARS(groups, 0.2, weight_decay=1e-2, nesterov=True, implementation=implementation)
+        settings = LARSSettings(weight_decay=1e-2, nesterov=True)
+        optimizer = LARS(groups, 0.2, settings, implementation=implementation)
         for seed in range(3):
             give_gradients(network, seed)
             optimizer.step()
@@ -172,29 +170,22 @@ def test_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tolerance
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 2)
 
 
-def test_norms_of_float16_weights_do_not_overflow():
-    for implementation in IMPLEMENTATIONS:
-        p = nn.Parameter(torch.full((600, 600), 200.0, dtype=torch.float16))  # |w| = 120,000 > 65,504
-        p.grad = torch.full_like(p, 150.0)
-        LARS([p], 10.0, implementation=implementation).step()
-        assert torch.all(p == 198), (
-            implementation
-        )  # a step of 10 x 0.001 x 200, whatever the gradient's length
+@both
+def test_lars_float16_norms_do_not_overflow(implementation):
+    p = with_gradient(torch.full((600, 600), 200.0), 150.0, torch.float16)  # |w| = 120,000 > 65,504
+    LARS([p], 10.0, implementation=implementation).step()
+    assert torch.all(p == 198)  # a step of 10 x 0.001 x 200, whatever the gradient's length
 
 
-def test_a_model_of_mixed_dtypes_takes_one_step_each():
-    for implementation in IMPLEMENTATIONS:
-        parameters = [
-            nn.Parameter(torch.ones(4, dtype=t)) for t in (torch.float32, torch.float64, torch.float32)
-        ]
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        LARS(parameters, 100.0, implementation=implementation).step()
-        assert all(torch.allclose(p, torch.full_like(p, 0.9)) for p in parameters)
+@both
+def test_lars_steps_a_model_of_mixed_dtypes(implementation):
+    parameters = [with_gradient(torch.ones(4), 1, t) for t in (torch.float32, torch.float64, torch.float32)]
+    LARS(parameters, 100.0, implementation=implementation).step()
+    assert all(torch.allclose(p, torch.full_like(p, 0.9)) for p in parameters)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_learning_rate_on_the_device_does_what_a_number_does(implementation):
+@both
+def test_lars_takes_a_learning_rate_on_the_device(implementation):
     networks, rate = [tiny_network(), tiny_network()], torch.tensor(0.0)
     optimizers = [
         LARS(network.parameters(), lr, implementation=implementation)
@@ -208,3 +199,280 @@ def test_a_learning_rate_on_the_device_does_what_a_number_does(implementation):
     assert rate == 1.0 and optimizers[1].param_groups[0]["lr"] is rate
     for a, b in zip(*(network.parameters() for network in networks)):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------- host syncs
+class Calls(TorchDispatchMode):
+    """Records the operators that the dispatcher sees, without the profiler's marks around `step`."""
+
+    SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal", "masked_select")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function.namespace != "profiler":
+            self.names.append(function.overloadpacket.__name__)
+        return function(*arguments, **(keywords or {}))
+
+    @property
+    def syncs(self):
+        return [name for name in self.names if name in self.SYNCS]
+
+
+def calls_of_a_step(network, lr=0.1, exclude=False, scaler=(None, None), **options):
+    groups = parameter_groups(network, exclude_bias_and_norm=exclude)
+    implementation = options.pop("implementation", "auto")
+    optimizer = LARS(groups, lr, LARSSettings(**options), implementation=implementation)
+    give_gradients(network, 0)
+    optimizer.grad_scale, optimizer.found_inf = scaler
+    with Calls() as calls:
+        optimizer.step()
+    return calls
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_takes_few_calls_for_any_depth_and_no_sync(exclude, lr, nesterov):
+    small, large = (
+        calls_of_a_step(network, lr, exclude, nesterov=nesterov)
+        for network in (tiny_network(), build_model("resnet_tiny", stem="cifar"))
+    )
+    assert small.syncs == [] and small.names == large.names
+    assert len(small.names) <= 30, small.names
+
+
+def test_lars_does_not_sync_under_a_scaler():
+    scaler = (torch.tensor(8.0), torch.tensor(0.0))
+    assert calls_of_a_step(tiny_network(), torch.tensor(0.1), scaler=scaler).syncs == []
+    # The counter sees a sync where there is one: in the reference.
+    reference = calls_of_a_step(tiny_network(), implementation="reference")
+    assert len(reference.syncs) > len(list(tiny_network().parameters()))
+
+
+# ----------------------------------------------------------------------------------------------- mixed precision
+@both
+@pytest.mark.parametrize("lr_in_momentum", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_unscales_gradients(implementation, lr_in_momentum, nesterov):
+    networks = [tiny_network(torch.float64), tiny_network(torch.float64)]
+    settings = LARSSettings(weight_decay=1e-3, lr_in_momentum=lr_in_momentum, nesterov=nesterov)
+    for network, scale in zip(networks, (1.0, 1024.0)):
+        optimizer = LARS(network.parameters(), 0.7, settings, implementation=implementation)
+        for seed in range(2):
+            give_gradients(network, seed, scale)
+            if scale != 1:
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+            optimizer.step()
+    for a, b in zip(*(network.parameters() for network in networks)):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"lr_in_momentum": True, "nesterov": True}])
+def test_lars_skips_a_step_with_an_overflow(implementation, dtype, options):
+    network = tiny_network(dtype)
+    groups = parameter_groups(network, exclude_bias_and_norm=True)
+    settings = LARSSettings(weight_decay=1e-3, **options)
+    optimizer = LARS(groups, torch.tensor(0.7), settings, implementation=implementation)
+    give_gradients(network, 0)
+    optimizer.step()
+    before = copy.deepcopy(weights_and_momentum(network, optimizer))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+    for poison in (torch.inf, -torch.inf, torch.nan):
+        give_gradients(network, 1)
+        for p in network.parameters():
+            p.grad.flatten()[-1] = poison
+        optimizer.step()
+        assert all_equal(weights_and_momentum(network, optimizer), before), poison
+
+
+def test_lars_works_with_torchs_gradient_scaler():
+    network, plain = tiny_network(), tiny_network()
+    optimizer, expected = LARS(network.parameters(), 1.0), LARS(plain.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    for factor in (1.0, torch.inf, 2.0):
+        before = [p.clone() for p in network.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(factor * network(images).square().mean()).backward()
+        with Calls() as calls:
+            scaler.step(optimizer)
+        assert calls.syncs == []
+        scaler.update()
+        if factor == torch.inf:
+            assert scaler.get_scale() == 128
+            assert all_equal(network.parameters(), before)
+        else:
+            expected.zero_grad()
+            (factor * plain(images).square().mean()).backward()
+            expected.step()
+    for a, b in zip(network.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert not hasattr(optimizer, "found_inf")
+
+
+# --------------------------------------------------------------------------------------------------------- state
+@both
+@pytest.mark.parametrize("on_device", [False, True])
+def test_lars_saved_and_loaded_continues_bit_for_bit(implementation, on_device):
+    def rate(lr):
+        return torch.tensor(lr) if on_device else lr
+
+    network = tiny_network(memory_format=torch.channels_last)
+    settings = LARSSettings(weight_decay=1e-3)
+    optimizer = LARS(network.parameters(), rate(0.9), settings, implementation=implementation)
+    give_gradients(network, 0)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save((network.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+
+    again = tiny_network(memory_format=torch.channels_last)
+    again.load_state_dict(weights)
+    other = LARSSettings(weight_decay=0.5)
+    second = LARS(again.parameters(), rate(0.0), other, implementation=implementation)
+    (group,) = second.param_groups
+    buffers, held = [second.state[p]["momentum_buffer"] for p in again.parameters()], group["lr"]
+    second.load_state_dict(state)
+    (group,) = second.param_groups
+    # In place: a captured graph still points at the buffers and at the rate.
+    assert all(second.state[p]["momentum_buffer"] is b for p, b in zip(again.parameters(), buffers))
+    assert group["lr"] == pytest.approx(0.9) and (group["lr"] is held) == on_device
+    assert group["weight_decay"] == 1e-3
+    for seed in (1, 2):
+        for n, o in ((network, optimizer), (again, second)):
+            give_gradients(n, seed)
+            o.step()
+    assert all_equal(weights_and_momentum(again, second), weights_and_momentum(network, optimizer))
+
+
+def test_lars_state_has_the_keys_of_older_checkpoints():
+    (group,) = LARS(tiny_network().parameters(), 0.1).state_dict()["param_groups"]
+    keys = "lr momentum weight_decay trust_coefficient eps nesterov lr_in_momentum lars implementation params"
+    assert set(group) == set(keys.split())
+
+
+def test_lars_momentum_exists_before_the_first_step():
+    network = tiny_network(torch.bfloat16, torch.channels_last)
+    optimizer = LARS(network.parameters(), 0.1)
+    for p in network.parameters():
+        buffer = optimizer.state[p]["momentum_buffer"]
+        assert (buffer.stride(), buffer.dtype) == (p.stride(), p.dtype)
+        assert not buffer.any() and not buffer.requires_grad
+    assert len(optimizer.state_dict()["state"]) == 8
+
+
+def test_lars_loads_a_state_of_another_layout():
+    saved, loaded = tiny_network(), tiny_network(memory_format=torch.channels_last)
+    optimizer, second = LARS(saved.parameters(), 0.1), LARS(loaded.parameters(), 0.1)
+    give_gradients(saved, 0)
+    optimizer.step()
+    second.load_state_dict(optimizer.state_dict())
+    for a, b in zip(saved.parameters(), loaded.parameters()):
+        buffer = second.state[b]["momentum_buffer"]
+        assert buffer.stride() == b.stride() and torch.equal(buffer, optimizer.state[a]["momentum_buffer"])
+
+
+def test_lars_loading_keeps_the_implementation_and_zeroes_missing_momentum():
+    network = tiny_network()
+    file = LARS(network.parameters(), 0.1, implementation="reference").state_dict()
+    del file["state"][0]
+    optimizer = LARS(network.parameters(), 0.2, implementation="foreach")
+    give_gradients(network, 0)
+    optimizer.step()
+    optimizer.load_state_dict(file)
+    (group,) = optimizer.param_groups
+    assert (group["implementation"], group["lr"]) == ("foreach", 0.1)
+    assert not any(optimizer.state[p]["momentum_buffer"].any() for p in network.parameters())
+
+
+def test_lars_refuses_the_state_of_another_network():
+    other = LARS([nn.Parameter(torch.zeros(3, 2))], 0.1).state_dict()
+    expected = r"momentum buffer of shape \(3, 2\) for a parameter of shape \(2,\)"
+    with pytest.raises(ValueError, match=expected):
+        LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
+
+
+def test_lars_copied_steps_its_own_parameters():
+    pair = (network := tiny_network(), LARS(network.parameters(), 0.5))
+    twin, optimizer = copy.deepcopy(pair)
+    for n, o in (pair, (twin, optimizer)):
+        give_gradients(n, 0)
+        o.step()
+    assert all_equal(network.parameters(), twin.parameters())
+    assert not {id(p) for p in network.parameters()} & {id(p) for p in twin.parameters()}
+
+
+@both
+def test_lars_leaves_a_parameter_without_gradient(implementation):
+    still, moving = nn.Parameter(torch.ones(3)), with_gradient(torch.ones(3), 1)
+    optimizer = LARS([still, moving], 1.0, LARSSettings(weight_decay=0.1), implementation=implementation)
+    optimizer.step()
+    assert torch.all(still == 1) and torch.all(moving < 1)
+    optimizer.zero_grad()
+    optimizer.step()  # no parameter has a gradient
+
+
+def test_lars_runs_a_closure_with_gradients():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = LARS([p], 1.0)
+
+    def closure():
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3 and torch.all(p < 1)
+    assert optimizer.step() is None
+
+
+def test_lars_group_added_later_has_momentum_and_its_own_settings():
+    first, second = with_gradient(torch.ones(4), 1), with_gradient(torch.ones(4), 1)
+    optimizer = LARS([first], 1.0, LARSSettings(weight_decay=0.5))
+    optimizer.add_param_group({"params": [second], "lars": False, "weight_decay": 0.0, "lr": 0.25})
+    optimizer.step()
+    torch.testing.assert_close(second.data, torch.full((4,), 0.75))
+    torch.testing.assert_close(first.data, torch.full((4,), 0.999))
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"weight_decay": -1e-6}, "weight_decay and eps must not be negative"),
+        ({"eps": -1.0}, "weight_decay and eps must not be negative"),
+        ({"trust_coefficient": 0.0}, "trust_coefficient must be positive, got 0.0"),
+        ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+    ],
+)
+def test_lars_settings_out_of_range_are_refused(options, expected):
+    with pytest.raises(ValueError, match=f"LARS: {expected}"):
+        LARSSettings(**options)
+    with pytest.raises(ValueError, match=expected):
+        LARS([{"params": [nn.Parameter(torch.zeros(2))], **asdict(LARSSettings()), **options}], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"lr": torch.zeros(2)}, r"lr must be a number or a 0-dim tensor, got shape \(2,\)"),
+        ({"implementation": "triton"}, "'triton' is not one of auto, foreach, reference"),
+    ],
+)
+def test_lars_arguments_out_of_range_are_refused(options, expected):
+    with pytest.raises(ValueError, match=expected):
+        LARS([nn.Parameter(torch.zeros(2))], **{"lr": 0.1, **options})
+
+
+def test_lars_refuses_a_sparse_gradient():
+    embedding = nn.Embedding(7, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"shape \(7, 3\) has a sparse gradient"):
+        LARS(embedding.parameters(), 0.1).step()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fastsuncet.losses import nt_xent
-from fastsuncet.optim import lars_kernel
-from fastsuncet.optim.lars import LARS
+from fastsuncet.optim import LARS, LARSSettings, lars_kernel
 from pipelines.data_errors import DataError
 from tests.support.host_kernels import on_the_host
 from tools.bench import bench_lars, bench_loss, bench_pipeline, bench_step
@@ -127,7 +126,7 @@ def test_a_target_is_met_by_the_median_in_the_direction_asked():
 
 def test_our_lars_step_makes_no_list_of_the_size_of_the_network_on_a_cpu():
     params = bench_lars.parameters("resnet_tiny")
-    optimizer = LARS(params, 0.1, weight_decay=1e-6)
+    optimizer = LARS(params, 0.1, LARSSettings(weight_decay=1e-6))
     with Counter() as counter:
         optimizer.step()
     assert counter.peak < 0.2 * sum(p.nbytes for p in params)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, `
 from fastsuncet.distributed.launch import pick_device
 from fastsuncet.kernels.self_test import agrees
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS
+from fastsuncet.optim import LARS, LARSSettings
 from fastsuncet.optim.lars_kernel import prove
 from tools.bench.common import (
     Counter,
@@ -41,7 +41,7 @@ from tools.bench.common import (
 )
 from tools.bench.device_clock import CLOCK, captured, copying, launches, turns
 
-LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, TRUST, EPS = 0.1, 0.9, 1e-6, 1e-3, 1e-8
+LEARNING_RATE, SETTINGS = 0.1, LARSSettings(weight_decay=1e-6)
 OURS, REFERENCE, TIMM = "fastsuncet foreach", "fastsuncet reference", "timm Lars"
 KERNEL, GRAPH, LIMIT = (
     "fastsuncet kernel",
@@ -58,17 +58,17 @@ class LarcAroundSGD:
     """
 
     def __init__(self, params: list[Tensor]):
-        self.params, self.sgd = params, torch.optim.SGD(params, lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.params, self.sgd = params, torch.optim.SGD(params, lr=LEARNING_RATE, momentum=SETTINGS.momentum)
 
     @torch.no_grad()
     def step(self) -> None:
         # The gradients are put back: in training, backward would write new ones, here all contenders share them.
-        given = [p.grad for p in self.params]
+        s, given = SETTINGS, [p.grad for p in self.params]
         for p in self.params:
             w_norm, g_norm = p.norm(), p.grad.norm()
             if w_norm != 0 and g_norm != 0:
-                ratio = TRUST * w_norm / (g_norm + WEIGHT_DECAY * w_norm + EPS)
-                p.grad = (p.grad + WEIGHT_DECAY * p) * ratio
+                ratio = s.trust_coefficient * w_norm / (g_norm + s.weight_decay * w_norm + s.eps)
+                p.grad = (p.grad + s.weight_decay * p) * ratio
         self.sgd.step()
         for p, gradient in zip(self.params, given):
             p.grad = gradient
@@ -79,17 +79,16 @@ def contenders(params: list[Tensor], *, kernel: bool = False) -> dict[str, Calla
 
     `kernel`: our own kernel too, which runs on CUDA alone.
     """
-    rule = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
-    ours = {"trust_coefficient": TRUST, "eps": EPS, **rule}
-    theirs = {"trust_coeff": TRUST, "eps": EPS, **rule}
+    rule = {"momentum": SETTINGS.momentum, "weight_decay": SETTINGS.weight_decay}
+    theirs = {"trust_coeff": SETTINGS.trust_coefficient, "eps": SETTINGS.eps, **rule}
     found: dict[str, Any] = {}
     if kernel:
         # As a run has it, with the learning rate on the device: a graph reads today's.
         rate = torch.full((), LEARNING_RATE, device=params[0].device)
-        found[KERNEL] = LARS(params, rate, implementation="kernel", **ours)
+        found[KERNEL] = LARS(params, rate, SETTINGS, implementation="kernel")
     found |= {
-        OURS: LARS(params, LEARNING_RATE, implementation="foreach", **ours),
-        REFERENCE: LARS(params, LEARNING_RATE, implementation="reference", **ours),
+        OURS: LARS(params, LEARNING_RATE, SETTINGS, implementation="foreach"),
+        REFERENCE: LARS(params, LEARNING_RATE, SETTINGS, implementation="reference"),
         TIMM: Lars(params, LEARNING_RATE, **theirs),
         "timm Lars foreach": Lars(params, LEARNING_RATE, foreach=True, **theirs),
         "loop + SGD, as the authors": LarcAroundSGD(params),
