@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test lint format clean help
+.PHONY: demo test test-fast lint format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-# The same wheels a GPU user gets: torch from the registry is the CUDA build and runs on a CPU too, DALI runs its
-# CPU operators without a driver. The stamp is written last, so a broken install is tried again.
+# These are the wheels of a GPU machine: the CUDA build of torch also runs on a CPU, and DALI runs its CPU operators without
+# a driver. The stamp is written last, so that a broken install is tried again.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "fastsuncet needs Python 3.10 to 3.13; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -18,23 +18,30 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --upgrade pip
 	@echo "installing torch, DALI and the rest into $(VENV): about 6.5 GB, a few minutes ..."
 	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
-	@# Exact color in one operator, the same pixels in less time: a few seconds of a C++ compiler, and no loss without.
+	@# Optional: the color operator makes the same pixels in less time. It takes a few seconds of a C++ compiler.
 	@$(BIN)/python -m pipelines.dali.plugin || true
 	@touch $(READY)
 
 demo: $(READY)  ## train SimCLR and SimCLR + SuNCEt on real digits, under 5 minutes on two cores
 	$(BIN)/fastsuncet demo
 
-test: $(READY)  ## the whole test suite, CPU only
-	$(BIN)/python -m pytest
+# Two workers with one thread each: most tests are small, and torch's own threads would compete for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(READY)  ## ruff, check and format
+test: $(READY)  ## the whole test suite, CPU only
+	$(PYTEST) --durations=20
+
+test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra processes, under a minute
+	$(PYTEST) -m "not slow"
+
+lint: $(READY)  ## ruff (check and format) and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(READY)  ## let ruff fix what it can
+format: $(READY)  ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove the environment and every cache
+clean:  ## remove the environment and all caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

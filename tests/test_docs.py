@@ -1,0 +1,65 @@
+"""The README and the guides are true: their commands parse, and their configs, links, files and exit codes exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.commands.help import EXIT_CODES
+from fastsuncet.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text()
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of the page's ```bash blocks, with continued lines joined and comments removed."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+
+
+TRAIN = sorted({line for page in PAGES for line in commands(page) if "fastsuncet train" in line})
+
+
+@pytest.mark.parametrize("command", TRAIN)
+def test_docs_train_command_is_a_valid_config(command):
+    words = shlex.split(command.replace("$PWD", "/here"))
+    arguments = words[words.index("train") + 1 :]
+    load_config(ROOT / arguments[0], [word for word in arguments[1:] if not word.startswith("--")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_docs_local_links_and_files_exist(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:fastsuncet|pipelines|tests|configs|tools)/[\w/.-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_readme_tree_names_every_folder():
+    tree = README.split("## Where things are")[1].split("```")[1]
+    named = set(re.findall(r"(\w+)/", tree))
+    folders = {p.parent for package in ("fastsuncet", "pipelines") for p in (ROOT / package).glob("*/*.py")}
+    assert {folder.name for folder in folders} - named == set()
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_docs_list_every_exit_code_of_the_help():
+    running = (ROOT / "docs" / "running.md").read_text()
+    rows = {code.strip() for row in re.findall(r"^\| ([\d, ]+) \|", running, re.M) for code in row.split(",")}
+    codes = re.findall(r"^  (\d+) ", EXIT_CODES, re.M)
+    assert len(codes) >= 8 and set(codes) <= rows
+
+
+def test_docs_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), target
