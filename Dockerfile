@@ -32,7 +32,7 @@ COPY pipelines pipelines
 COPY configs configs
 COPY tools tools
 # What stays here is what a person names on the command line. The code is in site-packages: a second copy in the working
-# directory would be the one that `python -m fastsuncet`, and so every rank, imports. Modes are those of the checkout, and
+# directory would be the one that `python -m fastsuncet` imports. Modes are those of the checkout, and
 # a careful umask would keep other users out. runs/, the configs' default, is the mounted /runs; without a mount nobody
 # can write there and a run says so, instead of losing everything with the container.
 RUN sh tools/docker_install.sh project \

@@ -1,11 +1,22 @@
-"""How a run talks to whoever reads its log: one line at a time."""
+"""Print lines for the reader of a run's log, and start our command line in another process."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-# What is given to whatever has something to say. Progress.say keeps lines clear of a progress bar.
+# A function that prints one line. ProgressBar.say keeps lines clear of the bar.
 Say = Callable[[str], None]
 
 
 def say_line(line: str) -> None:
-    """Prints `line` and flushes: in a batch log, it must not come after the crash it explains, or never."""
+    """Print `line` and flush it: in a batch log it must come before the traceback that it explains."""
     print(line, flush=True)
+
+
+def cli_command() -> list[str]:
+    """Return the words that start `fastsuncet` in another process; append the arguments.
+
+    The process imports the same copy of `fastsuncet` and `pipelines` as this one, installed or not, and nothing from
+    the working directory; see `fastsuncet/__main__.py`.
+    """
+    return [sys.executable, str(Path(__file__).resolve().with_name("__main__.py"))]

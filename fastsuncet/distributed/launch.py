@@ -16,7 +16,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fastsuncet.console import cli_command
 from fastsuncet.errors import ConfigError, FastSuncetError, Preempted
 
 PORT = 29511
@@ -96,7 +96,7 @@ def expected_ranks(device: str) -> int:
 
 
 def start_ranks(arguments: list[str], status: Path) -> int:
-    """Runs `python -m fastsuncet ARGUMENTS` on every GPU of this machine; returns the exit code of the job.
+    """Runs `fastsuncet ARGUMENTS` on every GPU of this machine; returns the exit code of the job.
 
     `status` is the run's status file: after a signal the agent cannot tell a saved run from a killed one, the file can.
     """
@@ -126,7 +126,8 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         monitor_interval=0.5,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "fastsuncet", *arguments)
+        python, *words = cli_command()
+        elastic_launch(config, python)(*words, *arguments)
     except ChildFailedError as error:
         return exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
     except SignalException as stop:

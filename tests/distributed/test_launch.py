@@ -15,6 +15,8 @@ from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.stop_consensus import Vote
 from fastsuncet.errors import ConfigError
 from tests.support.ranks import PRELOADED, run_ranks
+from tests.support.runs import CONFIGS, SMALL
+from tests.test_main import shadow
 
 SLURM = {
     "SLURM_PROCID": "13",
@@ -87,27 +89,26 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         launch.pick_device("auto", 2)
 
 
-def _agent(folder: str, rank_program: str) -> None:
-    """`launch.start_ranks` in this process, for two ranks of a stand-in for `python -m fastsuncet`."""
+def _agent(folder: str, arguments: list[str], stand_in: str | None) -> None:
+    """Run `launch.start_ranks` for two ranks in this process; the text of `stand_in` replaces our command line."""
     os.chdir(folder)
     os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    package = Path("fastsuncet")
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(
-        f"import os, signal, sys, time\nassert sys.argv[1:] == ['train', 'x.yaml']\n{rank_program}\n"
-    )
+    if stand_in is not None:
+        program = f"import os, signal, sys, time\nassert sys.argv[1:] == {arguments}\n{stand_in}\n"
+        launch.cli_command = lambda: [sys.executable, "-c", program]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     torch.cuda.device_count = lambda: 2
-    sys.exit(launch.start_ranks(["train", "x.yaml"], Path("status.json")))
+    sys.exit(launch.start_ranks(arguments, Path("status.json")))
 
 
-def job_of_two(rank_program: str, folder: Path) -> multiprocessing.Process:
-    """The agent, its processes and their codes are torchrun's; a server that has torch imported forks the agent."""
+def job_of_two(
+    folder: Path, stand_in: str | None = None, arguments: tuple[str, ...] = ("train", "x.yaml")
+) -> multiprocessing.Process:
+    """Start the agent in `folder`, forked from a server that has imported torch already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_agent, args=(str(folder), rank_program))
+    process = context.Process(target=_agent, args=(str(folder), list(arguments), stand_in))
     process.start()
     return process
 
@@ -128,7 +129,7 @@ WAITS = "time.sleep(60)"  # and one in a collective, until the agent ends it by 
 )
 def test_the_job_ends_with_the_exit_code_of_the_rank_that_failed_first(first, other, code, tmp_path):
     program = f"if os.environ['RANK'] == '1': {first}\n{other}"
-    process = job_of_two(program, tmp_path)
+    process = job_of_two(tmp_path, program)
     process.join(120)
     assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
 
@@ -151,7 +152,7 @@ def test_a_kill_is_told_from_its_echo(failures, code):
 
 
 def test_a_job_whose_ranks_were_killed_before_they_had_saved_ends_as_killed_and_not_as_saved(tmp_path):
-    process = job_of_two("open(os.environ['RANK'], 'w').close(); time.sleep(60)", tmp_path)
+    process = job_of_two(tmp_path, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
     while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
         assert process.is_alive(), (tmp_path / "errors").read_text()
         time.sleep(0.05)
@@ -175,3 +176,18 @@ def test_all_ranks_hear_of_a_signal_to_one_of_them_at_the_same_step():
 def test_a_single_process_acts_on_a_signal_at_once():
     vote = Vote()
     assert [vote(False), vote(True)] == [False, True]
+
+
+def test_launch_two_ranks_train_in_a_folder_with_packages_of_our_names(tmp_path):
+    shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
+    overrides = (
+        "data.backend=torchvision",
+        "optimization.warmup=0",
+        "optimization.steps=2",
+        f"logging.folder={tmp_path}",
+    )
+    process = job_of_two(tmp_path, None, ("train", str(CONFIGS / "digits_demo.yaml"), *SMALL, *overrides))
+    process.join(240)
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()[-2000:]
+    (status,) = tmp_path.glob("*/status.json")
+    assert {"state": "done", "step": 2, "world_size": 2}.items() <= launch.read_status(status).items()

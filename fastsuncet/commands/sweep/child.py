@@ -7,10 +7,10 @@ breaks off the shutdown of torchrun's agent.
 
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
+from fastsuncet.console import cli_command
 from fastsuncet.distributed.signals import ASKING
 
 REFUSED = (2, 3, 4, 5, 130)  # a child's own reasons, asked to stop or not; see errors.py
@@ -35,8 +35,7 @@ class Children:
         Where we were asked to stop, a child that left without a reason of its own was stopped by that: 75, because the
         same command starts it again.
         """
-        command = [sys.executable, "-m", "fastsuncet", *arguments]
-        self._child = subprocess.Popen(command, start_new_session=True)
+        self._child = subprocess.Popen([*cli_command(), *arguments], start_new_session=True)
         while self._pending:  # one that came between the check before and this line
             self._child.send_signal(self._pending.pop(0))
         code = self._child.wait()

@@ -1,0 +1,40 @@
+"""The command line as a process, started in a folder that holds packages with the names of ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.console import cli_command
+
+ROOT = Path(__file__).parents[1]
+
+
+def shadow(folder: Path, *names: str) -> None:
+    """Put packages and modules into `folder` that raise at import."""
+    for name in names:
+        path = folder / (name if name.endswith(".py") else f"{name}/__init__.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("raise RuntimeError('imported from the working directory')")
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "pythonpath"),
+    [
+        (cli_command(), ("fastsuncet", "pipelines", "yaml.py"), None),
+        (cli_command(), ("fastsuncet", "pipelines"), f"{os.pathsep}{ROOT}"),  # an empty entry is the folder
+        ([sys.executable, "-m", "fastsuncet"], ("pipelines", "yaml.py"), str(ROOT)),
+    ],
+    ids=["child", "child, folder in PYTHONPATH", "-m"],
+)
+def test_main_imports_nothing_of_ours_from_the_working_directory(tmp_path, command, names, pythonpath):
+    shadow(tmp_path, *names)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if pythonpath is not None:
+        environment["PYTHONPATH"] = pythonpath
+    words = [*command, "train", "absent.yaml"]  # the code that is imported before this refusal is enough
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "absent.yaml" in done.stderr
