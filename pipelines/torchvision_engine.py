@@ -104,7 +104,9 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
     if view.grey[row]:
         image = F.rgb_to_grayscale(image, num_output_channels=3)
     if view.sigma[row] > 0:
-        window = augmentation.blur_window or int(blur_windows(view.sigma[row]))
+        window = augmentation.blur_window
+        if window == "auto":
+            window = int(blur_windows(view.sigma[row]))
         image = F.gaussian_blur(image, [window, window], [float(view.sigma[row])])
     return normalise(image, augmentation)
 

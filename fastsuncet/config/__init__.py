@@ -110,7 +110,7 @@ class Config(Sections):
         return Path(self.logging.folder).expanduser() / (self.logging.write_tag or "run")
 
     def canonical(self) -> dict[str, Any]:
-        """Every key, defaults included, in the types of JSON; `Config.model_validate` reads it back."""
+        """Every key, defaults included, in the types of JSON; `Config.from_values` reads it back."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
@@ -149,7 +149,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     problems += [_locate(problem, origins, shown) for problem in found]
     if problems:
         raise ConfigErrors(problems)
-    config = Config.model_validate(values)
+    config = Config.from_values(values)
     config._origins = origins
     return config
 
@@ -159,7 +159,7 @@ def _problems(values: dict[str, Any], invalid: set[str]) -> list[Problem]:
     sound.
     """
     try:
-        config = Sections.model_validate(values)
+        config = Sections.from_values(values)
     except ValidationError as error:
         problems, meant = field_problems(error, values)
     else:
@@ -177,7 +177,7 @@ def _problems(values: dict[str, Any], invalid: set[str]) -> list[Problem]:
             section = section.setdefault(part, {})
         if name not in section:
             section[name] = field_of(key).examples[0]
-    config = Sections.model_validate(sound)
+    config = Sections.from_values(sound)
     return problems + [Problem(key, text) for key, text in broken(config, invalid)]
 
 

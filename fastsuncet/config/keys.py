@@ -5,12 +5,12 @@ from typing import Any, Literal, get_args, get_origin
 
 from fastsuncet.config.problems import words
 from fastsuncet.config.schema import Sections, section_of
-from fastsuncet.config.types import Allowed
+from pipelines.sampling.augmentation import Allowed
 
 
 def _sections(name: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield name, dict(model.model_fields)
-    for key, field in model.model_fields.items():
+    yield name, dict(model.__pydantic_fields__)
+    for key, field in model.__pydantic_fields__.items():
         if below := section_of(field):
             yield from _sections(f"{name}.{key}" if name else key, below)
 
@@ -32,7 +32,7 @@ def allowed(key: str) -> str:
     if key in SECTIONS:
         return f"a section with the keys {words(SECTIONS[key], 'and')}"
     field = field_of(key)
-    own = [item.text for item in field.metadata if isinstance(item, Allowed)]
+    own = [item.words for item in field.metadata if isinstance(item, Allowed)]
     text = own[-1] if own else _in_words(field.annotation)
     return text + (", or null" if type(None) in get_args(field.annotation) else "")
 
@@ -41,7 +41,7 @@ def _in_words(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return words(get_args(annotation))
     parts = [part for part in get_args(annotation) if part is not type(None)]
-    own = [part.text for part in parts if isinstance(part, Allowed)]
+    own = [part.words for part in parts if isinstance(part, Allowed)]
     # Where a type is made from another one, its own words come last.
     return own[-1] if own else next((text for part in parts if (text := _in_words(part))), "")
 

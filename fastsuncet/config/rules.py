@@ -5,13 +5,14 @@ all of its keys are valid by themselves, so a typo never sets off a second messa
 place.
 """
 
-import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 from fastsuncet.config.problems import words
 from fastsuncet.config.schema import Sections
 from fastsuncet.config.types import PerRank
+from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 Breaks = Iterator[tuple[str, str]]
 RULES: list[tuple[tuple[str, ...], Callable[[Sections], Breaks]]] = []
@@ -146,26 +147,20 @@ def a_csv_split_has_a_csv(config: Sections) -> Breaks:
 
 
 @rule(
-    "data.augmentation.blur",
-    "data.augmentation.blur_sigma",
-    "data.augmentation.blur_window",
-    "data.augmentation.size",
+    *(f"data.augmentation.{each.name}" for each in fields(Augmentation)),
     "criterion.instance",
     "swav.small_size",
+    "swav.small_crops",
 )
-def the_blur_fits_the_view(config: Sections) -> Breaks:
-    """The border is mirrored once; a kernel that reaches past the mirror has no meaning."""
+def views_can_be_drawn(config: Sections) -> Breaks:
     a = config.data.augmentation
-    automatic = a.blur_window == "auto"
-    window = 2 * math.ceil(3 * a.blur_sigma[1]) + 1 if automatic else a.blur_window
-    small = config.criterion.instance == "swav" and config.swav.small_crops
-    size = min(a.size, config.swav.small_size) if small else a.size
-    if a.blur > 0 and window // 2 >= size:
-        yield (
-            "data.augmentation." + ("blur_sigma" if automatic else "blur_window"),
-            f"asks for a blur {window} pixels wide, which does not fit a view of {size} pixels; "
-            "make it smaller, or turn it off with blur: 0",
-        )
+    settings = {each.name: getattr(a, each.name) for each in fields(Augmentation)}
+    if config.criterion.instance == "swav" and config.swav.small_crops:
+        settings["size"] = min(a.size, config.swav.small_size)
+    try:
+        Augmentation(**settings)
+    except SettingsConflict as conflict:
+        yield f"data.augmentation.{conflict.key}", conflict.text
 
 
 @rule("criterion.instance", "swav.small_crops", "swav.small_size", "data.augmentation.size")

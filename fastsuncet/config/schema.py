@@ -11,38 +11,37 @@ A default is neutral, or the paper's value for both of its data sets. What diffe
 directory, and `~` is the home folder.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import Self
 
 from fastsuncet.config.types import (
+    AreaShares,
     BatchSize,
     Below,
-    BlurWindow,
     Count,
     CountOrZero,
     Datasets,
     Epochs,
     ImagesPerClass,
-    Mean,
     Momentum,
     Name,
     NotNegative,
     Numbers,
     Positive,
-    Probability,
-    Range,
     Section,
     Seed,
     Sha256,
     Share,
     ShareOrZero,
-    Shares,
-    Std,
-    Strength,
     Switch,
     Text,
 )
+from pipelines.sampling.augmentation import Augmentation
 
 
 class Meta(Section):
@@ -68,26 +67,12 @@ class Split(Section):
     seed: Seed = 0  # bernoulli: of that draw
 
 
-class Augmentation(Section):
-    """The training view, in the order of its operations. The defaults are the paper's for ImageNet.
+@pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class AugmentationSection(Augmentation):
+    """The training view: the settings of the pixels' own class."""
 
-    `strength` is s of the paper: brightness, contrast and saturation change by up to 0.8s, the hue by up to
-    0.2s of a turn.
-    """
-
-    size: Count = 224  # pixels, square
-    crop_scale: Shares = (0.08, 1.0)  # share of the image's area
-    crop_ratio: Range = (3 / 4, 4 / 3)  # width / height
-    flip: Probability = 0.5  # left-right
-    jitter: Probability = 0.8  # that the colours are jittered at all
-    strength: Strength = 1.0
-    grey: Probability = 0.2
-    blur: Probability = 0.5
-    blur_sigma: Range = (0.1, 2.0)  # pixels of the finished crop
-    blur_window: BlurWindow = "auto"  # pixels; auto: as wide as sigma asks for; 23: SimCLR's at 224
-    color: Literal["exact", "fast"] = "exact"  # exact: torchvision's contrast and hue; fast: one linear twist
-    mean: Mean = (0.0, 0.0, 0.0)  # of pixels in [0, 1]; the authors trained without normalisation
-    std: Std = (1.0, 1.0, 1.0)
+    def __post_init__(self) -> None:
+        """Leave what two settings mean together to `rules.py`, which can name the line."""
 
 
 class Data(Section):
@@ -120,7 +105,7 @@ class Data(Section):
     # Memory of a GPU's decoders: grown as images come, or at the start enough for the largest one of the index, which
     # takes 6 bytes a pixel of it on the GPU and 12 in the host's memory, for each thread of each stream.
     decoder_buffers: Literal["grown", "largest"] = "grown"
-    augmentation: Augmentation = Augmentation()
+    augmentation: AugmentationSection = AugmentationSection()
 
 
 class Model(Section):
@@ -184,7 +169,7 @@ class Swav(Section):
     freeze_steps: CountOrZero = 313  # updates before the prototypes move
     small_crops: CountOrZero = 6
     small_size: Count = 96  # pixels, square
-    small_scale: Shares = (0.05, 0.14)  # share of the image's area
+    small_scale: AreaShares = (0.05, 0.14)  # share of the image's area
 
 
 class Optimization(Section):
@@ -242,7 +227,7 @@ class Finetune(Section):
     nesterov: Switch = True
     weight_decay: NotNegative = 0.0
     accumulate: Count = 1  # passes an update: the same batch in less memory, BatchNorm over smaller parts
-    crop_scale: Shares = (0.08, 1.0)
+    crop_scale: AreaShares = (0.08, 1.0)
     write_tag: Name | None = None  # of the folder below the run's; null: the labels' and the checkpoint's
 
 
@@ -282,6 +267,12 @@ class Sections(BaseModel):
 
     model_config = Section.model_config
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """The sections of plain nested values. Raises pydantic's ValidationError."""
+        # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
+        return cls.model_validate_json(json.dumps(values))
+
     data: Data
     criterion: Criterion
     optimization: Optimization
@@ -297,7 +288,11 @@ class Sections(BaseModel):
     transfer: Transfer = Transfer()
 
 
-def section_of(field: Any) -> type[Section] | None:
+def section_of(field: Any) -> Any:
     """The section class a pydantic field holds, None for a plain value."""
     annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    return (
+        annotation
+        if isinstance(annotation, type) and issubclass(annotation, (Section, Augmentation))
+        else None
+    )

@@ -44,7 +44,7 @@ class PairedStream:
     ):
         self.index, self.arithmetic, self.place = index, arithmetic, place
         self.views = views(config)
-        self.labeled_view = augmentation(config)
+        self.labeled_view = config.data.augmentation
         seed, world_size = config.meta.seed, place.world_size
         self._unlabeled = self._labeled = None
         if self.views:
@@ -153,34 +153,11 @@ def loader_options(config: Config, place: Place) -> dict[str, Any]:
     }
 
 
-def augmentation(config: Config) -> Augmentation:
-    """A training view as the pixels know it: the paper's strength s becomes four factors (0.8s, 0.8s, 0.8s, 0.2s)."""
-    a = config.data.augmentation
-    return Augmentation(
-        size=a.size,
-        crop_scale=a.crop_scale,
-        crop_ratio=a.crop_ratio,
-        flip=a.flip,
-        jitter=a.jitter,
-        brightness=0.8 * a.strength,
-        contrast=0.8 * a.strength,
-        saturation=0.8 * a.strength,
-        hue=0.2 * a.strength,
-        grey=a.grey,
-        blur=a.blur,
-        blur_sigma=a.blur_sigma,
-        blur_window=None if a.blur_window == "auto" else a.blur_window,
-        color=a.color,
-        mean=a.mean,
-        std=a.std,
-    )
-
-
 def views(config: Config) -> tuple[Augmentation, ...]:
     """The views of an unlabeled image: two, or SwAV's two large and several small crops; none where labels are all."""
     if config.criterion.instance == "none":
         return ()
-    large = augmentation(config)
+    large = config.data.augmentation
     if config.criterion.instance != "swav":
         return (large, large)
     small = replace(large, size=config.swav.small_size, crop_scale=config.swav.small_scale)

@@ -166,7 +166,7 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
 def _of_checkpoint(loaded: checkpoint.Loaded, shown: Config) -> Encoder:
     source = str(loaded.path)
     try:
-        config = Config.model_validate(loaded.meta["config"])
+        config = Config.from_values(loaded.meta["config"])
     except (KeyError, ValidationError, ConfigErrors) as error:
         raise CheckpointError(
             f"{source} does not say what network it holds: its config is not one this version reads. It was written "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.config import Config
-from fastsuncet.data.paired_stream import augmentation, loader_options
+from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import all_gather_rows
 from fastsuncet.distributed.launch import Place
 from fastsuncet.models.resnet import Model
@@ -88,7 +88,7 @@ def embed_views(
     A view is drawn from (meta.seed, its number, the image's place in `indices`): the same on any number of ranks, and
     at every checkpoint.
     """
-    crop = replace(augmentation(config), jitter=0.0, grey=0.0, blur=0.0)
+    crop = replace(config.data.augmentation, jitter=0.0, grey=0.0, blur=0.0)
     mine, first = _block(indices, place)
     plan = PassPlan(
         index,

@@ -8,7 +8,7 @@ anything: a graph is a pure function of the arrays `pipelines.sampling.step_plan
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import nvidia.dali.fn as fn
@@ -141,10 +141,10 @@ def resize(image, size):
     return fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
 
 
-def blur(image, chosen, sigma, window: int | None):
+def blur(image, chosen, sigma, window: int | Literal["auto"]):
     if chosen:
         # 0 lets the operator size the kernel by sigma; a fixed 23 takes twice the time for < 0.03 levels.
-        image = fn.gaussian_blur(image, sigma=sigma, window_size=window or 0)
+        image = fn.gaussian_blur(image, sigma=sigma, window_size=0 if window == "auto" else window)
     else:
         image = image
     return image

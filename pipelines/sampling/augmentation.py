@@ -8,86 +8,139 @@ many ranks share it.
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Predicate
 
 CROP_TRIES = 10  # torchvision's RandomResizedCrop gives up after ten boxes that do not fit
-DRAWS_PER_ROW = (
-    32  # 20 for the tries, 2 for the corner, 9 for the rest, 1 spare: whole blocks of Philox's four words
-)
+# 20 for the tries, 2 for the corner, 9 for the rest, 1 spare: whole blocks of Philox's four words.
+DRAWS_PER_ROW = 32
+
+
+@dataclass(frozen=True)
+class Allowed(Predicate):
+    """The check of a value, and in words what it must be. pydantic applies the check of an annotation with one."""
+
+    words: str  # to follow "must be"
+
+
+Probability = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a probability from 0 to 1")]
+Amount = Annotated[float, Allowed(lambda x: 0 <= x < math.inf, "a number, 0 or more")]
+AreaShares = Annotated[
+    tuple[float, float],
+    Allowed(
+        lambda pair: 0 < pair[0] <= pair[1] <= 1,
+        "two shares of the image's area [low, high] with 0 < low <= high <= 1",
+    ),
+]
+Range = Annotated[
+    tuple[float, float],
+    Allowed(lambda pair: 0 < pair[0] <= pair[1] < math.inf, "two numbers [low, high] with 0 < low <= high"),
+]
+Color = tuple[float, float, float]
+
+
+def setting(default: Any, description: str) -> Any:
+    """Return a dataclass field with a default and its meaning, which the config's schema shows."""
+    return field(default=default, metadata={"description": description})
+
+
+class SettingsConflict(ValueError):
+    """Two valid settings of an augmentation that do not fit each other. `key` is the one to change."""
+
+    def __init__(self, key: str, text: str):
+        super().__init__(f"{key} {text}")
+        self.key, self.text = key, text
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The strengths of one view. The defaults are the paper's ImageNet recipe with colour strength s = 1.
+    """The settings of one view, in the order of its operations. The defaults are the paper's for ImageNet.
 
-    A colour strength x means a factor uniform in [max(0, 1-x), 1+x] (brightness, contrast, saturation) or a
-    rotation uniform in [-x, x] turns (hue), applied to a share `jitter` of the images in this fixed order.
-    torchvision draws the order per image; a fixed one costs a batched pipeline nothing and is the one
-    documented difference of recipe.
+    The color jitter changes brightness, contrast and saturation by a factor uniform in [max(0, 1-x), 1+x], where x is
+    `strength` times the setting, and turns the hue by an angle uniform in [-x, x] turns. All four apply to the same
+    share `jitter` of the images, in this fixed order. torchvision draws the order for each image; a fixed order costs
+    a batched pipeline nothing and is the one documented difference of recipe.
+
+    Raises ValueError for a setting outside its range, and SettingsConflict.
     """
 
-    size: int = 224  # pixels, square
-    crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the image's area
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
-    flip: float = 0.5  # probability
-    jitter: float = 0.8  # probability that the four colour factors below apply at all
-    brightness: float = 0.8
-    contrast: float = 0.8
-    saturation: float = 0.8
-    hue: float = 0.2  # turns
-    grey: float = 0.2  # probability
-    blur: float = 0.5  # probability
-    blur_sigma: tuple[float, float] = (0.1, 2.0)  # pixels of the finished crop
-    blur_window: int | None = (
-        None  # None: 2*ceil(3*sigma) + 1, which differs by < 0.03 grey levels from a fixed 23
+    size: Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")] = setting(
+        224, "side of the square view, in pixels"
     )
-    color: str = "exact"  # "exact": torchvision's contrast and hue; "fast": one linear twist (see color.py)
-    mean: tuple[float, float, float] = (
-        0.0,
-        0.0,
-        0.0,
-    )  # of pixels in [0, 1]; the recipe trains without normalisation
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    crop_scale: AreaShares = setting((0.08, 1.0), "area of the random crop, as a share of the image's")
+    crop_ratio: Range = setting((3 / 4, 4 / 3), "width / height of the random crop")
+    flip: Probability = setting(0.5, "probability of a left-right flip")
+    jitter: Probability = setting(0.8, "probability that the color jitter below applies")
+    strength: Annotated[float, Allowed(lambda x: 0 <= x <= 2.5, "a number from 0 to 2.5")] = setting(
+        1.0, "the paper's s: factor of the four color settings below"
+    )
+    brightness: Amount = setting(0.8, "largest change of the brightness factor at strength 1")
+    contrast: Amount = setting(0.8, "largest change of the contrast factor at strength 1")
+    saturation: Amount = setting(0.8, "largest change of the saturation factor at strength 1")
+    hue: Annotated[float, Allowed(lambda x: 0 <= x <= 0.5, "a number of turns from 0 to 0.5")] = setting(
+        0.2, "largest change of the hue at strength 1, in turns"
+    )
+    grey: Probability = setting(0.2, "probability of a gray image")
+    blur: Probability = setting(0.5, "probability of a Gaussian blur")
+    blur_sigma: Range = setting((0.1, 2.0), "standard deviation of the blur, in pixels of the finished crop")
+    blur_window: Annotated[
+        Literal["auto"] | int,
+        Allowed(
+            lambda w: w == "auto" or (w % 2 == 1 and 0 < w < 1000),
+            "auto, or an odd number of pixels below 1000",
+        ),
+    ] = setting(
+        "auto",
+        "width of the blur kernel, in pixels; auto: 2 * ceil(3 * sigma) + 1, within 0.03 gray levels of SimCLR's 23 "
+        "at size 224",
+    )
+    color: Annotated[Literal["exact", "fast"], Allowed(lambda c: c in ("exact", "fast"), "exact or fast")] = (
+        setting("exact", "exact: torchvision's contrast and hue; fast: one linear map of the colors")
+    )
+    mean: Annotated[
+        Color, Allowed(lambda c: all(map(math.isfinite, c)), "three numbers [red, green, blue]")
+    ] = setting(
+        (0.0, 0.0, 0.0), "subtracted from pixels in [0, 1]; the authors trained without normalization"
+    )
+    std: Annotated[
+        Color, Allowed(lambda c: all(0 < x < math.inf for x in c), "three numbers above 0 [red, green, blue]")
+    ] = setting((1.0, 1.0, 1.0), "divides pixels after the mean is subtracted")
 
     def __post_init__(self) -> None:
-        """Raises ValueError in words for a strength that no image could be drawn with."""
-        for name in ("flip", "jitter", "grey", "blur"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a probability between 0 and 1, not {getattr(self, name)}")
-        for name in ("brightness", "contrast", "saturation"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is a strength of 0 or more, not {getattr(self, name)}")
-        for name in ("crop_scale", "crop_ratio", "blur_sigma"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ValueError(f"{name} is a range (low, high) with 0 < low <= high, not {(low, high)}")
-        if self.size < 1:
-            raise ValueError(f"size is a number of pixels of 1 or more, not {self.size}")
-        if not 0 <= self.hue <= 0.5:
-            raise ValueError(f"hue is in turns, between 0 and 0.5, not {self.hue}")
-        if self.color not in ("exact", "fast"):
-            raise ValueError(f'color is "exact" or "fast", not {self.color!r}')
-        if min(self.std) <= 0:
-            raise ValueError(f"std is three numbers above 0, not {self.std}")
-        if self.blur_window is not None and (self.blur_window < 1 or self.blur_window % 2 == 0):
-            raise ValueError(f"blur_window is an odd number of pixels or None, not {self.blur_window}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            for allowed in getattr(each.type, "__metadata__", ()):
+                if not allowed.func(value):
+                    raise ValueError(f"{each.name} must be {allowed.words}, not {value!r}")
+        if self.strength * self.hue > 0.5:
+            raise SettingsConflict(
+                "hue", f"times strength is {self.strength * self.hue:g} turns; half a turn is the most"
+            )
         if self.blur and self.widest_blur // 2 >= self.size:
-            # The border is mirrored once; a kernel that reaches past the mirror has no torchvision meaning.
-            raise ValueError(
-                f"a blur {self.widest_blur} pixels wide does not fit an image of {self.size} pixels"
+            # The border is mirrored once. A kernel that reaches past the mirror has no torchvision meaning.
+            raise SettingsConflict(
+                "blur_sigma" if self.blur_window == "auto" else "blur_window",
+                f"asks for a blur {self.widest_blur} pixels wide, which does not fit a view of {self.size} pixels; "
+                "make it smaller, or turn it off with blur: 0",
             )
 
     @property
     def widest_blur(self) -> int:
-        """Pixels across the widest blur kernel this augmentation can ask for."""
-        return self.blur_window or int(blur_windows(np.array(self.blur_sigma[1])))
+        """Pixels across the widest blur kernel of this augmentation."""
+        return (
+            int(blur_windows(np.array(self.blur_sigma[1])))
+            if self.blur_window == "auto"
+            else self.blur_window
+        )
 
     @property
     def recolors(self) -> bool:
         """Whether any image of this view can have its colours changed, other than to grey."""
-        return self.jitter > 0 and max(self.brightness, self.contrast, self.saturation, self.hue) > 0
+        strongest = max(self.brightness, self.contrast, self.saturation, self.hue)
+        return self.jitter > 0 and self.strength * strongest > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +217,11 @@ def draw_view(
     draws = draws.reshape(len(sizes), DRAWS_PER_ROW)
     tries, (top, left, *rest) = draws[:, : 2 * CROP_TRIES], draws[:, 2 * CROP_TRIES :].T
     flip, jitter, brightness, contrast, saturation, hue, grey, blur, sigma, _spare = rest
-    jittered = jitter < augmentation.jitter
+    jittered, turns = jitter < augmentation.jitter, augmentation.strength * augmentation.hue
 
-    def factor(draw: np.ndarray, strength: float) -> np.ndarray:
-        drawn = between(draw, max(0.0, 1.0 - strength), 1.0 + strength)
+    def factor(draw: np.ndarray, amount: float) -> np.ndarray:
+        amount *= augmentation.strength
+        drawn = between(draw, max(0.0, 1.0 - amount), 1.0 + amount)
         return np.where(jittered, drawn, 1.0).astype(np.float32)
 
     return ViewParams(
@@ -176,7 +230,7 @@ def draw_view(
         brightness=factor(brightness, augmentation.brightness),
         contrast=factor(contrast, augmentation.contrast),
         saturation=factor(saturation, augmentation.saturation),
-        hue=np.where(jittered, between(hue, -augmentation.hue, augmentation.hue), 0.0).astype(np.float32),
+        hue=np.where(jittered, between(hue, -turns, turns), 0.0).astype(np.float32),
         grey=grey < augmentation.grey,
         sigma=np.where(blur < augmentation.blur, between(sigma, *augmentation.blur_sigma), 0.0).astype(
             np.float32

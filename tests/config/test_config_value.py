@@ -55,7 +55,7 @@ def test_a_config_survives_its_own_yaml_and_json():
     )
     Path("again.yaml").write_text(config.to_yaml())
     assert load_config("again.yaml") == config
-    assert Config.model_validate(json.loads(json.dumps(config.canonical()))) == config
+    assert Config.from_values(json.loads(json.dumps(config.canonical()))) == config
     assert "crop_scale: [0.08, 1.0]" in config.to_yaml()
 
 
@@ -63,7 +63,7 @@ def test_a_config_built_without_a_file_obeys_the_same_rules():
     values = load().canonical()
     values["optimization"]["start_lr"] = 9.0
     with pytest.raises(ConfigErrors, match="must not be above lr"):
-        Config.model_validate(values)
+        Config.from_values(values)
 
 
 def test_a_config_names_its_run_after_its_file_unless_it_has_a_name():
@@ -308,7 +308,7 @@ def test_whatever_the_sizes_they_add_up(
         },
         "optimization": {"lr": 1.0, "epochs": epochs, "warmup": warmup},
     }
-    config = Config.model_validate(values)
+    config = Config.from_values(values)
     steps = epochs * (images // (world_size * local))
     if round(warmup * (images // (world_size * local))) >= steps:  # rounded to steps, it is the whole run
         assert "must be shorter than the run" in located(config, world_size, images)
@@ -332,7 +332,7 @@ def test_whatever_the_sizes_they_add_up(
     # The same sizes, given for each process.
     values["criterion"]["unsupervised_batch_size"] = {"per_rank": local}
     values["criterion"]["supervised_imgs_per_class"] = {"per_rank": per_class}
-    assert Config.model_validate(values).resolve(world_size, images) == sizes
+    assert Config.from_values(values).resolve(world_size, images) == sizes
 
 
 @given(size=st.integers(2, 10**6), world_size=st.integers(2, 1000))
@@ -340,7 +340,7 @@ def test_every_number_that_is_offered_instead_fits(size, world_size):
     assume(size % world_size)
     values = load_values(size)
     with pytest.raises(ConfigErrors) as caught:
-        Config.model_validate(values).resolve(world_size, 10**7)
+        Config.from_values(values).resolve(world_size, 10**7)
     (text,) = [p.text for p in caught.value.problems if "cannot be shared" in p.text]
     sizes, counts = text.split("Either make it ")[1].split(", or use ")
     for number in re.findall(r"[\d,]+", sizes):

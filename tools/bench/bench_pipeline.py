@@ -193,7 +193,7 @@ def batches(contender: Contender, stored: Stored, batch: int) -> Iterator[Any]:
             data, batch, sampler=Endless(len(data)), num_workers=WORKERS, multiprocessing_context="fork"
         )
         return
-    window = 23 if contender.blur == "23" else None
+    window = 23 if contender.blur == "23" else "auto"
     color = contender.color if contender.ours else "exact"
     views = (Augmentation(color=color, blur_window=window),) * 2
     plan = Plan(index, UnlabeledSampler(len(index), batch, 1, seed=0), views, seed=0, role="bench")

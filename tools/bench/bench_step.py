@@ -135,7 +135,7 @@ class Bench:
         sections["meta"]["compile"] = True
         began = time.perf_counter()
         try:
-            step = Bench.like(self, Config.model_validate(sections)).ours(lambda _: self.batch)
+            step = Bench.like(self, Config.from_values(sections)).ours(lambda _: self.batch)
             step()
         except Exception as error:  # of a dozen kinds, by what is missing; the others are wanted all the same
             self.said.append(f"no {COMPILED!r}: {type(error).__name__}: {str(error).splitlines()[0]}")

@@ -116,7 +116,7 @@ def rungs(config: Config, bench: bench_step.Bench) -> dict[str, Callable[[], Cal
         sections = config.canonical()
         for name, value in values.items():
             sections["model" if name in sections["model"] else "meta"][name] = value
-        return bench_step.Bench.like(bench, Config.model_validate(sections))
+        return bench_step.Bench.like(bench, Config.from_values(sections))
 
     def tutorial(loss: Callable, **values: Any) -> Callable[[], Callable[[], Any]]:
         return lambda: changed(**values).plain(loss, tf32=True)
