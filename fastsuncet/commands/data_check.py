@@ -13,8 +13,9 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.cpu_count import decode_threads
-from fastsuncet.data.dataset import CIFAR, index_path
+from fastsuncet.data.dataset import index_path
 from pipelines.data_errors import BadImage
+from pipelines.datasets import cifar
 from pipelines.datasets import folders as datasets
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import ImageIndex
@@ -37,9 +38,10 @@ def check_config(config: Config, write: Write = print) -> None:
     if data.kind == "digits":
         _held("digits", digits(train=True), digits(train=False), write)
         return
-    if data.kind in CIFAR:
-        read, root = CIFAR[data.kind], Path(data.root).expanduser()
-        _held(str(root), read(root, train=True, download=data.download), read(root, train=False), write)
+    if data.kind in cifar.CLASSES:
+        root = Path(data.root).expanduser()
+        train = cifar.cifar(data.kind, root, download=data.download)
+        _held(str(root), train, cifar.cifar(data.kind, root, train=False), write)
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     folder = Path(data.root).expanduser() / data.train

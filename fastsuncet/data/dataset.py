@@ -15,16 +15,13 @@ from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
+from pipelines.datasets import cifar
 from pipelines.datasets import folders as datasets
-from pipelines.datasets.cifar10 import cifar10
-from pipelines.datasets.cifar100 import cifar100
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import load_index, save_index
 from pipelines.datasets.label_splits import Split, labeled_split
 from pipelines.datasets.shards import open_pack
-
-CIFAR = {"cifar10": cifar10, "cifar100": cifar100}
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,8 @@ def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] |
     data = config.data
     if data.kind == "digits":
         return digits(train=train)
-    if data.kind in CIFAR:
-        return CIFAR[data.kind](data.root, train=train, download=data.download and scan)
+    if data.kind in cifar.CLASSES:
+        return cifar.cifar(data.kind, data.root, train=train, download=data.download and scan)
     folder = Path(data.root).expanduser() / (data.train if train else data.validation)
     if train and data.pack is not None:
         index = _packed(config, folder, compare=scan)

@@ -1,111 +1,121 @@
-"""CIFAR as its authors publish it: Python batches, downloaded and verified or pointed at, or images in folders.
+"""CIFAR-10 and CIFAR-100 held in memory: the authors' files through torchvision, or folders of images.
 
-CIFAR-10 and CIFAR-100 differ in names and numbers only: those are a `Published`, the rest is here.
+torchvision compares the MD5 of every file with the published one before it unpickles any of them.
 """
 
-import os
+import http.client
+import socket
 import tarfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.cifar_batch import read_batch
-from pipelines.datasets.download import download as fetch
-from pipelines.datasets.download import sha256_of
 from pipelines.datasets.folders import image_folder
-from pipelines.datasets.image_headers import Progress
-from pipelines.datasets.in_memory import resident as hold
+from pipelines.datasets.in_memory import resident
 from pipelines.datasets.index import ImageIndex
 
+_FINE_LABELS = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+# In the order of the labels: CIFAR-100's fine labels. Both are in alphabetical order, so that folders of images get the
+# same numbers. Written here, because folders that older versions unpacked lack the authors' file of names.
+CLASSES = {
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "cifar100": tuple(_FINE_LABELS.split()),
+}
+_TIMEOUT = 60  # seconds without a byte
 
-@dataclass(frozen=True)
-class Published:
-    """What the authors put on their page, and what is in it."""
 
-    name: str  # for people
-    url: str
-    sha256: str  # of the archive
-    size: int  # bytes of the archive
-    folder: str  # that the archive unpacks to
-    train: tuple[str, ...]  # batches in it, in the authors' order
-    test: tuple[str, ...]
-    key: bytes  # under which a batch keeps its labels
-    classes: tuple[str, ...]  # in the order of the labels
-    largest: int  # bytes that no batch reaches
+def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = False) -> ImageIndex:
+    """Return the 50,000 training or 10,000 test images of `kind` ("cifar10", "cifar100"), uint8 32 x 32 RGB.
 
-    @property
-    def archive(self) -> str:
-        """The archive's file name."""
-        return self.url.rpartition("/")[2]
+    Uses the first of these that exists:
 
-    def open(
-        self, root: Path, *, train: bool, download: bool, resident: bool, progress: Progress | None
-    ) -> ImageIndex:
-        """The images of one part from what lies under `root`; see `cifar10`, whose words these are."""
-        names = self.train if train else self.test
-        for folder in (root, root / self.folder):
-            if (folder / names[0]).is_file():
-                return self._from_batches(folder, train)
-        images = root / ("train" if train else "test")
-        if images.is_dir():
-            return self._from_folders(images, resident, progress)
-        archive = root / self.archive
-        if download and not archive.exists():
-            fetch(self.url, archive, sha256=self.sha256, size=self.size, progress=progress)
-        if not archive.exists():
-            raise DataError(
-                f"no {self.name} under {root}: neither {self.folder}/ nor train/CLASS/ and test/CLASS/ nor "
-                f"{self.archive}; set root (data.root, transfer.root) to where it is, or download (data.download, "
-                f"transfer.download) to true"
-            )
-        self._unpack(archive, root / self.folder)
-        return self._from_batches(root / self.folder, train)
+    - the authors' Python files, in `root` or in `root`/cifar-10-batches-py (cifar-100-python), in their order;
+    - folders of images, `root`/train/CLASS/ and `root`/test/CLASS/, in order of their paths;
+    - the authors' archive in `root`, which is unpacked; with `download` it is fetched first.
 
-    def _from_batches(self, folder: Path, train: bool) -> ImageIndex:
-        names = self.train if train else self.test
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise DataError(f"{folder} lacks {', '.join(missing)}: unpack {self.archive} again")
-        limits = {"key": self.key, "classes": len(self.classes), "largest": self.largest}
-        batches = [read_batch(folder / name, **limits) for name in names]
-        labels = np.concatenate([labels for _, labels in batches])
-        part = "train" if train else "test"
-        return ImageIndex(
-            root=None,
-            files=[f"{part}/{i:05d}" for i in range(len(labels))],
-            labels=labels,
-            classes=self.classes,
-            sizes=np.full((len(labels), 2), 32, np.int32),
-            pixels=np.concatenate([pixels for pixels, _ in batches]),
+    Raises DataError for anything else, and for a file whose MD5 is not the published one: it is not opened.
+    """
+    # Imported late: it takes more than a second, and most data sets do without.
+    from torchvision import datasets
+    from torchvision.datasets.utils import check_integrity
+
+    root, part = Path(root).expanduser(), "train" if train else "test"
+    published = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[kind]
+    title = kind.upper().replace("CIFAR", "CIFAR-")
+    flat = (root / published.train_list[0][0]).is_file()
+    folder = root if flat else root / published.base_folder
+    if not folder.is_dir() and (root / part).is_dir():
+        return _from_folders(root / part, title, CLASSES[kind])
+
+    class Files(published):
+        base_folder = "." if flat else published.base_folder
+
+        def _load_meta(self) -> None:
+            """Skip the authors' file of class names: see CLASSES."""
+
+    archive = root / published.filename
+    try:
+        found = Files(root, train)
+    except RuntimeError:
+        if flat or not (download or check_integrity(archive, published.tgz_md5)):
+            raise DataError(_problem(title, folder, archive, published)) from None
+        found = _fetched(Files, root, train)
+    return ImageIndex(
+        root=None,
+        files=[f"{part}/{i:05d}" for i in range(len(found))],
+        labels=np.array(found.targets, np.int64),
+        classes=CLASSES[kind],
+        sizes=np.full((len(found), 2), 32, np.int32),
+        pixels=np.ascontiguousarray(found.data),
+    )
+
+
+def _from_folders(images: Path, title: str, classes: tuple[str, ...]) -> ImageIndex:
+    index = image_folder(images)
+    if index.classes != classes:
+        raise DataError(f"{images} has other class folders than {title}: {', '.join(index.classes[:12])}")
+    return resident(index)
+
+
+def _problem(title: str, folder: Path, archive: Path, published) -> str:
+    """Return why the authors' files cannot be used, and what to do."""
+    from torchvision.datasets.utils import check_integrity
+
+    remedy = "or set data.download (transfer.download) to true"
+    if folder.is_dir():
+        files = published.train_list + published.test_list
+        wrong = ", ".join(name for name, md5 in files if not check_integrity(folder / name, md5))
+        return (
+            f"{folder} is not {title} as published: missing, or with another MD5: {wrong}. Delete the folder and "
+            f"unpack {archive.name} again, {remedy}"
         )
+    if archive.exists():
+        return f"{archive} is not {title}'s archive: its MD5 is not {published.tgz_md5}. Delete it, {remedy}"
+    return (
+        f"no {title} under {folder.parent}: neither {folder.name}/ nor train/CLASS/ and test/CLASS/ nor "
+        f"{archive.name}. Set data.root (transfer.root) to the folder that holds one of them, {remedy}"
+    )
 
-    def _from_folders(self, images: Path, resident: bool, progress: Progress | None) -> ImageIndex:
-        index = image_folder(images, progress=progress)
-        if index.classes != self.classes:
-            raise DataError(
-                f"{images} has other class folders than {self.name}: {', '.join(index.classes[:12])}"
-            )
-        return hold(index, progress=progress) if resident else index
 
-    def _unpack(self, archive: Path, folder: Path) -> None:
-        """Writes the batches out of the archive. Raises DataError for any archive but the authors' own."""
-        digest = sha256_of(archive)
-        if digest != self.sha256:
-            raise DataError(
-                f"{archive} is not {self.name}'s archive: sha256 {digest}, not {self.sha256}; delete it"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        wanted = {f"{self.folder}/{name}": name for name in (*self.train, *self.test)}
-        # Members are read by name and written by us under names of ours: no path out of an archive is
-        # ever used.
-        with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                if member.name not in wanted or not member.isfile() or member.size > self.largest:
-                    continue
-                partial = folder / f".{wanted[member.name]}.{os.getpid()}.part"
-                partial.write_bytes(tar.extractfile(member).read())
-                os.replace(partial, folder / wanted.pop(member.name))
-        if wanted:
-            raise DataError(f"{archive} lacks {', '.join(wanted)}")
+def _fetched(dataset, root: Path, train: bool):
+    """Return torchvision's data set, downloaded if its archive is not in `root` already, and unpacked."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT)  # torchvision sets none: a silent server would hold every rank forever
+    try:
+        return dataset(root, train, download=True)
+    except (RuntimeError, OSError, EOFError, tarfile.TarError, http.client.HTTPException) as error:
+        raise DataError(
+            f"cannot download or unpack {dataset.url} in {root}: {error or type(error).__name__}. Run the same command "
+            f"again, or put {dataset.filename} there by other means"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)

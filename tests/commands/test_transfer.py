@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fastsuncet.checkpoint import atomic_files as files
 from fastsuncet.cli import main
@@ -22,9 +23,8 @@ from fastsuncet.evaluation.transfer_grid.outcome import keep
 from fastsuncet.evaluation.transfer_grid.tasks import open_task
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
-from pipelines.datasets.cifar10 import CIFAR10
+from pipelines.datasets.cifar import CLASSES
 from pipelines.loader import Loader
-from tests.pipelines.datasets.test_cifar10 import authors_pickle
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, small_config
 from tests.support.voc import write_voc
@@ -46,22 +46,21 @@ TEST_IMAGES = 23  # two ranks cannot share it evenly
 
 
 def write_cifar(root: Path) -> None:
-    """CIFAR-10's files with 100 training and 23 test images, whose brightness nearly tells their class."""
-    folder = root / CIFAR10.folder
-    folder.mkdir(parents=True)
+    """CIFAR-10 as folders of 100 training and 23 test images, whose brightness nearly tells their class."""
     draws = np.random.default_rng(3)
-    for name in (*CIFAR10.train, *CIFAR10.test):
-        rows = TEST_IMAGES if name in CIFAR10.test else 20
-        labels = np.arange(rows) % 10
-        pixels = draws.normal(25 * labels[:, None] + 10, 12, (rows, 3072)).clip(0, 255).astype(np.uint8)
-        (folder / name).write_bytes(authors_pickle(pixels, labels.tolist()))
+    for part, count in (("train", 100), ("test", TEST_IMAGES)):
+        for i in range(count):
+            folder = root / part / CLASSES["cifar10"][i % 10]
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = draws.normal(25 * (i % 10) + 10, 12, (32, 32, 3)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{i:03}.png")
 
 
 @pytest.fixture(scope="module")
 def bench_top(tmp_path_factory) -> Path:
     """A folder with data and a file of an encoder's weights."""
     top = tmp_path_factory.mktemp("transfer")
-    write_cifar(top / "data")
+    write_cifar(top / "data" / "cifar10")
     write_voc(top / "data", train=16, val=12, test=14)
     torch.manual_seed(1)
     torch.save(build_model("resnet_tiny", "torchvision", "imagenet").encoder.state_dict(), top / "tiny.pth")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from pipelines.datasets.cifar10 import CIFAR10
+from pipelines.datasets.cifar import CLASSES
 
 SIDE = 32
 COUNTS = {"train": 144, "test": 36}  # of each digit; scikit-learn has 144 and 35 or 36
@@ -24,7 +24,7 @@ def draw_digits(folder: Path, seed: int = 0) -> Path:
     shutil.rmtree(partial, ignore_errors=True)  # of a part whose time ran out
     generator = np.random.default_rng(seed)
     for part, count in COUNTS.items():
-        for digit, name in enumerate(CIFAR10.classes):
+        for digit, name in enumerate(CLASSES["cifar10"]):
             place = partial / part / name
             place.mkdir(parents=True)
             for number in range(count):

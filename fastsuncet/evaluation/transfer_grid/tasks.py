@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from fastsuncet.config import Config
-from fastsuncet.data.dataset import CIFAR, on_one_rank_first
+from fastsuncet.data.dataset import on_one_rank_first
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
 from pipelines.data_errors import DataError
+from pipelines.datasets.cifar import cifar
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.voc07 import part_of, voc07
 from pipelines.sampling.augmentation import uniform
@@ -67,8 +68,8 @@ def open_task(name: str, config: Config, place: Place) -> Task:
         images, test = (
             on_one_rank_first(
                 place,
-                lambda first, train=train: CIFAR[name](
-                    root, train=train, download=config.transfer.download and first
+                lambda first, train=train: cifar(
+                    name, root, train=train, download=config.transfer.download and first
                 ),
             )
             for train in (True, False)

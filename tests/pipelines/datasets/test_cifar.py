@@ -1,0 +1,224 @@
+"""CIFAR-10 and CIFAR-100 from the authors' files, their archive, a server and folders; files that are refused."""
+
+import hashlib
+import io
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchvision import datasets
+
+from fastsuncet.commands.data_check import check_config
+from fastsuncet.config import load_config
+from fastsuncet.data.dataset import open_images
+from fastsuncet.distributed.launch import join
+from pipelines.data_errors import DataError
+from pipelines.datasets.cifar import CLASSES, cifar
+from tests.pipelines.datasets.test_index import write_image
+from tests.support.runs import CONFIGS
+
+ROWS = 12  # images in a batch; the format does not fix it
+KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+class Published:
+    """Small files in the authors' format, whose MD5 torchvision is made to expect."""
+
+    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch):
+        self.kind, self.torchvision = kind, KINDS[kind]
+        self.folder = self.torchvision.base_folder
+        self.batches, self.files = {}, {}
+        for attribute in ("train_list", "test_list"):
+            names = [name for name, _ in getattr(self.torchvision, attribute)]
+            for name in names:
+                self.batches[name] = batch = self.batch(len(self.batches))
+                self.files[name] = pickle.dumps(batch, 2)
+            monkeypatch.setattr(self.torchvision, attribute, [[n, md5(self.files[n])] for n in names])
+        self.train = [name for name, _ in self.torchvision.train_list]
+        self.test = [name for name, _ in self.torchvision.test_list]
+        self.archive = archive_of({f"{self.folder}/{name}": data for name, data in self.files.items()})
+        monkeypatch.setattr(self.torchvision, "tgz_md5", md5(self.archive))
+
+    def batch(self, seed: int) -> dict:
+        draws = np.random.default_rng(seed)
+        pixels = draws.integers(0, 256, (ROWS, 3072), dtype=np.uint8)
+        if self.kind == "cifar10":
+            return {"data": pixels, "labels": draws.integers(0, 10, ROWS).tolist()}
+        coarse = draws.integers(0, 20, ROWS).tolist()
+        return {"data": pixels, "coarse_labels": coarse, "fine_labels": draws.integers(0, 100, ROWS).tolist()}
+
+    def labels(self, names: list[str]) -> list[int]:
+        key = "labels" if self.kind == "cifar10" else "fine_labels"
+        return [label for name in names for label in self.batches[name][key]]
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+def archive_of(members: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return stream.getvalue()
+
+
+@pytest.fixture
+def published(request, monkeypatch) -> Published:
+    def no_network(*_, **__):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    return Published(getattr(request, "param", "cifar10"), monkeypatch)
+
+
+each = pytest.mark.parametrize("published", KINDS, indirect=True)
+
+
+@each
+@pytest.mark.parametrize("flat", [False, True])
+def test_cifar_authors_files(published, tmp_path, flat):
+    """Pixels are planes of red, green and blue in the file; labels are the (fine) labels in the authors' order."""
+    published.write(tmp_path if flat else tmp_path / published.folder)
+    for train, names in ((True, published.train), (False, published.test)):
+        index = cifar(published.kind, tmp_path, train=train)
+        planes = np.concatenate([published.batches[name]["data"] for name in names])
+        assert np.array_equal(index.pixels, planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+        assert index.pixels.dtype == np.uint8 and index.pixels.flags.c_contiguous
+        assert index.labels.dtype == np.int64 and index.labels.tolist() == published.labels(names)
+        assert index.sizes.tolist() == [[32, 32]] * len(index) and index.root is None
+        assert index.name(7) == f"{'train' if train else 'test'}/00007"
+        assert index.classes == CLASSES[published.kind]
+
+
+class Trap:
+    def __reduce__(self):
+        return os.system, ("touch RAN",)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("harm", ["missing", "changed", "cut short", "hostile"])
+def test_cifar_refuses_other_files_unopened(published, tmp_path, monkeypatch, harm, flat):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path if flat else tmp_path / published.folder
+    published.write(folder)
+    path = folder / "data_batch_4"
+    content = path.read_bytes()
+    path.unlink()
+    if harm != "missing":
+        others = {"changed": content + b"!", "cut short": content[:-1], "hostile": pickle.dumps(Trap())}
+        path.write_bytes(others[harm])
+    with pytest.raises(
+        DataError, match=r"is not CIFAR-10 as published: .*: data_batch_4\. Delete the folder"
+    ):
+        cifar("cifar10", tmp_path)
+    assert not (tmp_path / "RAN").exists()
+
+
+@each
+def test_cifar_unpacks_an_archive_without_download(published, tmp_path):
+    (tmp_path / published.torchvision.filename).write_bytes(published.archive)
+    assert cifar(published.kind, tmp_path).labels.tolist() == published.labels(published.train)
+    (tmp_path / published.torchvision.filename).unlink()
+    assert len(cifar(published.kind, tmp_path, train=False)) == ROWS
+
+
+def test_cifar_continues_an_unpacking_that_was_killed(published, tmp_path):
+    (tmp_path / published.torchvision.filename).write_bytes(published.archive)
+    published.write(tmp_path / published.folder)
+    (tmp_path / published.folder / "data_batch_2").write_bytes(b"half")
+    assert cifar("cifar10", tmp_path).labels.tolist() == published.labels(published.train)
+
+
+@each
+def test_cifar_refuses_another_archive_unopened(published, tmp_path):
+    path = tmp_path / published.torchvision.filename
+    path.write_bytes(archive_of({"../escaped": b"!"}))
+    with pytest.raises(
+        DataError, match=rf"{path.name} is not CIFAR-100?'s archive: its MD5 is not .*Delete it"
+    ):
+        cifar(published.kind, tmp_path)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+class Response(io.BytesIO):
+    """What a server sends."""
+
+    def __init__(self, content: bytes, url: str):
+        super().__init__(content)
+        self.url, self.length = url, len(content)
+
+
+def test_cifar_downloads_once_and_only_when_asked(published, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"no CIFAR-10 under .*data\.root.*data\.download"):
+        cifar("cifar10", tmp_path)
+    asked = []
+
+    def urlopen(request):
+        asked.append(request.full_url)
+        return Response(published.archive, request.full_url)
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    for train in (True, True, False):
+        assert len(cifar("cifar10", tmp_path, train=train, download=True)) == (5 if train else 1) * ROWS
+    assert len(asked) == 2  # one for redirections and one for the file
+
+
+@pytest.mark.parametrize("sent", [b"half", OSError("no route to host")])
+def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monkeypatch, sent):
+    def urlopen(request):
+        if isinstance(sent, OSError):
+            raise sent
+        return Response(sent, request.full_url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("urllib.request.urlopen", urlopen)
+        with pytest.raises(
+            DataError, match=r"cannot download or unpack https://.*tar.gz in .*same command again"
+        ):
+            cifar("cifar10", tmp_path, download=True)
+    monkeypatch.setattr("urllib.request.urlopen", lambda r: Response(published.archive, r.full_url))
+    assert len(cifar("cifar10", tmp_path, download=True)) == 5 * ROWS
+
+
+@both
+def test_cifar_reads_folders_into_memory(kind, tmp_path):
+    for name in CLASSES[kind]:
+        write_image(tmp_path / "train" / name / "1.png", 32, 32)
+        write_image(tmp_path / "test" / name / "7.png", 32, 32)
+    train = cifar(kind, tmp_path)
+    count = len(CLASSES[kind])
+    assert train.pixels.shape == (count, 32, 32, 3) and train.labels.tolist() == list(range(count))
+    assert cifar(kind, tmp_path, train=False).name(0) == f"{CLASSES[kind][0]}/7.png"
+
+
+def test_cifar_refuses_folders_of_other_classes(tmp_path):
+    write_image(tmp_path / "train" / "zebra" / "1.jpg", 32, 32)
+    with pytest.raises(DataError, match="other class folders than CIFAR-10: zebra"):
+        cifar("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize("published", ["cifar100"], indirect=True)
+def test_cifar100_in_a_run_and_in_data_check(published, tmp_path):
+    published.write(tmp_path / published.folder)
+    keys = ("data.kind=cifar100", f"data.root={tmp_path}", "data.download=false", "data.split.fraction=0.5")
+    config = load_config(CONFIGS / "cifar10_suncet.yaml", keys)
+    with join("cpu") as place:
+        images = open_images(config, place, validation=True)
+    assert images.train.labels.tolist() == published.labels(["train"])
+    assert images.validation.labels.tolist() == published.labels(["test"])
+    lines = []
+    check_config(config, lines.append)
+    assert lines == [f"{tmp_path}: {ROWS} training and {ROWS} test images, decoded and held in memory"]
