@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet import __version__
-from fastsuncet.checkpoint import atomic_files as files
-from fastsuncet.checkpoint import serialization as contents
+from fastsuncet.checkpoint import atomic_files, serialization
 from fastsuncet.errors import CheckpointError
 from fastsuncet.versions import dali, installed
 
@@ -31,7 +30,7 @@ MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Checkpoint:
     """One verified checkpoint, on the CPU: `model` contiguous, `state` with the strides it was saved with."""
 
     step: int  # updates done
@@ -41,7 +40,7 @@ class Loaded:
     path: Path
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """Why this checkpoint cannot be used; another one may."""
 
 
@@ -56,7 +55,7 @@ def new_meta(step: int, meta: dict) -> dict:
     }
     if taken := sorted((record.keys() | {"sha256"}) & meta.keys()):
         raise ValueError(f"meta has {', '.join(taken)}: a checkpoint fills these in itself")
-    return record | contents.plain_json(meta)
+    return record | serialization.plain_json(meta)
 
 
 def versions() -> dict[str, str | None]:
@@ -89,12 +88,12 @@ def write(path: Path, model: dict[str, Tensor], state: dict, meta: dict) -> None
     sums[STATE] = _put(path / STATE, stream.getvalue())
     meta = meta | {"files": sums}
     meta["sha256"] = _own_sha256(meta)
-    files.write_synced(path / META, json.dumps(meta, indent=1).encode())
-    files.sync_folder(path)
+    atomic_files.write_synced(path / META, json.dumps(meta, indent=1).encode())
+    atomic_files.sync_folder(path)
 
 
 def _put(path: Path, payload: bytes | memoryview) -> dict:
-    return {"bytes": len(payload), "sha256": files.write_synced(path, payload)}
+    return {"bytes": len(payload), "sha256": atomic_files.write_synced(path, payload)}
 
 
 def _own_sha256(meta: dict) -> str:
@@ -106,18 +105,18 @@ def _own_sha256(meta: dict) -> str:
 
 
 def verify(path: Path, step: int | None = None) -> tuple[dict, bytes, bytes]:
-    """meta, and the bytes of the model and of the state, each as it was written. Raises Damaged.
+    """meta, and the bytes of the model and of the state, each as it was written. Raises DamagedCheckpoint.
 
     With `step` the folder must be that step's own, and no symbolic link. A newer format raises
     CheckpointError.
     """
     if step is not None and path.is_symlink():
-        raise Damaged("it is a symbolic link, and these are not followed")
+        raise DamagedCheckpoint("it is a symbolic link, and these are not followed")
     if not path.is_dir():
-        raise Damaged("there is no such folder")
+        raise DamagedCheckpoint("there is no such folder")
     meta = read_meta(path)
     if step is not None and meta["step"] != step:
-        raise Damaged(f"{META} is of step {meta['step']}: the folder was renamed")
+        raise DamagedCheckpoint(f"{META} is of step {meta['step']}: the folder was renamed")
     return meta, _payload(path / MODEL, meta), _payload(path / STATE, meta)
 
 
@@ -127,9 +126,11 @@ def read_meta(path: Path) -> dict:
         meta = json.loads(_read(path / META))
         intact = meta.pop("sha256") == _own_sha256(meta)
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{META} is not what was written ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpoint(
+            f"{META} is not what was written ({type(error).__name__}: {error})"
+        ) from error
     if not intact:
-        raise Damaged(f"{META} was changed after it was written: its sha256 is another")
+        raise DamagedCheckpoint(f"{META} was changed after it was written: its sha256 is another")
     if meta.get("format") != FORMAT:
         # Whole, but not ours to read: going back to an older checkpoint would throw away good work.
         raise CheckpointError(
@@ -139,16 +140,18 @@ def read_meta(path: Path) -> dict:
     sums = meta.get("files")
     complete = isinstance(sums, dict) and all(isinstance(sums.get(name), dict) for name in (MODEL, STATE))
     if type(meta.get("step")) is not int or not complete:
-        raise Damaged(f"{META} lacks its step, or the sums of {MODEL} and {STATE}")
+        raise DamagedCheckpoint(f"{META} lacks its step, or the sums of {MODEL} and {STATE}")
     return meta
 
 
 def _payload(path: Path, meta: dict) -> bytes:
     payload, sums = _read(path), meta["files"][path.name]
     if len(payload) != sums.get("bytes"):
-        raise Damaged(f"{path.name} has {len(payload)} bytes, {sums.get('bytes')} bytes were written")
+        raise DamagedCheckpoint(
+            f"{path.name} has {len(payload)} bytes, {sums.get('bytes')} bytes were written"
+        )
     if hashlib.sha256(payload).hexdigest() != sums.get("sha256"):
-        raise Damaged(f"{path.name} was changed after it was written: its sha256 is another")
+        raise DamagedCheckpoint(f"{path.name} was changed after it was written: its sha256 is another")
     return payload
 
 
@@ -156,13 +159,13 @@ def _read(path: Path) -> bytes:
     try:
         payload = path.read_bytes()
     except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from error
+        raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}") from error
     if not payload:
-        raise Damaged(f"{path.name} is empty")
+        raise DamagedCheckpoint(f"{path.name} is empty")
     return payload
 
 
-def parse(path: Path, meta: dict, model: bytes, state: bytes) -> Loaded:
+def parse(path: Path, meta: dict, model: bytes, state: bytes) -> Checkpoint:
     """The checkpoint in bytes that `verify` found good. Whoever wrote them: nothing in them is run."""
     try:
         tensors = safetensors.torch.load(model)
@@ -172,8 +175,8 @@ def parse(path: Path, meta: dict, model: bytes, state: bytes) -> Loaded:
     except MemoryError:
         raise
     except Exception as error:  # the hashes fit, so somebody made this; the parsers raise many types
-        raise Damaged(
+        raise DamagedCheckpoint(
             "its hashes fit, yet it holds something else than tensors and plain types "
             f"({type(error).__name__}). It was not made by fastsuncet; nothing in it was run"
         ) from error
-    return Loaded(meta["step"], tensors, plain, meta, path)
+    return Checkpoint(meta["step"], tensors, plain, meta, path)

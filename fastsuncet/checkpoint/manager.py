@@ -21,14 +21,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files, serialization
 from fastsuncet.checkpoint import format as snapshot
-from fastsuncet.checkpoint import serialization as contents
-from fastsuncet.checkpoint.format import Damaged, Loaded
+from fastsuncet.checkpoint.format import Checkpoint, DamagedCheckpoint
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 
-__all__ = ["Loaded", "good_ones", "load", "load_newest", "save"]
+__all__ = ["Checkpoint", "good_checkpoints", "load", "load_newest", "save"]
 
 LATEST = "latest"
 # Besides the tensors: their names and shapes, the config. Only the check for free space uses it.
@@ -59,11 +58,11 @@ def save(
         raise ValueError(f"step {step} and keep {keep}: at least 0 and 1 are wanted")
     name = f"step_{step:08d}"
     meta = snapshot.new_meta(step, meta)
-    model, state = contents.model_tensors(model), contents.plain_state(state)
-    needed = contents.num_bytes([model, state]) + OVERHEAD
+    model, state = serialization.model_tensors(model), serialization.plain_state(state)
+    needed = serialization.num_bytes([model, state]) + OVERHEAD
     try:
-        files.make_folder(folder)
-        with files.exclusive(folder / ".lock") as held:
+        atomic_files.make_folder(folder)
+        with atomic_files.exclusive(folder / ".lock") as held:
             if not held:
                 raise CheckpointError(
                     f"another process is writing a checkpoint in {folder}: two runs must not share a "
@@ -72,12 +71,12 @@ def save(
             _sweep(folder)
             _require_space(folder, name, needed)
             _install(folder, name, model, state, meta)
-            files.replace(folder / LATEST, f"{name}\n".encode())
+            atomic_files.replace(folder / LATEST, f"{name}\n".encode())
             _prune(folder, step, keep, say)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {name} ({_size(needed)}) could not be saved in {folder}: {error}. "
-            f"{files.advice(error)} The checkpoints before it are as they were; the same command continues "
+            f"{atomic_files.advice(error)} The checkpoints before it are as they were; the same command continues "
             "from them."
         ) from error
     return folder / name
@@ -93,7 +92,7 @@ def _install(folder: Path, name: str, model: dict[str, Tensor], state: dict, met
         if os.path.lexists(target):
             os.rename(target, old)
         os.rename(temporary, target)
-        files.sync_folder(folder)
+        atomic_files.sync_folder(folder)
     except BaseException:
         if os.path.lexists(old) and not os.path.lexists(target):
             os.rename(old, target)
@@ -106,7 +105,7 @@ def _remove_quietly(path: Path) -> None:
     """Clears up what no reader looks at. An error here is not worth a save, nor the error that led here:
     the next save sweeps again."""
     with contextlib.suppress(OSError):
-        files.remove(path)
+        atomic_files.remove(path)
 
 
 def _sweep(folder: Path) -> None:
@@ -120,7 +119,7 @@ def _sweep(folder: Path) -> None:
 
 def _require_space(folder: Path, name: str, needed: int) -> None:
     """Twice the size must be free: other things are being written to that disk as well, metrics for one."""
-    free = files.free_bytes(folder)
+    free = atomic_files.free_bytes(folder)
     if free < 2 * needed:
         raise CheckpointError(
             f"checkpoint {name} needs {_size(needed)}, and twice that ({_size(2 * needed)}) is to be free "
@@ -137,7 +136,7 @@ _read_back: dict[Path, tuple] = {}
 def _prune(folder: Path, step: int, keep: int, say: Say) -> None:
     """Removes checkpoints up to `step` beyond the `keep` newest good ones.
 
-    Damaged ones count for nothing and go when they are older than those. Later steps (a run that was set
+    DamagedCheckpoint ones count for nothing and go when they are older than those. Later steps (a run that was set
     back) are left alone until the run passes them.
     """
     found = [(n, path) for n, path in _checkpoints(folder) if n <= step and not path.is_symlink()]
@@ -149,7 +148,7 @@ def _prune(folder: Path, step: int, keep: int, say: Say) -> None:
             try:
                 _require_good(path, number)
                 good += 1
-            except (Damaged, CheckpointError, OSError) as fault:
+            except (DamagedCheckpoint, CheckpointError, OSError) as fault:
                 say(f"checkpoint: {path} is damaged and does not count among those kept: {fault}")
             continue
         _read_back.pop(path, None)
@@ -157,7 +156,7 @@ def _prune(folder: Path, step: int, keep: int, say: Say) -> None:
         try:
             # Renamed first: a kill while the files go must not leave what looks like a damaged checkpoint.
             os.rename(path, rubbish)
-            files.remove(rubbish)
+            atomic_files.remove(rubbish)
         except OSError as error:  # the save itself is complete
             say(f"checkpoint: {path} is old and could not be removed: {error}")
 
@@ -175,7 +174,7 @@ def _require_good(path: Path, step: int) -> None:
 
 def load_newest(
     folder: str | Path, *, expect: Callable[[dict], None] | None = None, say: Say = say_line
-) -> Loaded | None:
+) -> Checkpoint | None:
     """The checkpoint that `latest` names, else the newest good one; None where there has never been one.
 
     Each one passed over is said in one line. `expect(meta)` is called for the one chosen; what it raises is
@@ -190,7 +189,7 @@ def load_newest(
         return None
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints in {folder} cannot be listed: {error}. {files.advice(error)}"
+            f"checkpoints in {folder} cannot be listed: {error}. {atomic_files.advice(error)}"
         ) from error
     if named is not None:
         if named not in [number for number, _ in candidates]:
@@ -201,7 +200,7 @@ def load_newest(
     for number, path in candidates:
         try:
             loaded = snapshot.parse(path, *snapshot.verify(path, number))
-        except Damaged as fault:
+        except DamagedCheckpoint as fault:
             faults.append(f"{path.name}: {fault}")
             say(f"checkpoint: {path} cannot be used: {fault}")
             continue
@@ -218,16 +217,16 @@ def load_newest(
     )
 
 
-def load(path: str | Path) -> Loaded:
+def load(path: str | Path) -> Checkpoint:
     """The one checkpoint in folder `path`, whatever its name. Raises CheckpointError if it is not good."""
     path = Path(path)
     try:
         return snapshot.parse(path, *snapshot.verify(path))
-    except Damaged as fault:
+    except DamagedCheckpoint as fault:
         raise CheckpointError(f"checkpoint {path} cannot be used: {fault}") from fault
 
 
-def good_ones(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]:
+def good_checkpoints(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]:
     """(step, folder) of every good checkpoint, ascending; each one that is not is said in one line.
 
     Reads all of each from the disk. No folder, no checkpoint: an empty list. Raises CheckpointError for one in a newer
@@ -240,7 +239,7 @@ def good_ones(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]
         return []
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints in {folder} cannot be listed: {error}. {files.advice(error)}"
+            f"checkpoints in {folder} cannot be listed: {error}. {atomic_files.advice(error)}"
         ) from error
     return [(number, path) for number, path in sorted(candidates) if _is_good(path, number, say)]
 
@@ -248,7 +247,7 @@ def good_ones(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]
 def _is_good(path: Path, step: int, say: Say) -> bool:
     try:
         snapshot.verify(path, step)
-    except Damaged as fault:
+    except DamagedCheckpoint as fault:
         say(f"checkpoint: {path} cannot be used: {fault}")
         return False
     return True

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import broadcast_json
@@ -22,13 +22,13 @@ def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
         problem = None
         if place.first:
             try:
-                files.make_folder(folder)
-                if not stack.enter_context(files.exclusive(folder / ".running")):
+                atomic_files.make_folder(folder)
+                if not stack.enter_context(atomic_files.exclusive(folder / ".running")):
                     problem = (
                         f"another process is running in {folder}: stop it, or give this run another write_tag"
                     )
             except OSError as error:
-                problem = f"{folder} cannot be written: {error}. {files.advice(error)}"
+                problem = f"{folder} cannot be written: {error}. {atomic_files.advice(error)}"
         problem = broadcast_json(problem)
         if problem is not None:
             raise CheckpointError(problem)
@@ -47,7 +47,7 @@ class RunStatus:
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         try:
-            files.replace(self.path, json.dumps(record, indent=1).encode() + b"\n")
+            atomic_files.replace(self.path, json.dumps(record, indent=1).encode() + b"\n")
         except OSError as error:
             # A full disk has ended the run already, or will at the next save, with a message of its own.
             say_line(f"status: {self.path} cannot be written: {error}")

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastsuncet.checkpoint import atomic_files as files
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.commands import train as run
 from fastsuncet.commands.preview import preview
 from fastsuncet.config import Config, load_config
@@ -78,7 +77,7 @@ def demo(configs: Path, folder: Path, *, seed: int = 0, overrides: tuple[str, ..
     say_line("\n" + verdict(curves))
     picture = draw(curves, folder / f"demo_seed{seed}.png")
     numbers = {name: asdict(curve) for name, curve in curves.items()}
-    files.replace(picture.with_suffix(".json"), json.dumps(numbers, indent=1).encode() + b"\n")
+    atomic_files.replace(picture.with_suffix(".json"), json.dumps(numbers, indent=1).encode() + b"\n")
     say_line(f"\ncurves   {picture}, numbers beside it in {picture.stem}.json")
     say_line(f"views    {preview(config, folder / 'views.png')}")
     say_line(f"took     {time.perf_counter() - began:.0f} s")
@@ -91,7 +90,7 @@ def probe_checkpoints(config: Config, place: Place) -> Curve:
     model, _, _, _ = build(config, place, len(images.train.classes))
     updates, petaflops, accuracy = [], [], []
     for path in sorted((config.run_folder / "checkpoints").glob("step_*")):
-        loaded = checkpoint.load(path)
+        loaded = manager.load(path)
         model.load_state_dict(loaded.model)
         accuracy.append(probe(model, images, config, place))
         updates.append(loaded.step)

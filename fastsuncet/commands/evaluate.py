@@ -66,7 +66,7 @@ def evaluate(
             chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
             measure(config, kind, chosen, place)
         except RuntimeError as error:
-            raise launch.in_words(error) from error
+            raise launch.explain_error(error) from error
     return 0
 
 

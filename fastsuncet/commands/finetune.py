@@ -9,7 +9,7 @@ A finished folder is not trained again: its number is told once more. One that w
 import hashlib
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
@@ -50,14 +50,14 @@ def finetune(
     with launch.join(config.meta.device) as place, SignalFlag() as signals:
         set_determinism(config, place)
         if place.first:
-            files.remove(status)
+            atomic_files.remove(status)
         try:
             work(config, place, encoder or config.run_folder, step, every, signals)
         except Preempted as stop:
             RunStatus(status, place).write("preempted", None, str(stop))
             raise
         except RuntimeError as error:
-            raise launch.in_words(error) from error
+            raise launch.explain_error(error) from error
     return 0
 
 

@@ -9,7 +9,7 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
 
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
@@ -64,7 +64,7 @@ def train(config: Config, place: launch.Place) -> Trainer:
             status.write("preempted", trainer.step, str(stop))
             raise
         except BaseException as error:  # whatever ended the run, the file must not go on saying that it runs
-            error = launch.in_words(error)
+            error = launch.explain_error(error)
             status.write("failed", trainer.step, (str(error) or type(error).__name__).splitlines()[0])
             raise error
         status.write("done", trainer.step)
@@ -96,7 +96,7 @@ def start(config: Config, place: launch.Place, images: Images, folder: Path) -> 
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     trainer = Trainer(config, place, arithmetic, stream, images, folder, online_knn)
     if place.first:  # only now: a refused run must not overwrite the record of the one it was refused for
-        files.replace(folder / "config.yaml", config.to_yaml().encode())
+        atomic_files.replace(folder / "config.yaml", config.to_yaml().encode())
         for line in [*summary(config, place, images, arithmetic, stream), *stream.notes()]:
             say_line(line)
     return trainer

@@ -9,7 +9,7 @@ the best cell is trained once more on training and validation images and counted
 
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
@@ -45,14 +45,14 @@ def transfer(
         try:
             benches = open_benches(config, place, encoder, step, signals)
             if place.first:  # only now: what is refused leaves nothing behind
-                files.make_folder(status.parent)
+                atomic_files.make_folder(status.parent)
             word.write("running", None)
             walk_grid(benches, cells, share, signals)
         except Preempted as stop:
             word.write("preempted", None, str(stop))
             raise
         except BaseException as error:
-            error = launch.in_words(error)
+            error = launch.explain_error(error)
             word.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
             raise error
         word.write("done", None)

@@ -18,19 +18,19 @@ from torch.autograd.function import once_differentiable
 Group = dist.ProcessGroup | None
 
 
-def is_initialised() -> bool:
+def is_initialized() -> bool:
     """Whether this process is one of a group started by a launcher."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank(group: Group = None) -> int:
     """This process's place in `group`, 0 without one."""
-    return dist.get_rank(group) if is_initialised() else 0
+    return dist.get_rank(group) if is_initialized() else 0
 
 
 def world_size(group: Group = None) -> int:
     """W, 1 without a process group."""
-    return dist.get_world_size(group) if is_initialised() else 1
+    return dist.get_world_size(group) if is_initialized() else 1
 
 
 def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:

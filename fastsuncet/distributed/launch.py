@@ -219,7 +219,7 @@ def join(device: str) -> Iterator[Place]:
     dist.destroy_process_group()
 
 
-def in_words(error: BaseException) -> BaseException:
+def explain_error(error: BaseException) -> BaseException:
     """The error to show for `error`: where another rank went away, that is what happened, and its message says why."""
     if isinstance(error, RuntimeError) and re.search(
         r"Connection (closed|reset)|NCCL.*(remote|abort)", str(error)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fastsuncet.distributed.collectives import world_size
 
 
-class Vote:
-    """`stop = vote(requested)` once a step on every rank: True on all of them from the same step on.
+class StopConsensus:
+    """`stop = consensus.agree(requested)` once a step on every rank: True on all of them from the same step on.
 
     The vote of step k is returned at step k + 1 (at step k itself in a single process). CPU tensors go over gloo,
     so on a GPU nothing here touches the device or its stream.
@@ -22,7 +22,7 @@ class Vote:
         self._flag: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
-    def __call__(self, requested: bool) -> bool:
+    def agree(self, requested: bool) -> bool:
         if world_size() == 1:
             return requested
         decided = self.close()

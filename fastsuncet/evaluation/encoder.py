@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import format as snapshot
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint.format import META
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import Say, say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
@@ -57,7 +57,7 @@ def checkpoints_of(run: Path, say: Say = say_line) -> list[tuple[int, Path]]:
     `run` is a run's folder or the folder of its checkpoints. Raises CheckpointError where there is none.
     """
     folder = run / FOLDER if (run / FOLDER).is_dir() else run
-    good = checkpoint.good_ones(folder, say)
+    good = manager.good_checkpoints(folder, say)
     if not good:
         raise CheckpointError(
             f"{run} holds no checkpoint that can be used. A run saves its first one when checkpoint.every or "
@@ -77,7 +77,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False, say: Sa
             f"there is no {where}: --encoder takes a run's folder, one of its checkpoints, or a file of weights; "
             "without it the config's own run is taken, which `fastsuncet train` makes"
         )
-    if where.is_file() or (where / snapshot.META).is_file():
+    if where.is_file() or (where / META).is_file():
         if step is not None or every:
             kind = "file" if where.is_file() else "checkpoint"
             raise ConfigError(
@@ -86,7 +86,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False, say: Sa
         return [where]
     if step is None and not every:
         # Not the last of checkpoints_of: that would read every one of them from end to end.
-        newest = checkpoint.load_newest(where / FOLDER if (where / FOLDER).is_dir() else where, say=say)
+        newest = manager.load_newest(where / FOLDER if (where / FOLDER).is_dir() else where, say=say)
         if newest is not None:
             return [newest.path]
     good = dict(checkpoints_of(where, say))
@@ -108,7 +108,7 @@ def load_encoder(where: Path, config: Config, *, step: int | None = None, say: S
     """
     (found,) = choose(where, step=step, say=say)
     if found.is_dir():
-        return _of_checkpoint(checkpoint.load(found), config)
+        return _of_checkpoint(manager.load(found), config)
     weights = read_weights(found)
     library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
     module = _build(weights.name, library, weights.stem, weights.encoder, str(found))
@@ -163,7 +163,7 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
     return None
 
 
-def _of_checkpoint(loaded: checkpoint.Loaded, shown: Config) -> Encoder:
+def _of_checkpoint(loaded: manager.Checkpoint, shown: Config) -> Encoder:
     source = str(loaded.path)
     try:
         config = Config.from_values(loaded.meta["config"])
@@ -228,7 +228,7 @@ def _classifier(weight: Tensor, bias: Tensor) -> nn.Linear:
     return linear
 
 
-def _epoch(loaded: checkpoint.Loaded) -> float | None:
+def _epoch(loaded: manager.Checkpoint) -> float | None:
     """Epochs done: the checkpoint's own word, else what the run's metrics lines say of their steps."""
     if "epoch" in loaded.meta:
         return loaded.meta["epoch"]

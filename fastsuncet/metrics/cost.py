@@ -8,12 +8,12 @@ at 224.
 import time
 from dataclasses import dataclass, field
 
-from fastsuncet.metrics.energy import Meter
+from fastsuncet.metrics.energy import EnergyMeter
 from fastsuncet.models.flops import FLOP_PER_MAC
 
 
 @dataclass
-class Ledger:
+class RunCost:
     """Cumulative cost over all ranks and all restarts.
 
     `images` counts samples through the network (both views of an unlabeled image, and labeled images), `updates`
@@ -27,7 +27,9 @@ class Ledger:
     # Multiply-adds of all forward passes: a whole number, so that no restart rounds it.
     macs: int = 0
     seconds: float = 0.0
-    meter: Meter | None = None  # the same answer on every rank, None or not: with one, a tick is a collective
+    meter: EnergyMeter | None = (
+        None  # the same answer on every rank, None or not: with one, a tick is a collective
+    )
     joules: float | None = None
     _ticked: float = field(default_factory=time.perf_counter, repr=False)
 

@@ -18,7 +18,7 @@ import torch
 CAPACITY = 256  # steps whose events are kept: more than a host is ever ahead
 
 
-class DataWait:
+class DataTimer:
     """`begin()` before a batch is asked for, `end()` once it is handed over; `seconds()` since the last `restart()`.
 
     begin and end must be called on the stream that trains, outside of a CUDA graph's capture. Neither waits.

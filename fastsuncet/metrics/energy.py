@@ -13,8 +13,8 @@ import torch
 from fastsuncet.distributed.collectives import gather_json
 
 
-class Meter:
-    """`spent()` is the energy since it was last asked, over all ranks; `open_meter` makes one where all have a counter.
+class EnergyMeter:
+    """`spent()` is the energy since it was last asked, over all ranks; `open_energy_meter` makes one where all have a counter.
 
     The counter belongs to the GPU, so what else runs on it is counted as well, and ranks that share one GPU count it
     once.
@@ -51,7 +51,7 @@ class Meter:
             return None
 
 
-def open_meter(device: torch.device, nvml: Any = None) -> Meter | None:
+def open_energy_meter(device: torch.device, nvml: Any = None) -> EnergyMeter | None:
     """A meter for the GPUs of all ranks, or None on every rank if one of them has no counter. A collective.
 
     `nvml` is the module pynvml, by default the one that is installed.
@@ -60,7 +60,7 @@ def open_meter(device: torch.device, nvml: Any = None) -> Meter | None:
     return meter if all(gather_json(meter is not None)) else None
 
 
-def _of_gpu(device: torch.device, nvml: Any) -> Meter | None:
+def _of_gpu(device: torch.device, nvml: Any) -> EnergyMeter | None:
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -69,7 +69,7 @@ def _of_gpu(device: torch.device, nvml: Any) -> Meter | None:
     try:
         nvml.nvmlInit()
         # By identity: NVML numbers all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves, in any order.
-        meter = Meter(nvml, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        meter = EnergyMeter(nvml, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except nvml.NVMLError:  # no driver, or a slice of a GPU, which has no counter of its own
         return None
     return meter if meter.readable() else None

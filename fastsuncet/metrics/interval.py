@@ -5,12 +5,12 @@ import time
 import torch
 
 from fastsuncet.distributed.collectives import all_gather_rows
-from fastsuncet.metrics.data_timer import DataWait
+from fastsuncet.metrics.data_timer import DataTimer
 
 T = 2  # of unlabeled images and of labeled ones, in this order; `methods.terms` names them
 
 
-class Window:
+class MetricsInterval:
     """Losses summed on the device, and the first step at which each was not a number. T terms, W ranks.
 
     Nothing is read from the device until somebody asks, and then once for everything.
@@ -20,7 +20,7 @@ class Window:
         self.device = device
         self.sums = torch.zeros(T, dtype=torch.float64, device=device)  # (T,)
         self.first_bad = torch.full((T,), -1.0, dtype=torch.float64, device=device)  # (T,), -1 = none
-        self.wait = DataWait(device)  # `begin` before a batch is asked for, `end` once it is there
+        self.data_timer = DataTimer(device)  # `begin` before a batch is asked for, `end` once it is there
         self.restart()
 
     def restart(self) -> None:
@@ -32,7 +32,7 @@ class Window:
     def start_clock(self) -> None:
         """Measures speed from now on: after a restart, an evaluation, or whatever else is no training."""
         self.views = 0  # over all ranks
-        self.wait.restart()
+        self.data_timer.restart()
         self.started = time.perf_counter()
 
     def add(self, losses: torch.Tensor, step: int, views: int) -> None:
@@ -49,7 +49,7 @@ class Window:
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(W, T) sums and (W, T) first bad steps on the CPU, rank by rank; the longest wait, seconds. The one sync."""
-        wait = torch.tensor([self.wait.seconds()], dtype=torch.float64, device=self.device)
+        wait = torch.tensor([self.data_timer.seconds()], dtype=torch.float64, device=self.device)
         mine = torch.cat([self.sums, self.first_bad, wait])[None]  # (1, 2T + 1): one gather for everything
         sums, first_bad, waits = all_gather_rows(mine).cpu().split([T, T, 1], dim=1)
         return sums, first_bad, waits.max().item()

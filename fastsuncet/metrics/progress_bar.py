@@ -26,7 +26,7 @@ BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST", "C
 WIDE = 110  # columns from which there is room for a bar beside the numbers
 
 
-class Progress:
+class ProgressBar:
     """`progress.update(record)` once a metrics line; `progress.say(line)` for all else there is to tell.
 
     `record` is what MetricsWriter.write returned: "step" and any of FIELDS. A bar is drawn on standard error

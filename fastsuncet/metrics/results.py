@@ -19,8 +19,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.checkpoint import atomic_files as files
-from fastsuncet.checkpoint import serialization as contents
+from fastsuncet.checkpoint import atomic_files, serialization
 from fastsuncet.errors import FastSuncetError
 
 FOLDER = "results"  # in the run's folder
@@ -49,15 +48,15 @@ def write_result(run: Path, record: dict[str, Any]) -> Path:
 
     Raises ValueError or TypeError for a record that `read_results` would refuse, ResultError if the disk refuses.
     """
-    record = contents.plain_json(record, "result")
+    record = serialization.plain_json(record, "result")
     if fault := _fault(record):
         raise ValueError(f"write_result: {fault}")
     path = Path(run) / FOLDER / f"{name_of(run, record)}.json"
     try:
-        files.make_folder(path.parent)
-        files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+        atomic_files.make_folder(path.parent)
+        atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
     except OSError as error:
-        raise ResultError(f"{path} cannot be written: {error}. {files.advice(error)}") from error
+        raise ResultError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
     return path
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.trackers import TensorBoard, WeightsAndBiases
@@ -66,14 +66,14 @@ class MetricsWriter:
         if taken := [name for name in RESERVED if name in self.columns]:
             raise ValueError(f"columns name {', '.join(taken)}: every line has these")
         try:
-            files.make_folder(self.folder)
+            atomic_files.make_folder(self.folder)
             # Before the files are touched: a missing extra must not leave a run half set back.
             self._sinks = [TensorBoard(self.folder, resume_step)] if tensorboard else []
             if wandb:
                 self._sinks.append(WeightsAndBiases(wandb, self.folder, say))
             kept = _set_back(self.folder, resume_step, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
-            files.replace(self.folder / CSV, _table([["step", *self.columns], *rows]))
+            atomic_files.replace(self.folder / CSV, _table([["step", *self.columns], *rows]))
             self._jsonl = open(self.folder / JSONL, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
             self._csv = open(self.folder / CSV, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -109,8 +109,8 @@ class MetricsWriter:
     def sync(self) -> None:
         """Waits until every line is on the disk. Call it before a checkpoint, which promises them."""
         try:
-            files.sync(self._jsonl.fileno())
-            files.sync(self._csv.fileno())
+            atomic_files.sync(self._jsonl.fileno())
+            atomic_files.sync(self._csv.fileno())
         except OSError as error:
             raise self._refused(error) from error
         for sink in self._sinks:
@@ -132,7 +132,7 @@ class MetricsWriter:
 
     def _refused(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"metrics cannot be written in {self.folder}: {error}. {files.advice(error)} The same command "
+            f"metrics cannot be written in {self.folder}: {error}. {atomic_files.advice(error)} The same command "
             "continues from the last checkpoint."
         )
 
@@ -172,11 +172,11 @@ def _set_back(folder: Path, resume_step: int | None, say: Say) -> list[dict[str,
         # First there, then gone from here: a kill in between leaves them twice in the file nobody plots.
         with open(folder / SUPERSEDED, "ab", buffering=0) as stream:
             _append(stream, b"".join(moved))
-            files.sync(stream.fileno())
+            atomic_files.sync(stream.fileno())
         where = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
         note = f", {torn} of them torn" if torn else ""
         say(f"metrics: {where}; {len(moved)} later lines{note} moved to {folder / SUPERSEDED}")
-    files.replace(path, b"".join(kept_lines))
+    atomic_files.replace(path, b"".join(kept_lines))
     return kept
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fastsuncet.config import Config
 from fastsuncet.distributed.launch import Place
-from fastsuncet.metrics.progress_bar import Progress
+from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.metrics.writer import MetricsWriter
 from fastsuncet.training import methods
 
@@ -33,7 +33,7 @@ class Reporter:
         self.writer = self.progress = None
         if not place.first:
             return
-        self.progress = Progress(steps, step)
+        self.progress = ProgressBar(steps, step)
         self.writer = MetricsWriter(
             folder,
             columns(config) if names is None else names,

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
 from fastsuncet.console import Say
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, NumericalError
-from fastsuncet.metrics.cost import Ledger
-from fastsuncet.metrics.interval import Window
+from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.models.resnet import Model
 from fastsuncet.optim import LARS
 
@@ -31,10 +31,10 @@ def save(
     model: Model,
     optimizer: LARS,
     scaler: torch.amp.GradScaler,
-    window: Window,
-    sums: torch.Tensor,  # (W, T) of the window, from all ranks
+    interval: MetricsInterval,
+    sums: torch.Tensor,  # (W, T) of the interval, from all ranks
     extra: dict[str, Any],  # plain values that `restore` hands back
-    ledger: Ledger,
+    ledger: RunCost,
     images: str,  # fingerprint of the data set
     say: Say,
 ) -> None:
@@ -46,7 +46,7 @@ def save(
     state = {
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
-        "window": {"sums": sums, "steps": window.steps},
+        "window": {"sums": sums, "steps": interval.steps},
         "extra": extra,
     }
     meta = {
@@ -84,11 +84,11 @@ def save_together(
     keep: int,
     say: Say,
 ) -> None:
-    """`checkpoint.save` by rank 0 in `folder`/checkpoints; every rank leaves together, with or without an error."""
+    """`manager.save` by rank 0 in `folder`/checkpoints; every rank leaves together, with or without an error."""
     problem = None
     if place.first:
         try:
-            checkpoint.save(
+            manager.save(
                 folder / FOLDER, step, model=model.state_dict(), state=state, meta=meta, keep=keep, say=say
             )
         except (
@@ -110,8 +110,8 @@ def restore(
     model: Model,
     optimizer: LARS,
     scaler: torch.amp.GradScaler,
-    window: Window,
-    ledger: Ledger,
+    interval: MetricsInterval,
+    ledger: RunCost,
     images: str,
     say: Say,
 ) -> tuple[int, dict[str, Any]]:
@@ -134,19 +134,19 @@ def restore(
     optimizer.load_state_dict(loaded.state["optimizer"])
     scaler.load_state_dict(loaded.state["scaler"])
     ledger.restore(loaded.meta["ledger"])
-    interval = loaded.state["window"]
-    window.restore(interval["sums"], interval["steps"], place.rank, place.world_size)
+    saved = loaded.state["window"]
+    interval.restore(saved["sums"], saved["steps"], place.rank, place.world_size)
     return loaded.step, loaded.state["extra"]
 
 
 def load_together(
     folder: Path, *, place: Place, expect: Callable[[dict[str, Any]], None], say: Say
-) -> checkpoint.Loaded | None:
-    """`checkpoint.load_newest` in `folder`/checkpoints, the same on every rank: rank 0 chooses, the others follow."""
+) -> manager.Checkpoint | None:
+    """`manager.load_newest` in `folder`/checkpoints, the same on every rank: rank 0 chooses, the others follow."""
     loaded, problem = None, None
     if place.first:
         try:
-            loaded = checkpoint.load_newest(folder / FOLDER, expect=expect, say=say)
+            loaded = manager.load_newest(folder / FOLDER, expect=expect, say=say)
         except CheckpointError as error:
             problem = error
     chosen = broadcast_json({"failed": problem is not None, "path": str(loaded.path) if loaded else None})
@@ -157,7 +157,7 @@ def load_together(
     if chosen["path"] is None:
         return None
     if loaded is None:
-        return checkpoint.load(chosen["path"])
+        return manager.load(chosen["path"])
     say(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
     return loaded
 

@@ -17,11 +17,11 @@ from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, upda
 from fastsuncet.distributed.collectives import broadcast, gather_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.distributed.stop_consensus import Vote
+from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import NumericalError, Preempted
-from fastsuncet.metrics.cost import Ledger
-from fastsuncet.metrics.energy import open_meter
-from fastsuncet.metrics.interval import Window
+from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics.energy import open_energy_meter
+from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import methods, state
 from fastsuncet.training.cuda_graph import Step
@@ -51,8 +51,8 @@ class Trainer:
         self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
         self.terms = methods.terms(config)
         self.cost = {on: update_macs(config, arithmetic, on) for on in (True, False)}
-        self.ledger = Ledger(meter=open_meter(place.device))
-        self.window = Window(place.device)
+        self.ledger = RunCost(meter=open_energy_meter(place.device))
+        self.interval = MetricsInterval(place.device)
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.fingerprint = images.fingerprint()
         self.replaced: set[int] = set()  # bad images met by any rank, in any life of the run
@@ -65,28 +65,28 @@ class Trainer:
     def run(self, signals: SignalFlag) -> None:
         """Trains to the last step. Raises Preempted once saved on a signal, NumericalError before anything is saved."""
         with Reporter(self.config, self.folder, self.arithmetic.steps, self.step, self.place) as self.out:
-            vote = Vote()
+            consensus = StopConsensus()
             self.ledger.start_clock()
-            self.window.start_clock()
+            self.interval.start_clock()
             if not self.evaluated:  # the run was stopped between the last step's end and its evaluation
                 self.evaluate()
                 self.save()
             while self.step < self.arithmetic.steps:
                 # ------------------------------------------------------------------------------------------ hot region
                 supervised = self.supervision.on(self.step)
-                self.window.wait.begin()
+                self.interval.data_timer.begin()
                 batch = self.stream(self.step, supervised)
-                self.window.wait.end()
+                self.interval.data_timer.end()
                 losses = self.update(batch, self.lr(self.step))  # step.train_step
                 views = self.arithmetic.update_samples(supervised)
-                self.window.add(losses, self.step, views)
+                self.interval.add(losses, self.step, views)
                 # ----------------------------------------------------------------- nothing above waits for the device
                 if self.supervision.add(losses[1], self.step):
                     self.out.say(f"{self.terms[1]} has plateaued: off from step {self.step + 1:,} on")
                 self.step += 1  # from here on, the updates done
                 self.ledger.add(views, self.cost[supervised])
                 last = self.step == self.arithmetic.steps
-                stop = vote(signals.requested is not None) and not last
+                stop = consensus.agree(signals.requested is not None) and not last
                 if last or self.step % self.config.logging.log_every == 0:
                     self.log()
                 self.evaluated = not self.due(self.config.evaluation.knn_every_epochs)
@@ -97,7 +97,7 @@ class Trainer:
                 if stop:
                     asked = signals.requested or "another rank"
                     raise Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
-            vote.close()
+            consensus.close()
 
     def lr(self, step: int) -> float:
         """The learning rate of `step`: a function of the step alone, so there is no scheduler to save."""
@@ -137,9 +137,9 @@ class Trainer:
 
     def log(self) -> None:
         """A metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
-        sums, first_bad, wait = self.window.read()
+        sums, first_bad, wait = self.interval.read()
         self.refuse_nonfinite(first_bad)
-        steps, seconds = self.window.steps, self.window.seconds()
+        steps, seconds = self.interval.steps, self.interval.seconds()
         means = zip(self.terms, (sums.mean(0) / steps).tolist())
         terms = {name: mean for name, mean in means if name != "none"}
         record = {
@@ -147,12 +147,12 @@ class Trainer:
             "loss": sum(terms.values()),
             **terms,
             "lr": self.lr(self.step - 1),
-            "views_per_second": round(self.window.views / seconds, 1),
+            "views_per_second": round(self.interval.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
             "replaced_images": self.count_replaced(),
         }
         self.out.write("train", record)
-        self.window.restart()
+        self.interval.restart()
 
     def count_replaced(self) -> int:
         """How many distinct images could not be decoded so far, on any rank."""
@@ -165,7 +165,7 @@ class Trainer:
 
         Its time and energy are left out of the ledger: they hang on how many labels a method has, and are not its cost.
         """
-        self.window.read()  # waits for the steps still under way, which are
+        self.interval.read()  # waits for the steps still under way, which are
         where = self.where()
         self.count_replaced()
         if not self.config.model.sync_batchnorm:
@@ -177,11 +177,11 @@ class Trainer:
         self.out.write("knn", {**where, "knn_accuracy": accuracy})
         self.evaluated = True
         self.ledger.start_clock()
-        self.window.start_clock()  # views/s is of training
+        self.interval.start_clock()  # views/s is of training
 
     def save(self) -> None:
         """A checkpoint, unless the weights it would hold came from a loss that was not a number."""
-        sums, first_bad, _ = self.window.read()
+        sums, first_bad, _ = self.interval.read()
         self.refuse_nonfinite(first_bad)
         state.require_finite_weights(self.model, self.step)
         self.count_replaced()
@@ -203,7 +203,7 @@ class Trainer:
             "model": self.model,
             "optimizer": self.optimizer,
             "scaler": self.setting.scaler,
-            "window": self.window,
+            "interval": self.interval,
             "ledger": self.ledger,
             "images": self.fingerprint,
         }

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastsuncet.checkpoint import atomic_files as files
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.errors import CheckpointError
 from tests.support.power_cut import watch
 
@@ -36,10 +35,10 @@ def content(step: int) -> dict:
 
 
 def save(folder: Path, step: int, keep: int = 2) -> Path:
-    return checkpoint.save(folder, step, keep=keep, **content(step))
+    return manager.save(folder, step, keep=keep, **content(step))
 
 
-def assert_whole(loaded: checkpoint.Loaded) -> None:
+def assert_whole(loaded: manager.Checkpoint) -> None:
     wanted = content(loaded.step)
     assert loaded.model.keys() == wanted["model"].keys()
     assert all(torch.equal(loaded.model[name], wanted["model"][name]) for name in loaded.model)
@@ -48,10 +47,10 @@ def assert_whole(loaded: checkpoint.Loaded) -> None:
     assert loaded.meta["ledger"] == wanted["meta"]["ledger"]
 
 
-def load_silently(folder: Path) -> checkpoint.Loaded:
+def load_silently(folder: Path) -> manager.Checkpoint:
     """The newest checkpoint, whole, found without passing over a damaged one."""
     lines = []
-    loaded = checkpoint.load_newest(folder, say=lines.append)
+    loaded = manager.load_newest(folder, say=lines.append)
     assert lines == []
     assert_whole(loaded)
     return loaded
@@ -102,7 +101,7 @@ def _save_and_die(folder: Path, step: int, keep: int, fatal: int, half: bool, pi
 
     for name in ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
         setattr(os, name, deadly(name, getattr(os, name)))
-    checkpoint.save(folder, step, keep=keep, **content(step))
+    manager.save(folder, step, keep=keep, **content(step))
     pipe.send(calls)
 
 
@@ -137,14 +136,14 @@ def test_kill_9_at_every_system_call_of_a_save_leaves_the_old_checkpoint_or_the_
             shutil.copytree(tmp_path / "before", folder)
             code, _ = in_a_child(folder, step, keep, fatal, half)
             assert code == -signal.SIGKILL
-            if not old and checkpoint.load_newest(folder) is None:
+            if not old and manager.load_newest(folder) is None:
                 found.add(None)
             else:
                 loaded = load_silently(folder)
                 found.add(loaded.step)
                 assert loaded.step in old | {step}
             for path in folder.glob("step_*"):  # what has a name is whole, also what was being removed
-                assert_whole(checkpoint.load(path))
+                assert_whole(manager.load(path))
             # The same command again: what the dead writer left is gone after the next save.
             save(folder, step + 1, keep=1)
             assert names(folder) == {".lock", "latest", f"step_{step + 1:08d}"}
@@ -154,7 +153,7 @@ def test_kill_9_at_every_system_call_of_a_save_leaves_the_old_checkpoint_or_the_
 
 
 def _save_for_ever(folder: Path) -> None:
-    loaded = checkpoint.load_newest(folder)
+    loaded = manager.load_newest(folder)
     step = 0 if loaded is None else loaded.step
     while True:
         step += 1
@@ -202,7 +201,7 @@ def test_a_power_cut_after_any_call_leaves_the_old_checkpoint_or_the_new_one(tmp
 
     def look(watched):
         for _, disk in watched.disks(disks):
-            loaded = checkpoint.load_newest(disk, say=pytest.fail)
+            loaded = manager.load_newest(disk, say=pytest.fail)
             found.add(loaded and loaded.step)
             if loaded is not None:
                 assert_whole(loaded)
@@ -263,7 +262,7 @@ def small_disk(tmp_path):
 @pytest.fixture
 def blind(monkeypatch):
     """The check for free space sees no end, as it does under a quota or with another writer beside it."""
-    monkeypatch.setattr(files, "free_bytes", lambda folder: 1 << 60)
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda folder: 1 << 60)
 
 
 def fill(folder: Path, leave: int) -> Path:
@@ -367,7 +366,7 @@ def _save_with_io_error(folder: Path, fatal: int, monkeypatch) -> tuple[str, lis
         for name in ("write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
             patch.setattr(os, name, failing(name, getattr(os, name)))
         try:
-            checkpoint.save(folder, 2, keep=1, say=lines.append, **content(2))
+            manager.save(folder, 2, keep=1, say=lines.append, **content(2))
         except CheckpointError as refusal:
             error = refusal
         else:

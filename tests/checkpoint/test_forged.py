@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint import format as snapshot
-from fastsuncet.checkpoint import manager as checkpoint
 from fastsuncet.errors import CheckpointError
 from tests.support.checkpoints import newest, save
 
@@ -30,7 +29,7 @@ def forge(path: Path, name: str, payload: bytes) -> None:
     meta = json.loads((path / "meta.json").read_text())
     del meta["sha256"]
     (path / name).unlink()
-    meta["files"][name] = {"bytes": len(payload), "sha256": files.write_synced(path / name, payload)}
+    meta["files"][name] = {"bytes": len(payload), "sha256": atomic_files.write_synced(path / name, payload)}
     meta["sha256"] = snapshot._own_sha256(meta)
     (path / "meta.json").write_text(json.dumps(meta))
 
@@ -48,7 +47,7 @@ def test_no_code_in_a_forged_checkpoint_is_run(tmp_path, monkeypatch, name, form
         (tmp_path / "forged").write_bytes(pickle.dumps({"state": Gadget(marker)}, protocol=2))
     forge(path, name, (tmp_path / "forged").read_bytes())
     with pytest.raises(CheckpointError, match=r"not made by fastsuncet") as caught:
-        checkpoint.load(path)
+        manager.load(path)
     assert "nothing in it was run" in str(caught.value)
     assert "weights_only=False" not in str(caught.value)  # torch's own advice
     step, lines = newest(run)
@@ -66,7 +65,7 @@ def test_a_state_that_is_no_dict_is_refused(tmp_path):
     torch.save([1, 2], tmp_path / "forged")
     forge(path, "train_state.pt", (tmp_path / "forged").read_bytes())
     with pytest.raises(CheckpointError, match="not made by fastsuncet"):
-        checkpoint.load(path)
+        manager.load(path)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import shutil
 import pytest
 import torch
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint import format as snapshot
-from fastsuncet.checkpoint import manager as checkpoint
 from fastsuncet.errors import CheckpointError
 from tests.support.checkpoints import corrupt, newest, save, steps
 
@@ -36,7 +35,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     if name != "meta.json" and how in ("truncated", "longer"):  # a full disk is told from a broken one
         assert "bytes were written" in lines[0]
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        checkpoint.load(path)
+        manager.load(path)
     save(tmp_path, 2)  # the run comes by again
     assert newest(tmp_path) == (2, [])
 
@@ -45,14 +44,14 @@ def test_no_flipped_bit_of_meta_json_goes_unnoticed(tmp_path):
     """Numbers, keys and values are still good JSON with a bit flipped; only a changed blank may pass."""
     save(tmp_path, 1)
     path = save(tmp_path, 2)
-    meta = checkpoint.load(path).meta
+    meta = manager.load(path).meta
     content = (path / "meta.json").read_bytes()
     noticed = 0
     for index in range(len(content)):
         flipped = bytearray(content)
         flipped[index] ^= 1 << index % 7
         (path / "meta.json").write_bytes(flipped)
-        loaded = checkpoint.load_newest(tmp_path, say=lambda line: None)
+        loaded = manager.load_newest(tmp_path, say=lambda line: None)
         if loaded.step == 1:
             noticed += 1
         else:
@@ -76,7 +75,7 @@ def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path):
     step, lines = newest(tmp_path)
     assert step == 1
     assert "is of step 2" in lines[0]
-    assert checkpoint.load(tmp_path / "step_00000009").step == 2  # asked for by name, it is what it is
+    assert manager.load(tmp_path / "step_00000009").step == 2  # asked for by name, it is what it is
 
 
 def test_one_good_checkpoint_is_found_behind_any_number_of_damaged_ones(tmp_path):
@@ -161,7 +160,7 @@ def test_a_symbolic_link_is_neither_followed_nor_removed_with_what_it_points_to(
     assert "symbolic link" in lines[0]
     save(folder, 3, keep=1)
     save(folder, 2)  # takes the place of the link
-    assert checkpoint.load(outside).step == 2
+    assert manager.load(outside).step == 2
     assert not (folder / "step_00000002").is_symlink()
 
 
@@ -178,7 +177,7 @@ def test_expect_sees_meta_and_its_refusal_is_no_reason_to_go_back(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
     seen = []
-    checkpoint.load_newest(tmp_path, expect=seen.append)
+    manager.load_newest(tmp_path, expect=seen.append)
     assert [(meta["step"], meta["ledger"]) for meta in seen] == [(2, {"images": 7})]
 
     def refuse(meta):
@@ -186,7 +185,7 @@ def test_expect_sees_meta_and_its_refusal_is_no_reason_to_go_back(tmp_path):
 
     lines = []
     with pytest.raises(CheckpointError, match=r"temperature was 0\.1"):
-        checkpoint.load_newest(tmp_path, expect=refuse, say=lines.append)
+        manager.load_newest(tmp_path, expect=refuse, say=lines.append)
     assert lines == []
 
 
@@ -245,7 +244,7 @@ def test_later_checkpoints_of_a_run_that_was_set_back_are_left_alone_until_it_pa
 
 def test_two_writers_in_one_folder_are_refused(tmp_path):
     save(tmp_path, 1)
-    with files.exclusive(tmp_path / ".lock") as held:
+    with atomic_files.exclusive(tmp_path / ".lock") as held:
         assert held
         with pytest.raises(CheckpointError, match="another process is writing"):
             save(tmp_path, 2)
@@ -264,7 +263,7 @@ def test_a_step_or_a_number_to_keep_that_makes_no_sense_is_refused(tmp_path, ste
 def test_tensors_on_a_gpu_come_back_with_the_same_bits_on_the_cpu(tmp_path):
     weight = torch.randn(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
     save(tmp_path, 1, model={"x": weight, "h": weight.half()}, state={"x": weight.bfloat16()})
-    loaded = checkpoint.load_newest(tmp_path)
+    loaded = manager.load_newest(tmp_path)
     assert torch.equal(loaded.model["x"], weight.cpu())
     assert torch.equal(loaded.model["h"], weight.half().cpu())
     assert torch.equal(loaded.state["x"], weight.bfloat16().cpu())

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from tests.support.checkpoints import save
 
 
@@ -44,7 +44,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 )
 def test_every_tensor_comes_back_with_the_same_bits_whatever_its_strides(tmp_path, tensor):
     save(tmp_path, 1, model={"x": tensor}, state={"x": tensor})
-    loaded = checkpoint.load_newest(tmp_path)
+    loaded = manager.load_newest(tmp_path)
     for back in (loaded.model["x"], loaded.state["x"]):
         assert back.shape == tensor.shape
         assert back.dtype == tensor.dtype
@@ -58,14 +58,14 @@ def test_optimizer_tensors_come_back_with_their_strides(tmp_path):
     """A channels-last momentum that came back NCHW would make every step after a resume slower."""
     momentum = torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)
     save(tmp_path, 1, state={"momentum": momentum})
-    assert checkpoint.load_newest(tmp_path).state["momentum"].stride() == momentum.stride()
+    assert manager.load_newest(tmp_path).state["momentum"].stride() == momentum.stride()
 
 
 def test_a_window_into_a_large_buffer_does_not_take_the_buffer_along(tmp_path):
     buffer = torch.randn(1_000_000)
     path = save(tmp_path, 1, model={"a": buffer[:10], "b": buffer[10:20]}, state={"c": buffer[20:30]})
     assert sum(file.stat().st_size for file in path.iterdir()) < 10_000
-    loaded = checkpoint.load(path)
+    loaded = manager.load(path)
     assert torch.equal(loaded.model["b"], buffer[10:20])
     assert torch.equal(loaded.state["c"], buffer[20:30])
 
@@ -89,7 +89,7 @@ def test_a_network_and_its_optimizer_continue_as_if_never_stopped(tmp_path):
         step(network, optimizer, number)
     save(tmp_path, 3, model=network.state_dict(), state={"optimizer": optimizer.state_dict()})
     again, again_optimizer = build()
-    loaded = checkpoint.load_newest(tmp_path)
+    loaded = manager.load_newest(tmp_path)
     again.load_state_dict(loaded.model)
     again_optimizer.load_state_dict(loaded.state["optimizer"])
     for number in range(3, 6):
@@ -113,7 +113,7 @@ plain = st.recursive(
 def test_any_nest_of_plain_types_comes_back_equal(state, tmp_path_factory):
     path = save(tmp_path_factory.mktemp("run"), 1, state=state)
     # repr tells 1 from True, -0.0 from 0.0, tuples from lists, and NaN equals itself.
-    assert repr(checkpoint.load(path).state) == repr(state)
+    assert repr(manager.load(path).state) == repr(state)
 
 
 class Colour(enum.IntEnum):
@@ -154,7 +154,7 @@ def test_keys_that_could_not_be_read_back_are_refused_with_their_path(tmp_path):
 
 def test_an_ordered_dict_is_stored_as_the_dict_it_is(tmp_path):
     save(tmp_path, 1, state=OrderedDict(b=1, a=2))
-    assert list(checkpoint.load_newest(tmp_path).state.items()) == [("b", 1), ("a", 2)]
+    assert list(manager.load_newest(tmp_path).state.items()) == [("b", 1), ("a", 2)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), math.inf])
@@ -191,7 +191,7 @@ def test_tensors_that_share_memory_are_refused_by_name_and_neighbours_are_not(tm
     with pytest.raises(ValueError, match="share memory"):
         save(tmp_path, 1, model={"left": weight[:, :2], "right": weight[:, 2:]})
     save(tmp_path, 1, model={"first": weight[:5], "second": weight[5:], "none": weight[:0]})
-    assert torch.equal(checkpoint.load_newest(tmp_path).model["second"], weight[5:])
+    assert torch.equal(manager.load_newest(tmp_path).model["second"], weight[5:])
 
 
 def test_meta_says_what_wrote_it_and_what_it_holds(tmp_path):
@@ -207,7 +207,7 @@ def test_meta_says_what_wrote_it_and_what_it_holds(tmp_path):
     assert set(meta["versions"]) >= {"fastsuncet", "python", "dali", "timm"}
     assert meta["files"]["train_state.pt"]["bytes"] == (path / "train_state.pt").stat().st_size
     assert meta["time"].endswith("+00:00")
-    assert checkpoint.load(path).meta["config"] == meta["config"]
+    assert manager.load(path).meta["config"] == meta["config"]
 
 
 def test_the_files_can_be_read_by_whoever_may_read_the_users_other_files(tmp_path):

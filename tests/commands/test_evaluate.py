@@ -8,7 +8,7 @@ import torch
 import torchvision
 
 from fastsuncet import cli
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from tests.support.ranks import run_ranks
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
         ledger = {"images": 64 * step, "updates": step, "petaflops": 0.001, "seconds": 2.5}
         meta = {"config": config.canonical(), "ledger": ledger, "world_size": 1, "images": "x"}
         where = config.run_folder / "checkpoints"
-        checkpoint.save(where, step, model=model.state_dict(), state={}, meta=meta, keep=9)
+        manager.save(where, step, model=model.state_dict(), state={}, meta=meta, keep=9)
     network = torchvision.models.resnet18(num_classes=10)
     torch.save(network.state_dict(), folder / "ten.pth")
     torch.save(torchvision.models.resnet18(num_classes=7).state_dict(), folder / "seven.pth")

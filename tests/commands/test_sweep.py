@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet import cli
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands import sweep
 from fastsuncet.commands.sweep import jobs
 from fastsuncet.commands.sweep.child import Children
@@ -309,7 +309,7 @@ def test_a_run_that_is_running_is_told_from_one_that_was_killed(held, words):
     folder = job.config.run_folder
     folder.mkdir(parents=True)
     (folder / "status.json").write_text('{"state": "running", "step": 1}')
-    with files.exclusive(folder / ".running") if held else contextlib.nullcontext():
+    with atomic_files.exclusive(folder / ".running") if held else contextlib.nullcontext():
         assert jobs.state(job).words == words
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.cli import main
 from fastsuncet.evaluation.transfer_grid import cell as cells_module
 from fastsuncet.evaluation.transfer_grid import run_grid as walk_module
@@ -222,7 +222,7 @@ def test_a_cell_that_another_process_trains_is_left_to_it(bench_top, tmp_path, w
     (cell,) = (whole / "digits_demo" / "transfer").glob("*/*/lr0.01-wd0.001")
     folder = tmp_path / cell.relative_to(whole)
     folder.mkdir(parents=True)
-    with files.exclusive(folder / ".running"):
+    with atomic_files.exclusive(folder / ".running"):
         assert command(bench_top, tmp_path) == 0
     told = capsys.readouterr().out
     assert "another process is at it: left" in told and "1 of 3 cells are not finished" in told

@@ -131,7 +131,7 @@ def test_a_smaller_group_counts_its_own_ranks(told):
 
 def test_one_process_without_a_group_is_the_world_of_one():
     x = torch.ones(2, 3, requires_grad=True)
-    assert (distributed.rank(), distributed.world_size(), distributed.is_initialised()) == (0, 1, False)
+    assert (distributed.rank(), distributed.world_size(), distributed.is_initialized()) == (0, 1, False)
     assert torch.equal(distributed.all_gather_rows(x), x) and not distributed.all_gather_rows(x).requires_grad
     assert torch.equal(distributed.reduce_scatter_rows(x), x)
     assert torch.equal(distributed.mean_over_ranks(x), x)

@@ -12,7 +12,7 @@ import torch
 
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import gather_json
-from fastsuncet.distributed.stop_consensus import Vote
+from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import ConfigError
 from tests.support.ranks import PRELOADED, run_ranks
 from tests.support.runs import CONFIGS, SMALL
@@ -74,12 +74,12 @@ def test_a_task_to_which_slurm_gave_one_gpu_of_its_own_takes_that_one(monkeypatc
 
 
 def test_a_lost_connection_is_told_as_what_it_is_and_other_errors_as_they_are():
-    lost = launch.in_words(
+    lost = launch.explain_error(
         RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
     )
     assert "another rank has ended" in str(lost)
     bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert launch.in_words(bug) is bug
+    assert launch.explain_error(bug) is bug
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
@@ -162,9 +162,9 @@ def test_a_job_whose_ranks_were_killed_before_they_had_saved_ends_as_killed_and_
 
 
 def _vote(rank: int, world_size: int) -> list:
-    vote = Vote()
-    answers = [vote(rank == 2 and step == 1) for step in range(5)]
-    vote.close()
+    consensus = StopConsensus()
+    answers = [consensus.agree(rank == 2 and step == 1) for step in range(5)]
+    consensus.close()
     return gather_json(answers)
 
 
@@ -174,8 +174,8 @@ def test_all_ranks_hear_of_a_signal_to_one_of_them_at_the_same_step():
 
 
 def test_a_single_process_acts_on_a_signal_at_once():
-    vote = Vote()
-    assert [vote(False), vote(True)] == [False, True]
+    consensus = StopConsensus()
+    assert [consensus.agree(False), consensus.agree(True)] == [False, True]
 
 
 def test_launch_two_ranks_train_in_a_folder_with_packages_of_our_names(tmp_path):

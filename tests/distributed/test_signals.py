@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.distributed import signals
 from fastsuncet.distributed.signals import ASKING, SignalFlag
 
@@ -110,13 +110,13 @@ def test_a_hail_of_sigterm_does_not_break_a_save(tmp_path):
         try:
             for step in range(1, 11):
                 weight = torch.full((200, 1000), float(step))
-                checkpoint.save(tmp_path, step, model={"weight": weight}, state={}, meta={}, keep=2)
+                manager.save(tmp_path, step, model={"weight": weight}, state={}, meta={}, keep=2)
         finally:
             done.set()
             thread.join()
     assert flag.requested == "SIGTERM"
     assert len(sent) > 10
-    loaded = checkpoint.load_newest(tmp_path, say=pytest.fail)
+    loaded = manager.load_newest(tmp_path, say=pytest.fail)
     assert loaded.step == 10
     assert torch.equal(loaded.model["weight"], weight)
 

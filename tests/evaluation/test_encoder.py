@@ -9,7 +9,7 @@ import timm
 import torch
 import torchvision
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import checkpoints_of, choose, load_encoder
@@ -44,7 +44,7 @@ def save_run(folder, config, *steps, model=None) -> torch.nn.Module:
     for step in steps:
         book = {"images": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
         meta = {"config": config.canonical(), "ledger": book, "world_size": 1, "images": "x"}
-        checkpoint.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
+        manager.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
     return model
 
 
@@ -114,7 +114,7 @@ def test_what_is_not_there_and_a_step_of_a_single_file_are_the_command_lines_fau
 
 def test_a_run_of_another_program_version_is_refused_in_words(tmp_path, config):
     meta = {"config": config.canonical() | {"tomorrow": {"key": 1}}}
-    checkpoint.save(tmp_path, 1, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=1)
+    manager.save(tmp_path, 1, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=1)
     with pytest.raises(CheckpointError, match="does not say what network it holds"):
         load_encoder(tmp_path, config)
 
@@ -133,14 +133,14 @@ def test_what_fine_tuning_wrote_counts_from_the_encoder_it_began_with(tmp_path, 
     ledger = {"images": 64, "updates": 700, "petaflops": 0.2, "seconds": 9.5}
     began = {"source": "runs/a", "step": 700, "epoch": 12.5, "method": "SimCLR", "ledger": ledger}
     meta = {"config": config.canonical(), "encoder": began, "world_size": 1}
-    checkpoint.save(tmp_path / "checkpoints", 40, model=tensors, state={}, meta=meta, keep=1)
+    manager.save(tmp_path / "checkpoints", 40, model=tensors, state={}, meta=meta, keep=1)
     encoder = load_encoder(tmp_path, config)
     assert (encoder.step, encoder.epoch, encoder.method, encoder.ledger) == (700, 12.5, "SimCLR", ledger)
     assert encoder.tuned == 40 and encoder.source.endswith("step_00000040")
     assert torch.equal(encoder.classifier.weight, classifier.weight)
     assert torch.equal(outputs(encoder.module), outputs(model.encoder))
     began.update(dict.fromkeys(("step", "epoch", "method", "ledger")))  # of a torchvision file
-    checkpoint.save(tmp_path / "checkpoints", 50, model=tensors, state={}, meta=meta, keep=1)
+    manager.save(tmp_path / "checkpoints", 50, model=tensors, state={}, meta=meta, keep=1)
     encoder = load_encoder(tmp_path, config)
     assert (encoder.step, encoder.ledger, encoder.tuned) == (None, None, 50)
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.supervised.fit import FitResult, FitSetting, fit
 from fastsuncet.evaluation.supervised.network import Classifier, sigmoid_terms
 from fastsuncet.evaluation.supervised.stream import FitStream
-from fastsuncet.metrics.data_timer import DataWait
+from fastsuncet.metrics.data_timer import DataTimer
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation
@@ -105,7 +105,7 @@ def run(
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load_newest(folder / "checkpoints").model
+    return manager.load_newest(folder / "checkpoints").model
 
 
 def lines(folder: Path) -> list[dict]:
@@ -147,7 +147,7 @@ def test_the_weights_are_those_of_nesterovs_formula_in_float64(tmp_path, nestero
         view,
         config_in(tmp_path),
         ALONE,
-        wait=DataWait(torch.device("cpu")),
+        wait=DataTimer(torch.device("cpu")),
         **sizes,
     )
     model = Classifier(plain_encoder().module, 16, CLASSES).double()
@@ -178,7 +178,7 @@ def test_an_image_is_cropped_and_flipped_and_its_colour_left_alone(tmp_path):
     view = Augmentation(8, (0.3, 1.0), jitter=0, grey=0, blur=0)
     sizes = {"batch": 40, "passes": 1, "seed": 0, "several": False}
     stream = FitStream(
-        index, np.arange(40), view, config_in(tmp_path), ALONE, wait=DataWait(torch.device("cpu")), **sizes
+        index, np.arange(40), view, config_in(tmp_path), ALONE, wait=DataTimer(torch.device("cpu")), **sizes
     )
     images, labels = stream(3, 0)
     assert torch.equal(
@@ -312,7 +312,7 @@ def test_a_fit_stopped_anywhere_is_continued_to_the_bit(tmp_path, monkeypatch, a
     assert torch.equal(done.logits, whole.logits)
     assert (done.loss, done.accuracy) == (whole.loss, whole.accuracy)
     assert done.ledger.images == whole.ledger.images
-    ours, theirs = (checkpoint.load_newest(folder / "checkpoints") for folder in (cut, tmp_path / "whole"))
+    ours, theirs = (manager.load_newest(folder / "checkpoints") for folder in (cut, tmp_path / "whole"))
     assert_equal_to_the_bit([ours.model, ours.state], [theirs.model, theirs.state])
     assert lines(cut) == lines(tmp_path / "whole")
     assert last or not gently or ours.step == SETTING.steps

@@ -82,14 +82,14 @@ def test_what_a_run_wrote_down_is_what_its_updates_cost_also_across_a_stop(tmp_p
 
 
 def test_a_checkpoint_from_before_the_macs_were_kept_continues_its_petaflops(tmp_path):
-    from fastsuncet.metrics.cost import Ledger
+    from fastsuncet.metrics.cost import RunCost
 
     config = small_config(tmp_path)
     cost = update_macs(config, config.resolve(1, 1442), True)
-    ledger = Ledger()
+    ledger = RunCost()
     ledger.add(100, cost)
     old = {key: value for key, value in ledger.state().items() if key != "macs"}
-    again = Ledger()
+    again = RunCost()
     again.restore(old)
     assert again.macs == cost
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastsuncet.metrics.data_timer import DataWait
+from fastsuncet.metrics.data_timer import DataTimer
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def step(gpu, wait, pixels, compute):
 
 def test_the_gap_on_the_device_is_what_counts():
     gpu = Gpu()
-    wait = DataWait(CPU, new_event=gpu.event)
+    wait = DataTimer(CPU, new_event=gpu.event)
     for pixels in (0.25, 0.0, 0.5):
         step(gpu, wait, pixels, compute=2.0)
     assert gpu.waits == 0 and gpu.now == 0  # a host ahead of the device has waited for nothing
@@ -75,7 +75,7 @@ def test_the_gap_on_the_device_is_what_counts():
 
 def test_steps_before_a_restart_do_not_count():
     gpu = Gpu()
-    wait = DataWait(CPU, new_event=gpu.event)
+    wait = DataTimer(CPU, new_event=gpu.event)
     step(gpu, wait, 5.0, 1.0)
     wait.restart()
     assert wait.seconds() == 0
@@ -85,7 +85,7 @@ def test_steps_before_a_restart_do_not_count():
 
 def test_an_interval_longer_than_the_ring_is_read_as_it_comes_round():
     gpu = Gpu()
-    wait = DataWait(CPU, capacity=4, new_event=gpu.event)
+    wait = DataTimer(CPU, capacity=4, new_event=gpu.event)
     for i in range(20):
         step(gpu, wait, 0.01 * i, 1.0)
         gpu.advance()
@@ -96,7 +96,7 @@ def test_an_interval_longer_than_the_ring_is_read_as_it_comes_round():
 
 def test_a_host_further_ahead_than_the_ring_loses_steps_and_does_not_wait():
     gpu = Gpu()
-    wait = DataWait(CPU, capacity=4, new_event=gpu.event)
+    wait = DataTimer(CPU, capacity=4, new_event=gpu.event)
     for _ in range(10):
         step(gpu, wait, 0.5, 1.0)
     assert gpu.waits == 0
@@ -105,7 +105,7 @@ def test_a_host_further_ahead_than_the_ring_loses_steps_and_does_not_wait():
 
 def test_on_a_cpu_it_is_the_hosts_own_time():
     times = iter([10.0, 10.5, 20.0, 20.25])
-    wait = DataWait(CPU, clock=lambda: next(times))
+    wait = DataTimer(CPU, clock=lambda: next(times))
     for _ in range(2):
         wait.begin()
         wait.end()
@@ -118,7 +118,7 @@ def test_on_a_cpu_it_is_the_hosts_own_time():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_a_stream_that_is_held_up_for_pixels_says_so_and_one_that_is_not_does_not():
     device = torch.device("cuda")
-    wait, loader = DataWait(device), torch.cuda.Stream()
+    wait, loader = DataTimer(device), torch.cuda.Stream()
     x = torch.ones(4096, 4096, device=device)
 
     def interval(cycles):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fastsuncet.metrics import energy
-from fastsuncet.metrics.cost import Ledger
-from fastsuncet.metrics.energy import Meter, open_meter
+from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics.energy import EnergyMeter, open_energy_meter
 from tests.support.ranks import run_ranks
 
 CUDA = torch.device("cuda", 0)
@@ -46,7 +46,7 @@ def gpu(monkeypatch):
 
 def test_joules_are_the_counters_differences_from_the_first_step_on(gpu):
     # Read when opened, at the start of the clock, and at two ticks.
-    ledger = Ledger(meter=open_meter(CUDA, FakeNvml(a=[1_000, 5_000, 7_500, 7_750])))
+    ledger = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1_000, 5_000, 7_500, 7_750])))
     assert ledger.record()["joules"] == 0
     ledger.start_clock()
     ledger.tick()
@@ -56,7 +56,7 @@ def test_joules_are_the_counters_differences_from_the_first_step_on(gpu):
 
 
 def test_a_restart_continues_the_sum_and_leaves_out_the_time_between(gpu):
-    ledger = Ledger(meter=open_meter(CUDA, FakeNvml(a=[90_000, 91_000, 93_000])))
+    ledger = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[90_000, 91_000, 93_000])))
     ledger.restore({"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "joules": 40.0, "macs": 7})
     ledger.start_clock()
     ledger.tick()
@@ -64,7 +64,7 @@ def test_a_restart_continues_the_sum_and_leaves_out_the_time_between(gpu):
 
 
 def test_a_counter_that_begins_again_never_takes_joules_back(gpu):
-    ledger = Ledger(meter=open_meter(CUDA, FakeNvml(a=[5_000, 5_000, 6_000, 200, 1_200])))
+    ledger = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[5_000, 5_000, 6_000, 200, 1_200])))
     ledger.start_clock()
     seen = []
     for _ in range(3):
@@ -75,11 +75,11 @@ def test_a_counter_that_begins_again_never_takes_joules_back(gpu):
 
 def test_a_run_with_an_unmetered_part_has_no_joules(gpu):
     book = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
-    begun_without = Ledger(meter=open_meter(CUDA, FakeNvml(a=[1, 2, 3])))
+    begun_without = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1, 2, 3])))
     begun_without.restore(book)
-    continued_without = Ledger()
+    continued_without = RunCost()
     continued_without.restore({**book, "joules": 40.0})
-    lost = Ledger(meter=open_meter(CUDA, FakeNvml(a=[1, 2, None, 4])))
+    lost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1, 2, None, 4])))
     for ledger in (begun_without, continued_without, lost):
         ledger.start_clock()
         ledger.tick()
@@ -88,19 +88,21 @@ def test_a_run_with_an_unmetered_part_has_no_joules(gpu):
 
 
 def test_there_is_no_meter_without_gpu_package_or_counter(gpu, monkeypatch):
-    assert open_meter(torch.device("cpu"), FakeNvml(a=[1])) is None
-    assert open_meter(CUDA, FakeNvml(b=[1])) is None  # a slice of a GPU is not found by the GPU's identity
-    assert open_meter(CUDA, FakeNvml(a=[None])) is None
+    assert open_energy_meter(torch.device("cpu"), FakeNvml(a=[1])) is None
+    assert (
+        open_energy_meter(CUDA, FakeNvml(b=[1])) is None
+    )  # a slice of a GPU is not found by the GPU's identity
+    assert open_energy_meter(CUDA, FakeNvml(a=[None])) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert open_meter(CUDA) is None
+    assert open_energy_meter(CUDA) is None
 
 
 def _spent(rank: int, world_size: int) -> list[float | None]:
-    shared = Meter(FakeNvml(x=[0, 3_000]), "GPU-x").spent()
-    own = Meter(FakeNvml(**{f"own{rank}": [0, 1_000 * (rank + 1)]}), f"GPU-own{rank}").spent()
-    broken = Meter(FakeNvml(**{f"own{rank}": [0, None if rank else 5]}), f"GPU-own{rank}").spent()
+    shared = EnergyMeter(FakeNvml(x=[0, 3_000]), "GPU-x").spent()
+    own = EnergyMeter(FakeNvml(**{f"own{rank}": [0, 1_000 * (rank + 1)]}), f"GPU-own{rank}").spent()
+    broken = EnergyMeter(FakeNvml(**{f"own{rank}": [0, None if rank else 5]}), f"GPU-own{rank}").spent()
     energy._of_gpu = lambda device, nvml: SimpleNamespace() if rank == 0 else None
-    opened = open_meter(CUDA)
+    opened = open_energy_meter(CUDA)
     return [shared, own, broken, opened]
 
 

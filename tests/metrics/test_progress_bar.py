@@ -14,7 +14,7 @@ import torch
 
 from fastsuncet.distributed.launch import Place
 from fastsuncet.metrics import progress_bar as progress
-from fastsuncet.metrics.progress_bar import Progress
+from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.training.logger import Reporter
 from tests.support.runs import small_config
 
@@ -47,7 +47,7 @@ class Clock:
 
 def lines(*records: dict, total: int = 600, **options) -> list[str]:
     stream = io.StringIO()
-    shown = Progress(total, stream=stream, **options)
+    shown = ProgressBar(total, stream=stream, **options)
     for record in records:
         shown.update(record)
     shown.close()
@@ -99,7 +99,7 @@ def test_only_what_a_record_has_is_shown():
 def test_time_left_follows_the_pace_and_forgets_the_start_up():
     clock = Clock()
     stream = io.StringIO()
-    shown = Progress(1000, 100, stream=stream, clock=clock)
+    shown = ProgressBar(1000, 100, stream=stream, clock=clock)
     for step, now in [(100, 1.0), (110, 101.0), (120, 111.0), (130, 121.0), (140, 131.0), (150, 231.0)]:
         clock.now = now
         shown.update({"step": step})
@@ -110,7 +110,7 @@ def test_time_left_follows_the_pace_and_forgets_the_start_up():
 
 def test_a_terminal_gets_one_bar_that_is_drawn_over():
     def show(stream):
-        shown = Progress(600, 100, stream=stream)
+        shown = ProgressBar(600, 100, stream=stream)
         shown.update(RECORD)
         shown.say("step 120: KNN 56.1 %")
         shown.update(RECORD | {"step": 240, "suncet": float("nan")})
@@ -138,7 +138,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_over():
 
 def test_eighty_columns_have_room_for_all_the_numbers():
     def show(stream):
-        shown = Progress(600, stream=stream)
+        shown = ProgressBar(600, stream=stream)
         shown.update(RECORD)
         shown.close()
 
@@ -152,18 +152,18 @@ def test_eighty_columns_have_room_for_all_the_numbers():
 @pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_ID", "7"), ("CI", "true"), ("TERM", "dumb")])
 def test_under_a_batch_system_a_terminal_gets_lines(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    written = terminal(120, lambda stream: Progress(600, stream=stream).update(RECORD))
+    written = terminal(120, lambda stream: ProgressBar(600, stream=stream).update(RECORD))
     assert written.startswith("step=120/600 nt_xent=5.4322")
 
 
 def test_a_terminal_without_a_width_gets_lines():
     """docker run -t: a terminal of 0 columns, on which tqdm draws nothing at all."""
-    written = terminal(0, lambda stream: Progress(600, stream=stream).update(RECORD))
+    written = terminal(0, lambda stream: ProgressBar(600, stream=stream).update(RECORD))
     assert written.startswith("step=120/600 nt_xent=5.4322")
 
 
 def test_lines_go_to_standard_output(capsys):
-    shown = Progress(600)
+    shown = ProgressBar(600)
     shown.update(RECORD)
     shown.say("hello")
     out, err = capsys.readouterr()

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.metrics import writer as metrics
-from fastsuncet.metrics.writer import MetricsWriter
+from fastsuncet.metrics.writer import MetricsWriter, read
 
 COLUMNS = ("nt_xent", "suncet", "lr")
 
@@ -87,7 +86,7 @@ def test_every_float_comes_back_with_the_same_bits_from_both_files(value, tmp_pa
         writer.write({"step": 1, "x": value})
     line = strict_json((folder / "metrics.jsonl").read_text())
     assert line["x"] is None if not math.isfinite(value) else repr(line["x"]) == repr(value)
-    (back,) = metrics.read(folder / "metrics.jsonl")
+    (back,) = read(folder / "metrics.jsonl")
     cell = (folder / "metrics.csv").read_text().splitlines()[1].split(",")[1]
     assert repr(back["x"]) == repr(float(cell)) == repr(value)
 
@@ -101,7 +100,7 @@ def test_what_json_has_no_number_for_is_null_with_its_name_beside_it(tmp_path, v
     assert train["suncet"] is None
     assert train["nonfinite"] == {"suncet": str(value)}
     assert knn["nonfinite"] == {"accuracy": str(value)}
-    assert repr(metrics.read(tmp_path / "metrics.jsonl", "train")[0]["suncet"]) == repr(value)
+    assert repr(read(tmp_path / "metrics.jsonl", "train")[0]["suncet"]) == repr(value)
 
 
 def test_tensors_and_numpy_scalars_become_the_numbers_that_progress_shows(tmp_path):
@@ -110,7 +109,7 @@ def test_tensors_and_numpy_scalars_become_the_numbers_that_progress_shows(tmp_pa
         shown = writer.write({"step": np.int64(3), **values})
     assert shown == {"step": 3, "nt_xent": 0.10000000149011612, "suncet": 0.10000000149011612, "lr": 0.1}
     assert {type(value) for value in shown.values()} == {int, float}
-    assert metrics.read(tmp_path / "metrics.jsonl") == [{**shown, "kind": "train"}]
+    assert read(tmp_path / "metrics.jsonl") == [{**shown, "kind": "train"}]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_every_line_a_restart_undid_is_kept_and_it_is_said(tmp_path):
 def test_a_fresh_start_in_a_used_folder_sets_everything_aside(tmp_path):
     run(tmp_path, -1, 2)
     said = run(tmp_path, -1, 1)
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [0, 0, 1]
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [0, 0, 1]
     assert [line["step"] for line in superseded(tmp_path)] == [0, 0, 1, 2]
     assert "a fresh start" in said[0]
 
@@ -212,7 +211,7 @@ def test_a_line_that_is_no_record_is_set_aside_and_the_lines_around_it_stay(tmp_
     run(tmp_path, 0, 2)
     one, two = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(one + garbage + b"\n" + two)
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
     run(tmp_path, 2, 2, resume_step=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == one + two
     assert len(superseded(tmp_path)) == 1
@@ -259,7 +258,7 @@ def test_a_disk_that_refuses_a_line_is_a_checkpoint_error_with_the_reason(tmp_pa
     assert str(tmp_path) in str(caught.value)
     writer.close()  # has nothing left to write
     run(tmp_path, 1, 3, resume_step=1)
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl", "train")] == [0, 1, 2, 3]
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl", "train")] == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------------------------------- TensorBoard and W&B

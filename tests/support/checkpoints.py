@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 
 
 def save(folder: Path, step: int, keep: int = 10, **changes) -> Path:
@@ -13,7 +13,7 @@ def save(folder: Path, step: int, keep: int = 10, **changes) -> Path:
         "state": {"step": step, "momentum": [torch.arange(4.0) * step]},
         "meta": {"config": {"criterion": {"temperature": 0.1}}, "ledger": {"images": 7}},
     }
-    return checkpoint.save(folder, step, keep=keep, **contents | changes)
+    return manager.save(folder, step, keep=keep, **contents | changes)
 
 
 def steps(folder: Path) -> list[int]:
@@ -23,7 +23,7 @@ def steps(folder: Path) -> list[int]:
 def newest(folder: Path) -> tuple[int | None, list[str]]:
     """The step that load_newest finds, and what it says on the way."""
     lines = []
-    loaded = checkpoint.load_newest(folder, say=lines.append)
+    loaded = manager.load_newest(folder, say=lines.append)
     return loaded and loaded.step, lines
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as run
 from fastsuncet.config import Config, load_config
 from fastsuncet.data.paired_stream import PairedStream
@@ -66,7 +66,7 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
 
 def final_state(config: Config) -> tuple[dict[str, torch.Tensor], dict, list[dict]]:
     """(weights and statistics, the rest of the state, metrics lines without times) of a run that ended."""
-    loaded = checkpoint.load_newest(config.run_folder / "checkpoints")
+    loaded = manager.load_newest(config.run_folder / "checkpoints")
     lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
     return loaded.model, loaded.state, kept

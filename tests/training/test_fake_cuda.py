@@ -14,7 +14,7 @@ from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.neighbours import knn_predict
 from fastsuncet.evaluation.supervised import network as fit_network
-from fastsuncet.metrics import interval as window
+from fastsuncet.metrics import interval
 from fastsuncet.models import resnet as models
 from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.step import PRECISIONS, build
@@ -41,10 +41,10 @@ def batch_of(config: Config, labeled: int) -> Batch:
 
 def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch, setting: batch) -> Watch:
     """A step as a run makes it, and the sums of its metrics; what was seen of it."""
-    monkeypatch.setattr(window, "DataWait", lambda device: NOBODY_WAITS)
+    monkeypatch.setattr(interval, "DataTimer", lambda device: NOBODY_WAITS)
     with fake_card():
         model, network, optimizer, setting = build(config, HERE, 10)
-        sums = window.Window(CARD)
+        sums = interval.MetricsInterval(CARD)
         batch = spoil(batch_of(config, labeled), setting)
         step = Step(network, optimizer, setting, graphs=False)
         with Watch() as watch:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config, load_config
 from fastsuncet.models import sync_batchnorm as norm
 from fastsuncet.models.resnet import build_model
@@ -166,7 +166,7 @@ def test_prototypes_stay_for_the_first_updates_then_move_and_are_unit_long_in_ev
     kept = {
         loaded.step: loaded.model["prototypes.weight"]
         for path in (config.run_folder / "checkpoints").glob("step_*")
-        for loaded in [checkpoint.load(path)]
+        for loaded in [manager.load(path)]
     }
     start = kept[1]
     torch.testing.assert_close(start.norm(dim=1), torch.ones(12))
@@ -186,7 +186,7 @@ def test_a_classifier_learns_while_it_is_shown_labels_and_rests_afterwards(tmp_p
     )
     train(config)
     weights = [
-        checkpoint.load(path).model["classifier.weight"]
+        manager.load(path).model["classifier.weight"]
         for path in sorted((config.run_folder / "checkpoints").glob("step_*"))
     ]
     moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]

@@ -286,7 +286,7 @@ def test_a_training_step_asks_the_host_for_no_value(precision, tmp_path):
         batch = trainer.stream(0)
         with AsksTheHost() as counter:
             losses = step.train_step(trainer.network, trainer.optimizer, batch, 0.1, trainer.setting)
-            trainer.window.add(losses, 0, 760)
+            trainer.interval.add(losses, 0, 760)
     assert counter.syncs == []
     assert (
         counter.operators < 1000

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastsuncet.checkpoint import manager as checkpoint
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as run
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
@@ -130,11 +130,11 @@ def digits(options: Options, folder: Path, *overrides: str) -> Config:
     )
 
 
-def trained(config: Config) -> checkpoint.Loaded:
+def trained(config: Config) -> manager.Checkpoint:
     """The newest state of a run after it has been trained to its end."""
     with join(config.meta.device) as place:
         run.train(config, place)
-    return checkpoint.load_newest(config.run_folder / "checkpoints")
+    return manager.load_newest(config.run_folder / "checkpoints")
 
 
 def resume(options: Options) -> Found:
@@ -147,7 +147,7 @@ def resume(options: Options) -> Found:
         whole = trained(config)
         again = digits(options, folder / "continued", *steps, f"meta.precision={precision}")
         shutil.copytree(config.run_folder, again.run_folder)
-        good = checkpoint.good_ones(again.run_folder / "checkpoints", say=lambda *_: None)
+        good = manager.good_checkpoints(again.run_folder / "checkpoints", say=lambda *_: None)
         for step, path in good:
             if step > 5:
                 shutil.rmtree(path)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.report import claims, paper
 from fastsuncet.commands.report.comparability import differences
 from fastsuncet.commands.report.compute_saved import RULE, Saving, savings
@@ -82,13 +82,13 @@ def report(
     if not runs and not metrics:
         chosen += [m for m in ("top5",) if m not in chosen]
     try:
-        files.make_folder(output)
+        atomic_files.make_folder(output)
         path = _write(
             panels, chosen, [*curves, *published], list(figures), notes, output, say, baseline is not None
         )
     except OSError as error:
         raise CheckpointError(
-            f"the report cannot be written to {output}: {error}. {files.advice(error)}"
+            f"the report cannot be written to {output}: {error}. {atomic_files.advice(error)}"
         ) from error
     return path
 
@@ -126,7 +126,7 @@ def _write(
         head, rows, plain = methods_table(panels, metric, by_metric[metric])
         lines += [*markdown(head, rows), ""] if metric == metrics[0] or metric not in ("top1", "top5") else []
         if metric == metrics[0]:
-            files.replace(output / "table.csv", as_csv(head, plain))
+            atomic_files.replace(output / "table.csv", as_csv(head, plain))
     lines += [f"{note}." for note in notes] + ([""] if notes else [])
     lines += [
         FLOPS,
@@ -140,11 +140,11 @@ def _write(
         lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
     lines += ["## Pictures", ""]
     lines += [f"![{path.stem}]({path.name})\n" for path in pictures if path.suffix == ".png"]
-    files.replace(output / "saved.csv", as_csv(SAVED_CSV, saved_plain(every)))
-    files.replace(output / "points.csv", as_csv(*points_plain(curves)))
+    atomic_files.replace(output / "saved.csv", as_csv(SAVED_CSV, saved_plain(every)))
+    atomic_files.replace(output / "points.csv", as_csv(*points_plain(curves)))
     path = output / "report.md"
     text = "\n".join(lines).rstrip() + "\n"
-    files.replace(path, text.encode())
+    atomic_files.replace(path, text.encode())
     say(text.split("## Pictures")[0].rstrip())
     say(
         f"\nwrote {path}, {', '.join(p.name for p in pictures)}, table.csv, saved.csv and points.csv beside it"

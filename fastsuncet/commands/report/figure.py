@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.report.compute_saved import crossing
 from fastsuncet.commands.report.curves import COSTS, KNN
 from fastsuncet.commands.report.groups import Group, Panel
@@ -157,6 +157,6 @@ def write(figure: Figure, folder: Path, name: str) -> list[Path]:
         figure.savefig(buffer, format=suffix, dpi=DPI, metadata=metadata)
         figure.set_layout_engine("none")  # where everything is does not change from one format to the next
         path = folder / f"{stem}.{suffix}"
-        files.replace(path, buffer.getvalue())
+        atomic_files.replace(path, buffer.getvalue())
         paths.append(path)
     return paths

@@ -16,7 +16,7 @@ from fastsuncet.commands.report.curves import (
     labels_text,
 )
 from fastsuncet.config import FREE_ON_RESUME, Config, load_config
-from fastsuncet.metrics import writer as metrics
+from fastsuncet.metrics import writer
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
 from fastsuncet.training.state import FOLDER as CHECKPOINTS
@@ -72,7 +72,7 @@ def _curves(run: Path, records: list[dict[str, Any]], ways: dict[Evaluation, set
         point = of_record(record)
         place = record["encoder"].get("source") if point.step is None else point.step
         found.setdefault((home, evaluation), {})[place] = point
-    lines = metrics.read(run / metrics.JSONL, KNN) if (run / metrics.JSONL).is_file() else []
+    lines = writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else []
     online = Evaluation(ONLINE, online_labels(config))
     for line in lines:
         found.setdefault((str(run), online), {})[line["step"]] = of_line(line)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.errors import CheckpointError
 
@@ -109,10 +109,10 @@ def mark_done(job: Job, before: Mapping[str, tuple[int, int]]) -> None:
     }
     path = _mark(job)
     try:
-        files.make_folder(path.parent)
-        files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+        atomic_files.make_folder(path.parent)
+        atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. {files.advice(error)}") from error
+        raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
 
 
 def _mark(job: Job) -> Path:
@@ -146,7 +146,7 @@ def _held(lock: Path) -> bool:
     if not lock.exists():
         return False
     try:
-        with files.exclusive(lock) as free:
+        with atomic_files.exclusive(lock) as free:
             return not free
     except OSError:
         return False  # another user's: status.json has been read, that must do

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import Config, PerRank
@@ -244,9 +244,11 @@ class Job:
             + b"\n"
         )
         try:
-            files.replace(path, payload)
+            atomic_files.replace(path, payload)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error}. {files.advice(error)}") from error
+            raise CheckpointError(
+                f"{path} cannot be written: {error}. {atomic_files.advice(error)}"
+            ) from error
 
 
 def labels_tag(config: Config) -> str:

@@ -24,7 +24,7 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.supervised.loop import Fitter
 from fastsuncet.evaluation.supervised.setting import FitSetting, require_batch
 from fastsuncet.evaluation.supervised.state import identity_of
-from fastsuncet.metrics.cost import Ledger
+from fastsuncet.metrics.cost import RunCost
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Center
 
@@ -41,7 +41,7 @@ class FitResult:
     logits: Tensor
     loss: float  # mean over the last metrics interval
     accuracy: float  # on the training images' random crops, over the same interval
-    ledger: Ledger  # of the fit alone, all its lives together
+    ledger: RunCost  # of the fit alone, all its lives together
 
 
 def fit(

@@ -13,7 +13,7 @@ from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, gather_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.distributed.stop_consensus import Vote
+from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.supervised import state as fit_state
@@ -26,8 +26,8 @@ from fastsuncet.evaluation.supervised.network import (
 )
 from fastsuncet.evaluation.supervised.setting import FitSetting
 from fastsuncet.evaluation.supervised.stream import FitStream
-from fastsuncet.metrics.cost import Ledger
-from fastsuncet.metrics.interval import Window
+from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.models.flops import encoder_layers
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training.logger import Reporter
@@ -91,8 +91,8 @@ class Fitter:
         )
         several = s.loss == "sigmoid"
         sizes = {"batch": s.batch, "passes": s.accumulate, "seed": s.seed}
-        self.window, self.ledger = Window(device), Ledger()
-        sizes["wait"] = self.window.wait
+        self.interval, self.ledger = MetricsInterval(device), RunCost()
+        sizes["wait"] = self.interval.data_timer
         self.stream = FitStream(train, indices, view, config, place, several=several, **sizes)
         layers = encoder_layers(encoder.name, encoder.stem, s.size)
         self.macs = s.batch * (sum(layer.macs for layer in layers) + encoder.width * s.num_classes)
@@ -108,9 +108,9 @@ class Fitter:
         if self.step == steps:  # stopped after its last step and before its evaluation
             return
         with Reporter(self.config, self.folder, steps, self.step, self.place, COLUMNS) as self.out:
-            vote = Vote()
+            consensus = StopConsensus()
             self.ledger.start_clock()
-            self.window.start_clock()
+            self.interval.start_clock()
             terms = TERMS[self.setting.loss]
             while self.step < steps:
                 told = fit_step(
@@ -123,18 +123,18 @@ class Fitter:
                     self.step,
                     self.lr(self.step),
                 )
-                self.window.add(told, self.step, self.setting.batch)
+                self.interval.add(told, self.step, self.setting.batch)
                 self.step += 1  # from here on, the updates done
                 self.ledger.add(self.setting.batch, self.macs)
                 last = self.step == steps
-                stop = vote(signals.requested is not None) and not last
+                stop = consensus.agree(signals.requested is not None) and not last
                 if last or self.step % self.every == 0:
                     self.log()
                 if last or stop or self.step % self.setting.save_every == 0:
                     self.save(keep=1 if last else 2)
                 if stop:
                     raise Preempted(self._asked(signals))
-            vote.close()
+            consensus.close()
         if any_rank(signals.requested is not None):
             raise Preempted(self._asked(signals))  # whoever asked to stop may not wait for an evaluation
 
@@ -148,25 +148,25 @@ class Fitter:
 
     def log(self) -> None:
         """A metrics line: means over the steps and ranks of the interval."""
-        sums, first_bad, wait = self.window.read()
+        sums, first_bad, wait = self.interval.read()
         self.refuse_nonfinite(first_bad)
-        loss, accuracy = (sums.mean(0) / self.window.steps).tolist()
+        loss, accuracy = (sums.mean(0) / self.interval.steps).tolist()
         self.reached = (loss, accuracy)
         self.ledger.tick()
-        seconds = self.window.seconds()
+        seconds = self.interval.seconds()
         record = {
             "step": self.step,
             "epoch": round(self.step / self.stream.steps_per_epoch, 4),
             "cross_entropy": loss,
             "train_accuracy": accuracy,
             "lr": self.lr(self.step - 1),
-            "views_per_second": round(self.window.views / seconds, 1),
+            "views_per_second": round(self.interval.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
             "replaced_images": self.count_replaced(),
             **self.ledger.record(),
         }
         self.out.write("train", record)
-        self.window.restart()
+        self.interval.restart()
 
     def count_replaced(self) -> int:
         """How many distinct images could not be decoded so far, on any rank."""
@@ -176,7 +176,7 @@ class Fitter:
 
     def save(self, keep: int) -> None:
         """A checkpoint, unless a loss or a weight is no number."""
-        sums, first_bad, _ = self.window.read()
+        sums, first_bad, _ = self.interval.read()
         self.refuse_nonfinite(first_bad)
         require_finite_weights(self.model, self.step)
         self.count_replaced()
@@ -201,7 +201,7 @@ class Fitter:
             "model": self.model,
             "optimizer": self.optimizer,
             "scaler": self.scaler,
-            "window": self.window,
+            "interval": self.interval,
             "ledger": self.ledger,
             "identity": self.identity,
             "place": self.place,

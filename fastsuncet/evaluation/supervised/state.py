@@ -14,8 +14,8 @@ from fastsuncet.console import Say
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
-from fastsuncet.metrics.cost import Ledger
-from fastsuncet.metrics.interval import Window
+from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training import state
 from pipelines.datasets.index import ImageIndex
 
@@ -69,9 +69,9 @@ def save(
     model: nn.Module,  # keys encoder.*, classifier.*
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    window: Window,
-    sums: torch.Tensor,  # (W, T) of the window
-    ledger: Ledger,  # of the fit
+    interval: MetricsInterval,
+    sums: torch.Tensor,  # (W, T) of the interval
+    ledger: RunCost,  # of the fit
     extra: dict[str, Any],
     encoder: Encoder,
     identity: dict[str, Any],
@@ -99,7 +99,7 @@ def save(
     kept = {
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
-        "window": {"sums": sums, "steps": window.steps},
+        "window": {"sums": sums, "steps": interval.steps},
         "extra": extra,
     }
     state.save_together(folder, step, place=place, model=model, state=kept, meta=meta, keep=keep, say=say)
@@ -111,8 +111,8 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    window: Window,
-    ledger: Ledger,
+    interval: MetricsInterval,
+    ledger: RunCost,
     identity: dict[str, Any],
     place: Place,
     remedy: str,
@@ -140,6 +140,6 @@ def restore(
     optimizer.load_state_dict(loaded.state["optimizer"])
     scaler.load_state_dict(loaded.state["scaler"])
     ledger.restore(loaded.meta["fit_ledger"])
-    interval = loaded.state["window"]
-    window.restore(interval["sums"], interval["steps"], place.rank, place.world_size)
+    saved = loaded.state["window"]
+    interval.restore(saved["sums"], saved["steps"], place.rank, place.world_size)
     return loaded.step, loaded.state["extra"]

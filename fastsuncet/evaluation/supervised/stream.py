@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.launch import Place
-from fastsuncet.metrics.data_timer import DataWait
+from fastsuncet.metrics.data_timer import DataTimer
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation
@@ -64,7 +64,7 @@ class FitStream:
         passes: int,  # A
         seed: int,
         several: bool,  # whether an image shows several classes: targets are then the index's presence
-        wait: DataWait,  # told when pixels are asked for and when they are there
+        wait: DataTimer,  # told when pixels are asked for and when they are there
     ):
         self.wait = wait
         sampler = SubsetSampler(indices, batch, place.world_size * passes, seed)

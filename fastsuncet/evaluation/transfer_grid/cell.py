@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.config import Config, PerRank
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
@@ -93,7 +93,7 @@ class Bench:
             record = read_shared(self.place, lambda: read_record(folder / name, self.identity))
             if record is not None:
                 if self.place.first:
-                    files.remove(folder / "fit")  # of a process killed between the two lines below
+                    atomic_files.remove(folder / "fit")  # of a process killed between the two lines below
                 return record, False
             began = time.monotonic()
             said = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
@@ -101,7 +101,7 @@ class Bench:
             record["identity"] = self.identity
             if self.place.first:
                 write_bytes(folder / name, json.dumps(record, indent=1).encode() + b"\n")
-                files.remove(folder / "fit")  # 56 cells' checkpoints of a ResNet-50 would be 10 GB
+                atomic_files.remove(folder / "fit")  # 56 cells' checkpoints of a ResNet-50 would be 10 GB
             return record, True
 
     def _fit(self, cell: Cell, folder: Path, chosen: np.ndarray, test: Any) -> float:

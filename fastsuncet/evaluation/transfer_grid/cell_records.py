@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
@@ -21,10 +21,10 @@ def alone(folder: Path, place: Place) -> Iterator[bool]:
         held, problem = True, None
         if place.first:
             try:
-                files.make_folder(folder)
-                held = stack.enter_context(files.exclusive(folder / ".running"))
+                atomic_files.make_folder(folder)
+                held = stack.enter_context(atomic_files.exclusive(folder / ".running"))
             except OSError as error:
-                problem = f"{folder} cannot be written: {error}. {files.advice(error)}"
+                problem = f"{folder} cannot be written: {error}. {atomic_files.advice(error)}"
         held, problem = broadcast_json([held, problem])
         if problem is not None:
             raise CheckpointError(problem)
@@ -59,6 +59,6 @@ def read_record(path: Path, identity: Record) -> Record | None:
 
 def write_bytes(path: Path, payload: bytes) -> None:
     try:
-        files.replace(path, payload)
+        atomic_files.replace(path, payload)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. {files.advice(error)}") from error
+        raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files as files
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.transfer_grid.cell import Bench
@@ -26,12 +26,14 @@ def keep(one: Bench, cells: Sequence[Cell], compared: Record, counted: Record) -
     folder = one.config.run_folder / FOLDER
     while True:
         try:
-            files.make_folder(folder)
-            with files.exclusive(folder / ".transfer") as held:
+            atomic_files.make_folder(folder)
+            with atomic_files.exclusive(folder / ".transfer") as held:
                 if held:
                     return _join(one.config.run_folder, outcome(one, cells, compared, counted))
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error}. {files.advice(error)}") from error
+            raise CheckpointError(
+                f"{folder} cannot be written: {error}. {atomic_files.advice(error)}"
+            ) from error
         time.sleep(0.1)  # the other one holds it for as long as it takes to write a small file
 
 
