@@ -1,9 +1,9 @@
-"""Counts what a run costs: multiply-adds of its network by torch's own counter and by arithmetic, then petaFLOPs.
+"""Count what a run costs: FLOPs of a training pass by torch's counter and by the rule of 6 per MAC, then petaFLOPs.
 
     python tools/measure_flops.py configs/in1k_10pct.yaml [section.key=value ...] [--images N] [--world-size W]
 
-Nothing is computed and nothing is loaded: the counter runs one forward and backward pass on the meta device, where
-tensors have shapes and no values. Ends with 1 if the two counts disagree by more than the one difference explained.
+The counter runs one forward and backward pass on the meta device, where tensors have shapes and no values. Exits
+with 1 if the two counts disagree by more than the one difference that it explains.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.models.flops import FLOP_PER_MAC, layers, petaflops
+from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops
 from fastsuncet.models.resnet import build_model
 
 SAMPLES = 2  # BatchNorm in the head wants more than one
@@ -25,26 +25,26 @@ IMAGENET_TRAIN, CIFAR10_TRAIN = 1_281_167, 50_000
 
 @dataclass(frozen=True)
 class Count:
-    """FLOP of one sample's forward and backward pass, counted by torch and by arithmetic."""
+    """FLOP of one sample's forward and backward pass, counted by torch and by the rule of 6 per MAC."""
 
     macs: int
     forward: int
     backward: int
-    image_gradient: int  # what arithmetic books for the first convolution's input gradient and torch skips
+    image_gradient: int  # the rule counts the gradient of the images, which training does not compute
 
     @property
     def analytic_forward(self) -> int:
-        """2 FLOP a MAC."""
+        """2 FLOP per MAC."""
         return 2 * self.macs
 
     @property
     def analytic_backward(self) -> int:
-        """4 FLOP a MAC: the gradients of inputs and of weights."""
+        """4 FLOP per MAC: the gradients of inputs and of weights."""
         return (FLOP_PER_MAC - 2) * self.macs
 
     @property
     def agrees(self) -> bool:
-        """Whether torch's counter finds the arithmetic's FLOP, all but the gradient of the images."""
+        """Whether torch counts the FLOP of the rule, except the gradient of the images."""
         return (
             self.forward == self.analytic_forward
             and self.backward == self.analytic_backward - self.image_gradient
@@ -54,24 +54,28 @@ class Count:
 def count(
     name: str, library: str, stem: str, size: int, hidden: int, output: int, head_batchnorm: bool = False
 ) -> Count:
-    """Runs torch's counter over one training pass of the network that these arguments of `build_model` make."""
+    """Count one training pass of the network that these arguments of `build_model` make."""
     network = build_model(name, library, stem, hidden, output, head_batchnorm, device="meta")
-    images = torch.empty(SAMPLES, 3, size, size, device="meta")
-    with FlopCounterMode(display=False) as forward:
-        z = network(images)
-    with FlopCounterMode(display=False) as backward:
-        z.sum().backward()
-    walk = layers(name, stem, size, hidden, output, head_batchnorm)
+
+    def training_pass(image_gradient: bool) -> tuple[int, int]:
+        images = torch.empty(SAMPLES, 3, size, size, device="meta", requires_grad=image_gradient)
+        with FlopCounterMode(display=False) as forward:
+            z = network(images)
+        with FlopCounterMode(display=False) as backward:
+            z.sum().backward()
+        return forward.get_total_flops() // SAMPLES, backward.get_total_flops() // SAMPLES
+
+    forward, backward = training_pass(image_gradient=False)
     return Count(
-        macs=sum(layer.macs for layer in walk),
-        forward=forward.get_total_flops() // SAMPLES,
-        backward=backward.get_total_flops() // SAMPLES,
-        image_gradient=2 * walk[0].macs,
+        macs=network_cost(name, stem, size, hidden, output, head_batchnorm).macs,
+        forward=forward,
+        backward=backward,
+        image_gradient=training_pass(image_gradient=True)[1] - backward,
     )
 
 
 def network_table(found: Count) -> list[str]:
-    """The two counts side by side, and why they differ."""
+    """Return the two counts next to each other, and why they differ."""
     rows = [
         ("GMAC forward", found.forward / 2, found.macs),
         ("GFLOP forward", found.forward, found.analytic_forward),
@@ -80,12 +84,12 @@ def network_table(found: Count) -> list[str]:
     ]
     share = found.image_gradient / (FLOP_PER_MAC * found.macs)
     return [
-        f"{'one view':<18}{'torch counts':>14}{'arithmetic':>14}",
+        f"{'one view':<18}{'torch counts':>14}{'6 per MAC':>14}",
         *(f"{name:<18}{counted / 1e9:>14.5g}{expected / 1e9:>14.5g}" for name, counted, expected in rows),
         "",
         f"The {found.image_gradient / 1e9:.3g} GFLOP between them ({share:.1%}) are the first convolution's gradient "
         "with respect to the",
-        "images: nobody needs it and torch skips it. The ledger counts 6 FLOP a MAC throughout, and so counts it.",
+        "images: training does not need it and skips it. The ledger counts 6 FLOP per MAC, and so counts it.",
     ]
 
 
@@ -142,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{images:,} images ({source}), {arithmetic.steps_per_epoch:,} updates an epoch\n")
     print("\n".join([*network_table(found), "", *run_table(found.macs, arithmetic)]))
     if not found.agrees:
-        print("\ntorch's counter and the arithmetic of fastsuncet.models.flops DISAGREE", file=sys.stderr)
+        print("\ntorch's counter and the rule of 6 FLOP per MAC DISAGREE", file=sys.stderr)
         return 1
     return 0
 

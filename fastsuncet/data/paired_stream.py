@@ -12,7 +12,7 @@ import torch
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.distributed.launch import Place
-from fastsuncet.models.flops import analytic_macs
+from fastsuncet.models.flops import network_cost
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader, open_loader
 from pipelines.sampling.augmentation import Augmentation
@@ -167,7 +167,8 @@ def views(config: Config) -> tuple[Augmentation, ...]:
 def macs(config: Config, size: int | None = None) -> int:
     """Multiply-adds of a forward pass through encoder and head of one view as large as a labeled image, or `size`."""
     m = config.model
-    return analytic_macs(m.name, m.stem, size or config.data.augmentation.size, m.hidden, m.output)
+    size = size or config.data.augmentation.size
+    return network_cost(m.name, m.stem, size, m.hidden, m.output, m.head_batchnorm).macs
 
 
 def update_macs(config: Config, arithmetic: Arithmetic, supervised: bool) -> int:

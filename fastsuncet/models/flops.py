@@ -1,158 +1,105 @@
-"""What a run costs, by arithmetic alone: multiply-adds, petaFLOPs, SimCLR-equivalent epochs, bytes.
+"""What a run costs: multiply-adds, petaFLOPs, SimCLR-equivalent epochs, bytes of memory.
 
 One MAC is one multiply and one add, so 2 FLOP. A training sample costs 3 forward passes (forward, gradient
-of the inputs, gradient of the weights), so 6 FLOP a MAC: this project's reading of the paper's petaFLOPs,
+of the inputs, gradient of the weights), so 6 FLOP per MAC: this project's reading of the paper's petaFLOPs,
 which the paper does not define; its "50 PF and more than 10,000 updates" on CIFAR-10 fits 6 and not 3
 (recipe section 6).
 
-Counted: convolutions and fully connected layers of encoder and head. Not counted: BatchNorm, ReLU, pooling,
-losses, optimizer, augmentation (memory traffic rather than arithmetic); and the first convolution's input
-gradient is counted though nobody computes it (0.9 % of a ResNet-50 at 224 px), so that the factor stays 6.
+torch's counter counts convolutions and fully connected layers of encoder and head. Not counted: BatchNorm,
+ReLU, pooling, losses, optimizer, augmentation (memory traffic rather than arithmetic). The gradient of the
+images is counted although nothing computes it (0.9 % of a ResNet-50 at 224 px), so that the factor stays 6.
 """
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastsuncet.models.resnet import build_model
+
 FLOP_PER_MAC = 6  # forward 2, backward 4
+_BATCH = 2  # images of the counted pass: BatchNorm in the head needs more than one
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A ResNet by its numbers: blocks and width of each stage. A bottleneck's output is 4 times its width."""
+class NetworkCost:
+    """What one image costs in a forward pass, and what the network holds."""
 
-    bottleneck: bool
-    blocks: tuple[int, ...]
-    widths: tuple[int, ...]
-
-
-SHAPES = {
-    "resnet50": Shape(True, (3, 4, 6, 3), (64, 128, 256, 512)),
-    "resnet34": Shape(False, (3, 4, 6, 3), (64, 128, 256, 512)),
-    "resnet18": Shape(False, (2, 2, 2, 2), (64, 128, 256, 512)),
-    "resnet_tiny": Shape(False, (1, 1, 1), (16, 32, 64)),
-}
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer, for one sample."""
-
-    name: str
-    macs: int
+    macs: int  # encoder and head
+    encoder_macs: int
     parameters: int
-    saved: int  # elements kept for backward that no other layer keeps already
-    indices: int = 0  # int64 positions kept beside them
+    cast_parameters: int  # of convolutions and linear layers: autocast copies them to 16 bits
+    activations: int  # elements kept for the backward pass, the image among them
+    indices: int  # int64 positions kept for the backward pass, by max-pooling
 
 
-def _side(side: int, kernel: int, stride: int) -> int:
-    """Output side of a convolution or pooling padded by half its kernel."""
-    return (side + 2 * (kernel // 2) - kernel) // stride + 1
+@functools.cache
+def network_cost(
+    name: str, stem: str, size: int, hidden: int = 2048, output: int = 128, head_batchnorm: bool = False
+) -> NetworkCost:
+    """Count one forward pass of `build_model`'s network on images of `size` pixels, on the meta device.
 
-
-def _convolution(
-    name: str, inputs: int, outputs: int, kernel: int, stride: int, side: int, shared=False
-) -> Layer:
-    """Without bias. `shared`: another layer keeps its input already (a shortcut reads its block's)."""
-    weights = outputs * inputs * kernel**2
-    return Layer(name, weights * _side(side, kernel, stride) ** 2, weights, 0 if shared else inputs * side**2)
-
-
-def _batchnorm(name: str, channels: int, side: int) -> Layer:
-    return Layer(name, 0, 2 * channels, channels * side**2)
-
-
-def _linear(name: str, inputs: int, outputs: int) -> Layer:
-    return Layer(name, inputs * outputs, inputs * outputs + outputs, inputs)
-
-
-def _block(name: str, bottleneck: bool, inputs: int, width: int, stride: int, side: int) -> Iterator[Layer]:
-    """Bottleneck (1x1, 3x3, 1x1) or basic (3x3, 3x3). The stride is in the first 3x3: "v1.5"."""
-    after = _side(side, 3, stride)
-    outputs = 4 * width if bottleneck else width
-    if bottleneck:
-        yield _convolution(f"{name}.conv1", inputs, width, 1, 1, side)
-        yield _batchnorm(f"{name}.bn1", width, side)
-        yield _convolution(f"{name}.conv2", width, width, 3, stride, side)
-        yield _batchnorm(f"{name}.bn2", width, after)
-        yield _convolution(f"{name}.conv3", width, outputs, 1, 1, after)
-        yield _batchnorm(f"{name}.bn3", outputs, after)
-    else:
-        yield _convolution(f"{name}.conv1", inputs, width, 3, stride, side)
-        yield _batchnorm(f"{name}.bn1", width, after)
-        yield _convolution(f"{name}.conv2", width, width, 3, 1, after)
-        yield _batchnorm(f"{name}.bn2", width, after)
-    if stride != 1 or inputs != outputs:
-        yield _convolution(f"{name}.downsample.0", inputs, outputs, 1, stride, side, shared=True)
-        yield _batchnorm(f"{name}.downsample.1", outputs, after)
-
-
-def encoder_layers(name: str, stem: str, size: int) -> Iterator[Layer]:
-    """The encoder's layers in order, for one sample of `size` x `size` pixels."""
-    shape = SHAPES[name]
-    channels = shape.widths[0]
-    kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
-    yield _convolution("conv1", 3, channels, kernel, stride, size)
-    side = _side(size, kernel, stride)
-    yield _batchnorm("bn1", channels, side)
-    if stem == "imagenet":
-        # Keeps the ReLU's output; with the CIFAR stem the first block's convolution reads and keeps that.
-        after = _side(side, 3, 2)
-        yield Layer("maxpool", 0, 0, channels * side**2, indices=channels * after**2)
-        side = after
-    for stage, (blocks, width) in enumerate(zip(shape.blocks, shape.widths), start=1):
-        for block in range(blocks):
-            stride = 2 if stage > 1 and block == 0 else 1
-            yield from _block(f"layer{stage}.{block}", shape.bottleneck, channels, width, stride, side)
-            channels = 4 * width if shape.bottleneck else width
-            side = _side(side, 3, stride)
-    yield Layer("relu", 0, 0, channels * side**2)  # the last block's, kept for its own backward
-
-
-def head_layers(width: int, hidden: int, output: int, head_batchnorm: bool = False) -> Iterator[Layer]:
-    """The projection head's layers, for one sample."""
-    yield _linear("head.0", width, hidden)
-    if head_batchnorm:
-        yield _batchnorm("head.1", hidden, 1)
-    yield _linear("head.3" if head_batchnorm else "head.2", hidden, output)
-
-
-def layers(
-    name: str, stem: str, size: int, hidden: int, output: int, head_batchnorm: bool = False
-) -> list[Layer]:
-    """Encoder and head, in order, for one sample."""
-    shape = SHAPES[name]
-    width = shape.widths[-1] * (4 if shape.bottleneck else 1)
-    return [*encoder_layers(name, stem, size), *head_layers(width, hidden, output, head_batchnorm)]
-
-
-def analytic_macs(name: str, stem: str, size: int, hidden: int, output: int) -> int:
-    """Multiply-adds of one sample's forward pass through encoder and head.
-
-    ResNet-50 and its head: 4.0871 + 0.0045 G at 224 px, 1.2978 + 0.0045 G at 32 px with the CIFAR stem.
+    Computes no value and takes well under a second; each network is counted once per process. A ResNet-50
+    and its head have 4.0871 + 0.0045 GMAC at 224 px, 1.2978 + 0.0045 at 32 px with the CIFAR stem.
     """
-    return sum(layer.macs for layer in layers(name, stem, size, hidden, output))
+    model = build_model(name, "torchvision", stem, hidden, output, head_batchnorm, device="meta")
+    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Means and deviations of channels, the 1-D tensors, do not grow with the batch.
+        if tensor.dim() > 1 and _storage(tensor) not in own:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    counter = FlopCounterMode(display=False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+        model(torch.empty(_BATCH, 3, size, size, device="meta"))
+    counts = counter.get_flop_counts()
+    macs, encoder_macs = (sum(counts[part].values()) // (2 * _BATCH) for part in ("Global", "Model.encoder"))
+    cast = (m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+    return NetworkCost(
+        macs=macs,
+        encoder_macs=encoder_macs,
+        parameters=sum(p.numel() for p in model.parameters()),
+        cast_parameters=sum(p.numel() for module in cast for p in module.parameters()),
+        activations=sum(t.numel() for t in kept.values() if t.is_floating_point()) // _BATCH,
+        indices=sum(t.numel() for t in kept.values() if not t.is_floating_point()) // _BATCH,
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of a tensor's memory: a meta tensor has no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def classifier_macs(name: str, stem: str, size: int, width: int, classes: int) -> int:
+    """Return the multiply-adds of one image through the encoder, `width` wide, and a linear classifier."""
+    return network_cost(name, stem, size).encoder_macs + width * classes
 
 
 def petaflops(macs: int, samples: int) -> float:
-    """Training on `samples` samples, `macs` MAC each forward, in 1e15 FLOP: 6 x macs x samples / 1e15."""
+    """Return the cost of training on `samples` samples, `macs` MAC each forward, in 1e15 FLOP."""
     return FLOP_PER_MAC * macs * samples / 1e15
 
 
 def run_samples(steps: int, supervised_steps: int, unlabeled: int, labeled: int) -> int:
-    """Samples through the network in `steps` updates: two views an unlabeled image, one a labeled image.
+    """Return the samples through the network in `steps` updates: two views per unlabeled image, one per labeled.
 
-    `unlabeled` and `labeled` are images an update, over all ranks; the labeled ones only come in the first
+    `unlabeled` and `labeled` are images per update, over all ranks; labeled images come only in the first
     `supervised_steps` updates, after which the batch is smaller and the update cheaper.
     """
     return 2 * unlabeled * steps + labeled * min(steps, supervised_steps)
 
 
 def equivalent_epochs(samples: int, images: int, batch: int) -> float:
-    """`samples` in epochs of plain SimCLR on `images` images, `batch` an update, the last partial dropped.
+    """Return `samples` in epochs of plain SimCLR on `images` images, `batch` per update, without a partial batch.
 
-    With it a SuNCEt run and a SimCLR run are compared at equal compute: 100 epochs of SuNCEt on ImageNet
-    (2,816 + 2,560 images an update) are 145.5 of SimCLR (4,096), recipe section 6. ValueError for fewer
-    images than one batch.
+    It compares a SuNCEt run and a SimCLR run at equal compute: 100 epochs of SuNCEt on ImageNet
+    (2,816 + 2,560 images per update) are 145.5 of SimCLR (4,096), recipe section 6. Raises ValueError for
+    fewer images than one batch.
     """
     if images < batch:
         raise ValueError(f"equivalent_epochs: {images} images are fewer than one batch of {batch}")
@@ -171,7 +118,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it at once, a little more than the peak: gradients fill while activations are let go."""
+        """All of it at once, a little more than the peak: gradients fill while activations are freed."""
         return self.parameters + self.gradients + self.momentum + self.weight_copies + self.activations
 
 
@@ -186,22 +133,21 @@ def memory_estimate(
     precision: str = "bf16",
     head_batchnorm: bool = False,
 ) -> Memory:
-    """Bytes one rank needs to train on `samples` samples (views and labeled images) a step.
+    """Return the bytes that one rank needs to train on `samples` samples (views and labeled images) per step.
 
     Weights, gradients and momentum are float32 in every precision; "bf16" and "fp16" keep activations in 16
-    bits, "fp32" in 32. A ResNet-50 at 224 px keeps 45 MB a view in bf16, 23 GB for 512 views. Under DDP
+    bits, "fp32" in 32. A ResNet-50 at 224 px keeps 45 MB per view in bf16, 23 GB for 512 views. Under DDP
     with gradient_as_bucket_view the buckets are the gradients; without, add their size again.
     """
     half = {"bf16": True, "fp16": True, "fp32": False}[precision]
-    walk = layers(name, stem, size, hidden, output, head_batchnorm)
-    parameters = 4 * sum(layer.parameters for layer in walk)
-    kept = sum(layer.saved for layer in walk) * (2 if half else 4)
-    indices = 8 * sum(layer.indices for layer in walk)
+    cost = network_cost(name, stem, size, hidden, output, head_batchnorm)
+    parameters = 4 * cost.parameters
+    kept = cost.activations * (2 if half else 4) + 8 * cost.indices
     images = 3 * size**2 * 4 if half else 0  # in float32 the batch is what the first convolution keeps
     return Memory(
         parameters=parameters,
         gradients=parameters,
         momentum=parameters,
-        weight_copies=2 * sum(layer.parameters for layer in walk if layer.macs) if half else 0,
-        activations=samples * (kept + indices + images),
+        weight_copies=2 * cost.cast_parameters if half else 0,
+        activations=samples * (kept + images),
     )

@@ -1,13 +1,14 @@
-"""A ResNet's weights in a file of another program: torchvision's, timm's, the authors', or a trainer's around one.
+"""Read a ResNet's weights from a file of another program: torchvision, timm, the authors, or another trainer.
 
-What is looked for is a `conv1.weight` of three input channels; what stands before that name (`module.`, `encoder.`,
-...) is a prefix, and the shapes say which network it is. They cannot say how it is strided or blurred: timm's resnetaa
-and resnetblur look like a plain ResNet. Nothing in a file is run: tensors and plain types are read.
+The reader looks for a `conv1.weight` of three input channels; what stands before that name (`module.`,
+`encoder.`, ...) is a prefix, and the keys say which network it is. They cannot say how it is strided or
+blurred: timm's resnetaa and resnetblur look like a plain ResNet. Only tensors and plain types are read, and no
+code in the file is run.
 """
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.errors import CheckpointError
-from fastsuncet.models.flops import SHAPES
-from fastsuncet.models.resnet import WIDTHS
+from fastsuncet.models.resnet import WIDTHS, build_model
 
-# Where trainers put the network in what they save: the authors, torchvision's references and timm, many others.
+# Where trainers put the network in their files: the authors, torchvision's references and timm, many others.
 WRAPPINGS = ("encoder", "state_dict", "model", "model_state_dict", "state_dict_ema", "model_ema")
 TRUNK = re.compile(r"(conv1|bn1|layer\d+)\.")
-HEADS = re.compile(r"(fc|pred|head|classifier|prototypes|projection_head)\.")  # on top of a trunk; not of it
+HEADS = re.compile(r"(fc|pred|head|classifier|prototypes|projection_head)\.")  # on top of the trunk
 STATISTICS = ("running_mean", "running_var")
-_SHOWN = 4  # keys told in a message; the rest are counted
+KNOWN = f"fastsuncet has {', '.join(WIDTHS)}, as torchvision builds them"
 CONVERT = (
     'python -c \'import sys, torch; torch.save({"state_dict": torch.load(sys.argv[1], map_location="cpu", '
     'weights_only=False)["state_dict"]}, sys.argv[2])\' IN OUT'
@@ -39,52 +39,62 @@ class Weights:
     name: str  # as in model.name
     stem: str  # "imagenet" or "cifar"
     encoder: dict[str, Tensor]  # torchvision's names, without fc
-    classifier: tuple[Tensor, Tensor] | None  # fc: weight (C, width), bias (C,); None: other heads, or none
+    classifier: tuple[Tensor, Tensor] | None  # fc: weight (C, width), bias (C,); None: no or another head
 
 
 def read_weights(path: Path) -> Weights:
-    """The ResNet in the file `path`. Raises CheckpointError: not such a file, no ResNet in it, or one unknown here."""
+    """Return the ResNet in the file `path`.
+
+    Raises CheckpointError: no such file, damaged, no ResNet in it, or a network that is not known here.
+    """
     tensors = _network(path, _read(path))
     trunk = {key: value for key, value in tensors.items() if TRUNK.match(key)}
     others = [key for key in tensors if not TRUNK.match(key) and not HEADS.match(key)]
     if others:
         raise CheckpointError(
-            f"{path} holds a network with {told(others)} beside conv1, bn1 and its layers: {_known()}"
+            f"{path} holds a network with other keys than conv1, bn1 and its layers: {_first(others)}. {KNOWN}"
         )
-    name, stem = _identify(path, trunk)
+    name = _name_of(path, trunk)
+    stem = "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
     return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]))
 
 
 def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Loads `tensors` into `encoder`, all of them or none. Raises CheckpointError with every key that does not fit.
+    """Load `tensors` into `encoder`, all of them or none.
 
-    num_batches_tracked may be missing (files from before it existed): nothing here reads it.
+    num_batches_tracked can be missing, as in files from before it existed: nothing here reads it. Raises
+    CheckpointError with every key that does not fit.
     """
     own = encoder.state_dict()
     missing = [key for key in own if key not in tensors and not key.endswith("num_batches_tracked")]
     if missing and all(key.endswith(STATISTICS) for key in missing):
         raise CheckpointError(
-            f"{source} has no BatchNorm statistics ({told(missing)}): its parameters were saved without the buffers, "
-            "and without them no image can be evaluated. Save `module.state_dict()` whole"
+            f"{source} has no BatchNorm statistics ({_first(missing)}): its parameters were saved without the "
+            "buffers, and without them no image can be evaluated. Save the whole `module.state_dict()`"
         )
-    problems = [f"missing: {told(missing)}"] if missing else []
-    if unknown := [key for key in tensors if key not in own]:
-        problems.append(f"not in this network: {told(unknown)}")
-    problems += [
-        f"{key} is {tuple(tensors[key].shape)}, {tuple(value.shape)} is wanted"
+    unknown = [key for key in tensors if key not in own]
+    other_shapes = [
+        f"{key} is {tuple(tensors[key].shape)}, expected {tuple(value.shape)}"
         for key, value in own.items()
         if key in tensors and tensors[key].shape != value.shape
-    ][:_SHOWN]
+    ]
+    problems = [f"missing: {_first(missing)}"] * bool(missing)
+    problems += [f"not in this network: {_first(unknown)}"] * bool(unknown)
+    problems += other_shapes[:_SHOWN]
     if problems:
         raise CheckpointError("\n  ".join([f"{source} does not fit the network:", *problems]))
     broken = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
     if broken:
-        raise CheckpointError(f"{source} has weights that are not finite numbers: {told(broken)}")
+        raise CheckpointError(f"{source} has weights that are not finite numbers: {_first(broken)}")
     encoder.load_state_dict({**own, **tensors})
 
 
-def told(keys: list[str]) -> str:
-    """The first few of `keys`, and how many more there are."""
+_SHOWN = 4  # keys named in a message; the rest are counted
+
+
+def _first(keys: Iterable[str]) -> str:
+    """Return the first few keys, and how many more there are."""
+    keys = list(keys)
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more
 
@@ -94,91 +104,89 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
-        # torch's own advice is to allow everything; only the name of what was met is passed on.
-        if met := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(
-                f"{path} holds a {met[1]} beside its tensors. Reading that would run code from the file, so nothing "
-                "of it was read. If you trust whoever made it, write its tensors alone to another file (with the "
-                f"key it keeps them under):\n  {CONVERT}"
-            ) from error
-        raise CheckpointError(_no_file(path)) from error
     except MemoryError:
         raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the parsers raise many types for bytes that are no such file
-        raise CheckpointError(_no_file(path)) from error
-
-
-def _no_file(path: Path) -> str:
-    return (
-        f"{path} is no file of tensors, or is damaged: a torch.save file or .safetensors is wanted, or the folder of "
-        "a run or of one of its checkpoints"
-    )
+        # torch's own message advises to allow everything, so only the name of the refused object is passed on.
+        found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if found is None:
+            message = (
+                f"{path} is damaged or is not a file of tensors. Give a torch.save or .safetensors file, or the "
+                "folder of a run or of one of its checkpoints"
+            )
+        else:
+            message = (
+                f"{path} holds a {found[1]} next to its tensors. Reading that would run code from the file, so "
+                "nothing of it was read. If you trust its author, write only its tensors to another file (with "
+                f"the key that holds them):\n  {CONVERT}"
+            )
+        raise CheckpointError(message) from error
 
 
 def _network(path: Path, content: Any) -> dict[str, Tensor]:
-    """The tensors of the one network in `content`, by names without the prefix they share."""
+    """Return the tensors of the one network in `content`, by names without the prefix they share."""
+
+    def has_tensors(value: Any) -> bool:
+        return isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values())
+
     inner = content
-    while isinstance(inner, Mapping) and not any(isinstance(value, Tensor) for value in inner.values()):
+    while isinstance(inner, Mapping) and not has_tensors(inner):
         wrapped = [key for key in WRAPPINGS if isinstance(inner.get(key), Mapping)]
         if not wrapped:
             break
         inner = inner[wrapped[0]]
-    if not isinstance(inner, Mapping) or not any(isinstance(value, Tensor) for value in inner.values()):
-        held = (
-            f"the keys {told([str(key) for key in inner])}"
-            if isinstance(inner, Mapping)
-            else f"a {type(inner).__name__}"
-        )
+    if not has_tensors(inner):
+        keys = f"the keys {_first(map(str, inner))}" if isinstance(inner, Mapping) else None
         raise CheckpointError(
-            f"{path} holds no state_dict but {held}; it is looked for at the top and under {', '.join(WRAPPINGS)}"
+            f"{path} holds no state_dict but {keys or f'a {type(inner).__name__}'}; it must be at the top or "
+            f"under {', '.join(WRAPPINGS)}"
         )
     tensors = {str(key): value for key, value in inner.items() if isinstance(value, Tensor)}
-    first = [
+    prefixes = [
         key.removesuffix("conv1.weight")
         for key, value in tensors.items()
-        if re.search(r"(^|\.)conv1\.weight$", key)
-        and "layer" not in key
-        and value.ndim == 4
-        and value.shape[1] == 3
+        if re.search(r"(^|\.)conv1\.weight$", key) and "layer" not in key and value.shape[1:2] == (3,)
     ]
-    if not first:
+    if not prefixes:
         raise CheckpointError(
-            f"{path} holds no ResNet: none of its {len(tensors)} tensors ({told(list(tensors))}) is a conv1.weight on "
-            f"three channels. {_known()}"
+            f"{path} holds no ResNet: none of its {len(tensors)} tensors ({_first(tensors)}) is a conv1.weight "
+            f"of three channels. {KNOWN}"
         )
-    if len(first) > 1:
+    if len(prefixes) > 1:
         raise CheckpointError(
-            f"{path} holds {len(first)} networks, under {told(first)}: write the one you mean to a file of its own"
+            f"{path} holds {len(prefixes)} networks, under {_first(prefixes)}. Write the one you want to its own file"
         )
-    return {key.removeprefix(first[0]): value for key, value in tensors.items() if key.startswith(first[0])}
+    (prefix,) = prefixes
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def _identify(path: Path, trunk: Mapping[str, Tensor]) -> tuple[str, str]:
-    """(name, stem) by the number of blocks and the first convolution; `fill` then compares every shape."""
-    found = {match.groups() for key in trunk if (match := re.match(r"layer(\d+)\.(\d+)\.", key))}
-    stages = sorted({int(stage) for stage, _ in found})
-    blocks = tuple(sum(int(stage) == s for stage, _ in found) for s in stages)
-    bottleneck = any(key.startswith("layer1.0.conv3.") for key in trunk)
-    for name, shape in SHAPES.items():
-        if shape.blocks == blocks and shape.bottleneck == bottleneck:
-            return name, "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
-    kind = "three" if bottleneck else "two"
+def _structure(keys: Iterable[str]) -> tuple[tuple[int, ...], bool]:
+    """Return a ResNet's number of blocks in each stage, and whether a block has three convolutions."""
+    keys = list(keys)
+    blocks = {match.groups() for key in keys if (match := re.match(r"layer(\d+)\.(\d+)\.", key))}
+    stages = [stage for stage, _ in blocks]
+    counts = tuple(stages.count(stage) for stage in sorted(set(stages), key=int))
+    return counts, any(key.startswith("layer1.0.conv3.") for key in keys)
+
+
+def _name_of(path: Path, trunk: Mapping[str, Tensor]) -> str:
+    """Return the name of the network with this structure; `fill` then compares every shape."""
+    for name in WIDTHS:
+        if _structure(build_model(name, device="meta").encoder.state_dict()) == _structure(trunk):
+            return name
+    blocks, bottleneck = _structure(trunk)
     raise CheckpointError(
-        f"{path} holds a ResNet with {'-'.join(map(str, blocks)) or 'no'} blocks of {kind} convolutions: {_known()}"
+        f"{path} holds a ResNet with {'-'.join(map(str, blocks)) or 'no'} blocks of "
+        f"{'three' if bottleneck else 'two'} convolutions. {KNOWN}"
     )
 
 
 def _classifier(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor] | None:
-    """fc, where it is a linear layer on the encoder; any other shape is a head of something else."""
+    """Return fc where it is a linear layer on the encoder; an fc of another shape is another head."""
     weight, bias = tensors.get("fc.weight"), tensors.get("fc.bias")
     if weight is None or weight.ndim != 2 or weight.shape[1] != width:
         return None
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     return (weight.float(), bias.float()) if bias.shape == weight.shape[:1] else None
-
-
-def _known() -> str:
-    return f"the networks here are {', '.join(SHAPES)}, as torchvision builds them"

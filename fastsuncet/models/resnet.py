@@ -1,15 +1,14 @@
-"""The network: a ResNet encoder and the projection head the contrastive losses see.
+"""The network: a ResNet encoder, and the projection head that the contrastive losses use.
 
 Shapes: B images of (3, S, S) -> encoder output h (B, width) -> head output z (B, output). The losses use z;
-everything after pre-training (fine-tuning, linear probe, nearest neighbours) uses h and drops the head. Two methods
-have one more layer: cross-entropy a classifier on h, SwAV prototypes on z.
+everything after pre-training (fine-tuning, linear classifier, nearest neighbors) uses h and drops the head.
+Two methods have one more layer: cross-entropy a classifier on h, SwAV prototypes on z.
 
-The encoder's state_dict has torchvision's names whichever library built it, so its weights load anywhere a
-`torchvision.models.resnet50` does (without `fc`).
+The encoder's state_dict has torchvision's names for both libraries, so its weights load wherever those of a
+`torchvision.models.resnet50` without `fc` do.
 """
 
 import math
-from collections.abc import Callable
 
 import timm
 import torch
@@ -27,8 +26,8 @@ class Model(nn.Module):
     """An encoder and a projection head (paper section 4; 23,508,032 + 4,458,624 parameters for a ResNet-50).
 
     `encoder` maps (B, 3, S, S) to (B, width); its keys are torchvision's, `fc` is an identity. `head` is
-    Linear - ReLU - Linear with keys 0.* and 2.*. Move it to a device and to channels-last before an optimizer
-    is built on it: the optimizer's state copies the layout it finds.
+    Linear - ReLU - Linear with keys 0.* and 2.*. Move the model to its device and to channels-last before you
+    build an optimizer, whose state copies the layout that it finds.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Model(nn.Module):
         self.prototypes = prototypes
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (B, 3, S, S) to representations h (B, width): what is kept after pre-training."""
+        """Map images (B, 3, S, S) to representations h (B, width), which are kept after pre-training."""
         return self.encoder(images)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (B, 3, S, S) to projections z (B, output), not normalised: the losses take the cosine."""
+        """Map images (B, 3, S, S) to projections z (B, output), not normalized: the losses take the cosine."""
         return self.head(self.encoder(images))
 
 
@@ -66,7 +65,7 @@ class TinyResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 16, kernel_size=7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        self.maxpool: nn.Module = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         self.layer1 = nn.Sequential(BasicBlock(16, 16))
         self.layer2 = nn.Sequential(BasicBlock(16, 32, stride=2, downsample=_shortcut(16, 32)))
         self.layer3 = nn.Sequential(BasicBlock(32, 64, stride=2, downsample=_shortcut(32, 64)))
@@ -74,7 +73,7 @@ class TinyResNet(nn.Module):
         self.fc = nn.Identity()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, 3, S, S) to (B, 64)."""
+        """Map (B, 3, S, S) to (B, 64)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.fc(self.avgpool(x).flatten(1))
@@ -88,44 +87,37 @@ def _shortcut(inputs: int, outputs: int) -> nn.Sequential:
 WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "resnet_tiny": 64}  # of h
 
 
-def _torchvision_encoder(name: str) -> nn.Module:
-    encoder = torchvision.models.get_model(name, weights=None)
-    encoder.fc = nn.Identity()
+def _encoder(name: str, library: str, stem: str) -> nn.Module:
+    if name == "resnet_tiny":
+        encoder = TinyResNet()
+    elif library == "timm":
+        encoder = timm.create_model(name, pretrained=False, num_classes=0)
+    else:
+        encoder = torchvision.models.get_model(name, weights=None)
+        encoder.fc = nn.Identity()
+    if stem == "cifar":
+        # No stride and no max-pool: 32 px reach the first block as 32 px, not as 8.
+        width = len(encoder.get_parameter("bn1.weight"))
+        encoder.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
+        encoder.maxpool = nn.Identity()
     return encoder
 
 
-def _timm_encoder(name: str) -> nn.Module:
-    return timm.create_model(name, pretrained=False, num_classes=0)
-
-
-BUILDERS: dict[str, Callable[[str], nn.Module]] = {"torchvision": _torchvision_encoder, "timm": _timm_encoder}
-
-
-def _use_cifar_stem(encoder: nn.Module) -> None:
-    """A 3 x 3 stride-1 first convolution and no max-pool: 32 px reach the first block as 32 px, not as 8."""
-    width = encoder.conv1.out_channels
-    encoder.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
-    encoder.maxpool = nn.Identity()
-
-
 def _projection_head(width: int, hidden: int, output: int, batchnorm: bool) -> nn.Sequential:
-    # Appendix H says only "before the final layer"; before the ReLU is where SimCLR and SwAV have theirs. The
-    # keys become 0.*, 1.* (BatchNorm) and 3.*, so neither head can be loaded into the other by mistake.
-    if batchnorm:
-        return nn.Sequential(
-            nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, output)
-        )
-    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, output))
+    # Appendix H says only "before the final layer"; SimCLR and SwAV have it before the ReLU. The keys become
+    # 0.*, 1.* (BatchNorm) and 3.*, so neither head can be loaded into the other by mistake.
+    norm = [nn.BatchNorm1d(hidden)] if batchnorm else []
+    return nn.Sequential(nn.Linear(width, hidden), *norm, nn.ReLU(inplace=True), nn.Linear(hidden, output))
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
-    """Draws every parameter from one generator seeded with `seed`; the global random state is not touched.
+def initialize(model: nn.Module, seed: int) -> None:
+    """Draw every parameter from one generator seeded with `seed`, without the global random state.
 
     The distributions are torchvision's and the authors': Kaiming normal (fan out) for convolutions, PyTorch's
-    default for Linear, gamma 1 and beta 0 everywhere (timm's own start would be 0 for the last gamma of each
-    residual branch). The draw depends on the seed and on the order of the modules, which both libraries share:
-    one seed gives the same encoder from either.
+    default for Linear, gamma 1 and beta 0 everywhere (timm would start the last gamma of each residual branch
+    at 0). The draw depends on the seed and on the order of the modules, which both libraries share: one seed
+    gives the same encoder from either. Raises TypeError for a layer without a rule.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
@@ -139,8 +131,8 @@ def initialise(model: nn.Module, seed: int) -> None:
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_parameters()
         elif next(module.parameters(recurse=False), None) is not None:
-            # Built without memory, so an unknown layer would start from whatever was there.
-            raise TypeError(f"initialise: no rule for the parameters of {type(module).__name__}")
+            # Built without memory, so an unknown layer would start from arbitrary values.
+            raise TypeError(f"initialize: no rule for the parameters of {type(module).__name__}")
 
 
 def build_model(
@@ -156,16 +148,16 @@ def build_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The paper's network in float32: encoder `name` from `library`, and its projection head.
+    """Build the paper's network in float32: encoder `name` from `library`, and its projection head.
 
     name: resnet50 (the paper's), resnet34, resnet18, or resnet_tiny (TinyResNet, for tests and the demo).
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
-    head_batchnorm puts one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
-    classes: outputs of a linear classifier on h, prototypes: of a bias-free one on z; None: there is none.
+    head_batchnorm adds one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
+    classes: outputs of a linear classifier on h; prototypes: outputs of a bias-free one on z; None: no such layer.
 
-    The weights are a function of the arguments alone, drawn on the CPU: every rank builds the same ones, for
-    any device. On the device "meta" there are shapes and no weights, in no time and no memory.
+    The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
+    any device. On the device "meta" there are shapes and no weights, which costs no time and no memory.
 
     Raises ConfigError for a name, library or stem that does not exist.
     """
@@ -178,16 +170,12 @@ def build_model(
     if name == "resnet_tiny" and library != "torchvision":
         raise ConfigError(f"model.library: {library} has no resnet_tiny; set model.library to torchvision")
 
-    # Shapes only: the libraries' own draw would cost seconds and move the global random state.
+    # Shapes only: the libraries would draw weights, which costs seconds and moves the global random state.
     with torch.device("meta"):
-        encoder = TinyResNet() if name == "resnet_tiny" else BUILDERS[library](name)
-        if stem == "cifar":
-            _use_cifar_stem(encoder)
         width = WIDTHS[name]
-        head = _projection_head(width, hidden, output, head_batchnorm)
         model = Model(
-            encoder,
-            head,
+            _encoder(name, library, stem),
+            _projection_head(width, hidden, output, head_batchnorm),
             width,
             None if classes is None else nn.Linear(width, classes),
             None if prototypes is None else nn.Linear(output, prototypes, bias=False),
@@ -195,5 +183,5 @@ def build_model(
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device="cpu")
-    initialise(model, seed)
+    initialize(model, seed)
     return model.to(device)

@@ -8,7 +8,7 @@ from fastsuncet.commands.report import claims, paper
 from fastsuncet.commands.report.compute_saved import MEAN_CURVE, MEAN_OF_SEEDS, crossing, savings
 from fastsuncet.commands.report.curves import Curve, Evaluation, Point
 from fastsuncet.commands.report.groups import arrange
-from fastsuncet.models.flops import analytic_macs, equivalent_epochs, petaflops, run_samples
+from fastsuncet.models.flops import equivalent_epochs, network_cost, petaflops, run_samples
 
 EVALUATION = Evaluation("finetune", "10 % labels")
 
@@ -129,7 +129,7 @@ def test_the_costs_of_the_papers_epochs_are_those_of_its_batches():
     assert recipe.costs(1)["updates"] == 454
     on = 2 * 2_816 + 2_560
     assert recipe.samples(300) == 454 * (250 * on + 50 * 2 * 2_816)
-    macs = analytic_macs("resnet50", "imagenet", 224, 2048, 128)
+    macs = network_cost("resnet50", "imagenet", 224).macs
     assert recipe.costs(300)["petaflops"] == pytest.approx(petaflops(macs, recipe.samples(300)))
 
 

@@ -22,7 +22,7 @@ from fastsuncet.commands.sweep.runs import Job, Run, expand
 from fastsuncet.commands.sweep.spec_reader import read_sweep
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.data.paired_stream import run_macs
-from fastsuncet.models.flops import FLOP_PER_MAC, encoder_layers
+from fastsuncet.models.flops import FLOP_PER_MAC, classifier_macs
 from fastsuncet.models.resnet import WIDTHS
 from pipelines.datasets.label_splits import tossed
 from tools.paper.rows import ROWS, Row
@@ -85,8 +85,9 @@ def transferring(config: Config) -> float:
 
 
 def _supervised(config: Config, size: int, classes: int, samples: int) -> float:
-    encoder = sum(layer.macs for layer in encoder_layers(config.model.name, config.model.stem, size))
-    return FLOP_PER_MAC * samples * (encoder + WIDTHS[config.model.name] * classes) / 1e15
+    name = config.model.name
+    macs = classifier_macs(name, config.model.stem, size, WIDTHS[name], classes)
+    return FLOP_PER_MAC * samples * macs / 1e15
 
 
 def checkpoints(config: Config) -> int:

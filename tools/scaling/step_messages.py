@@ -20,8 +20,10 @@ nothing, and DDP sends no buffers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from fastsuncet.config import Config
-from fastsuncet.models.flops import Layer, layers
+from fastsuncet.models.resnet import Model, build_model
 from fastsuncet.training.methods import has_classifier
 
 # Bytes: rows, codes and gradients are float32 in every precision, BatchNorm's sums float64; labels are int64.
@@ -54,10 +56,18 @@ def messages(
     if ranks == 1:
         return []
     c, m = config.criterion, config.model
-    walk = layers(
-        m.name, m.stem, config.data.augmentation.size, m.hidden, m.output, head_batchnorm=m.head_batchnorm
+    model = build_model(
+        m.name,
+        m.library,
+        m.stem,
+        m.hidden,
+        m.output,
+        m.head_batchnorm,
+        classes=classes if has_classifier(config) else None,
+        prototypes=config.swav.prototypes if c.instance == "swav" else None,
+        device="meta",
     )
-    norms = passes_of_norms(config, walk)
+    norms = passes_of_norms(config, model)
     said = [Message("BatchNorm, statistics", "all_reduce", DOUBLE * (1 + 2 * channels)) for channels in norms]
 
     def shape(what: str) -> None:
@@ -83,18 +93,20 @@ def messages(
             for what, rows in reversed(gathered)
         ]
     said += [Message("BatchNorm, gradients", "all_reduce", FLOAT * 2 * channels) for channels in norms]
-    weights = FLOAT * (sum(layer.parameters for layer in walk) + further_parameters(config, walk, classes))
+    weights = FLOAT * sum(p.numel() for p in model.parameters())
     return [*(x for x in said if x.bytes), Message("gradients of the weights", "all_reduce", weights)]
 
 
-def passes_of_norms(config: Config, walk: Sequence[Layer]) -> list[int]:
-    """Channels of every BatchNorm that all ranks share, as often as a step passes through it."""
-    m, c = config.model, config.criterion
-    if not m.sync_batchnorm:
+def passes_of_norms(config: Config, model: Model) -> list[int]:
+    """Return the channels of every BatchNorm that all ranks share, once for each pass of a step through it."""
+    if not config.model.sync_batchnorm:
         return []
-    encoder = [layer.parameters // 2 for layer in walk if "bn" in layer.name or "downsample.1" in layer.name]
-    passes = 2 if c.instance == "swav" and config.swav.small_crops else 1
-    return passes * encoder + [m.hidden] * m.head_batchnorm
+    encoder, head = (
+        [m.num_features for m in part.modules() if isinstance(m, _BatchNorm)]
+        for part in (model.encoder, model.head)
+    )
+    passes = 2 if config.criterion.instance == "swav" and config.swav.small_crops else 1
+    return passes * encoder + head
 
 
 def contrasted(config: Config, images: int, labeled: int) -> list[tuple[str, int]]:
@@ -103,16 +115,6 @@ def contrasted(config: Config, images: int, labeled: int) -> list[tuple[str, int
     views = [("views", 2 * images)] if c.instance == "nt_xent" else []
     labels = [("labeled images", labeled * c.supervised)] if c.supervision != "cross_entropy" else []
     return views + labels
-
-
-def further_parameters(config: Config, walk: Sequence[Layer], classes: int) -> int:
-    """Parameters beside encoder and head: a classifier of representations, prototypes of projections."""
-    width = next(
-        layer for layer in walk if layer.name == "head.0"
-    ).saved  # what the head reads: a representation
-    classifier = (width + 1) * classes if has_classifier(config) else 0
-    prototypes = config.swav.prototypes * config.model.output if config.criterion.instance == "swav" else 0
-    return classifier + prototypes
 
 
 def summed(said: Sequence[Message]) -> list[Message]:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from fastsuncet.commands.report.curves import Curve, Evaluation, Point, labels_text
 from fastsuncet.errors import ConfigError
-from fastsuncet.models.flops import analytic_macs, petaflops, run_samples
+from fastsuncet.models.flops import network_cost, petaflops, run_samples
 
 IMAGES, BATCH = 1_281_167, 4_096  # ImageNet, and SimCLR's update
 TEN, ONE = "imagenet-10pct", "imagenet-1pct"
@@ -51,7 +51,7 @@ class Recipe:
 
     def costs(self, epochs: float) -> dict[str, float]:
         """The costs that follow from the epochs; hours and joules were not published."""
-        macs = analytic_macs("resnet50", "imagenet", 224, 2048, 128)
+        macs = network_cost("resnet50", "imagenet", 224).macs
         updates = round(epochs * (IMAGES // self.unlabeled))
         return {"epochs": epochs, "updates": updates, "petaflops": petaflops(macs, self.samples(epochs))}
 

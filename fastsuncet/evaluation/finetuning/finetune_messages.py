@@ -8,7 +8,7 @@ import torch
 
 from fastsuncet.evaluation.finetuning.job import Job, labeled
 from fastsuncet.evaluation.scoring import standard_error
-from fastsuncet.models.flops import encoder_layers, petaflops
+from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 
 SHOWN = 5  # classes told by name; the rest are counted
@@ -30,8 +30,7 @@ def heading(job: Job, *, brief: bool) -> list[str]:
         passes = "" if s.accumulate == 1 else f", in {s.accumulate} passes"
         over = f" (which leaves {count % s.batch:,} images out, drawn anew)" if count % s.batch else ""
         decay = f"weight decay {s.weight_decay:g}" if s.weight_decay else "no weight decay"
-        layers = encoder_layers(encoder.name, encoder.stem, s.size)
-        macs = sum(layer.macs for layer in layers) + encoder.width * s.num_classes
+        macs = classifier_macs(encoder.name, encoder.stem, s.size, encoder.width, s.num_classes)
         lines += [
             ("labels", f"{job.images.split}"),
             ("batch", f"{s.batch:,} images on {ranks}{passes}; BatchNorm over {s.batch // parts:,} of them"),

@@ -28,7 +28,7 @@ from fastsuncet.evaluation.supervised.setting import FitSetting
 from fastsuncet.evaluation.supervised.stream import FitStream
 from fastsuncet.metrics.cost import RunCost
 from fastsuncet.metrics.interval import MetricsInterval
-from fastsuncet.models.flops import encoder_layers
+from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training.logger import Reporter
 from fastsuncet.training.state import require_finite_weights
@@ -94,8 +94,9 @@ class Fitter:
         self.interval, self.ledger = MetricsInterval(device), RunCost()
         sizes["wait"] = self.interval.data_timer
         self.stream = FitStream(train, indices, view, config, place, several=several, **sizes)
-        layers = encoder_layers(encoder.name, encoder.stem, s.size)
-        self.macs = s.batch * (sum(layer.macs for layer in layers) + encoder.width * s.num_classes)
+        self.macs = s.batch * classifier_macs(
+            encoder.name, encoder.stem, s.size, encoder.width, s.num_classes
+        )
         self.every = max(config.logging.log_every, -(-s.steps // LINES))  # steps
         parts = self.parts()
         self.step, extra = fit_state.restore(folder, **parts, remedy=remedy, say=say_line)
