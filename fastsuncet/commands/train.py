@@ -19,7 +19,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
-from fastsuncet.evaluation.online_knn import online_knn
+from fastsuncet.evaluation.knn import online_knn
 from fastsuncet.training.determinism import set_determinism
 from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer

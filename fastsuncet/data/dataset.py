@@ -30,7 +30,13 @@ class Images:
 
     train: ImageIndex
     split: Split
-    validation: ImageIndex | None
+    held_out: ImageIndex | None  # None: this command opened no validation images
+
+    @property
+    def validation(self) -> ImageIndex:
+        """The images to evaluate on, for commands that opened them."""
+        assert self.held_out is not None, "open_images(validation=True) opens the validation images"
+        return self.held_out
 
     @property
     def labeled_classes(self) -> int:

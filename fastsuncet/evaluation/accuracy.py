@@ -1,4 +1,4 @@
-"""The accuracy of an encoder that has a classifier: one that was fine-tuned, or one that came with its own."""
+"""The accuracy of an encoder with a classifier: a fine-tuned one, or one from a file of torchvision or timm."""
 
 import numpy as np
 from torch import nn
@@ -12,18 +12,18 @@ from pipelines.data_errors import DataError
 
 
 def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Top-1 and top-5 accuracy of the logits of `network`, (B, 3, S, S) -> (B, C), on every validation image once.
+    """Compute the top-1 and top-5 accuracy of `network` (B, 3, S, S) -> (B, C), logits, on the validation images.
 
-    Single centre crops, with the config's mean and std: a network of another program wants its own. Raises DataError
-    where C is not the number of classes.
+    Single center crops, normalized by the config's mean and std: weights of another program need theirs. Raises
+    DataError where C is not the number of classes.
     """
     truth = true_labels(images, place)
     scores = outputs(network, images.validation, np.arange(len(truth)), config, place)
     classes = len(images.train.classes)
     if scores.shape[1] != classes:
         raise DataError(
-            f"the classifier tells {scores.shape[1]:,} classes apart and the images are of {classes:,}: it was trained "
-            "on other data"
+            f"the classifier has {scores.shape[1]:,} classes and the images have {classes:,}: it was trained on other "
+            "data"
         )
     mine = own_rows(place)
     return Measured(accuracies(scores[mine], truth[mine], len(truth)), len(truth), {})

@@ -1,6 +1,5 @@
 """The encoder to evaluate: a run's checkpoint, or a file of weights from torchvision, timm or the authors."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import META
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.console import Say, say_line
+from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
@@ -21,7 +20,7 @@ from fastsuncet.models.resnet import WIDTHS, build_model
 from fastsuncet.training import methods
 from fastsuncet.training.state import FOLDER
 
-ENCODER, CLASSIFIER = "encoder.", "classifier."  # how a checkpoint names their tensors
+ENCODER, CLASSIFIER = "encoder.", "classifier."  # prefixes of their tensors in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -33,120 +32,75 @@ class Encoder:
     name: str  # as in model.name
     stem: str  # "imagenet" or "cifar"
     source: str  # the folder or file, as the user named it
-    step: int | None  # updates of pre-training; None where the file does not say
+    step: int | None  # updates of pre-training; None for a file of weights
     epoch: float | None
-    ledger: dict[str, Any] | None  # what the pre-training cost: a run's checkpoint has it
+    ledger: dict[str, Any] | None  # what the pre-training cost; None for a file of weights
     method: str | None  # "SimCLR + SuNCEt"
-    classifier: nn.Linear | None = None  # (B, width) -> (B, C), where it comes with one
-    tuned: int | None = None  # updates of fine-tuning since
+    classifier: nn.Linear | None = None  # (B, width) -> (B, C), where the file has one
+    tuned: int | None = None  # updates of fine-tuning after the pre-training
 
     def record(self) -> dict[str, Any]:
-        """What a result says of the encoder it was measured on."""
-        return {
-            "source": self.source,
-            "step": self.step,
-            "epoch": self.epoch,
-            "method": self.method,
-            "ledger": self.ledger,
-        }
+        """Return what a result records of its encoder."""
+        return {key: getattr(self, key) for key in ("source", "step", "epoch", "method", "ledger")}
 
 
-def checkpoints_of(run: Path, say: Say = say_line) -> list[tuple[int, Path]]:
-    """(step, folder) of the good checkpoints of a run, ascending; each damaged one is said in one line.
+def choose(where: Path, *, step: int | None = None, every: bool = False) -> list[Path]:
+    """Return the checkpoint folders, or the one file, to evaluate: `step`'s, every good one, or the newest good one.
 
-    `run` is a run's folder or the folder of its checkpoints. Raises CheckpointError where there is none.
-    """
-    folder = run / FOLDER if (run / FOLDER).is_dir() else run
-    good = manager.good_checkpoints(folder, say)
-    if not good:
-        raise CheckpointError(
-            f"{run} holds no checkpoint that can be used. A run saves its first one when checkpoint.every or "
-            "checkpoint.every_epochs says so, and its last one at its end"
-        )
-    return good
-
-
-def choose(where: Path, *, step: int | None = None, every: bool = False, say: Say = say_line) -> list[Path]:
-    """The checkpoint folders, or the one file, that `where` means: `step`'s, every good one, or the newest good one.
-
-    Raises ConfigError for what is not there, CheckpointError where nothing in a run can be used.
+    `where` is a run's folder, its folder of checkpoints, one checkpoint, or a file of weights. Prints a line for each
+    damaged checkpoint. Raises ConfigError for what does not exist, CheckpointError for a run without a good checkpoint.
     """
     where = Path(where).expanduser()
     if not where.exists():
         raise ConfigError(
-            f"there is no {where}: --encoder takes a run's folder, one of its checkpoints, or a file of weights; "
-            "without it the config's own run is taken, which `fastsuncet train` makes"
+            f"{where} does not exist. --encoder takes a run's folder, one of its checkpoints, or a file of weights. "
+            "Without it the config's own run is evaluated, which `fastsuncet train` makes"
         )
     if where.is_file() or (where / META).is_file():
         if step is not None or every:
             kind = "file" if where.is_file() else "checkpoint"
             raise ConfigError(
-                f"--step and --every-checkpoint choose among a run's checkpoints; {where} is one {kind}"
+                f"--step and --every-checkpoint choose among a run's checkpoints, but {where} is one {kind}"
             )
         return [where]
+    folder = where / FOLDER if (where / FOLDER).is_dir() else where
     if step is None and not every:
-        # Not the last of checkpoints_of: that would read every one of them from end to end.
-        newest = manager.load_newest(where / FOLDER if (where / FOLDER).is_dir() else where, say=say)
+        # Not the last of `good_checkpoints`, which reads every checkpoint from end to end.
+        newest = manager.load_newest(folder)
         if newest is not None:
             return [newest.path]
-    good = dict(checkpoints_of(where, say))
+    good = dict(manager.good_checkpoints(folder))
+    if not good:
+        raise CheckpointError(
+            f"{where} holds no checkpoint that can be used. A run saves checkpoints as checkpoint.every or "
+            "checkpoint.every_epochs says, and one at its end"
+        )
     if step is None:
         return list(good.values())
     if step not in good:
         kept = ", ".join(f"{number:,}" for number in good)
-        raise ConfigError(f"{where} has no good checkpoint of step {step:,}; there are {kept}")
+        raise ConfigError(f"{where} has no good checkpoint of step {step:,}. It has {kept}")
     return [good[step]]
 
 
-def load_encoder(where: Path, config: Config, *, step: int | None = None, say: Say = say_line) -> Encoder:
-    """The encoder in `where`: a run's folder (its newest good checkpoint, or that of `step`), one checkpoint's folder,
-    a folder that fine-tuning wrote, or a file of weights.
-
-    A run's own config says what its network is; from a file's shapes it is inferred, and `config.model.library` builds
-    it. Projection heads are dropped, a classifier is kept beside it. Raises ConfigError for what is not there and for a
-    run on pixels normalised otherwise than `config` says; CheckpointError, with keys and shapes, for what does not fit.
-    """
-    (found,) = choose(where, step=step, say=say)
-    if found.is_dir():
-        return _of_checkpoint(manager.load(found), config)
-    weights = read_weights(found)
-    library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
-    module = _build(weights.name, library, weights.stem, weights.encoder, str(found))
-    classifier = _classifier(*weights.classifier) if weights.classifier else None
-    return Encoder(
-        module,
-        WIDTHS[weights.name],
-        weights.name,
-        weights.stem,
-        str(found),
-        step=None,
-        epoch=None,
-        ledger=None,
-        method=None,
-        classifier=classifier,
-    )
-
-
 def choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool) -> list[Path]:
-    """What rank 0 finds, on every rank: while a run goes on, two ranks may find two newest checkpoints."""
-    found, problem = None, None
+    """Return on every rank what `choose` finds on rank 0: while a run trains, ranks can find different checkpoints."""
+    found, problem = [], None
     if place.first:
         try:
             found = [str(path) for path in choose(where, step=step, every=every)]
         except FastSuncetError as error:
             problem = error
-    news = broadcast_json({"found": found, "failed": problem is not None})
-    if problem is not None:
-        raise problem
-    if news["failed"]:
-        raise CheckpointError("rank 0 found nothing to evaluate; its own message says why")
-    return [Path(path) for path in news["found"]]
+    found = broadcast_json(found)
+    if not found:
+        raise problem or CheckpointError("rank 0 found nothing to evaluate; its own message says why")
+    return [Path(path) for path in found]
 
 
 def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None:
-    """The encoder in `path`, or None on every rank, which rank 0 says, where a run that goes on has removed it since.
+    """Return the encoder in `path`, or None on every rank where a run that still trains has deleted it.
 
-    Collective. Raises on all ranks what loading raises on any.
+    Collective. Raises on all ranks what loading raises on any of them.
     """
     encoder, problem = None, None
     try:
@@ -159,56 +113,78 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
     if not gone:
         raise problem or CheckpointError(f"another rank could not read {path}; its own message says why")
     if place.first:
-        say_line(f"{path}: removed meanwhile, as checkpoint.keep has it; left out")
+        say_line(f"{path}: skipped, deleted by checkpoint.keep during evaluation")
     return None
 
 
-def _of_checkpoint(loaded: manager.Checkpoint, shown: Config) -> Encoder:
+def load_encoder(where: Path, config: Config) -> Encoder:
+    """Load the encoder in `where`: a run's folder (its newest good checkpoint), one checkpoint, or a file of weights.
+
+    A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network. The network
+    of a file is inferred from its shapes, and built by `config.model.library`. Projection heads are dropped, a
+    classifier is kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
+    says; CheckpointError, with keys and shapes, for weights that do not fit.
+    """
+    (found,) = choose(where)
+    if found.is_dir():
+        return _from_checkpoint(manager.load(found), config)
+    weights = read_weights(found)
+    library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
+    return Encoder(
+        module=_build(weights.name, library, weights.stem, weights.encoder, str(found)),
+        width=WIDTHS[weights.name],
+        name=weights.name,
+        stem=weights.stem,
+        source=str(found),
+        step=None,
+        epoch=None,
+        ledger=None,
+        method=None,
+        classifier=_classifier(*weights.classifier) if weights.classifier else None,
+    )
+
+
+def _from_checkpoint(loaded: manager.Checkpoint, shown: Config) -> Encoder:
     source = str(loaded.path)
     try:
         config = Config.from_values(loaded.meta["config"])
     except (KeyError, ValidationError, ConfigErrors) as error:
         raise CheckpointError(
-            f"{source} does not say what network it holds: its config is not one this version reads. It was written "
-            f"by {loaded.meta.get('versions')}"
+            f"{source} does not say what network it holds: this version cannot read its config. It was written by "
+            f"{loaded.meta.get('versions')}"
         ) from error
-    # Such a network still gives numbers, only worse ones, and nothing else would say why.
-    trained, now = _normalisation(config), _normalisation(shown)
+    # The network would still give numbers, only worse ones, and nothing else would say why.
+    trained, now = _normalization(config), _normalization(shown)
     if trained != now:
         raise ConfigError(
-            f"{source} was trained on pixels normalised by {trained}; here it would be shown {now}"
+            f"{source} was trained on pixels normalized by {trained}, but this config has {now}"
         )
-    m = config.model
-    tensors = {
-        key.removeprefix(ENCODER): value for key, value in loaded.model.items() if key.startswith(ENCODER)
-    }
-    module = _build(m.name, m.library, m.stem, tensors, source)
-    # What fine-tuning wrote says of which encoder it began with: that one's step and cost are what counts.
-    began = loaded.meta.get("encoder")
-    known = {
+    m, tensors = config.model, loaded.model
+    encoder = {key.removeprefix(ENCODER): x for key, x in tensors.items() if key.startswith(ENCODER)}
+    # A fine-tuned checkpoint records the encoder that it started from: results count that one's step and cost.
+    started = loaded.meta.get("encoder")
+    cost = started or {
         "step": loaded.step,
-        "epoch": _epoch(loaded),
+        "epoch": loaded.meta.get("epoch"),
         "ledger": loaded.meta.get("ledger"),
         "method": methods.name(config),
     }
-    if began is not None:
-        known = {key: began.get(key) for key in known}
     classifier = None
-    if f"{CLASSIFIER}weight" in loaded.model:
-        classifier = _classifier(loaded.model[f"{CLASSIFIER}weight"], loaded.model[f"{CLASSIFIER}bias"])
+    if f"{CLASSIFIER}weight" in tensors:
+        classifier = _classifier(tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"])
     return Encoder(
-        module,
-        WIDTHS[m.name],
-        m.name,
-        m.stem,
-        source,
-        **known,
+        module=_build(m.name, m.library, m.stem, encoder, source),
+        width=WIDTHS[m.name],
+        name=m.name,
+        stem=m.stem,
+        source=source,
+        **{key: cost.get(key) for key in ("step", "epoch", "ledger", "method")},
         classifier=classifier,
-        tuned=None if began is None else loaded.step,
+        tuned=None if started is None else loaded.step,
     )
 
 
-def _normalisation(config: Config) -> str:
+def _normalization(config: Config) -> str:
     a = config.data.augmentation
     return " ".join(
         f"data.augmentation.{key}=[{','.join(f'{x:g}' for x in values)}]"
@@ -226,15 +202,3 @@ def _classifier(weight: Tensor, bias: Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0])
     linear.load_state_dict({"weight": weight, "bias": bias})
     return linear
-
-
-def _epoch(loaded: manager.Checkpoint) -> float | None:
-    """Epochs done: the checkpoint's own word, else what the run's metrics lines say of their steps."""
-    if "epoch" in loaded.meta:
-        return loaded.meta["epoch"]
-    try:
-        lines = (loaded.path.parent.parent / "metrics.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
-        return round(loaded.step / round(last["step"] / last["epoch"]), 4)
-    except (OSError, ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):
-        return None  # a checkpoint copied away from its run: the step still says where it stands

@@ -1,4 +1,4 @@
-"""Images through a network: what every evaluation starts from. Each image exactly once, on any number of ranks.
+"""Images through a network, the first step of every evaluation: each image exactly once, on any number of ranks.
 
 Shapes: N images in all, n of them on this rank, V views of each, E the width of the network's output.
 """
@@ -13,48 +13,34 @@ from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import all_gather_rows
 from fastsuncet.distributed.launch import Place
-from fastsuncet.models.resnet import Model
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import PassLoader, open_evaluation_loader, open_pass_loader
 from pipelines.sampling.augmentation import Center
 from pipelines.sampling.step_plan import PassPlan
 
-SUPPORTS = "supports"  # the role of `embed_views`' draws: a stream apart from training's
+SUPPORTS = "supports"  # the role of the draws of `embed_views`: a random stream apart from training's
 
 
 def view_size(size: int) -> tuple[int, int]:
-    """(crop, resize) of an evaluation view: the paper's 224 out of 256 in proportion; a small image is shown whole."""
+    """Return (crop, resize) of an evaluation view: 224 of 256 as in the paper, in proportion; small images whole."""
     return (size, round(size * 256 / 224)) if size > 64 else (size, size)
-
-
-def embed(
-    model: Model,
-    index: ImageIndex,
-    indices: np.ndarray,  # (N,) int64 - which images of the index
-    config: Config,
-    place: Place,
-    *,
-    batch: int = 256,
-) -> Tensor:
-    """`outputs` of the model's encoder, before the projection head: (N, E) float32 on the device."""
-    return outputs(model.encoder, index, indices, config, place, batch=batch)
 
 
 def outputs(
     network: nn.Module,  # (B, 3, S, S) -> (B, E), on the place's device
     index: ImageIndex,
     indices: np.ndarray,  # (N,) int64 - which images of the index
-    config: Config,  # size of a view, normalisation, back-end
+    config: Config,  # size of a view, normalization, back-end
     place: Place,
     *,
     batch: int = 256,
     view: Center | None = None,  # None: the config's
 ) -> Tensor:
-    """What `network` makes of each image, (N, E) float32 on the device, in the order of `indices`.
+    """Return the network's output for each image, (N, E) float32 on the device, in the order of `indices`.
 
-    Single centre crop, BatchNorm in evaluation mode, float32; the network is put back into the mode it came in. Each
-    rank takes a block of the images and all ranks return all rows, N x E x 4 bytes on each. No gradient. Raises
-    BadImage for an image that cannot be decoded: an accuracy over other images would be another accuracy.
+    Single center crop, BatchNorm in evaluation mode, float32; the network keeps its mode. Each rank computes a block of
+    the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. Raises BadImage for an image that
+    cannot be decoded, since the accuracy would be another one without it.
     """
     a = config.data.augmentation
     view = view or Center(*view_size(a.size), a.mean, a.std)
@@ -83,10 +69,10 @@ def embed_views(
     *,
     batch: int = 256,
 ) -> Tensor:
-    """`outputs` of V random views of each image, (N, V, E): random resized crops and flips, no colour (appendix G).
+    """Return the network's output for V random views of each image, (N, V, E): resized crops and flips (appendix G).
 
-    A view is drawn from (meta.seed, its number, the image's place in `indices`): the same on any number of ranks, and
-    at every checkpoint.
+    Colors are not changed. A view is drawn from (meta.seed, its number, the image's position in `indices`), so it is
+    the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
     """
     crop = replace(config.data.augmentation, jitter=0.0, grey=0.0, blur=0.0)
     mine, first = _block(indices, place)
@@ -99,35 +85,35 @@ def embed_views(
         role=SUPPORTS,
         first=first,
     )
-    rows = _forward(
-        network, open_pass_loader(index, plan, **loader_options(config, place)), len(mine), views, place
-    )
+    loader = open_pass_loader(index, plan, **loader_options(config, place))
+    rows = _forward(network, loader, len(mine), views, place)
     return all_gather_rows(rows)[: len(indices)]
 
 
 def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
-    """This rank's block of the images, equally long on all ranks, and where in `indices` it begins."""
-    share = -(-len(indices) // place.world_size)
-    # A ragged share is filled up so that ranks gather equal shapes; the callers cut the filling off again.
-    first = place.rank * share
-    return np.resize(indices, share * place.world_size)[first:][:share], first
+    """Return this rank's block of the images, of equal length on all ranks, and its start in `indices`."""
+    length = -(-len(indices) // place.world_size)
+    first = place.rank * length
+    # The last block is filled up, because ranks gather equal shapes. The callers cut off what was added.
+    return np.resize(indices, length * place.world_size)[first:][:length], first
 
 
 @torch.no_grad()
 def _forward(network: nn.Module, loader: PassLoader, images: int, views: int, place: Place) -> Tensor:
-    """(n, V, E) of the loader's n images."""
+    """Return (n, V, E) of the loader's n images, and close the loader."""
     training = network.training
     network.eval()
+    rows, done = None, 0
     try:
-        rows, done = None, 0
-        for shown, _, _ in loader:
+        for shown, _, indices in loader:
             for view, pixels in enumerate(shown if isinstance(shown, list) else [shown]):
                 h = network(pixels.to(place.device)).float()
-                # One block from the start: a list of batches joined at the end would hold every row twice.
+                # One block from the start: joining a list of batches would hold every row twice.
                 rows = h.new_empty(images, views, h.shape[1]) if rows is None else rows
                 rows[done : done + len(h), view] = h
-            done += len(h)
+            done += len(indices)
     finally:
         network.train(training)
         loader.close()
+    assert rows is not None, "there is at least one image"
     return rows

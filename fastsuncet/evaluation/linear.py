@@ -1,12 +1,12 @@
 """The linear protocol: multinomial logistic regression on frozen representations of the labeled images.
 
-Fitted to its optimum, full batch, by torch's L-BFGS: no learning rate, no epochs, no seed to tune or to report. On a
-GPU it does ImageNet's 128,116 x 2,048; scikit-learn's is the oracle of its tests.
+The fit is full batch, by torch's L-BFGS, and ends at the optimum: there is no learning rate, number of epochs or seed
+to choose or to report. Its tests compare it with scikit-learn's.
 
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,37 +20,30 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, supports, true_labels
 
-# Of the largest element of the mean loss's gradient: as near to the optimum as the arithmetic gets.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
-HISTORY = 20  # gradients that L-BFGS remembers: 2 x 20 x C x E numbers, 0.3 GB for ImageNet
-ROWS = 16_384  # of the logits held at a time
-DOUBLE_BYTES = 1 << 30  # features that fit in this as float64 are fitted in it
+TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
+HISTORY = 20  # gradients that L-BFGS keeps: 2 x 20 x C x E float64, 0.7 GB for ImageNet
+ROWS = 16_384  # images in a piece: its features and logits as float64 are 0.4 GB for ImageNet
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A linear classifier of standardised features."""
+class LinearFit:
+    """A linear classifier of standardized features. All tensors are float64."""
 
     weight: Tensor  # (C, E)
     bias: Tensor  # (C,)
     mean: Tensor  # (E,) of the features it was fitted to
-    spread: Tensor  # (E,)
+    spread: Tensor  # (E,) their standard deviation
     iterations: int
-    gradient: float  # the largest element of it, where the fit ended
+    gradient: float  # its largest element, where the fit ended
 
     @property
     def converged(self) -> bool:
-        """Whether the fit ended at its optimum and not at its last iteration."""
-        return self.gradient <= self.tolerance
-
-    @property
-    def tolerance(self) -> float:
-        """How small the gradient had to become."""
-        return TOLERANCE[self.weight.dtype]
+        """Whether the fit ended at the optimum and not at its last iteration."""
+        return self.gradient <= TOLERANCE
 
     def scores(self, features: Tensor) -> Tensor:
-        """Logits (Q, C) of features (Q, E)."""
-        return F.linear((features.to(self.mean.dtype) - self.mean) / self.spread, self.weight, self.bias)
+        """Return the logits (Q, C) of features (Q, E)."""
+        return F.linear((features.double() - self.mean) / self.spread, self.weight, self.bias)
 
 
 @torch.no_grad()
@@ -61,78 +54,83 @@ def fit_linear(
     *,
     strength: float = 1.0,  # inverse of the L2 penalty, scikit-learn's C
     max_iterations: int = 1000,
-) -> Fitted:
-    """Minimises mean cross-entropy + |W|^2 / (2 strength N), the bias free, from zero: scikit-learn's objective.
+) -> LinearFit:
+    """Minimize mean cross-entropy + |W|^2 / (2 strength N) from zero, as scikit-learn does; the bias is free.
 
-    Features are standardised by their own mean and spread. Float64 where they fit in 1 GB as such, else float32, on
-    their device. Deterministic. `Fitted.converged` says whether the optimum was reached within `max_iterations`.
+    Features are standardized by their own mean and standard deviation. The arithmetic is float64 in pieces of ROWS
+    images, so the features need no second copy. Deterministic. `LinearFit.converged` says whether the optimum was
+    reached within `max_iterations`.
     """
-    dtype = torch.float64 if 8 * features.numel() <= DOUBLE_BYTES else torch.float32
-    x = features.to(dtype, copy=True)
-    mean = x.mean(0)
-    x -= mean
-    spread = x.square().mean(0).sqrt() + 1e-6  # a dead feature stays 0 instead of 0 / 0
-    x /= spread
-    weight = x.new_zeros(num_classes, x.shape[1])
-    bias = x.new_zeros(num_classes)
-    penalty = 1 / (strength * len(x))
+    # In float32 the loss near the optimum is constant to its last bit: the line search then stops at gradients of 1e-5
+    # and more, and at which one depends on the processor.
+    pieces = features.split(ROWS)
+    mean = torch.stack([x.double().sum(0) for x in pieces]).sum(0) / len(features)
+    variance = torch.stack([(x.double() - mean).square().sum(0) for x in pieces]).sum(0) / len(features)
+    spread = variance.sqrt() + 1e-6  # a feature that is always the same becomes 0 and not 0 / 0
+
+    weight = mean.new_zeros(num_classes, len(mean))
+    bias = mean.new_zeros(num_classes)
+    penalty = 1 / (strength * len(features))
     optimizer = torch.optim.LBFGS(
         [weight, bias],
         lr=1,
         max_iter=max_iterations,
         max_eval=2 * max_iterations,
-        tolerance_grad=TOLERANCE[dtype],
-        tolerance_change=0,  # a small step is no optimum; only a step of nothing at all ends the fit
+        tolerance_grad=TOLERANCE,
+        tolerance_change=0,  # a small step is not yet an optimum
         history_size=HISTORY,
         line_search_fn="strong_wolfe",
     )
 
     def loss_and_gradient() -> Tensor:
-        """By hand: autograd would keep the logits of all rows at once."""
+        # Without autograd, which would keep the logits of all images at once.
         weight.grad, bias.grad = penalty * weight, torch.zeros_like(bias)
         loss = 0.5 * penalty * weight.square().sum()
-        for rows, truth in zip(x.split(ROWS), labels.split(ROWS)):
-            log_p = F.linear(rows, weight, bias).log_softmax(1)
-            loss -= log_p.gather(1, truth[:, None]).sum() / len(x)
-            error = (log_p.exp() - F.one_hot(truth, num_classes)) / len(x)
-            weight.grad += error.T @ rows
+        for piece, truth in zip(pieces, labels.split(ROWS)):
+            x = (piece.double() - mean) / spread
+            log_p = F.linear(x, weight, bias).log_softmax(1)
+            loss -= log_p.gather(1, truth[:, None]).sum() / len(features)
+            error = (log_p.exp() - F.one_hot(truth, num_classes)) / len(features)
+            weight.grad += error.T @ x
             bias.grad += error.sum(0)
         return loss
 
     optimizer.step(loss_and_gradient)
-    loss_and_gradient()  # at the point it chose, not at the last it tried
+    loss_and_gradient()  # at the point that the optimizer chose, not at the last one it tried
+    assert weight.grad is not None and bias.grad is not None
     largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
-    iterations = optimizer.state[weight]["n_iter"]
-    return Fitted(weight.detach(), bias.detach(), mean, spread, iterations, largest)
+    return LinearFit(weight, bias, mean, spread, optimizer.state[weight]["n_iter"], largest)
 
 
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Top-1 and top-5 accuracy of `fit_linear` on the validation images, h of `network` (B, 3, S, S) -> (B, E).
+    """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
 
-    Single centre crops of labeled and validation images alike. One rank fits, all of them count.
+    `network` (B, 3, S, S) -> (B, E). Labeled and validation images are shown as single center crops. Rank 0 fits, and
+    all ranks count.
     """
     chosen, truth = supports(images, config), true_labels(images, place)
     features = outputs(network, images.train, chosen, config, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
-    classes, setting = len(images.train.classes), config.linear
-    # The ranks that do not fit stop at once, for a classifier of the right shapes to be overwritten.
-    iterations = setting.max_iterations if place.first else 0
-    fitted = fit_linear(features, labels, classes, strength=setting.strength, max_iterations=iterations)
-    for tensor in (fitted.weight, fitted.bias):
-        broadcast(tensor)
-    told = broadcast_json([fitted.iterations, fitted.gradient, fitted.tolerance])
-    mine = own_rows(place)
-    metrics = accuracies(fitted.scores(queries[mine]), truth[mine], len(truth))
-    return Measured(metrics, len(truth), *_said(config, told))
-
-
-def _said(config: Config, told: list) -> tuple[dict, tuple[str, ...]]:
-    iterations, gradient, tolerance = told
-    setting = {"strength": config.linear.strength, "max_iterations": config.linear.max_iterations}
-    if gradient <= tolerance:
-        return setting, (f"fitted in {iterations:,} iterations",)
-    return setting | {"converged": False}, (
-        f"NOT fitted: after {iterations:,} iterations the largest gradient is {gradient:.1e}, not {tolerance:.0e}. "
-        "Raise linear.max_iterations, or lower linear.strength",
+    strength, most = config.linear.strength, config.linear.max_iterations
+    # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
+    fit = fit_linear(
+        features,
+        labels,
+        len(images.train.classes),
+        strength=strength,
+        max_iterations=most if place.first else 0,
     )
+    for tensor in (fit.weight, fit.bias):
+        broadcast(tensor)
+    fit = replace(fit, **broadcast_json({"iterations": fit.iterations, "gradient": fit.gradient}))
+    mine = own_rows(place)
+    metrics = accuracies(fit.scores(queries[mine]), truth[mine], len(truth))
+    setting = {"strength": strength, "max_iterations": most}
+    if fit.converged:
+        return Measured(metrics, len(truth), setting, (f"fitted in {fit.iterations:,} iterations",))
+    note = (
+        f"NOT fitted: after {fit.iterations:,} iterations the largest gradient is {fit.gradient:.1e}, not "
+        f"{TOLERANCE:.0e}. Raise linear.max_iterations, or lower linear.strength"
+    )
+    return Measured(metrics, len(truth), setting | {"converged": False}, (note,))

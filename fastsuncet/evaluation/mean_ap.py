@@ -1,4 +1,4 @@
-"""Mean average precision as PASCAL VOC 2007 defines it: precision read off at eleven recalls.
+"""Mean average precision as PASCAL VOC 2007 defines it: the mean precision at eleven recalls.
 
 Shapes: N images, C classes.
 """
@@ -9,11 +9,11 @@ RECALLS = 11  # 0, 0.1, ..., 1
 
 
 def mean_average_precision(scores: np.ndarray, presence: np.ndarray) -> tuple[float, np.ndarray]:
-    """The mean over classes, and each class's average precision, float64 (C,), from 0 to 1.
+    """Return the mean over classes, and each class's average precision, float64 (C,), from 0 to 1.
 
-    `scores` (N, C) float: higher is surer; only their order counts. `presence` (N, C): 1 the class is there, -1 it is
-    not, 0 difficult. A class without a positive image has no recall: it is NaN, and the mean is over the others.
-    Raises ValueError for scores that are no numbers, shapes that differ, or where no class has a positive.
+    `scores` (N, C) float: only their order counts. `presence` (N, C): 1 the class is there, -1 it is not, 0 difficult.
+    A class without a positive image has no recall: its value is NaN, and the mean is over the others. Raises ValueError
+    for scores that are not finite, shapes that differ, or where no class has a positive.
     """
     if scores.shape != presence.shape or scores.ndim != 2:
         raise ValueError(
@@ -28,11 +28,11 @@ def mean_average_precision(scores: np.ndarray, presence: np.ndarray) -> tuple[fl
 
 
 def average_precision(scores: np.ndarray, presence: np.ndarray) -> float:
-    """Mean over recalls t = 0, 0.1, ..., 1 of the highest precision at a recall of t or more; NaN without positives.
+    """Return the mean over recalls t = 0, 0.1, ..., 1 of the highest precision at recall >= t; NaN without positives.
 
-    `scores` and `presence` (N,) as above. Difficult images are left out, as if they were not there. Images of equal
-    score are taken together: precision and recall are those of thresholds, so that the order of the images, which
-    would otherwise break the tie, cannot change the number. (VOC's own program takes them in the order of its sort.)
+    `scores` and `presence` (N,) as above. Difficult images are left out. Images of equal score are counted together:
+    precision and recall belong to a threshold, so the order of the images cannot change the number. (VOC's own program
+    takes them in the order of its sort.)
     """
     asked = presence != 0
     scores, there = scores[asked], presence[asked] > 0
@@ -41,11 +41,11 @@ def average_precision(scores: np.ndarray, presence: np.ndarray) -> float:
         return float("nan")
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
-    last = np.append(ranked[1:] != ranked[:-1], True)  # of each run of equal scores
+    last = np.append(ranked[1:] != ranked[:-1], True)  # the last image of each group of equal scores
     found = np.cumsum(there[order])[last]
     precision = found / (np.flatnonzero(last) + 1)
-    # From the right, so that each threshold holds the best precision of itself and of all that find more.
+    # From the right: each threshold gets the best precision of itself and of all thresholds of higher recall.
     best = np.maximum.accumulate(precision[::-1])[::-1]
-    # Whole numbers, not recall >= 0.3: three of ten positives are 0.3, and 3 * 0.1 is more than that.
+    # Integers, because in floats 3 * 0.1 is more than 0.3, the recall of three of ten positives.
     wanted = np.searchsorted((RECALLS - 1) * found, np.arange(RECALLS) * positives)
     return float(best[wanted].mean())

@@ -1,10 +1,10 @@
-"""From scores to an accuracy: what all evaluations count alike, and the labeled images that they may learn from.
+"""What all evaluations share: counting correct predictions, and the labeled images that they learn from.
 
 Shapes: Q query images, C classes.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,29 +18,29 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import NumericalError
 from pipelines.data_errors import DataError
 
-_SHOWN = 5  # classes or images told in a message; the rest are counted
+_SHOWN = 5  # classes or images named in a message; the rest are counted
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One evaluation's outcome, the same on every rank."""
+    """The outcome of one evaluation, the same on every rank."""
 
     metrics: dict[str, float]  # shares of the images, 0 to 1; "top1" first
     images: int  # evaluated, each once
-    setting: dict[str, Any]  # the numbers that define it
-    notes: tuple[str, ...] = field(default=())  # what a person should know of the number
+    setting: dict[str, Any]  # the numbers that define the evaluation
+    notes: tuple[str, ...] = ()  # what a reader of the number should know
 
 
 def standard_error(share: float, images: int) -> float:
-    """Of an accuracy over `images` independent images: binomial. It says nothing of another seed's run."""
+    """Return the binomial standard error of an accuracy over independent images. It does not cover other seeds."""
     return math.sqrt(share * (1 - share) / images)
 
 
 def correct_in_top(scores: Tensor, truth: Tensor, ks: tuple[int, ...] = (1, 5)) -> Tensor:
-    """How many rows have the true class among their k highest scores, (len(ks),) int64; scores (Q, C), truth (Q,).
+    """Count rows with the true class among the k highest scores, (len(ks),) int64; scores (Q, C), truth (Q,).
 
-    Of equal scores the lower class goes first, as argmax has it on a CPU; so a model that says the same of all classes
-    is not right by luck of a sort. Raises NumericalError for scores that are not finite: NaN compares with nothing.
+    Of equal scores the lower class comes first, as in argmax on a CPU, so that a model of constant output is not
+    correct by the luck of a sort. Raises NumericalError for scores that are not finite.
     """
     if not torch.isfinite(scores).all():
         raise NumericalError(
@@ -53,42 +53,42 @@ def correct_in_top(scores: Tensor, truth: Tensor, ks: tuple[int, ...] = (1, 5)) 
 
 
 def accuracies(scores: Tensor, truth: Tensor, images: int) -> dict[str, float]:
-    """{"top1": ..., "top5": ...} of `images` images, over all ranks; scores (q, C) and truth (q,) are this rank's own.
+    """Return {"top1": ..., "top5": ...} over all ranks, from this rank's scores (q, C) and truth (q,).
 
-    Collective: every rank calls it, with its own rows of the images and all of them together each once.
+    Collective: every rank calls it with its own rows of the `images` images, and together they hold each image once.
     """
     top1, top5 = sum_over_ranks(correct_in_top(scores, truth)).tolist()
     return {"top1": top1 / images, "top5": top5 / images}
 
 
 def own_rows(place: Place) -> slice:
-    """The rows that this rank scores, of rows that every rank has."""
+    """Return the rows that this rank scores, of rows that every rank has."""
     return slice(place.rank, None, place.world_size)
 
 
 def true_labels(images: Images, place: Place) -> Tensor:
-    """The validation images' labels, (Q,) int64 on the device. Raises DataError where one has none."""
+    """Return the validation images' labels, (Q,) int64 on the device. Raises DataError for an image without one."""
     labels = images.validation.labels
     unlabeled = np.flatnonzero(labels < 0)
     if len(unlabeled):
         names = ", ".join(images.validation.name(int(i)) for i in unlabeled[:_SHOWN])
         raise DataError(
-            f"{len(unlabeled)} of the {len(labels)} validation images have no label ({names}): an accuracy counts all "
-            "of them. data.validation names a folder with a folder for each class"
+            f"{len(unlabeled)} of the {len(labels)} validation images have no label ({names}), and an accuracy counts "
+            "all of them. Set data.validation to a folder that has a folder for each class"
         )
     return torch.from_numpy(labels).to(place.device)
 
 
 def supports(images: Images, config: Config) -> np.ndarray:
-    """The labeled training images that can be read, int64 ascending, at least one of every validation image's class.
+    """Return the labeled training images that can be read, int64 ascending: at least one of each class to recognize.
 
-    Raises ConfigErrors where the config names no labeled image, DataError for a class without one.
+    Raises ConfigErrors where the config selects no labeled images, DataError for a class without one.
     """
     if config.data.split.kind == "none":
         raise config.error(
             "data.split.kind",
-            "this evaluation learns from labeled training images, and none are named here. For example "
-            "data.split.kind=all for every training image, or the split that other runs are compared on",
+            "this evaluation learns from labeled training images, and the config selects none. Set "
+            "data.split.kind=all to use every training image, or the split of the runs to compare with",
         )
     chosen = images.split.indices
     chosen = chosen[~np.isin(chosen, list(images.train.bad))]
@@ -102,18 +102,19 @@ def supports(images: Images, config: Config) -> np.ndarray:
         more = f" and {len(empty) - _SHOWN} more" if len(empty) > _SHOWN else ""
         raise DataError(
             f"{len(empty)} of {len(labeled)} classes have no labeled training image ({names}{more}): no classifier can "
-            f"name them, and {asked[empty].sum():,} validation images would count as wrong. The labels: {images.split}"
+            f"predict them, and {asked[empty].sum():,} validation images would count as wrong. Labels: {images.split}"
         )
     return chosen
 
 
 def labels_record(images: Images, config: Config) -> dict[str, Any]:
-    """What a result says of the labels: how they were chosen, which share of the training images, how many."""
+    """Return what a result records of the labels: how they were chosen, their share of the images, how many."""
     split = config.data.split
     share = (
         round(len(images.split.indices) / len(images.train), 4) if split.fraction is None else split.fraction
     )
     record = {"kind": split.kind, "fraction": share, "count": len(images.split.indices)}
-    if split.seed or split.kind in ("names", "csv"):  # kind and share alone do not say which images
+    # Kind and share alone do not identify the images.
+    if split.seed or split.kind in ("names", "csv"):
         record["names"] = images.split.fingerprint[:12]
     return record

@@ -87,7 +87,7 @@ def test_a_classifier_of_its_own_is_counted_and_one_of_other_classes_refused(fol
     assert f"encoder  {folder / 'ten.pth'} (resnet18, imagenet stem)\ntop 1  " in out
     assert 0 <= results(folder)["accuracy None"]["metrics"]["top1"] < 0.5  # untrained
     code, _, err = fastsuncet(folder, capsys, "evaluate", "accuracy", "--encoder", str(folder / "seven.pth"))
-    assert code == 3 and "tells 7 classes apart and the images are of 10" in err
+    assert code == 3 and "the classifier has 7 classes and the images have 10" in err
     code, _, err = fastsuncet(folder, capsys, "evaluate", "accuracy")
     assert code == 2 and "step_00000020 has no classifier" in err and "fastsuncet finetune" in err
 
@@ -95,9 +95,9 @@ def test_a_classifier_of_its_own_is_counted_and_one_of_other_classes_refused(fol
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--step", "7"], 2, "no good checkpoint of step 7; there are 10, 20"),
+        (["--step", "7"], 2, "no good checkpoint of step 7. It has 10, 20"),
         (["--step", "7", "--every-checkpoint"], 2, "not allowed with argument"),
-        (["--encoder", "nowhere"], 2, "there is no nowhere"),
+        (["--encoder", "nowhere"], 2, "nowhere does not exist"),
         (["--encoder", "FOLDER"], 5, "holds no checkpoint that can be used"),
         (["--encoder", "FOLDER/ten.pth", "--step", "3"], 2, "is one file"),
         (["logging.write_tag=never_trained"], 2, "`fastsuncet train` makes"),

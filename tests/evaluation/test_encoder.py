@@ -1,4 +1,4 @@
-"""Every file an encoder may come in gives the same encoder, and every other one a message that says what it is."""
+"""Every kind of file gives the same encoder; what is none ends in a message that says what it is."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import torchvision
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.evaluation.encoder import checkpoints_of, choose, load_encoder
+from fastsuncet.evaluation.encoder import choose, load_encoder
 from fastsuncet.models.pretrained_weights import read_weights
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import corrupt
@@ -28,7 +28,7 @@ def config():
 
 
 def trained(name="resnet18", stem="imagenet", seed=3) -> torch.nn.Module:
-    """A model whose BatchNorm statistics are nobody's default."""
+    """Return a model whose BatchNorm statistics are not the initial ones."""
     model = build_model(name, stem=stem, seed=seed)
     model.train()(IMAGES)
     return model.eval()
@@ -40,106 +40,92 @@ def outputs(module: torch.nn.Module) -> torch.Tensor:
 
 
 def save_run(folder, config, *steps, model=None) -> torch.nn.Module:
-    model = model or trained("resnet_tiny", "imagenet")
+    model = model or trained("resnet_tiny")
     for step in steps:
-        book = {"images": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
-        meta = {"config": config.canonical(), "ledger": book, "world_size": 1, "images": "x"}
+        ledger = {"images": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
+        meta = {"config": config.canonical(), "ledger": ledger, "epoch": step / 4, "world_size": 1}
         manager.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
     return model
 
 
 # ------------------------------------------------------------------------------------------------------------ runs
-def test_a_run_its_checkpoints_folder_and_one_checkpoint_give_the_same_encoder(tmp_path, config):
+def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, config):
+    """The checkpoint says which network it is; the config can be of another one."""
     model = save_run(tmp_path, config, 10, 20)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "epoch": 5.0}\n')
+    other = load_config(CONFIGS / "in1k_10pct.yaml")
     for where in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step_00000020"):
-        encoder = load_encoder(where, config)
+        encoder = load_encoder(where, other)
         assert torch.equal(outputs(encoder.module), outputs(model.encoder))
         assert (encoder.width, encoder.name, encoder.stem) == (64, "resnet_tiny", config.model.stem)
         assert (encoder.step, encoder.epoch, encoder.method) == (20, 5.0, "SimCLR + SuNCEt")
         assert encoder.ledger["updates"] == 20
         assert all(p.requires_grad for p in encoder.module.parameters())
         json.dumps(encoder.record())
-    assert load_encoder(tmp_path, config, step=10).step == 10
-    assert load_encoder(tmp_path, config, step=10).epoch == 2.5
+    assert [path.name for path in choose(tmp_path, step=10)] == ["step_00000010"]
 
 
-def test_the_run_says_what_its_network_is_whatever_the_config_at_hand_says(tmp_path, config):
-    save_run(tmp_path, config, 10)
-    other = load_config(CONFIGS / "in1k_10pct.yaml")
-    assert load_encoder(tmp_path, other).name == "resnet_tiny"
-
-
-def test_pixels_other_than_those_a_run_was_trained_on_are_refused(tmp_path, config):
+def test_load_encoder_refuses_other_pixels_than_the_runs(tmp_path, config):
     save_run(tmp_path, config, 10)
     other = load_config(CONFIGS / "digits_demo.yaml", ["data.augmentation.std=[0.5, 0.5, 0.5]"])
-    with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\]; .*std=\[0.5,0.5,0.5\]"):
+    with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\], but .*std=\[0.5,0.5,0.5\]"):
         load_encoder(tmp_path, other)
 
 
-def test_every_good_checkpoint_is_listed_in_order_and_a_damaged_one_is_said(tmp_path, config):
+def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config, capsys):
     save_run(tmp_path, config, 30, 10, 20)
     corrupt(tmp_path / "checkpoints" / "step_00000020" / "model.safetensors", "flipped")
-    lines = []
-    assert [step for step, _ in checkpoints_of(tmp_path, lines.append)] == [10, 30]
-    assert len(lines) == 1 and "step_00000020" in lines[0]
-    assert [path.name for path in choose(tmp_path, every=True, say=lines.append)] == [
-        "step_00000010",
-        "step_00000030",
-    ]
-    with pytest.raises(ConfigError, match=r"step 20; there are 10, 30"):
-        load_encoder(tmp_path, config, step=20, say=lines.append)
+    assert [path.name for path in choose(tmp_path, every=True)] == ["step_00000010", "step_00000030"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "step_00000020" in line
+    with pytest.raises(ConfigError, match=r"step 20\. It has 10, 30"):
+        choose(tmp_path, step=20)
 
 
-def test_the_newest_good_checkpoint_is_taken_where_the_newest_is_damaged(tmp_path, config):
+def test_load_encoder_takes_the_newest_good_checkpoint(tmp_path, config):
     save_run(tmp_path, config, 10, 20)
     corrupt(tmp_path / "checkpoints" / "step_00000020" / "meta.json", "truncated")
-    assert load_encoder(tmp_path, config, say=[].append).step == 10
+    assert load_encoder(tmp_path, config).step == 10
 
 
-def test_a_run_without_a_checkpoint_says_when_one_is_saved(tmp_path, config):
-    (tmp_path / "checkpoints").mkdir()
-    for where in (tmp_path, tmp_path / "checkpoints"):
+def test_choose_refuses_what_it_cannot_find(tmp_path, config):
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for where in (tmp_path / "empty", tmp_path / "empty" / "checkpoints"):
         with pytest.raises(CheckpointError, match=r"no checkpoint that can be used.*checkpoint\.every"):
-            load_encoder(where, config)
-
-
-def test_what_is_not_there_and_a_step_of_a_single_file_are_the_command_lines_fault(tmp_path, config):
-    with pytest.raises(ConfigError, match=r"there is no .*nowhere.*--encoder takes"):
-        load_encoder(tmp_path / "nowhere", config)
+            choose(where)
+    with pytest.raises(ConfigError, match=r"nowhere does not exist\. --encoder takes"):
+        choose(tmp_path / "nowhere")
     save_run(tmp_path, config, 10)
     with pytest.raises(ConfigError, match="is one checkpoint"):
-        load_encoder(tmp_path / "checkpoints" / "step_00000010", config, step=10)
+        choose(tmp_path / "checkpoints" / "step_00000010", step=10)
 
 
-def test_a_run_of_another_program_version_is_refused_in_words(tmp_path, config):
+def test_load_encoder_refuses_a_run_of_another_version(tmp_path, config):
     meta = {"config": config.canonical() | {"tomorrow": {"key": 1}}}
     manager.save(tmp_path, 1, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=1)
     with pytest.raises(CheckpointError, match="does not say what network it holds"):
         load_encoder(tmp_path, config)
 
 
-def test_a_checkpoint_whose_tensors_are_not_its_configs_network_names_the_shapes(tmp_path, config):
+def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
     save_run(tmp_path, config, 1, model=trained("resnet_tiny", "cifar"))
     with pytest.raises(CheckpointError, match=r"conv1\.weight is \(16, 3, 3, 3\), expected \(16, 3, 7, 7\)"):
         load_encoder(tmp_path, config)
 
 
-def test_what_fine_tuning_wrote_counts_from_the_encoder_it_began_with(tmp_path, config):
-    model = trained("resnet_tiny", "imagenet")
-    classifier = torch.nn.Linear(64, 10)
+def test_load_encoder_of_a_fine_tuning_counts_the_pre_training(tmp_path, config):
+    model, classifier = trained("resnet_tiny"), torch.nn.Linear(64, 10)
     tensors = {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
     tensors |= {f"classifier.{key}": value for key, value in classifier.state_dict().items()}
     ledger = {"images": 64, "updates": 700, "petaflops": 0.2, "seconds": 9.5}
-    began = {"source": "runs/a", "step": 700, "epoch": 12.5, "method": "SimCLR", "ledger": ledger}
-    meta = {"config": config.canonical(), "encoder": began, "world_size": 1}
+    started = {"source": "runs/a", "step": 700, "epoch": 12.5, "method": "SimCLR", "ledger": ledger}
+    meta = {"config": config.canonical(), "encoder": started, "world_size": 1}
     manager.save(tmp_path / "checkpoints", 40, model=tensors, state={}, meta=meta, keep=1)
     encoder = load_encoder(tmp_path, config)
     assert (encoder.step, encoder.epoch, encoder.method, encoder.ledger) == (700, 12.5, "SimCLR", ledger)
     assert encoder.tuned == 40 and encoder.source.endswith("step_00000040")
     assert torch.equal(encoder.classifier.weight, classifier.weight)
     assert torch.equal(outputs(encoder.module), outputs(model.encoder))
-    began.update(dict.fromkeys(("step", "epoch", "method", "ledger")))  # of a torchvision file
+    started.update(dict.fromkeys(("step", "epoch", "method", "ledger")))  # of a torchvision file
     manager.save(tmp_path / "checkpoints", 50, model=tensors, state={}, meta=meta, keep=1)
     encoder = load_encoder(tmp_path, config)
     assert (encoder.step, encoder.ledger, encoder.tuned) == (None, None, 50)
@@ -147,18 +133,16 @@ def test_what_fine_tuning_wrote_counts_from_the_encoder_it_began_with(tmp_path, 
 
 # ----------------------------------------------------------------------------------------------------------- files
 def wrapped(state: dict, how: str) -> dict:
+    """Return `state` as trainers save it: with a prefix, below a key, next to an optimizer and an epoch."""
     prefix, _, key = how.partition(" in ")
-    prefix = "" if prefix == "plain" else prefix
     inner = {f"{prefix}{name}": value for name, value in state.items()}
-    # Beside the weights what trainers keep there: an optimizer, numbers, texts.
-    return (
-        {key: inner, "optimizer": {"state": {0: {"momentum": torch.ones(2)}}}, "epoch": 3} if key else inner
-    )
+    optimizer = {"state": {0: {"momentum": torch.ones(2)}}}
+    return {key: inner, "optimizer": optimizer, "epoch": 3} if key else inner
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_the_libraries_own_files_load_without_their_classifier(tmp_path, config, name, library):
+def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name, library):
     make = torchvision.models.get_model if library == "torchvision" else timm.create_model
     network = make(name, num_classes=7).eval()
     torch.save(network.state_dict(), tmp_path / "weights.pth")
@@ -173,18 +157,11 @@ def test_the_libraries_own_files_load_without_their_classifier(tmp_path, config,
 @pytest.mark.parametrize(
     "how",
     [
-        "plain",
-        "module.",
-        "encoder.",
-        "module.encoder.",
-        "module.encoder_q.",
-        "plain in state_dict",
-        "module. in state_dict",
-        "encoder. in model",
-        "module. in encoder",
+        *("", "module.", "encoder.", "module.encoder.", "module.encoder_q."),
+        *(" in state_dict", "module. in state_dict", "encoder. in model", "module. in encoder"),
     ],
 )
-def test_a_file_gives_its_encoder_however_a_trainer_wrapped_it(tmp_path, config, how):
+def test_load_encoder_finds_the_weights_in_any_wrapping(tmp_path, config, how):
     network = trained(stem="cifar").encoder
     torch.save(wrapped(network.state_dict(), how), tmp_path / "weights.pth")
     encoder = load_encoder(tmp_path / "weights.pth", config)
@@ -192,7 +169,7 @@ def test_a_file_gives_its_encoder_however_a_trainer_wrapped_it(tmp_path, config,
     assert torch.equal(outputs(encoder.module), outputs(network))
 
 
-def test_safetensors_and_half_precision_load_as_float32(tmp_path, config):
+def test_load_encoder_reads_safetensors_and_float16_as_float32(tmp_path, config):
     network = trained().encoder
     half = {k: v.half() if v.is_floating_point() else v for k, v in network.state_dict().items()}
     safetensors.torch.save_file(half, tmp_path / "weights.safetensors")
@@ -201,47 +178,32 @@ def test_safetensors_and_half_precision_load_as_float32(tmp_path, config):
     assert torch.equal(module.conv1.weight, network.conv1.weight.half().float())
 
 
-def authors(layout: str, prefix: str) -> tuple[dict, torch.nn.Module]:
-    """A checkpoint as the authors' two releases write them, and its encoder."""
-    network = trained("resnet50")
-    heads = {"v0": ["fc.0", "fc.2"], "v1": ["fc.fc1", "fc.bn1", "fc.fc2", "fc.bn2", "fc.fc3", "pred.fc1"]}[
-        layout
-    ]
-    state = dict(network.encoder.state_dict())
-    for head in heads:
+HEADS = {"v0": ["fc.0", "fc.2"], "v1": ["fc.fc1", "fc.bn1", "fc.fc2", "fc.bn2", "fc.fc3", "pred.fc1"]}
+
+
+@pytest.mark.parametrize("layout", HEADS)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, prefix):
+    network = trained("resnet50").encoder
+    state = dict(network.state_dict())
+    for head in HEADS[layout]:
         state |= {f"{head}.weight": torch.randn(4, 4), f"{head}.bias": torch.randn(4)}
     optimizer = {
         "state": {0: {"momentum_buffer": torch.ones(3)}},
         "param_groups": [{"lr": 4.8, "params": [0]}],
     }
-    content = {
-        "encoder": {f"{prefix}{key}": value for key, value in state.items()},
-        "opt": optimizer,
-        "epoch": 100,
-        "unlabel_prob": 0.9,
-        "loss": 5.25,
-        "s_batch_size": 2,
-        "u_batch_size": 44,
-        "world_size": 64,
-        "lr": 4.8,
-        "temperature": 0.1,
-        "amp": None,
-    }
-    return content, network.encoder
-
-
-@pytest.mark.parametrize("layout", ["v0", "v1"])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_the_authors_checkpoints_load(tmp_path, config, layout, prefix):
-    content, network = authors(layout, prefix)
-    torch.save(content, tmp_path / "suncet-latest.pth.tar")
-    encoder = load_encoder(tmp_path / "suncet-latest.pth.tar", config)
+    content = {"encoder": {f"{prefix}{key}": value for key, value in state.items()}, "opt": optimizer}
+    content |= {"epoch": 100, "unlabel_prob": 0.9, "s_batch_size": 2, "u_batch_size": 44, "amp": None}
+    path = tmp_path / "suncet-latest.pth.tar"
+    torch.save(content, path)
+    encoder = load_encoder(path, config)
     assert (encoder.name, encoder.stem, encoder.width) == ("resnet50", "imagenet", 2048)
     assert torch.equal(outputs(encoder.module), outputs(network))
+    assert read_weights(path).classifier is None, "a projection head is no classifier"
 
 
-@pytest.mark.parametrize("layout", ["v0", "v1"])
-def test_every_key_of_the_authors_lists_is_placed(tmp_path, config, layout):
+@pytest.mark.parametrize("layout", HEADS)
+def test_load_encoder_places_every_key_of_the_authors_lists(tmp_path, config, layout):
     path = FOLDER / f"state_dict_keys_{layout}.json"
     if not path.exists():
         pytest.skip(f"no {path.name}: set FASTSUNCET_VECTORS to the folder that holds the authors' vectors")
@@ -251,30 +213,26 @@ def test_every_key_of_the_authors_lists_is_placed(tmp_path, config, layout):
     assert load_encoder(tmp_path / "authors.pth.tar", config).name == "resnet50"
 
 
-def test_a_classifier_is_kept_for_whoever_asks_for_it(tmp_path):
-    network = torchvision.models.resnet18(num_classes=7)
-    torch.save({"model": network.state_dict()}, tmp_path / "weights.pth")
-    weight, bias = read_weights(tmp_path / "weights.pth").classifier
-    assert torch.equal(weight, network.fc.weight) and torch.equal(bias, network.fc.bias)
-    content, _ = authors("v0", "module.")
-    torch.save(content, tmp_path / "authors.pth")
-    assert read_weights(tmp_path / "authors.pth").classifier is None
-
-
 @pytest.mark.parametrize(
     "other",
-    [{"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 512, 1)}],
-    ids=["of another width", "with another bias", "a convolution"],
+    [{}, {"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 512, 1)}],
+    ids=["fits", "other width", "other bias", "a convolution"],
 )
-def test_an_fc_that_does_not_fit_the_encoder_is_no_classifier_of_it(tmp_path, config, other):
-    torch.save(torchvision.models.resnet18(num_classes=7).state_dict() | other, tmp_path / "weights.pth")
-    assert load_encoder(tmp_path / "weights.pth", config).classifier is None
+def test_load_encoder_keeps_a_classifier_that_fits(tmp_path, config, other):
+    network = torchvision.models.resnet18(num_classes=7)
+    torch.save({"model": network.state_dict() | other}, tmp_path / "weights.pth")
+    classifier = load_encoder(tmp_path / "weights.pth", config).classifier
+    assert (classifier is None) == bool(other)
+    if classifier is not None:
+        assert torch.equal(classifier.weight, network.fc.weight)
+        assert torch.equal(classifier.bias, network.fc.bias)
 
 
 def without(state: dict, *parts: str) -> dict:
     return {key: value for key, value in state.items() if not any(part in key for part in parts)}
 
 
+# What the file holds instead of a ResNet-18's state -> what the message says.
 SPOILED = {
     "another depth": (
         lambda s: s | {"layer3.2.conv1.weight": torch.ones(256, 256, 3, 3)},
@@ -290,10 +248,7 @@ SPOILED = {
     ),
     "missing keys": (lambda s: without(s, "layer4.1.conv1"), r"missing: layer4\.1\.conv1\.weight"),
     "a stage too few": (lambda s: without(s, "layer4"), "2-2-2 blocks"),
-    "extra layers": (
-        lambda s: s | {"attnpool.weight": torch.ones(1)},
-        r"other keys than conv1.*attnpool\.weight",
-    ),
+    "extra layers": (lambda s: s | {"attnpool.weight": torch.ones(1)}, r"other keys than conv1.*attnpool\.weight"),
     "extra in a block": (
         lambda s: s | {"layer1.0.se.weight": torch.ones(1)},
         r"not in this network: layer1\.0\.se\.weight",
@@ -314,7 +269,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_a_file_that_does_not_fit_says_what_does_not(tmp_path, config, what):
+def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     spoil, said = SPOILED[what]
     torch.save(spoil(dict(build_model("resnet18").encoder.state_dict())), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -322,7 +277,7 @@ def test_a_file_that_does_not_fit_says_what_does_not(tmp_path, config, what):
     assert str(tmp_path / "weights.pth") in str(caught.value)
 
 
-def test_old_files_without_the_count_of_batches_load(tmp_path, config):
+def test_load_encoder_reads_old_files_without_num_batches_tracked(tmp_path, config):
     network = trained().encoder
     torch.save(without(network.state_dict(), "num_batches_tracked"), tmp_path / "weights.pth")
     assert torch.equal(outputs(load_encoder(tmp_path / "weights.pth", config).module), outputs(network))
@@ -330,14 +285,14 @@ def test_old_files_without_the_count_of_batches_load(tmp_path, config):
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut short", b"\x80\x02}q\x00."])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_bytes_that_are_no_weights_are_refused_in_words(tmp_path, config, content, suffix):
+def test_load_encoder_refuses_bytes_that_are_no_weights(tmp_path, config, content, suffix):
     path = tmp_path / f"file{suffix}"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"not a file of tensors|no state_dict"):
         load_encoder(path, config)
 
 
-def test_a_file_of_other_objects_is_not_run_and_says_how_to_convert_it(tmp_path, config):
+def test_load_encoder_runs_no_pickle_and_says_how_to_convert_it(tmp_path, config):
     state = build_model("resnet18").encoder.state_dict()
     torch.save({"state_dict": state, "args": argparse.Namespace(lr=1)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=r"argparse\.Namespace.*nothing of it was read") as caught:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fastsuncet.evaluation.mean_ap import average_precision, mean_average_precision
 
 
-def slow(scores, presence) -> float:
-    """As the definition says, one threshold at a time, in fractions."""
+def slow_average_precision(scores, presence) -> float:
+    """Compute the definition, one threshold at a time, in fractions."""
     asked = [(score, there) for score, there in zip(scores, presence) if there != 0]
     positives = sum(there > 0 for _, there in asked)
     points = []
@@ -24,64 +24,48 @@ def slow(scores, presence) -> float:
     return float(total / 11)
 
 
-def test_an_example_by_hand():
+def test_average_precision_by_hand():
     # Sorted: + - + (difficult) - +; precisions 1, 1/2, 2/3, 2/4, 3/5 at recalls 1/3, 1/3, 2/3, 2/3, 1.
     # Recalls 0 .. .3 read 1, .4 .. .6 read 2/3, .7 .. 1 read 3/5.
-    scores = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
-    presence = np.array([1, -1, 1, 0, -1, 1])
-    assert average_precision(scores, presence) == pytest.approx(
-        (4 * 1 + 3 * 2 / 3 + 4 * 3 / 5) / 11, abs=1e-15
-    )
+    scores, presence = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4]), np.array([1, -1, 1, 0, -1, 1])
+    wanted = (4 * 1 + 3 * 2 / 3 + 4 * 3 / 5) / 11
+    assert average_precision(scores, presence) == pytest.approx(wanted, abs=1e-15)
+    # Three of ten positives are a recall of exactly 0.3.
+    presence = np.array([1] * 3 + [-1] * 20 + [1] * 7)
+    wanted = (4 * 1 + 7 * 10 / 30) / 11
+    assert average_precision(-np.arange(30.0), presence) == pytest.approx(wanted, abs=1e-15)
+    presence = np.array([1, -1, -1, 1, -1])
+    assert average_precision(presence.astype(float), presence) == 1
+    assert average_precision(np.zeros(5), presence) == pytest.approx(0.4), "all tied: the share of positives"
 
 
-images = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, -1, 0])), min_size=1, max_size=30).filter(
+IMAGES = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, -1, 0])), min_size=1, max_size=30).filter(
     lambda rows: any(there == 1 for _, there in rows)
 )
 
 
-@given(images)
-def test_it_is_what_the_definition_says_ties_included(rows):
+@given(IMAGES, st.randoms(use_true_random=False), st.integers(0, 4))
+def test_average_precision_is_the_definitions(rows, chance, score):
+    """Ties included; neither the order of images, nor a monotone change of scores, nor a difficult image counts."""
     scores, presence = np.array(rows, float).T
-    assert average_precision(scores, presence) == pytest.approx(slow(scores, presence), abs=1e-12)
-
-
-@given(images, st.randoms(use_true_random=False))
-def test_neither_the_order_of_images_nor_a_monotone_change_of_scores_counts(rows, chance):
-    scores, presence = np.array(rows, float).T
+    found = average_precision(scores, presence)
+    assert found == pytest.approx(slow_average_precision(scores, presence), abs=1e-12)
+    assert average_precision(np.append(scores, score), np.append(presence, 0)) == found
     chance.shuffle(rows)
     shuffled, shown = np.array(rows, float).T
-    assert average_precision(np.exp(shuffled / 3), shown) == average_precision(scores, presence)
+    assert average_precision(np.exp(shuffled / 3), shown) == found
 
 
-@given(images, st.integers(0, 4))
-def test_a_difficult_image_is_as_if_it_were_not_there(rows, score):
-    scores, presence = np.array(rows, float).T
-    with_one = average_precision(np.append(scores, score), np.append(presence, 0))
-    assert with_one == average_precision(scores, presence)
-
-
-def test_three_of_ten_positives_are_a_recall_of_three_tenths():
-    presence = np.array([1] * 3 + [-1] * 20 + [1] * 7)
-    got = average_precision(-np.arange(30.0), presence)
-    assert got == pytest.approx((4 * 1 + 7 * 10 / 30) / 11, abs=1e-15)
-
-
-def test_perfect_is_one_and_all_tied_is_the_share_of_positives():
-    presence = np.array([1, -1, -1, 1, -1])
-    assert average_precision(presence.astype(float), presence) == 1
-    assert average_precision(np.zeros(5), presence) == pytest.approx(0.4)
-
-
-def test_the_mean_is_over_classes_that_have_a_positive():
+def test_mean_average_precision_leaves_out_classes_without_positives():
     presence = np.array([[1, -1, 1], [-1, 0, 1], [-1, -1, -1]], np.int8)
     scores = np.array([[3.0, 0, 1], [2, 0, 3], [1, 0, 2]], np.float32)
     mean, each = mean_average_precision(scores, presence)
     assert each[0] == 1 and np.isnan(each[1])
-    assert each[2] == pytest.approx(slow(scores[:, 2], presence[:, 2]))
+    assert each[2] == pytest.approx(slow_average_precision(scores[:, 2], presence[:, 2]))
     assert mean == pytest.approx((each[0] + each[2]) / 2)
 
 
-def test_what_cannot_be_ordered_is_refused():
+def test_mean_average_precision_refuses_what_cannot_be_ordered():
     presence = np.ones((2, 1), np.int8)
     with pytest.raises(ValueError, match="finite"):
         mean_average_precision(np.array([[1.0], [np.nan]]), presence)

@@ -12,7 +12,7 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.neighbours import knn_predict
+from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.supervised import network as fit_network
 from fastsuncet.metrics import interval
 from fastsuncet.models import resnet as models

@@ -1,0 +1,109 @@
+"""Every evaluation sees each image once, on any number of ranks, in views of the right pixels."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from fastsuncet.data.dataset import open_images
+from fastsuncet.distributed.launch import Place
+from fastsuncet.evaluation.accuracy import accuracy
+from fastsuncet.evaluation.features import embed_views, outputs, view_size
+from fastsuncet.evaluation.knn import knn, online_knn
+from fastsuncet.evaluation.linear import linear
+from fastsuncet.evaluation.npi import npi
+from fastsuncet.models.resnet import build_model
+from pipelines.data_errors import BadImage
+from tests.support.colors import ALONE, MeanColor, color_config, write_colors
+from tests.support.pictures import write_pictures
+from tests.support.ranks import run_ranks
+from tests.support.runs import small_config
+
+
+def test_view_size_is_the_papers_in_proportion():
+    assert view_size(224) == (224, 256)
+    assert view_size(32) == (32, 32), "small images are shown whole"
+
+
+def evaluate_on_rank(rank: int, world_size: int, folder: str) -> list:
+    """Run every evaluation on this rank: of colors, which all get right, and of an untrained encoder."""
+    place = Place(rank, world_size, rank, torch.device("cpu"))
+    config = color_config(Path(folder), "npi.views=2", "evaluation.knn_k=3")
+    images = open_images(config, place, validation=True)
+    right = [run(MeanColor(), images, config, place).metrics["top1"] for run in (knn, npi, linear, accuracy)]
+    model = build_model("resnet_tiny", seed=1)
+    untrained = [run(model.encoder, images, config, place).metrics for run in (knn, npi, linear)]
+    rows = outputs(model.encoder, images.validation, np.arange(7), config, place, batch=2)
+    views = embed_views(model.encoder, images.train, images.split.indices, 2, config, place, batch=7)
+    return [right, untrained, online_knn(model, images, config, place), rows, views]
+
+
+def test_evaluations_count_each_image_once_on_any_number_of_ranks(tmp_path):
+    """11 validation images: 4, 4 and 3 on three ranks."""
+    write_colors(tmp_path)
+    right, untrained, online, rows, views = evaluate_on_rank(0, 1, str(tmp_path))
+    assert right == [1.0, 1.0, 1.0, 1.0]
+    assert rows.shape == (7, 64) and views.shape == (18, 2, 64)
+    for theirs in run_ranks(evaluate_on_rank, 3, str(tmp_path)):
+        assert theirs[0] == right and theirs[2] == online
+        for one, other in zip(untrained, theirs[1]):
+            assert other == pytest.approx(one, abs=1e-12)
+        torch.testing.assert_close(theirs[3], rows, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(theirs[4], views, rtol=1e-4, atol=1e-5)
+
+
+def test_embed_views_does_not_depend_on_batch_or_number_of_views(tmp_path):
+    config = color_config(write_colors(tmp_path))
+    images = open_images(config, ALONE, validation=True)
+    chosen = np.array([3, 1, 8, 2, 17])
+    two = embed_views(MeanColor(), images.train, chosen, 2, config, ALONE, batch=2)
+    one = embed_views(MeanColor(), images.train, chosen, 1, config, ALONE)
+    assert torch.equal(one[:, 0], two[:, 0])
+    assert not torch.equal(two[:, 0], two[:, 1])
+
+
+class Extremes(nn.Module):
+    """Return the darkest and the brightest value of each channel, (B, 6)."""
+
+    def forward(self, x):
+        return torch.stack([x.amin((2, 3)), x.amax((2, 3))], 2).flatten(1)
+
+
+def test_embed_views_does_not_change_colors(tmp_path):
+    """Each pixel of a crop lies between the darkest and brightest of its image, which is not so after a jitter."""
+    index = write_pictures(tmp_path / "pictures", count=4, side=40)
+    config = small_config(tmp_path, "data.augmentation.strength=1.0", "data.augmentation.grey=1.0")
+    crops = embed_views(Extremes(), index, np.arange(4), 8, config, ALONE)  # (4, 8, 6)
+    for i in range(4):
+        pixels = np.asarray(Image.open(index.path(i))).reshape(-1, 3) / 255
+        low, high = pixels.min(0) - 0.02, pixels.max(0) + 0.02
+        shown = crops[i].numpy().reshape(8, 3, 2)
+        assert (shown[:, :, 0] >= low).all() and (shown[:, :, 1] <= high).all()
+        assert np.abs(shown[:, 0] - shown[:, 2]).max() > 0.02, "the crop is not gray"
+
+
+def test_outputs_keeps_mode_and_statistics_of_the_network(tmp_path):
+    config = color_config(write_colors(tmp_path))
+    images = open_images(config, ALONE, validation=True)
+    network = build_model("resnet_tiny").encoder.train()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    outputs(network, images.validation, np.arange(5), config, ALONE)
+    assert network.training
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize("part", ["train/g/2.png", "val/b/1.png"])
+@pytest.mark.parametrize("run", [knn, npi, linear])
+def test_evaluations_name_an_image_that_cannot_be_decoded(tmp_path, run, part):
+    config = color_config(write_colors(tmp_path))
+    whole = (tmp_path / part).read_bytes()
+    images = open_images(config, ALONE, validation=True)
+    (tmp_path / part).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadImage) as caught:
+        run(MeanColor(), images, config, ALONE)
+    assert [path for path, _ in caught.value.files] == [str(tmp_path / part)]
+    assert caught.value.exit_code == 3
+    assert "allow more" not in str(caught.value), "an evaluation replaces no image"

@@ -1,0 +1,121 @@
+"""Nearest neighbors on cases whose answer is known, after and during training."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastsuncet.data.dataset import open_images
+from fastsuncet.evaluation import knn as module
+from fastsuncet.evaluation.features import embed_views
+from fastsuncet.evaluation.knn import knn, knn_predict, online_knn, spread_over_classes
+from fastsuncet.models.resnet import build_model
+from tests.support.colors import ALONE, MeanColor, color_config, write_colors
+from tests.support.runs import small_config
+from tests.support.vectors import load_vectors
+
+
+def circle(*degrees: float) -> torch.Tensor:
+    angles = torch.tensor(degrees) * torch.pi / 180
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+LENGTHS = torch.tensor([[9.0], [1], [5], [0.1], [3]])
+
+
+@pytest.mark.parametrize(
+    ("queries", "supports", "labels", "options", "wanted"),
+    [
+        ([5, 95, 40], circle(0, 10, 20, 90, 100) * LENGTHS, [0, 0, 0, 1, 1], {"k": 3}, [0, 1, 0]),
+        ([0], circle(-30, -20, 5, 8), [0, 0, 1, 1], {"k": 4}, [1]),
+        ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3}, [1]),
+        ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3, "weighted": True}, [0]),
+        ([0], circle(1, 2), [1, 1], {"k": 10}, [1]),
+        ([0], circle(174, 137), [2, 3], {"k": 2}, [3]),
+        ([0], circle(174, 137), [2, 3], {"k": 2, "weighted": True}, [3]),
+    ],
+    ids=["majority", "tie", "whole votes", "weighted", "k above N", "all opposite", "all opposite, weighted"],
+)
+def test_knn_predict_cases_by_hand(queries, supports, labels, options, wanted):
+    """Lengths of vectors do not count, ties go to the more similar class, and a class without a neighbor never wins."""
+    found = knn_predict(circle(*queries), supports, torch.tensor(labels), 5, **options)
+    assert found.tolist() == wanted
+
+
+def test_knn_predict_does_not_depend_on_the_chunks():
+    generator = torch.Generator().manual_seed(0)
+    queries, supports = (torch.randn(n, 7, generator=generator) for n in (50, 30))
+    labels = torch.randint(0, 4, (30,), generator=generator)
+    whole = knn_predict(queries, supports, labels, 4)
+    assert torch.equal(knn_predict(queries, supports, labels, 4, chunk_size=7), whole)
+
+
+def test_knn_predict_agrees_with_the_authors_vectors():
+    v = load_vectors("vectors_npi")
+    query, support, labels = (torch.from_numpy(v[name]) for name in ("query", "support", "support_labels"))
+    predicted = knn_predict(query, support, labels, 4, k=10)
+    votes = v["knn10_votes"]
+    clear = np.sort(votes, 1)[:, -1] > np.sort(votes, 1)[:, -2]
+    assert clear.any()
+    assert (predicted.numpy() == votes.argmax(1))[clear].all()
+
+
+def test_knn_takes_the_same_views_as_npi(tmp_path, monkeypatch):
+    """Appendix G crops and flips the labeled images at random before it compares its two classifiers."""
+    config = color_config(write_colors(tmp_path))
+    images = open_images(config, ALONE, validation=True)
+    network = build_model("resnet_tiny", seed=1).encoder
+    seen = []
+
+    def watched(rows, columns, *arguments, **options):
+        seen.append(columns)
+        return knn_predict(rows, columns, *arguments, **options)
+
+    monkeypatch.setattr(module, "knn_predict", watched)
+    measured = knn(network, images, config, ALONE)
+    views = embed_views(network, images.train, images.split.indices, 1, config, ALONE)
+    assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
+    assert measured.setting == {"k": 10, "seed": 0} and measured.notes == ()
+
+
+def test_knn_notes_that_there_are_fewer_labeled_images_than_k(tmp_path):
+    config = color_config(write_colors(tmp_path), "evaluation.knn_k=30")
+    measured = knn(MeanColor(), open_images(config, ALONE, validation=True), config, ALONE)
+    assert measured.notes == ("all 18 labeled images vote, fewer than k = 30",)
+
+
+@given(
+    labels=st.lists(st.integers(-1, 4), max_size=80).map(lambda values: np.array(values, dtype=np.int64)),
+    most=st.integers(1, 100),
+)
+def test_spread_over_classes_is_even_over_and_within_classes(labels, most):
+    chosen = spread_over_classes(labels, most)
+    known = (labels >= 0).sum()
+    assert len(chosen) == min(most, known) and (np.diff(chosen) > 0).all()
+    assert (labels[chosen] >= 0).all()
+    for c in range(5):
+        members = np.flatnonzero(labels == c)
+        taken = np.flatnonzero(np.isin(members, chosen))
+        assert abs(len(taken) - len(members) * min(1, most / max(1, known))) < 1
+        # Gaps of floor or ceil of the spacing: they are not all from one end of the class.
+        assert len(set(np.diff(taken))) <= 2
+
+
+def test_online_knn_without_labels_limits_its_supports(tmp_path, monkeypatch):
+    config = small_config(
+        tmp_path, "data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0"
+    )
+    images = open_images(config, ALONE, validation=True)
+    asked = {}
+
+    def remembered(network, index, indices, *rest):
+        asked[id(index)] = indices
+        return torch.zeros(len(indices), 2)
+
+    monkeypatch.setattr(module, "MOST_SUPPORTS", 100)
+    monkeypatch.setattr(module, "outputs", remembered)
+    online_knn(build_model("resnet_tiny"), images, config, ALONE)
+    supports = asked[id(images.train)]
+    assert np.array_equal(supports, spread_over_classes(images.train.labels, 100))
+    assert set(np.bincount(images.train.labels[supports])) <= {9, 10, 11}

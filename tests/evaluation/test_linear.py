@@ -1,0 +1,52 @@
+"""The linear classifier against scikit-learn's, and its convergence."""
+
+import numpy as np
+import pytest
+import torch
+
+from fastsuncet.evaluation import linear as module
+from fastsuncet.evaluation.linear import TOLERANCE, fit_linear
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("classes", [3, 5])
+def test_fit_linear_agrees_with_scikit_learn(strength, classes):
+    sklearn = pytest.importorskip("sklearn.linear_model")
+    features, labels = drawn(80, 6) * torch.tensor([1, 10, 0.1, 1, 1, 0]) + 3, torch.arange(80) % classes
+    features[:, 0] += labels
+    fit = fit_linear(features, labels, classes, strength=strength)
+    assert fit.converged and fit.iterations > 3
+    x = features.double().numpy()
+    standard = (x - x.mean(0)) / (x.std(0) + 1e-6)
+    oracle = sklearn.LogisticRegression(C=strength, tol=1e-8, max_iter=10_000).fit(standard, labels.numpy())
+    np.testing.assert_allclose(fit.weight, oracle.coef_, atol=2e-3)
+    queries = drawn(40, 6, seed=9) * 2 + 3
+    theirs = oracle.predict_proba((queries.double().numpy() - x.mean(0)) / (x.std(0) + 1e-6))
+    np.testing.assert_allclose(fit.scores(queries).softmax(1), theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize(("n", "width", "classes"), [(70, 8, 3), (300, 64, 10), (40, 128, 4)])
+def test_fit_linear_converges_in_pieces_as_in_one(n, width, classes, monkeypatch):
+    """Data of any size take the path of the largest. 40 x 128 is separable: only the penalty bounds its weights."""
+    features, labels = drawn(n, width), torch.arange(n) % classes
+    whole = fit_linear(features, labels, classes)
+    monkeypatch.setattr(module, "ROWS", 16)
+    pieces = fit_linear(features, labels, classes)
+    assert whole.converged and pieces.converged
+    assert pieces.weight.dtype == torch.float64
+    torch.testing.assert_close(pieces.weight, whole.weight, rtol=0, atol=1e-3)
+    assert torch.equal(whole.scores(features).argmax(1), pieces.scores(features).argmax(1))
+
+
+def test_fit_linear_reports_that_it_ran_out_of_iterations():
+    fit = fit_linear(drawn(60, 8), torch.arange(60) % 3, 3, max_iterations=2)
+    assert not fit.converged and fit.gradient > TOLERANCE and fit.iterations == 2
+
+
+def test_fit_linear_is_deterministic():
+    features, labels = drawn(60, 8), torch.arange(60) % 3
+    assert torch.equal(fit_linear(features, labels, 3).weight, fit_linear(features, labels, 3).weight)

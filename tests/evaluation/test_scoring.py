@@ -1,0 +1,100 @@
+"""Counting correct predictions, and labels that an evaluation cannot use."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fastsuncet.config import ConfigErrors
+from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.errors import NumericalError
+from fastsuncet.evaluation.accuracy import accuracy
+from fastsuncet.evaluation.knn import knn
+from fastsuncet.evaluation.linear import linear
+from fastsuncet.evaluation.npi import npi
+from fastsuncet.evaluation.scoring import correct_in_top, standard_error, supports, true_labels
+from pipelines.data_errors import DataError
+from pipelines.datasets.folders import image_folder
+from pipelines.datasets.label_splits import labeled_split
+from tests.support.colors import ALONE, MeanColor, color_config, write_colors
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 10_000))
+def test_correct_in_top_counts_like_a_stable_sort(rows, classes, seed):
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, 4, (rows, classes))  # many ties
+    truth = rng.integers(0, classes, rows)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    wanted = [sum(t in row[:k] for t, row in zip(truth, order)) for k in (1, 5)]
+    assert correct_in_top(torch.tensor(scores).float(), torch.tensor(truth)).tolist() == wanted
+
+
+def test_correct_in_top_refuses_scores_that_are_not_finite():
+    with pytest.raises(NumericalError):
+        correct_in_top(torch.tensor([[float("nan"), 1.0]]), torch.tensor([0]))
+
+
+def test_standard_error_is_binomial():
+    assert standard_error(0.5, 10_000) == pytest.approx(0.005)
+    assert standard_error(1.0, 7) == 0
+
+
+def test_supports_without_labels_is_an_error_of_the_config(tmp_path):
+    config = color_config(write_colors(tmp_path), "data.split.kind=none")
+    images = open_images(config, ALONE, validation=True)
+    for run in (knn, npi, linear):
+        with pytest.raises(ConfigErrors, match=r"data\.split\.kind=none(?s:.*)data\.split\.kind=all"):
+            run(MeanColor(), images, config, ALONE)
+
+
+def test_supports_names_a_class_without_a_labeled_image(tmp_path):
+    config = color_config(write_colors(tmp_path))
+    (tmp_path / "names.txt").write_text("r/0.png\nb/1.png\n")
+    train, validation = (image_folder(tmp_path / part) for part in ("train", "val"))
+    images = Images(train, labeled_split(train, "names", file=tmp_path / "names.txt"), validation)
+    with pytest.raises(
+        DataError, match=r"1 of 3 classes have no labeled training image \(g\).* 4 validation"
+    ):
+        supports(images, config)
+
+
+def test_true_labels_names_an_image_without_a_label(tmp_path):
+    images = open_images(color_config(write_colors(tmp_path)), ALONE, validation=True)
+    images.validation.labels[3] = -1
+    with pytest.raises(DataError, match=r"1 of the 11 validation images have no label \(b/3\.png\)"):
+        true_labels(images, ALONE)
+
+
+def test_accuracy_refuses_a_classifier_of_other_classes(tmp_path):
+    config = color_config(write_colors(tmp_path))
+    images = open_images(config, ALONE, validation=True)
+    with pytest.raises(DataError, match="the classifier has 2 classes and the images have 3"):
+        accuracy(nn.Sequential(MeanColor(), nn.Linear(3, 2)), images, config, ALONE)
+
+
+def test_validation_images_take_the_class_numbers_of_the_training_images(tmp_path):
+    """Also where their index was kept by a run on other training classes."""
+    open_images(color_config(write_colors(tmp_path)), ALONE, validation=True)
+    shutil.copytree(tmp_path / "train", tmp_path / "more")
+    shutil.copytree(tmp_path / "train" / "r", tmp_path / "more" / "a")  # b, g, r become 1, 2, 3
+    images = open_images(color_config(tmp_path, "data.train=more"), ALONE, validation=True)
+    assert images.validation.classes == images.train.classes == ("a", "b", "g", "r")
+    for i, label in enumerate(images.validation.labels):
+        assert images.validation.classes[label] == images.validation.name(i)[0]
+
+    shutil.rmtree(tmp_path / "more" / "g")
+    (tmp_path / "more").rename(tmp_path / "less")
+    with pytest.raises(DataError, match=r"val has images of 1 classes that no training image has: g"):
+        open_images(color_config(tmp_path, "data.train=less"), ALONE, validation=True)
+
+
+def test_validation_folder_keeps_its_own_classes_when_trained_on(tmp_path):
+    config = color_config(write_colors(tmp_path))
+    shutil.rmtree(tmp_path / "val" / "g")
+    assert open_images(config, ALONE, validation=True).validation.classes == ("b", "g", "r")
+    config = color_config(tmp_path, "data.train=val")
+    assert open_images(config, ALONE, validation=False).train.classes == ("b", "r")
