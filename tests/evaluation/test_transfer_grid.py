@@ -133,7 +133,7 @@ def test_the_table_shows_the_chosen_the_diverged_and_the_missing():
         (["transfer.datasets=[imagenet]"], "transfer.datasets.*cifar10"),
         (["--cell", "9/8"], "--cell is I/N"),
         (["--step", "-1"], "--step is a whole number, 0 or more"),
-        (["--encoder", "nowhere"], "there is no nowhere"),
+        (["--encoder", "nowhere"], "nowhere does not exist"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_words_with_exit_code_2(tmp_path, capsys, overrides, said):

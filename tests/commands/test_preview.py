@@ -1,0 +1,87 @@
+"""The preview shows what training sees."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fastsuncet.commands.preview as module
+from fastsuncet.commands.preview import COLUMNS, caption, preview, sheet
+from fastsuncet.data.dataset import open_images
+from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import CheckpointError, ConfigError
+from tests.support.runs import small_config
+
+
+def pictures(row: list) -> np.ndarray:
+    return np.stack([picture for picture, _ in row])
+
+
+def test_sheet_shows_the_views_of_both_back_ends(tmp_path):
+    rows = dict(sheet(small_config(tmp_path), step=2))
+    for number in (1, 2):
+        ours, theirs = (pictures(rows[f"view {number}\n{who}"]) for who in ("DALI", "torchvision"))
+        assert np.abs(ours - theirs).mean() < 2 / 255
+    assert not np.allclose(rows["view 1\nDALI"][0][0], rows["view 2\nDALI"][0][0])
+    classes = [caption for _, caption in rows["labeled"]]
+    assert classes[0::2] == classes[1::2], "pairs of one class"
+
+
+# Step 6 is in the second epoch of the run; with batches of 8 it would be in the first.
+@pytest.mark.parametrize("step", [0, 6])
+def test_sheet_shows_the_runs_own_batch_and_decodes_no_more(tmp_path, monkeypatch, step):
+    # Six of ten classes: a batch of another size would hold other classes.
+    config = small_config(tmp_path, "criterion.classes_per_batch=6", "data.backend=torchvision")
+    decoded, open_loader = [], module.open_loader
+
+    def watched(index, plan, *arguments, **options):
+        decoded.append(plan.batch)
+        return open_loader(index, plan, *arguments, **options)
+
+    monkeypatch.setattr(module, "open_loader", watched)
+    rows = dict(sheet(config, step))
+
+    place = Place(0, 1, 0, torch.device("cpu"))
+    images = open_images(config, place, validation=False)
+    arithmetic = config.resolve(1, len(images.train), images.labeled_classes)
+    stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
+    batch = stream(step)
+    names = [name[-22:] for name in stream.files(step, 0, "unlabeled")[:COLUMNS]]
+    assert [caption for _, caption in rows["images"]] == names
+    view = stream.labeled_view
+    for title, tensor, order in (
+        ("view 1\ntorchvision", batch.views[0], range(COLUMNS)),
+        ("view 2\ntorchvision", batch.views[1], range(COLUMNS)),
+        ("labeled", batch.labeled, [0, 6, 1, 7, 2, 8, 3, 9]),  # row i is of class i % 6
+    ):
+        theirs = tensor[list(order)].permute(0, 2, 3, 1).numpy() * np.array(view.std) + np.array(view.mean)
+        np.testing.assert_allclose(pictures(rows[title]), np.clip(theirs, 0, 1), atol=1e-6)
+    stream.close()
+    assert max(decoded) <= COLUMNS
+
+
+def test_sheet_shows_labeled_images_only_at_steps_that_use_them(tmp_path):
+    config = small_config(tmp_path, "criterion.supervised_epochs=1")  # 4 steps
+    assert "labeled" in dict(sheet(config, step=3))
+    assert "labeled" not in dict(sheet(config, step=4))
+
+
+@pytest.mark.parametrize("name", ["", "views", "views.xyz"])
+def test_preview_refuses_a_name_that_is_no_pictures(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"png"):
+        preview(small_config(tmp_path), tmp_path / name)
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+
+
+def test_caption_marks_a_name_that_was_cut():
+    assert caption("c01/n02012849_crane.JPEG") == "...02012849_crane.JPEG"
+    assert caption("cat/22_characters.JPEG") == "cat/22_characters.JPEG"
+
+
+def test_preview_writes_a_picture_or_says_why_not(tmp_path):
+    path = preview(small_config(tmp_path), tmp_path / "new folder" / "views.png")
+    assert Image.open(path).format == "PNG"
+    (tmp_path / "views.png").mkdir()  # refused to any user, root too
+    with pytest.raises(CheckpointError, match=r"views.png cannot be written: Is a directory"):
+        preview(small_config(tmp_path), tmp_path / "views.png")
