@@ -207,7 +207,7 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_left_out_and_said(runs, mo
     monkeypatch.setattr(job_module, "fit", training_goes_on)
     assert command(runs, "--every-checkpoint") == 0
     assert [record["encoder"]["step"] for record in results(runs)] == [9]
-    assert "step_00000010: removed meanwhile" in capsys.readouterr().out
+    assert "step_00000010: skipped, deleted by checkpoint.keep" in capsys.readouterr().out
     monkeypatch.setattr(job_module, "fit", original)
     shown = ["evaluate", "knn", str(CONFIGS / "digits_demo.yaml"), *SMALL, f"logging.folder={runs}", *QUICK]
     assert main([*shown, "--every-checkpoint"]) == 0
@@ -230,8 +230,8 @@ def test_what_is_wrong_is_said_with_its_exit_code_and_leaves_nothing(runs, capsy
     for code, message, *more in (
         (2, "160 labeled images do not fill a batch of 4,096: at most 160", "finetune.batch_size=4096"),
         (2, "3 passes each (finetune.accumulate): a multiple of 3 can", "finetune.accumulate=3"),
-        (2, "has no good checkpoint of step 4; there are 9, 10", "--step", "4"),
-        (2, "there is no /nowhere", "--encoder", "/nowhere"),
+        (2, "has no good checkpoint of step 4. It has 9, 10", "--step", "4"),
+        (2, "/nowhere does not exist", "--encoder", "/nowhere"),
         (2, "not allowed with argument", "--step", "4", "--every-checkpoint"),
         (2, "the name of their folder", *pictures[:2], "data.validation=null"),
         (3, "held out", *pictures),

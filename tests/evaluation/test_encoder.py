@@ -248,7 +248,10 @@ SPOILED = {
     ),
     "missing keys": (lambda s: without(s, "layer4.1.conv1"), r"missing: layer4\.1\.conv1\.weight"),
     "a stage too few": (lambda s: without(s, "layer4"), "2-2-2 blocks"),
-    "extra layers": (lambda s: s | {"attnpool.weight": torch.ones(1)}, r"other keys than conv1.*attnpool\.weight"),
+    "extra layers": (
+        lambda s: s | {"attnpool.weight": torch.ones(1)},
+        r"other keys than conv1.*attnpool\.weight",
+    ),
     "extra in a block": (
         lambda s: s | {"layer1.0.se.weight": torch.ones(1)},
         r"not in this network: layer1\.0\.se\.weight",
