@@ -1,4 +1,4 @@
-"""Which of the two back-ends reads the pixels, and what to tell a person whose environment lacks one."""
+"""Choose which of the two back-ends reads the pixels, and say how to install what is missing."""
 
 import importlib
 from functools import cache
@@ -9,13 +9,13 @@ from pipelines.data_errors import DataError
 
 
 def choose_backend(backend: str) -> str:
-    """The back-end that `backend` ("auto", "dali" or "torchvision") comes to: "dali" or "torchvision".
+    """Return "dali" or "torchvision" for `backend`, "auto", "dali" or "torchvision".
 
-    "auto" without DALI is torchvision, with a line that says so and how to change it. Raises DataError when
-    "dali" is asked for and cannot be imported, ValueError for another name.
+    "auto" without DALI is torchvision and prints how to install DALI. Raises DataError when "dali" is asked for and
+    cannot be imported, ValueError for another name.
     """
     if backend not in ("auto", "dali", "torchvision"):
-        raise ValueError(f'backend is "auto", "dali" or "torchvision", not {backend!r}')
+        raise ValueError(f'backend must be "auto", "dali" or "torchvision", not {backend!r}')
     if backend == "torchvision":
         return "torchvision"
     problem = dali_problem()
@@ -23,7 +23,7 @@ def choose_backend(backend: str) -> str:
         return "dali"
     if backend == "dali":
         raise DataError(f"DALI cannot be used here ({problem}). Install it with: {install_command()}")
-    _say_once(
+    _print_once(
         f"DALI cannot be used here ({problem}): torchvision reads the images instead, with the same views "
         f"but much slower. Install DALI with: {install_command()}"
     )
@@ -31,7 +31,7 @@ def choose_backend(backend: str) -> str:
 
 
 def dali_problem() -> str | None:
-    """Why `nvidia.dali` cannot be imported (absent, or without a library it needs); None if it can."""
+    """Return why `nvidia.dali` cannot be imported (absent, or without a library it needs); None if it can."""
     try:
         importlib.import_module("nvidia.dali")
     except (ImportError, OSError) as error:
@@ -40,13 +40,13 @@ def dali_problem() -> str | None:
 
 
 def install_command() -> str:
-    """The pip command for the DALI build that goes with this torch: there is one per CUDA generation."""
+    """Return the pip command for the DALI build that goes with this torch: there is one per CUDA generation."""
     generation = "130" if (torch.version.cuda or "").startswith("13") else "120"
     return f"pip install 'nvidia-dali-cuda{generation}>=2.2,<3'"
 
 
 def require_gpu() -> None:
-    """Raises DataError, before DALI's or torch's own and longer words, where no GPU can be used."""
+    """Raise DataError where no GPU can be used: shorter than what DALI and torch would say."""
     if not torch.cuda.is_available():
         raise DataError(
             "device gpu was asked for, but no NVIDIA GPU with a working driver is visible: use device cpu, "
@@ -55,5 +55,5 @@ def require_gpu() -> None:
 
 
 @cache  # a run opens several loaders
-def _say_once(line: str) -> None:
+def _print_once(line: str) -> None:
     print(line, flush=True)

@@ -1,21 +1,24 @@
-"""CUDA C++ to code for a GPU, by NVIDIA's compiler library: it comes with torch's CUDA wheels, and needs no GPU, no
-toolkit and no C++ compiler. Who calls it keeps what it made.
+"""Compile CUDA C++ with NVRTC, and name the folder where compiled code is kept.
+
+NVRTC comes with torch's CUDA wheels. It needs no GPU, no CUDA toolkit and no C++ compiler.
 """
 
 import functools
 import importlib
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 
 class KernelError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the text says what the compiler or the driver said."""
+    """A kernel cannot be compiled, loaded or launched. The text holds the message of the compiler or the driver."""
 
 
 @functools.cache
 def bindings(name: str) -> ModuleType:
-    """`nvrtc` or `driver` of NVIDIA's Python bindings. Raises KernelError with the reason where there are none.
+    """Return NVIDIA's Python bindings `name`, "nvrtc" or "driver". Raises KernelError with the reason if absent.
 
     From cuda-bindings 12.8 on they are `cuda.bindings.*`; before, `cuda.nvrtc` and `cuda.cuda`.
     """
@@ -26,14 +29,24 @@ def bindings(name: str) -> ModuleType:
         try:
             return importlib.import_module(older)
         except ImportError as second:
-            told = f"cuda.bindings.{name}: {first}; {older}: {second}"
+            reasons = f"cuda.bindings.{name}: {first}; {older}: {second}"
             raise KernelError(
-                f"no bindings of NVIDIA's libraries (pip install cuda-bindings): {told}"
+                f"no Python bindings of NVIDIA's libraries (pip install cuda-bindings): {reasons}"
             ) from second
 
 
+@functools.cache
+def version() -> tuple[int, int]:
+    """Return NVRTC's version. Raises KernelError where NVRTC is absent, so call this before any other use of it."""
+    nvrtc = bindings("nvrtc")
+    try:
+        return check(nvrtc.nvrtcVersion())
+    except RuntimeError as error:  # raised by the bindings when they find no libnvrtc
+        raise KernelError(f"NVRTC: {error}") from error
+
+
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Return why nothing can be compiled here, or None."""
     try:
         version()
     except KernelError as error:
@@ -41,28 +54,18 @@ def unavailable() -> str | None:
     return None
 
 
-@functools.cache
-def version() -> tuple[int, int]:
-    """NVRTC's own. Raises KernelError where there is none: what else is asked of it, is asked after this."""
-    nvrtc = bindings("nvrtc")
-    try:
-        return check(nvrtc.nvrtcVersion())
-    except RuntimeError as error:  # the bindings' own, where they find no libnvrtc
-        raise KernelError(f"NVRTC: {error}") from error
-
-
 def check(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned beside its status: None, a value, or a tuple. Raises KernelError."""
+    """Return what a call of the bindings gives after its status: None, a value or a tuple. Raises KernelError."""
     status, *values = result
     if int(status) != 0:
         raise KernelError(f"{type(status).__name__} {int(status)}: {status.name}")
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
-def code_of(
+def compile_cuda(
     name: str, source: bytes, headers: Mapping[str, bytes], arch: str, options: Sequence[str]
 ) -> bytes:
-    """`source` and the headers it names as a cubin for "sm_XX" or as PTX for "compute_XX".
+    """Compile `source` and the headers it includes: to a cubin for "sm_XX", to PTX for "compute_XX".
 
     Raises KernelError with the compiler's log, or with the reason why there is no compiler.
     """
@@ -70,19 +73,25 @@ def code_of(
     program = check(
         nvrtc.nvrtcCreateProgram(source, name.encode(), len(names), list(headers.values()), names)
     )
+
+    def read(kind: str) -> bytes:
+        text = bytearray(check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program)))
+        check(getattr(nvrtc, f"nvrtcGet{kind}")(program, text))
+        return bytes(text)
+
     try:
         flags = [flag.encode() for flag in (f"--gpu-architecture={arch}", *options)]
         status = nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]
         if int(status) != 0:
-            log = _text(program, "ProgramLog").decode(errors="replace").strip("\0\n")
+            log = read("ProgramLog").decode(errors="replace").strip("\0\n")
             raise KernelError(f"{name} does not compile for {arch}: {status.name}, NVRTC {version()}\n{log}")
-        return _text(program, "CUBIN" if arch.startswith("sm_") else "PTX")
+        return read("CUBIN" if arch.startswith("sm_") else "PTX")
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _text(program: Any, kind: str) -> bytes:
-    nvrtc = bindings("nvrtc")
-    text = bytearray(check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program)))
-    check(getattr(nvrtc, f"nvrtcGet{kind}")(program, text))
-    return bytes(text)
+def cache_folder(kind: str) -> Path:
+    """Return $FASTSUNCET_CACHE/kind, else $XDG_CACHE_HOME/fastsuncet/kind, else ~/.cache/fastsuncet/kind."""
+    if folder := os.environ.get("FASTSUNCET_CACHE"):
+        return Path(folder) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / kind

@@ -1,17 +1,17 @@
-"""What can be wrong with data, in words for the person who owns it."""
+"""Errors in the data, in words for the person who owns it."""
 
 
 class DataError(Exception):
-    """The data cannot be used as asked: a missing folder, names that do not match, an empty class. Exit 3."""
+    """The data cannot be used as asked: a missing folder, names that do not match, an empty class. Exit code 3."""
 
     exit_code = 3
 
 
 class BadImage(DataError):
-    """One or more image files of one step cannot be decoded.
+    """One or more image files cannot be decoded.
 
-    `files` holds (path, reason) for each; `step` is the training step that asked for them, None outside
-    training; `allowed` is how many the run was told to replace by others, None where none can be.
+    `files` holds (path, reason) for each. `step` is the training step that asked for them, None outside training.
+    `allowed` is how many can be replaced by others, None where none can.
     """
 
     def __init__(self, files: list[tuple[str, str]], step: int | None = None, *, allowed: int | None = 0):

@@ -1,214 +1,182 @@
-"""Batches of views by step number, whatever happens to the files: the one way pixels leave `pipelines`.
+"""Batches of views by step number, even when files are bad. This is the only way pixels leave `pipelines`.
 
-`loader(step)` is a pure function of (plan, step) and the files. Consecutive steps are prepared ahead; any
-other step starts there, which is all that resuming is.
+`loader(step)` is a pure function of (plan, step) and the files. Consecutive steps are prepared ahead; asking for any
+other step starts there, and that is all that resuming a run needs.
+
+A file that cannot be decoded makes the engine fail. `Loader.__call__` then finds the file, chooses another image to
+show in its place (`Plan.stand_in`), and prepares the step again.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
+from typing_extensions import TypedDict, Unpack
 
 from pipelines.backend import choose_backend, require_gpu
-from pipelines.dali.plugin.use import choose
+from pipelines.dali.plugin.use import choose as use_plugin
 from pipelines.data_errors import BadImage, DataError
-from pipelines.find_bad_images import bad_images as probe
-from pipelines.sampling.augmentation import Augmentation, Center
-from pipelines.sampling.step_plan import CenterPlan, PassPlan, Plan, Visit
+from pipelines.datasets.index import ImageIndex
+from pipelines.find_bad_images import Decode, find_bad_images
+from pipelines.sampling.augmentation import Augmentation
+from pipelines.sampling.step_plan import EvaluationPlan, StepPlan, Visit
 
-# Evaluations keep to it: what they measure must not depend on where in a batch an image is.
-ONE_DECODER = MappingProxyType({"hw_decoder_share": 0.0, "decoder_buffers": "grown"})
-STAND_IN_ATTEMPTS = 1000  # a data set in which that many draws in a row are bad has other problems
+STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of both loaders. `_open_backend` holds the defaults."""
+
+    device: str  # "cpu" decodes and augments on `threads` threads, "gpu" on GPU `device_id`
+    device_id: int
+    threads: int
+    prefetch: int  # steps prepared ahead
+    backend: str  # "dali", "torchvision", or "auto": DALI where it can be imported, else torchvision
+    dtype: torch.dtype  # torch.float32 or torch.float16
 
 
 def open_loader(
-    index: Any,  # pipelines.datasets.index.ImageIndex
-    plan: Plan,
-    augmentations: Sequence[Augmentation],
+    index: ImageIndex,
+    plan: StepPlan,
     *,
-    device: str = "cpu",
-    device_id: int = 0,
-    threads: int = 3,
-    prefetch: int = 2,
-    backend: str = "auto",
     bad_images: int = 0,
     color_operator: str = "auto",
-    dtype: torch.dtype = torch.float32,
     hw_decoder_share: float = 0.0,
     decoder_buffers: str = "grown",
+    **options: Unpack[LoaderOptions],
 ) -> "Loader":
-    """A loader of training views: `loader(step)` is one (B, 3, S, S) tensor per augmentation.
+    """Open a loader of training views: `loader(step)` is one (B, 3, S, S) tensor for each augmentation of the plan.
 
-    Values are in [0, 1], then normalised by each augmentation's mean and std; `dtype` is torch.float32 or
-    torch.float16; strides are channels-last; no gradient. `device` "gpu" decodes and augments on GPU
-    `device_id`, "cpu" on `threads` threads. `backend` "auto" is DALI where it can be imported and otherwise
-    torchvision, with a line that says so. Up to `bad_images` distinct undecodable files are replaced by
-    others and counted (by this loader: each rank, stream and start of a run counts its own); one more raises
-    BadImage. `color_operator` is what DALI makes exact colour with, which changes no pixel on a CPU: "plugin" is our
-    own operator, "graph" DALI's, "auto" our own on a CPU where it was built.
+    Values are in [0, 1], then normalized by each augmentation's mean and std; strides are channels-last; no gradient.
+    Up to `bad_images` distinct undecodable files are replaced by others and counted (by this loader: each rank, stream
+    and start of a run counts its own); one more raises BadImage. `color_operator` says what makes exact color with
+    DALI, which changes no pixel on a CPU: "plugin" `pipelines.dali.plugin`, "graph" DALI's operators, "auto" the
+    plug-in on a CPU where it was built.
 
-    With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an
-    image's pixels may depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" sets memory aside
-    for the largest image of the index, "grown" as images come. Elsewhere neither does anything.
+    With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an image's
+    pixels can depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" reserves memory for the largest
+    image of the index, "grown" grows it as images come. Elsewhere both do nothing.
 
-    Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that name nothing.
+    Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that do not exist.
     """
-    if tuple(augmentations) != plan.augmentations:
-        raise ValueError("the loader's augmentations are not those that the plan draws for")
-    pace = {"threads": threads, "prefetch": prefetch}
-    if not any(each.recolors and each.color == "exact" for each in augmentations):
-        color_operator = "graph"
-    decoder = {"hw_decoder_share": hw_decoder_share, "decoder_buffers": decoder_buffers}
-    engine = _engine(backend, device, device_id, dtype, color_operator, decoder=decoder, **pace)
+    exact = any(isinstance(a, Augmentation) and a.recolors and a.color == "exact" for a in plan.augmentations)
+    backend = _open_backend(
+        color_operator=color_operator if exact else "graph",
+        hw_decoder_share=hw_decoder_share,
+        decoder_buffers=decoder_buffers,
+        **options,
+    )
     index.require_good(bad_images)
-    own_color = bool(engine[1].keywords.get("plugin"))
-    loader = Loader(index, plan, *engine, bad_images=bad_images, own_color=own_color)
-    loader.count_bad(index.bad)
+    loader = Loader(index, plan, backend, allowed=bad_images)
+    loader.replace(index.bad)
     return loader
 
 
 def open_evaluation_loader(
-    index: Any,  # pipelines.datasets.index.ImageIndex
-    indices: np.ndarray,
-    batch: int,
-    size: int,
-    resize: int,
-    *,
-    mean: Sequence[float] = (0.0, 0.0, 0.0),
-    std: Sequence[float] = (1.0, 1.0, 1.0),
-    device: str = "cpu",
-    device_id: int = 0,
-    threads: int = 3,
-    prefetch: int = 2,
-    backend: str = "auto",
-    dtype: torch.dtype = torch.float32,
+    index: ImageIndex, plan: EvaluationPlan, **options: Unpack[LoaderOptions]
 ) -> "EvaluationLoader":
-    """A loader of torchvision's `Resize(resize)`, `CenterCrop(size)` over `indices`; options as
-    `open_loader`'s.
+    """Open a loader of the views of one pass over images.
 
-    An image that already has the target size passes unchanged. A bad image raises BadImage: an accuracy over
-    other images than those named would be another accuracy.
+    An image of the size that `Center` asks for passes unchanged. One decoder serves all rows, because a result must not
+    depend on an image's place in a batch. A bad image raises BadImage: an accuracy over other images than those named
+    would be another accuracy.
     """
-    plan = CenterPlan(index, indices, batch, Center(size, resize, tuple(mean), tuple(std)))
-    pace = {"threads": threads, "prefetch": prefetch}
-    return EvaluationLoader(_one_pass(index, plan, _engine(backend, device, device_id, dtype, **pace)), plan)
-
-
-def open_pass_loader(
-    index: Any,  # pipelines.datasets.index.ImageIndex
-    plan: PassPlan,
-    *,
-    device: str = "cpu",
-    device_id: int = 0,
-    threads: int = 3,
-    prefetch: int = 2,
-    backend: str = "auto",
-    dtype: torch.dtype = torch.float32,
-) -> "PassLoader":
-    """A loader of random views of the images of `plan`, each image once; options as `open_loader`'s.
-
-    As in every evaluation a bad image raises BadImage.
-    """
-    pace = {"threads": threads, "prefetch": prefetch}
-    return PassLoader(_one_pass(index, plan, _engine(backend, device, device_id, dtype, **pace)), plan)
-
-
-def _one_pass(index: Any, plan: CenterPlan | PassPlan, engine: tuple) -> "Loader":
+    backend = _open_backend(**options)
     bad = sorted(index.bad.keys() & set(plan.indices.tolist()))
     if bad:
         raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad], allowed=None)
-    return Loader(index, plan, *engine, bad_images=0)
+    return EvaluationLoader(Loader(index, plan, backend, allowed=0), plan)
 
 
 class Engine(Protocol):
-    """Turns visits into pixels: each run() gives the next step's, until a RuntimeError ends its use."""
+    """Turns visits into pixels: each run() gives the next step's views, until a RuntimeError ends its use."""
 
     def run(self) -> list[torch.Tensor]: ...
 
 
-def _engine(
-    backend: str,
-    device: str,
-    device_id: int,
-    dtype: torch.dtype,
-    color_operator: str = "graph",
+class Backend(NamedTuple):
+    """What makes the pixels of a loader."""
+
+    name: str  # "dali" or "torchvision"
+    start: Callable[..., Engine]
+    decode: Decode  # the decoder of its engine, for single files
+    plugin: bool = False  # whether `pipelines.dali.plugin` makes exact color
+
+
+def _open_backend(
     *,
-    decoder: Mapping[str, Any] = ONE_DECODER,
-    **pace: int,
-) -> tuple:
-    """(name, engine still to be started, decoder) of the back-end that is asked for and there."""
+    backend: str = "auto",
+    device: str = "cpu",
+    device_id: int = 0,
+    threads: int = 3,
+    prefetch: int = 2,
+    dtype: torch.dtype = torch.float32,
+    color_operator: str = "graph",
+    hw_decoder_share: float = 0.0,
+    decoder_buffers: str = "grown",
+) -> Backend:
     if device not in ("cpu", "gpu"):
-        raise ValueError(f'device is "cpu" or "gpu", not {device!r}')
+        raise ValueError(f'device must be "cpu" or "gpu", not {device!r}')
     if dtype not in (torch.float32, torch.float16):
-        raise ValueError(f"dtype is torch.float32 or torch.float16, not {dtype}")
-    for name, value in pace.items():
+        raise ValueError(f"dtype must be torch.float32 or torch.float16, not {dtype}")
+    for name, value in (("threads", threads), ("prefetch", prefetch)):
         if value < 1:
-            raise ValueError(f"{name} is a number of 1 or more, not {value}")
-    if not 0 <= decoder["hw_decoder_share"] <= 1:
-        raise ValueError(f"hw_decoder_share is a number from 0 to 1, not {decoder['hw_decoder_share']}")
-    if decoder["decoder_buffers"] not in ("grown", "largest"):
-        raise ValueError(f'decoder_buffers is "grown" or "largest", not {decoder["decoder_buffers"]!r}')
+            raise ValueError(f"{name} must be 1 or more, not {value}")
+    if not 0 <= hw_decoder_share <= 1:
+        raise ValueError(f"hw_decoder_share must be from 0 to 1, not {hw_decoder_share}")
+    if decoder_buffers not in ("grown", "largest"):
+        raise ValueError(f'decoder_buffers must be "grown" or "largest", not {decoder_buffers!r}')
     if device == "gpu":
         require_gpu()
-    options = {"device": device, "device_id": device_id, "dtype": dtype, **pace}
+    options = {
+        "device": device,
+        "device_id": device_id,
+        "dtype": dtype,
+        "threads": threads,
+        "prefetch": prefetch,
+    }
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if choose_backend(backend) == "dali":
         from pipelines.dali.engine import DaliDecoder, DaliEngine
 
-        plugin = choose(color_operator, device)
-        return (
-            "dali",
-            partial(DaliEngine, plugin=plugin, **options, **decoder),
-            DaliDecoder(device, device_id),
-        )
-    if color_operator == "plugin":  # an operator of DALI's, which "auto" did not find or nobody asked for
+        plugin = use_plugin(color_operator, device)
+        decoder = {"hw_decoder_share": hw_decoder_share, "decoder_buffers": decoder_buffers}
+        start = partial(DaliEngine, plugin=plugin, **options, **decoder)
+        return Backend("dali", start, DaliDecoder(device, device_id), plugin)
+    if color_operator == "plugin":
         raise DataError(
-            "color_operator: plugin was asked for, and torchvision reads the images, which has no such operator: "
-            "take auto, or a backend of dali"
+            "color_operator: plugin is an operator of DALI's, but torchvision reads the images: set it to auto, or "
+            "backend to dali"
         )
-    from pipelines.torchvision_engine import TwinEngine, pil_decode
+    from pipelines.torchvision_engine import TorchvisionEngine, pil_decode
 
-    return "torchvision", partial(TwinEngine, **options), pil_decode
+    return Backend("torchvision", partial(TorchvisionEngine, **options), pil_decode)
 
 
 class Loader:
-    """Runs an engine step by step, starts it anew where asked, and finds the file behind a failure.
+    """Runs an engine step by step, starts it anew where asked, and replaces files that cannot be decoded.
 
-    `backend` is "dali" or "torchvision"; `own_color` is whether exact colour is our own operator's; `bad` maps the
-    path of each undecodable file met so far to the reason, and `replaced` its index to that of the image shown in
-    its place.
+    `backend` names what makes the pixels; `bad` maps the path of each undecodable file met so far to the reason, and
+    `replaced` its index to that of the image shown in its place.
     """
 
-    def __init__(
-        self,
-        index: Any,
-        plan: Plan | CenterPlan | PassPlan,
-        backend: str,
-        engine: Callable[..., Engine],
-        decode: Callable,  # see pipelines.find_bad_images
-        *,
-        bad_images: int,
-        own_color: bool = False,
-    ):
-        self.backend = backend
-        self.own_color = own_color
+    def __init__(self, index: ImageIndex, plan: StepPlan, backend: Backend, *, allowed: int):
+        self.backend = backend.name
+        self.uses_plugin = backend.plugin
         self.bad: dict[str, str] = {}
         self.replaced: dict[int, int] = {}
-        self._index, self._plan, self._engine_of, self._decode = index, plan, engine, decode
-        self._bad_images = bad_images
+        self._index, self._plan, self._backend, self._allowed = index, plan, backend, allowed
         self._engine: Engine | None = None
         self._next_step = 0
         self._visits: dict[int, Visit] = {}
 
     def __call__(self, step: int) -> list[torch.Tensor]:
-        """The views of `step`. Raises BadImage when more files are bad than are allowed."""
-        while True:  # each round but the last finds a bad file that was not known, and few are allowed
+        """Return the views of `step`. Raises BadImage when more files are bad than are allowed."""
+        while True:  # each repetition has replaced another bad file, and only `bad_images` are allowed
             if self._engine is None or step != self._next_step:
                 self.close()
-                self._engine = self._engine_of(
+                self._engine = self._backend.start(
                     self._index,
                     self._plan.augmentations,
                     visit=self.visit,
@@ -218,54 +186,55 @@ class Loader:
             try:
                 views = self._engine.run()
             except RuntimeError as error:
-                bad_visit = self.visit(step)
-                self.close()  # a DALI pipeline that failed once fails for ever
-                self._replace_bad_images(bad_visit, error)
+                failed = self.visit(step)
+                self.close()  # a DALI pipeline that failed once always fails
+                self._replace_bad_images(failed, error)
                 continue
             self._next_step = step + 1
-            for past in [s for s in self._visits if s < step]:
-                del self._visits[past]
+            self._visits = {s: visit for s, visit in self._visits.items() if s >= step}
             return views
 
     def visit(self, step: int) -> Visit:
-        """Images, labels and parameters of `step`, stand-ins included: to be asked after `loader(step)`.
+        """Return images, labels and parameters of `step`, stand-ins included. Call it after `loader(step)`.
 
-        Before it, a bad image of that step may not have been met yet, and its label would be the wrong one.
+        Before, a bad image of that step has not been met yet, and its label would be the wrong one.
         """
         if step not in self._visits:
             self._visits[step] = self._plan(step, self.replaced)
         return self._visits[step]
 
     def close(self) -> None:
-        """Frees the engine and what it has read ahead. The loader may be used again: it starts anew."""
+        """Free the engine and what it has read ahead. The loader can be used again: it starts anew."""
         self._engine = None
         self._visits.clear()
 
     def _replace_bad_images(self, visit: Visit, error: RuntimeError) -> None:
-        """Finds stand-ins for a step's undecodable files. Raises BadImage, or `error` if all are good."""
+        """Find stand-ins for the undecodable files of a failed step.
+
+        Raises BadImage for more bad files than are allowed, and `error` if all files are good.
+        """
         found = {}
         if self._index.pixels is None:
-            found = probe(self._index, visit.indices, self._decode)
+            found = find_bad_images(self._index, visit.indices, self._backend.decode)
         if not found:
             raise error
-        if len(self.replaced) + len(found) > self._bad_images:
+        if len(self.replaced) + len(found) > self._allowed:
             self.bad.update(self._by_path(found))
-            raise BadImage(list(self.bad.items()), visit.step, allowed=self._bad_images) from error
-        self.count_bad(found)
+            raise BadImage(list(self.bad.items()), visit.step, allowed=self._allowed) from error
+        self.replace(found)
         for i, reason in found.items():
             name, stand_in = self._index.name(i), self._index.name(self.replaced[i])
             print(
-                f"step {visit.step}: {name} cannot be decoded ({reason}); {stand_in} stands in for it "
-                f"({len(self.replaced)} of {self._bad_images} bad images allowed)",
+                f"step {visit.step}: {name} cannot be decoded ({reason}); {stand_in} is shown instead "
+                f"({len(self.replaced)} of {self._allowed} bad images allowed)",
                 flush=True,
             )
 
-    def count_bad(self, found: Mapping[int, str]) -> None:
-        """Takes note of images (index -> reason) that must not be shown, and chooses who stands in for
-        them."""
+    def replace(self, found: Mapping[int, str]) -> None:
+        """Choose a stand-in for each bad image in `found` (index -> reason) and each one found before."""
         self.bad.update(self._by_path(found))
         known = {**self.replaced, **found}
-        # All are chosen anew: a stand-in of earlier may be among the bad ones now.
+        # All are chosen again: an earlier stand-in can be among the bad ones now.
         self.replaced = {bad: self._stand_in(bad, known) for bad in known}
 
     def _by_path(self, found: Mapping[int, str]) -> dict[str, str]:
@@ -279,27 +248,27 @@ class Loader:
         raise DataError(f"no image can stand in for {self._index.name(bad)}: too many others are bad as well")
 
 
-class PassLoader:
-    """Iterates over (views, labels (B,), indices (B,)): each image once, the last batch ragged.
+class EvaluationLoader:
+    """Iterates over (views, labels (B,), indices (B,)): each image once, the last batch ragged. Can be repeated.
 
-    `views` are one (B, 3, S, S) tensor for each of the plan's, on the device; labels and indices are int64 on
-    the CPU, where they cost no transfer. May be iterated again.
+    `views` are one (B, 3, S, S) tensor for each augmentation, on the device; labels and indices are int64 on the CPU,
+    where they cost no transfer.
     """
 
-    def __init__(self, loader: Loader, plan: CenterPlan | PassPlan):
+    def __init__(self, loader: Loader, plan: EvaluationPlan):
         self._loader, self._plan = loader, plan
         self.backend = loader.backend
 
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]]:
         try:
             for step in range(len(self._plan)):
                 try:
                     views = self._loader(step)
                 except BadImage as bad:
-                    # Without the step: it would read as one of training's.
+                    # Without the step, which would read as a training step.
                     raise BadImage(bad.files, allowed=None) from bad
                 visit = self._loader.visit(step)
                 yield views, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
@@ -307,13 +276,5 @@ class PassLoader:
             self.close()
 
     def close(self) -> None:
-        """Frees the engine; iterating again starts a new one."""
+        """Free the engine; iterating again starts a new one."""
         self._loader.close()
-
-
-class EvaluationLoader(PassLoader):
-    """Iterates over (images (B, 3, S, S), labels (B,), indices (B,)): a PassLoader of one view."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        for (images,), labels, indices in super().__iter__():
-            yield images, labels, indices

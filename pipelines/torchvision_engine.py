@@ -1,13 +1,12 @@
-"""The same streams with the same parameters in plain torchvision: the oracle of the DALI graphs, and their
-fallback.
+"""The same views from the same parameters in plain torchvision: the oracle of the DALI graphs, and their fallback.
 
-Image by image and readable; no more than that. Where DALI is absent it feeds a CPU or a small GPU run.
+It is written to be read: one image at a time. Where DALI is absent it is fast enough for a CPU or a small GPU run.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,30 +15,28 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from pipelines.datasets.image_headers import readable_by_pil
-from pipelines.sampling.augmentation import (
-    Augmentation,
-    Center,
-    CenterParams,
-    ViewParams,
-    blur_windows,
-)
+from pipelines.datasets.index import ImageIndex
+from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import Visit
 
-# PIL alone reads more (GIF, EPS, ...), but a folder that trains here must train with DALI too.
+# PIL reads more (GIF, EPS, ...), but a folder that trains here must train with DALI too.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 
-# DALI's linear colour space: luma, and a plane in which hue is an angle and saturation a radius.
+# DALI's linear color space: luma, and a plane in which hue is an angle and saturation a radius.
 YIQ = torch.tensor(
     [[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]], dtype=torch.float64
 )
 
 
-class TwinEngine:
-    """Reads the views of first_step, first_step + 1, ... `prefetch` steps ahead, on `threads` threads."""
+class TorchvisionEngine:
+    """Gives the views of first_step, first_step + 1, ..., read `prefetch` steps ahead by `threads` threads.
+
+    `visit` maps a step to its Visit and raises StopIteration after the last step.
+    """
 
     def __init__(
         self,
-        index: Any,
+        index: ImageIndex,
         augmentations: Sequence[Augmentation | Center],
         *,
         visit: Callable[[int], Visit],
@@ -61,8 +58,7 @@ class TwinEngine:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self) -> list[torch.Tensor]:
-        """The next step's views, each (B, 3, S, S) channels-last. Raises RuntimeError for a file PIL cannot
-        decode."""
+        """Return the next step's views, each (B, 3, S, S) channels-last. Raises RuntimeError for a bad file."""
         for step in range(self._step, self._step + self._prefetch):
             if step not in self._pending:
                 try:
@@ -83,18 +79,33 @@ class TwinEngine:
         pixels = read_rgb(self._index.content(i)) if self._index.pixels is None else self._index.pixels[i]
         if pixels.shape[:2] != tuple(self._index.sizes[i]):
             # torchvision would pad a crop that reaches over the edge; DALI's slice refuses it.
-            raise RuntimeError(f"{self._index.name(i)} has not the size that its crop was drawn for")
+            raise RuntimeError(f"{self._index.name(i)} has another size than its crop was drawn for")
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         return [
-            (centred if isinstance(augmentation, Center) else augmented)(image, view, row, augmentation)
+            one_view(image, augmentation, view, row)
             for augmentation, view in zip(self._augmentations, visit.views)
         ]
 
 
+def one_view(
+    image: torch.Tensor, augmentation: Augmentation | Center, view: ViewParams | CenterParams, row: int
+) -> torch.Tensor:
+    """Return the view of row `row`, (3, S, S) float32, of a (3, H, W) uint8 image."""
+    if isinstance(augmentation, Center):
+        assert isinstance(view, CenterParams)
+        image = center_crop(image, view, row, augmentation.size)
+    else:
+        assert isinstance(view, ViewParams)
+        image = augmented(image, view, row, augmentation)
+    image = F.to_dtype(image, torch.float32, scale=True)  # to [0, 1]
+    return F.normalize(image, list(augmentation.mean), list(augmentation.std))
+
+
 def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Augmentation) -> torch.Tensor:
-    """One augmented view, (3, S, S) float32, of a (3, H, W) uint8 image."""
+    """Return a random view, (3, S, S) uint8, of a (3, H, W) uint8 image."""
+    top, left, height, width = view.box[row].tolist()
     size = [augmentation.size, augmentation.size]
-    image = F.resized_crop(image, *view.box[row].tolist(), size, InterpolationMode.BILINEAR, antialias=True)
+    image = F.resized_crop(image, top, left, height, width, size, InterpolationMode.BILINEAR, antialias=True)
     if view.flip[row]:
         image = F.horizontal_flip(image)
     if augmentation.recolors:
@@ -108,20 +119,20 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
         if window == "auto":
             window = int(blur_windows(view.sigma[row]))
         image = F.gaussian_blur(image, [window, window], [float(view.sigma[row])])
-    return normalise(image, augmentation)
+    return image
 
 
-def centred(image: torch.Tensor, view: CenterParams, row: int, center: Center) -> torch.Tensor:
-    """The evaluation view, (3, S, S) float32, of a (3, H, W) uint8 image."""
+def center_crop(image: torch.Tensor, view: CenterParams, row: int, size: int) -> torch.Tensor:
+    """Return the evaluation view, (3, size, size) uint8, of a (3, H, W) uint8 image."""
     image = F.resize(image, view.resized[row].tolist(), InterpolationMode.BILINEAR, antialias=True)
-    image = F.crop(image, *view.corner[row].tolist(), center.size, center.size)
-    return normalise(image, center)
+    top, left = view.corner[row].tolist()
+    return F.crop(image, top, left, size, size)
 
 
 def jitter(
     image: torch.Tensor, brightness: float, contrast: float, saturation: float, hue: float
 ) -> torch.Tensor:
-    """torchvision's ColorJitter in the fixed order brightness, contrast, saturation, hue (in turns)."""
+    """Apply torchvision's ColorJitter in the fixed order brightness, contrast, saturation, hue (in turns)."""
     if brightness != 1:
         image = F.adjust_brightness(image, brightness)
     if contrast != 1:
@@ -136,10 +147,10 @@ def jitter(
 def twist(
     image: torch.Tensor, brightness: float, contrast: float, saturation: float, hue: float
 ) -> torch.Tensor:
-    """The same factors as one linear map, which is what DALI's color_twist computes.
+    """Apply the same factors as one linear map, as DALI's color_twist does.
 
-    Saturation scales and hue turns the plane beside luma, contrast turns about a fixed 128, brightness
-    scales; pixels are rounded and clipped once, at the end.
+    Saturation scales and hue turns the plane beside luma; contrast is taken about a fixed 128, where torchvision takes
+    the image's mean; hue keeps luma, where HSV keeps value. Pixels are rounded and clipped once, at the end.
     """
     angle = torch.tensor(2 * torch.pi * hue, dtype=torch.float64)
     plane = torch.eye(3, dtype=torch.float64)
@@ -151,23 +162,28 @@ def twist(
     return pixels.round().clamp(0, 255).to(torch.uint8).view_as(image)
 
 
-def normalise(image: torch.Tensor, augmentation: Augmentation | Center) -> torch.Tensor:
-    """uint8 to float32 in [0, 1], then (x - mean) / std."""
-    image = F.to_dtype(image, torch.float32, scale=True)
-    return F.normalize(image, list(augmentation.mean), list(augmentation.std))
-
-
 def read_rgb(file: os.PathLike | bytes) -> np.ndarray:
-    """An image file, or what it held, as (H, W, 3) uint8 RGB, EXIF orientation ignored. RuntimeError when it cannot
-    be decoded."""
+    """Return an image file, or its content, as (H, W, 3) uint8 RGB, EXIF orientation ignored.
+
+    Raises RuntimeError when it cannot be decoded.
+    """
     try:
         with Image.open(readable_by_pil(file), formats=FORMATS) as image:
             return np.array(image.convert("RGB"))
-    except Exception as error:  # PIL's plug-ins raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise RuntimeError(f"{'a packed image' if isinstance(file, bytes) else file}: {error}") from error
+    except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
+        name = "a packed image" if isinstance(file, bytes) else file
+        raise RuntimeError(f"{name}: {error}") from error
 
 
-def pil_decode(file: os.PathLike | bytes) -> tuple[int, int]:
-    """The (height, width) of a file that decodes; RuntimeError for one that does not. For pipelines.find_bad_images."""
-    height, width, _channels = read_rgb(file).shape
-    return height, width
+def pil_decode(images: Sequence[Path | bytes], threads: int = 1) -> list[tuple[int, int] | Exception]:
+    """Return, for each image, (height, width) as PIL decodes it, or the error. See `pipelines.find_bad_images`."""
+
+    def decode(image: Path | bytes) -> tuple[int, int] | Exception:
+        try:
+            height, width, _channels = read_rgb(image).shape
+        except RuntimeError as error:
+            return error
+        return height, width
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(decode, images))

@@ -1,8 +1,6 @@
-"""`fastsuncet data check`: every image decoded once by the decoder that trains, and its index kept for the
-runs.
+"""`fastsuncet data check`: decode every image once with the decoder that trains, and keep the index for the runs.
 
-A file that is cut short can pass for weeks, until a crop reaches the rows it lacks; this finds it in one
-pass.
+A truncated file can pass for weeks, until a crop reaches the missing rows; this finds it in one pass.
 """
 
 import sys
@@ -27,12 +25,12 @@ Write = Callable[[str], object]
 
 
 def check_config(config: Config, write: Write = print) -> None:
-    """Checks the training and the validation images of `config`, and keeps the index of both for its runs.
+    """Check the training and the validation images of `config`, and keep the index of both for its runs.
 
     Training images in a pack are checked there, checksums first; the pack holds its own index.
 
-    Raises BadImage, which names them all, for more bad images than data.bad_images; DataError for missing
-    folders, a CSV that does not fit, and whatever else keeps images from being found.
+    Raises BadImage, which names them all, for more bad images than data.bad_images; DataError for missing folders, a
+    CSV that does not fit, and other reasons why images cannot be found.
     """
     data = config.data
     if data.kind == "digits":
@@ -45,8 +43,8 @@ def check_config(config: Config, write: Write = print) -> None:
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     folder = Path(data.root).expanduser() / data.train
-    # As in a run, the index of a CSV's images is kept without its labels: they may change, and the pixels
-    # not. The images of a pack are those that a run would read: the folder they came from is not looked at.
+    # As in a run, the index of a CSV's images is kept without its labels, which can change while the pixels do not. A
+    # run reads a pack instead of the folder that it was made from, so that folder is not checked.
     if data.pack is not None:
         train = open_pack(Path(data.pack).expanduser())
     else:
@@ -66,8 +64,8 @@ def check_config(config: Config, write: Write = print) -> None:
             reports.append(_checked(validation, data.backend, device, threads, write))
             _keep(reports[1], index_path(config, folder, False), write)
         else:
-            write(f"{folder}: no such folder, and no evaluation asks for it")
-    bad = [one for report in reports for one in report.bad]
+            write(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
+    bad = [image for report in reports for image in report.bad]
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
@@ -75,7 +73,7 @@ def check_config(config: Config, write: Write = print) -> None:
 
 
 def check_folder(folder: Path, write: Write = print) -> None:
-    """Checks every image below `folder`, whatever its layout. Raises BadImage, which names every bad file."""
+    """Check every image below `folder`, whatever its layout. Raises BadImage, which names every bad file."""
     report = _checked(datasets.image_tree(folder), "auto", _device(), 2, write)
     if report.bad:
         raise BadImage(report.bad)

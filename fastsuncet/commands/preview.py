@@ -1,7 +1,7 @@
-"""`fastsuncet preview`: the views a config makes, as a picture. The first thing to look at when a loss looks odd.
+"""`fastsuncet preview`: the views that a config makes, as a picture. Look at it first when a loss looks odd.
 
-One column an image: the image, its two views as training sees them, and the same two views by the other back-end from
-the same draw, so that a difference between DALI and torchvision would be seen. Below, labeled images by class,
+Each column shows one image: the image, its two views as training sees them, and the same two views by the other
+back-end from the same draw, so that a difference between DALI and torchvision shows. Below are labeled images by class,
 at the steps that learn from them.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
@@ -19,21 +18,22 @@ from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from pipelines.backend import dali_problem
-from pipelines.datasets.image_headers import readable_by_pil
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
-from pipelines.sampling.augmentation import ViewParams
 from pipelines.sampling.step_plan import Plan, Visit
+from pipelines.torchvision_engine import read_rgb
 
 COLUMNS = 8
-WIDEST = 22  # characters of a caption
+CAPTION = 22  # characters
 NAMES = {"dali": "DALI", "torchvision": "torchvision"}
+
+Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 
 
 def preview(config: Config, path: Path, *, step: int = 0) -> Path:
-    """Draws part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; returns that.
+    """Draw part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; return `path`.
 
-    Raises ConfigError for a name that is no picture's, CheckpointError where it cannot be written.
+    Raises ConfigError for a name that is not a picture's, CheckpointError where it cannot be written.
     """
     import matplotlib
 
@@ -42,23 +42,22 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
-    # matplotlib would write another file than the one that is named, or end in a traceback.
+    # matplotlib would write to another name, or end in a traceback.
     if path.suffix.lower().removeprefix(".") not in kinds:
         raise ConfigError(
-            f"--output {path} is no picture's name: it must end in one of {', '.join(sorted(kinds))}"
+            f"--output {path} is not the name of a picture: it must end in one of {', '.join(sorted(kinds))}"
         )
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
     figure, axes = plt.subplots(
         height, width, figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), layout="constrained", squeeze=False
     )
+    for axis in axes.ravel():
+        axis.set_axis_off()
     for line, (title, pictures) in zip(axes, rows):
-        for axis, cell in zip(line, [*pictures, *[None] * (width - len(pictures))]):
-            axis.set_axis_off()
-            if cell is not None:
-                picture, name = cell
-                axis.imshow(picture, interpolation="nearest")
-                axis.set_title(name, fontsize=7, pad=2)
+        for axis, (picture, caption) in zip(line, pictures):
+            axis.imshow(picture, interpolation="nearest")
+            axis.set_title(caption, fontsize=7, pad=2)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
     try:
@@ -71,80 +70,81 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     return path
 
 
-def sheet(config: Config, step: int) -> list[tuple[str, list[tuple[np.ndarray, str]]]]:
-    """(row title, [(picture (H, W, 3) in [0, 1], caption)]) from top to bottom: part of the batch of `step`.
+def sheet(config: Config, step: int) -> list[tuple[str, Pictures]]:
+    """Return (title, pictures) of each row from top to bottom: part of the batch of `step`.
 
     Raises ConfigErrors, as the run would, for batches that the images do not fill.
     """
     place = Place(0, 1, 0, torch.device("cpu"))
     images = open_images(config, place, validation=False)
-    # The run's own arithmetic and plans, cut to a few rows: a step number means nothing without the batch's size. One
-    # process stands for all, since a batch given over all processes does not depend on their number.
+    # The run's own arithmetic and plans, cut to a few rows: a step number means nothing without the batch size. One
+    # process stands for all, because a batch size given over all processes does not depend on their number.
     arithmetic = config.resolve(1, *images.counts())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     try:
-        rows = unlabeled(config, images.train, stream, step) if stream.views else []
+        rows = _unlabeled(config, images.train, stream, step) if stream.views else []
         if step < arithmetic.supervised_steps:
-            rows.append(("labeled", labeled(config, images.train, stream, step)))
+            rows.append(("labeled", _labeled(config, images.train, stream, step)))
         return rows
     finally:
         stream.close()
 
 
-def unlabeled(config: Config, index: ImageIndex, stream: PairedStream, step: int) -> list:
-    """The batch's first images and their views by every back-end there is."""
+def _unlabeled(
+    config: Config, index: ImageIndex, stream: PairedStream, step: int
+) -> list[tuple[str, Pictures]]:
+    """Return the batch's first images and their views by every installed back-end."""
     plan = stream.plan(UNLABELED, 0)
-    first = Rows(plan, np.arange(min(COLUMNS, plan.batch)))
+    first = SomeRows(plan, np.arange(min(COLUMNS, plan.batch)))
     backends = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
-    seen = {backend: views(config, index, first, backend, step) for backend in backends}
+    seen = {backend: _views(config, index, first, backend, step) for backend in backends}
     visit = seen[backends[0]][1]
-    rows = [("images", [(original(index, int(i)), caption(index.name(int(i)))) for i in visit.indices])]
-    for number in range(len(plan.augmentations)):
+    numbers = visit.indices.tolist()
+    rows = [("images", [(_original(index, i), short_name(index.name(i))) for i in numbers])]
+    for view in range(len(plan.augmentations)):
         for backend in backends:
-            title = f"view {number + 1}\n{NAMES[backend]}"
-            rows.append((title, [(picture, "") for picture in seen[backend][0][number]]))
+            pictures = seen[backend][0][view]
+            rows.append((f"view {view + 1}\n{NAMES[backend]}", [(picture, "") for picture in pictures]))
     return rows
 
 
-def labeled(
-    config: Config, index: ImageIndex, stream: PairedStream, step: int
-) -> list[tuple[np.ndarray, str]]:
-    """The first two images of each of the labeled batch's first classes, captioned with their class."""
+def _labeled(config: Config, index: ImageIndex, stream: PairedStream, step: int) -> Pictures:
+    """Return the first two images of each of the labeled batch's first classes, captioned with their class."""
     plan, classes = stream.plan(LABELED, 0), stream.arithmetic.classes_per_batch
-    # The batch is interleaved (a, b, c, a, b, c); a person reads pairs.
+    # The batch is interleaved (a, b, c, a, b, c); the picture shows pairs.
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
-    (pictures,), visit = views(config, index, Rows(plan, pairs), config.data.backend, step)
+    (pictures,), visit = _views(config, index, SomeRows(plan, pairs), config.data.backend, step)
     return [(picture, index.classes[label]) for picture, label in zip(pictures, visit.labels)]
 
 
-def caption(name: str) -> str:
-    """As much of a file's name as fits above a picture: its end, and dots for what is cut off."""
-    return name if len(name) <= WIDEST else f"...{name[3 - WIDEST :]}"
+def short_name(name: str) -> str:
+    """Return as much of a file's name as fits above a picture: its end, after dots where it was cut."""
+    return name if len(name) <= CAPTION else f"...{name[3 - CAPTION :]}"
 
 
-class Rows:
-    """A plan's step cut to some rows, each with the draws it has in the whole batch: only these are decoded."""
+class SomeRows:
+    """A plan's steps cut to some rows, each with its draws in the whole batch, so that only these are decoded."""
 
     def __init__(self, plan: Plan, rows: np.ndarray):
         self._plan, self._rows = plan, rows
         self.augmentations, self.batch, self.stand_in = plan.augmentations, len(rows), plan.stand_in
 
     def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """As `Plan.__call__`. The whole batch is drawn, which for thousands of rows takes milliseconds."""
+        """Return the visit, as `Plan.__call__`. The whole batch is drawn: milliseconds for thousands of rows."""
         visit, rows = self._plan(step, replaced), self._rows
-        cut = tuple(
-            ViewParams(**{field.name: getattr(view, field.name)[rows] for field in fields(view)})
+        views = tuple(
+            type(view)(**{field.name: getattr(view, field.name)[rows] for field in fields(view)})
             for view in visit.views
         )
-        return Visit(step, visit.indices[rows], visit.labels[rows], cut)
+        return Visit(step, visit.indices[rows], visit.labels[rows], views)
 
 
-def views(
-    config: Config, index: ImageIndex, plan: Rows, backend: str, step: int
+def _views(
+    config: Config, index: ImageIndex, plan: SomeRows, backend: str, step: int
 ) -> tuple[list[list[np.ndarray]], Visit]:
-    """The pictures of each view, normalisation undone, and what they were made from, stand-ins included."""
+    """Return the pictures of each view without normalization, and their visit, stand-ins included."""
     view = plan.augmentations[0]
-    loader = open_loader(index, plan, plan.augmentations, backend=backend, bad_images=config.data.bad_images)
+    loader = open_loader(index, plan, backend=backend, bad_images=config.data.bad_images)
     try:
         mean, std = (np.array(values) for values in (view.mean, view.std))
         batches = [tensor.permute(0, 2, 3, 1).numpy() * std + mean for tensor in loader(step)]
@@ -153,9 +153,7 @@ def views(
         loader.close()
 
 
-def original(index: ImageIndex, i: int) -> np.ndarray:
-    """The stored image, (H, W, 3) in [0, 1]."""
-    if index.pixels is not None:
-        return index.pixels[i] / 255
-    with Image.open(readable_by_pil(index.content(i))) as image:
-        return np.asarray(image.convert("RGB")) / 255
+def _original(index: ImageIndex, i: int) -> np.ndarray:
+    """Return the stored image, (H, W, 3) in [0, 1]."""
+    pixels = read_rgb(index.content(i)) if index.pixels is None else index.pixels[i]
+    return pixels / 255

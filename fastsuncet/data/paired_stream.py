@@ -79,7 +79,6 @@ class PairedStream:
         return open_loader(
             self.index,
             plan,
-            plan.augmentations,
             **loader_options(config, self.place),
             prefetch=data.prefetch,
             bad_images=data.bad_images,
@@ -130,7 +129,7 @@ class PairedStream:
     @property
     def own_color(self) -> bool:
         """Whether exact color is made by our own operator for DALI (data.color_operator)."""
-        return (self._unlabeled_loader or self._labeled_loader).own_color
+        return (self._unlabeled_loader or self._labeled_loader).uses_plugin
 
     def notes(self) -> list[str]:
         """What a person should know of the labeled images before the run: small classes, left-out ones."""

@@ -14,9 +14,9 @@ from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import all_gather_rows
 from fastsuncet.distributed.launch import Place
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import PassLoader, open_evaluation_loader, open_pass_loader
+from pipelines.loader import EvaluationLoader, open_evaluation_loader
 from pipelines.sampling.augmentation import Center
-from pipelines.sampling.step_plan import PassPlan
+from pipelines.sampling.step_plan import EvaluationPlan
 
 SUPPORTS = "supports"  # the role of the draws of `embed_views`: a random stream apart from training's
 
@@ -45,16 +45,8 @@ def outputs(
     a = config.data.augmentation
     view = view or Center(*view_size(a.size), a.mean, a.std)
     mine, _ = _block(indices, place)
-    loader = open_evaluation_loader(
-        index,
-        mine,
-        min(batch, len(mine)),
-        view.size,
-        view.resize,
-        mean=view.mean,
-        std=view.std,
-        **loader_options(config, place),
-    )
+    plan = EvaluationPlan(index, mine, min(batch, len(mine)), (view,))
+    loader = open_evaluation_loader(index, plan, **loader_options(config, place))
     rows = _forward(network, loader, len(mine), 1, place)
     return all_gather_rows(rows[:, 0])[: len(indices)]  # blocks in rank order are the images' order
 
@@ -76,7 +68,7 @@ def embed_views(
     """
     crop = replace(config.data.augmentation, jitter=0.0, grey=0.0, blur=0.0)
     mine, first = _block(indices, place)
-    plan = PassPlan(
+    plan = EvaluationPlan(
         index,
         mine,
         min(max(1, batch // views), len(mine)),
@@ -85,7 +77,7 @@ def embed_views(
         role=SUPPORTS,
         first=first,
     )
-    loader = open_pass_loader(index, plan, **loader_options(config, place))
+    loader = open_evaluation_loader(index, plan, **loader_options(config, place))
     rows = _forward(network, loader, len(mine), views, place)
     return all_gather_rows(rows)[: len(indices)]
 
@@ -99,14 +91,14 @@ def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
 
 
 @torch.no_grad()
-def _forward(network: nn.Module, loader: PassLoader, images: int, views: int, place: Place) -> Tensor:
+def _forward(network: nn.Module, loader: EvaluationLoader, images: int, views: int, place: Place) -> Tensor:
     """Return (n, V, E) of the loader's n images, and close the loader."""
     training = network.training
     network.eval()
     rows, done = None, 0
     try:
         for shown, _, indices in loader:
-            for view, pixels in enumerate(shown if isinstance(shown, list) else [shown]):
+            for view, pixels in enumerate(shown):
                 h = network(pixels.to(place.device)).float()
                 # One block from the start: joining a list of batches would hold every row twice.
                 rows = h.new_empty(images, views, h.shape[1]) if rows is None else rows

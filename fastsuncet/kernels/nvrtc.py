@@ -13,8 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pipelines import compile_cache as cache
-from pipelines.cuda_compiler import KernelError, bindings, check, code_of, version
+from pipelines.cuda_compiler import KernelError, bindings, cache_folder, check, compile_cuda, version
 
 SOURCES = Path(__file__).parent
 # C++17 for `if constexpr`. No fast math: it would make NaN and infinity undefined, and a diverged run unseen.
@@ -56,12 +55,12 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
 
 def folder() -> Path:
     """Where compiled kernels are kept."""
-    return cache.folder("kernels")
+    return cache_folder("kernels")
 
 
 def _compile(source: str, texts: dict[str, bytes], arch: str, options: tuple[str, ...]) -> bytes:
     headers = {name: text for name, text in texts.items() if name != source}
-    return code_of(source, texts[source], headers, arch, options)
+    return compile_cuda(source, texts[source], headers, arch, options)
 
 
 def _read(path: Path) -> bytes | None:

@@ -1,32 +1,34 @@
-"""Runs a DALI graph: built for a first step, run step after step ahead of its reader, handed to torch without
-a copy."""
+"""Run a DALI graph: built for a first step, read step after step ahead of its reader, given to torch without a copy."""
+
+# DALI's decorator adds options to a graph that its stubs do not know.
+# pyright: reportCallIssue=false
 
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipelines.dali import graphs
+from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.step_plan import Visit
 
 
 class DaliEngine:
-    """One built pipeline. `run()` gives the views of first_step, first_step + 1, ...; a RuntimeError ends its
-    life.
+    """One built pipeline. `run()` gives the views of first_step, first_step + 1, ... until a RuntimeError ends its use.
 
-    `plugin`: exact colour by our own operator, which `pipelines.dali.plugin.use.choose` has loaded.
-
-    `visit` maps a step to its Visit and raises StopIteration after the last one. It is called by run(), in
-    the caller's thread, up to `prefetch` steps ahead; the graph has no other input and no state.
+    `visit` maps a step to its Visit and raises StopIteration after the last step. run() calls it in the caller's
+    thread, up to `prefetch` steps ahead. The graph has no other input and no state. `plugin` says whether the plug-in,
+    which `pipelines.dali.plugin.use.choose` has loaded, makes exact color.
     """
 
     def __init__(
         self,
-        index: Any,
+        index: ImageIndex,
         augmentations: Sequence[Augmentation | Center],
         *,
         visit: Callable[[int], Visit],
@@ -42,22 +44,20 @@ class DaliEngine:
         plugin: bool = False,
     ):
         if index.pixels is not None:
-            stored = ResidentPixels(index.pixels, device, device_id)
+            source = PixelsInMemory(index.pixels, device, device_id)
         elif index.pack is not None:
-            stored = PackedBytes(index.pack)
+            source = PackedBytes(index.pack)
         else:
-            stored = FilePaths(index)
+            source = FilePaths(index)
         self._device, self._device_id = device, device_id
         self._pipeline = graphs.views(
-            lambda iteration: stored(visit(first_step + iteration).indices),
+            lambda iteration: source(visit(first_step + iteration).indices),
             lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views, plugin),
             augmentations,
-            resident=index.pixels is not None,
-            packed=index.pack is not None,
+            stored=source.stored,
             plugin=plugin,
-            images_stream=stored.stream,
-            hw_decoder_load=hw_decoder_share,
-            buffers=buffers(index.sizes, device, hw_decoder_share, decoder_buffers),
+            images_stream=source.stream,
+            decoder=decoder_options(index.sizes, device, hw_decoder_share, decoder_buffers),
             dtype=str(dtype).removeprefix("torch."),
             batch_size=batch,
             num_threads=threads,
@@ -66,14 +66,14 @@ class DaliEngine:
         )
 
     def run(self) -> list[torch.Tensor]:
-        """The next step's views, each (B, 3, S, S) with channels-last strides, over DALI's own memory.
+        """Return the next step's views, each (B, 3, S, S) with channels-last strides, in DALI's own memory.
 
-        The memory stays the tensors' for as long as they live: the dynamic executor counts their references.
-        (The older executor would overwrite them two steps later; `graphs` therefore forces the dynamic one.)
+        The memory stays theirs as long as the tensors exist: the dynamic executor counts references. (The older
+        executor would overwrite them two steps later, so `graphs` forces the dynamic one.)
         """
         if self._device == "gpu":
-            # DALI orders its outputs, and their memory's return, on the stream that torch will read them
-            # from. By position: a word would be taken for the name of an input of the graph.
+            # DALI orders its outputs, and the return of their memory, on the stream on which torch reads them. The
+            # stream goes by position: a keyword would be taken for the name of an input of the graph.
             outputs = self._pipeline.run(torch.cuda.current_stream(self._device_id))
         else:
             outputs = self._pipeline.run()
@@ -81,21 +81,21 @@ class DaliEngine:
 
 
 class FilePaths:
-    """Image files, named to DALI, which reads them in its own threads."""
+    """Names of image files, which DALI reads in its own threads."""
 
-    stream = None
+    stored, stream = "files", None
 
-    def __init__(self, index: Any):
+    def __init__(self, index: ImageIndex):
         self.index = index
 
     def __call__(self, indices: np.ndarray) -> list[np.ndarray]:
-        return [encoded_path(self.index.path(i)) for i in indices]
+        return [encoded(self.index.path(i)) for i in indices]
 
 
 class PackedBytes:
-    """What image files hold, out of a pack. DALI copies it."""
+    """Encoded images out of a pack. DALI copies them."""
 
-    stream = None
+    stored, stream = "bytes", None
 
     def __init__(self, pack: Any):
         self.pack = pack
@@ -104,107 +104,116 @@ class PackedBytes:
         return self.pack.fetch(indices)
 
 
-class ResidentPixels:
-    """A small data set held whole in the memory of the device: (N, H, W, 3) uint8, gathered by index per
-    step.
+class PixelsInMemory:
+    """A small data set in the device's memory, (N, H, W, 3) uint8, of which each step gathers its images.
 
-    `stream` is the CUDA stream of the gathers on a GPU, which DALI must be told of; None on the CPU.
+    `stream` is the CUDA stream of the gathers on a GPU, which DALI must know; None on the CPU. The GPU part follows the
+    documentation of DALI 2.4's external_source (`cuda_stream`) and of torch's CUDA semantics.
     """
 
-    # The GPU's half follows the documentation of DALI 2.4's external_source (`cuda_stream`: "DALI schedules a
-    # copy on this stream") and of torch's CUDA semantics; its tests have yet to run on a GPU.
+    stored = "pixels"
 
     def __init__(self, pixels: np.ndarray, device: str, device_id: int):
         self.pixels, self.stream = pixels, None
         if device == "gpu":
             self.stream = gather_stream(device_id)
-            # Allocated under the stream that reads it, as all else here: torch gives memory back to the
-            # stream it came from, so what replaces it there waits for the last gather.
+            # Allocated under the stream that reads it. torch returns memory to the stream it came from, so whatever
+            # reuses it there waits for the last gather.
             with torch.cuda.stream(self.stream):
                 self.pixels = torch.from_numpy(pixels).to(self.stream.device)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray | torch.Tensor:
-        # On the CPU this must stay NumPy: DALI asks a torch tensor for its CUDA stream, and torch then for a
-        # driver.
+        # On the CPU this must stay NumPy: DALI asks a torch tensor for its CUDA stream, and torch then needs a driver.
         if self.stream is None:
             return self.pixels[indices]
-        # Not on the training stream: reading ahead would queue behind the step that it is to overlap. Pinned,
-        # because a copy from pageable memory holds up the host until the stream has come to it.
+        # Not on the training stream, where reading ahead would queue behind the step that it must overlap. Pinned,
+        # because a copy from pageable memory blocks the host until the stream reaches it.
         with torch.cuda.stream(self.stream):
             wanted = torch.from_numpy(indices).pin_memory().to(self.stream.device, non_blocking=True)
-            # DALI holds the result until its own copy is queued, on this stream; the memory, free from then
-            # on, goes to a later gather of this same stream, which the copy precedes.
+            # DALI holds the result until it has queued its own copy on this stream. The memory is then reused by a
+            # later gather of this stream, which that copy precedes.
             return self.pixels[wanted]
 
 
-@cache  # one for all loaders of a device: memory freed on one stream is of no use to the next one's loader
+# One for all loaders of a device: memory freed on one stream is of no use to a loader with another.
+@cache
 def gather_stream(device_id: int) -> torch.cuda.Stream:
-    """The stream on which resident pixels are gathered, apart from training's."""
+    """Return the stream on which pixels in GPU memory are gathered, apart from training's."""
     return torch.cuda.Stream(torch.device("cuda", device_id))
 
 
 class DaliDecoder:
-    """Decodes one file at a time the way training does; raises RuntimeError where training would."""
+    """Decodes whole batches as training does; after a failure, image by image to find those that cannot be decoded.
 
-    def __init__(self, device: str = "cpu", device_id: int = 0):
-        self._placement = placement(device, device_id)
-        self._image, self._packed, self._pipeline = None, None, None
-
-    def __call__(self, image: os.PathLike | bytes) -> tuple[int, int]:
-        """The (height, width) of the decoded image. The pipeline is kept until a file kills it."""
-        self._image, packed = fed(image), isinstance(image, bytes)
-        if self._pipeline is None or packed != self._packed:
-            self._packed = packed
-            self._pipeline = graphs.decoded(
-                lambda: [self._image],
-                packed=packed,
-                batch_size=1,
-                num_threads=1,
-                prefetch_queue_depth=1,
-                **self._placement,
-            )
-        try:
-            (images,) = self._pipeline.run()
-        except RuntimeError:
-            self._pipeline = None
-            raise
-        height, width, _channels = images.shape()[0]
-        return height, width
-
-
-DALIS_OWN = 16 << 20  # bytes: what DALI 2.4 sets aside on the GPU where it is told nothing
-
-
-def buffers(sizes: np.ndarray, device: str, hw_decoder_share: float, kind: str) -> dict[str, int]:
-    """What a GPU's decoders set aside at the start: DALI's own sizes ("grown"), or enough for the "largest" image.
-
-    `sizes` is int (N, 2), heights and widths. A decoder whose buffers are too small stops to grow them when a larger
-    image comes. DALI's own examples set them for ImageNet; what that is worth here no GPU was at hand to tell.
+    `decoder(images)` gives, for each image, (height, width) as decoded, or the error. It takes up to `batch` images.
     """
-    if device != "gpu" or kind == "grown" or not sizes.size:
+
+    def __init__(self, device: str = "cpu", device_id: int = 0, *, batch: int = 1, threads: int = 1):
+        self._device, self._device_id, self._batch, self._threads = device, device_id, batch, threads
+        self._arrays: list[np.ndarray] = []
+        self._stored, self._pipeline = "", None
+
+    def __call__(self, images: Sequence[Path | bytes]) -> list[tuple[int, int] | Exception]:
+        try:
+            return self._sizes(images)
+        except RuntimeError as error:
+            self._pipeline = None  # a pipeline that failed once always fails
+            if len(images) == 1:
+                return [error]
+        alone = DaliDecoder(self._device, self._device_id)
+        return [outcome for image in images for outcome in alone([image])]
+
+    def _sizes(self, images: Sequence[Path | bytes]) -> list[tuple[int, int] | Exception]:
+        self._arrays = [encoded(image) for image in images]
+        stored = "bytes" if isinstance(images[0], bytes) else "files"
+        if self._pipeline is None or stored != self._stored:
+            self._stored = stored
+            self._pipeline = graphs.decoded(
+                lambda: self._arrays,
+                stored=stored,
+                batch_size=self._batch,
+                num_threads=self._threads,
+                prefetch_queue_depth=1,
+                **placement(self._device, self._device_id),
+            )
+        (pixels,) = self._pipeline.run()
+        return [(height, width) for height, width, _channels in pixels.shape()]
+
+
+PADDING = 16 << 20  # bytes of GPU memory that DALI 2.4 reserves for its decoder by default
+
+
+def decoder_options(
+    sizes: np.ndarray, device: str, hw_decoder_share: float, buffers: str
+) -> dict[str, float]:
+    """Return options of DALI's image decoder on a GPU; none on a CPU.
+
+    `sizes` is int (N, 2), heights and widths. `buffers` "grown" leaves DALI's default sizes, "largest" reserves memory
+    for the largest image at the start. A decoder whose buffers are too small stops to grow them when a larger image
+    comes. DALI's own examples reserve memory for ImageNet; the gain has not been measured here.
+    """
+    if device != "gpu":
         return {}
+    options: dict[str, float] = {"hw_decoder_load": hw_decoder_share}
+    if buffers == "grown" or not sizes.size:
+        return options
     height, width = sizes.max(0).tolist()
-    # 16-bit coefficients of three full planes, the most that a JPEG of this size has, and never less than DALI
-    # takes by itself. It keeps one such buffer on the GPU and two in pinned host memory for each thread.
-    coefficients = min(max(6 * int(sizes.prod(1, dtype=np.int64).max()), DALIS_OWN), 2**31 - 1)
-    found = {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
-    if hw_decoder_share:  # DALI refused these on a card without such a decoder (NVIDIA/DALI issue 3704)
-        found |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
-    return found
+    # 16-bit coefficients of three full planes, the most that a JPEG of this size has, and never less than DALI's
+    # default. DALI keeps one such buffer on the GPU and two in pinned host memory for each thread.
+    coefficients = min(max(6 * int(sizes.prod(1, dtype=np.int64).max()), PADDING), 2**31 - 1)
+    options |= {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
+    if hw_decoder_share:  # DALI refuses these on a card without a hardware decoder (NVIDIA/DALI issue 3704)
+        options |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
+    return options
 
 
 def placement(device: str, device_id: int) -> dict[str, Any]:
-    """How a graph is told where to run: without a device id DALI needs no driver."""
+    """Return the options that place a graph: without a device id DALI needs no driver."""
     if device == "gpu":
         return {"decode": "mixed", "device_id": device_id}
     return {"decode": "cpu", "device_id": None}
 
 
-def fed(image: os.PathLike | bytes) -> np.ndarray:
-    """An image as a graph takes it: a file by its name, a packed one by its bytes."""
-    return np.frombuffer(image, np.uint8) if isinstance(image, bytes) else encoded_path(image)
-
-
-def encoded_path(path: os.PathLike) -> np.ndarray:
-    """A path as DALI reads it from an array: its bytes, whatever characters the file system allows."""
-    return np.frombuffer(os.fsencode(path), np.uint8)
+def encoded(image: Path | bytes) -> np.ndarray:
+    """Return a path, whatever its characters, or a file's content as the array of bytes that a graph takes."""
+    return np.frombuffer(image if isinstance(image, bytes) else os.fsencode(image), np.uint8)

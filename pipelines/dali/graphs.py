@@ -1,9 +1,13 @@
-"""The DALI graphs: training views and the evaluation view, each a list of verbs one can read aloud.
+"""The DALI graphs of training views and of the evaluation view: each a list of verbs one can read aloud.
 
-One definition serves both devices. `decode` is "cpu" or "mixed" (JPEG bytes in, pixels on the GPU out); every
-other operator follows its input, while its per-image numbers always come from the CPU. No operator here draws
-anything: a graph is a pure function of the arrays `pipelines.sampling.step_plan` gives it.
+One definition serves both devices. `decode` is "cpu" or "mixed" (JPEG bytes in, pixels on the GPU out). Every other
+operator runs where its input is, and its per-image numbers always come from the CPU. No operator here draws anything: a
+graph is a pure function of the arrays that `pipelines.sampling.step_plan` gives it.
 """
+
+# DALI's stubs lack operators, constants and the options of decorated graphs.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -18,37 +22,31 @@ from nvidia.dali import pipeline_def
 from pipelines.dali import color
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
-# The share of a GPU batch that the hardware JPEG decoder takes. DALI's default, 0.65, splits a batch by
-# position between two decoders, whose pixels need not agree to the bit: an image's pixels would depend on
-# its row in this rank's batch, and two ranks would no longer see what one sees. The price is the hardware
-# decoder's throughput (on an A100 6,000 images/s without, 7,000 with 0.75: NVIDIA/DALI issue 5362); no GPU
-# was at hand to measure it for these graphs, which is why it is a setting (data.hw_decoder_share), and why
-# `tools/gpu/suite.py` looks whether an image's pixels follow its row at each share.
+# The share of a GPU batch that the hardware JPEG decoder takes. DALI's default, 0.65, splits a batch by position
+# between two decoders whose pixels can differ: an image's pixels would depend on its row, and two ranks would not see
+# what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75: NVIDIA/DALI issue 5362).
+# `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports whether pixels depend on the row at each share.
 ONE_DECODER = 0.0
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
 def views(
-    images: Callable,  # iteration -> what `resident_images` or `decoded_images` reads
+    images: Callable,  # iteration -> what `stored_images` reads
     arrays: Callable,  # iteration -> the arrays of `view_arrays`, all views one after the other
     augmentations: Sequence[Augmentation | Center],
     *,
     decode: str,
-    resident: bool,
-    packed: bool = False,
-    plugin: bool = False,  # exact colour by our own operator, which must have been loaded
+    stored: str,  # "files", "bytes" or "pixels": see `stored_images`
     dtype: str,
-    images_stream: Any = None,  # the CUDA stream on which `images` writes resident pixels; None on the CPU
-    hw_decoder_load: float = ONE_DECODER,
-    buffers: Mapping[str, int] = MappingProxyType({}),  # of the GPU's decoders: their options by name
+    plugin: bool = False,  # whether the plug-in, which must be loaded, makes exact color
+    images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
+    decoder: Mapping[str, Any] = NO_OPTIONS,  # more options of DALI's image decoder
 ):
-    """One decode, then one view per augmentation: nodes of (size, size, 3) float images."""
-    if resident:
-        image = resident_images(images, decode, images_stream)
-    else:
-        image = decoded_images(images, decode, hw_decoder_load, packed, buffers)
+    """One decode, then one view for each augmentation: nodes of (size, size, 3) float images."""
+    image = stored_images(images, decode, stored, images_stream, decoder)
     names = [list(view_inputs(augmentation, plugin)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     return tuple(
@@ -60,98 +58,100 @@ def views(
 
 
 @pipeline_def(exec_dynamic=True)
-def decoded(images: Callable, *, decode: str, packed: bool = False, hw_decoder_load: float = ONE_DECODER):
-    """The images alone, as they are decoded for training: for looking into a step that failed."""
-    return decoded_images(images, decode, hw_decoder_load, packed)
+def decoded(images: Callable, *, decode: str, stored: str, decoder: Mapping[str, Any] = NO_OPTIONS):
+    """The images alone, decoded as for training: to find the file behind a failed step, and to check all files."""
+    return stored_images(images, decode, stored, decoder=decoder)
 
 
 def one_view(
     image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str, plugin: bool = False
 ):
-    """`view` holds the nodes of this view's numbers, by the names of `view_inputs`."""
+    """One view of the image. `view` holds the nodes of its numbers by the names of `view_inputs`."""
     if isinstance(augmentation, Center):
-        image = centred(image, view, augmentation.size)
-        return normalise(image, augmentation, dtype)
+        return normalize(center_crop(image, view, augmentation.size), augmentation, dtype)
     image = augmented(image, augmentation, view, plugin)
-    # The flip waits for the normalisation, which does it for nothing; it commutes with all that came before.
-    return normalise(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
+    # The normalization flips at no cost, and a flip commutes with everything before it.
+    return normalize(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
 
 
 def augmented(image, augmentation: Augmentation, view: SimpleNamespace, plugin: bool):
-    """SimCLR's list: crop and resize, colour, grey, blur. (Flip and normalise come last, in `normalise`.)"""
+    """SimCLR's list: crop and resize, color, gray, blur. (Flip and normalization come last, in `normalize`.)"""
     image = crop_resize(image, view.corner, view.extent, augmentation.size)
-    if plugin and plugged(augmentation):
-        image = color.one_operator(image, augmentation, view)
+    if plugin and has_exact_color(augmentation):
+        image = color.plugin_jitter(image, augmentation, view)
     else:
         if augmentation.recolors:
             image = color.jitter(image, augmentation, view)
         if augmentation.grey:
-            image = color.grey(image, view.grey)
+            image = color.gray(image, view.grey)
     if augmentation.blur:
         image = blur(image, view.blurred, view.sigma, augmentation.blur_window)
     return image
 
 
-def centred(image, view: SimpleNamespace, size: int):
+def center_crop(image, view: SimpleNamespace, size: int):
     """torchvision's `Resize` and `CenterCrop(size)`."""
     image = resize(image, view.resized)
     return fn.slice(image, start=view.corner, shape=(size, size), axes=(0, 1))
 
 
-def resident_images(images: Callable, decode: str, stream: Any):
-    """Images as they are stored, uint8 HWC RGB, from memory; DALI copies those on a GPU on `stream`."""
-    device = "gpu" if decode == "mixed" else "cpu"
-    return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream)
-
-
-def decoded_images(
+def stored_images(
     images: Callable,
     decode: str,
-    hw_decoder_load: float,
-    packed: bool,
-    buffers: Mapping[str, int] = MappingProxyType({}),
+    stored: str,
+    stream: Any = None,
+    decoder: Mapping[str, Any] = NO_OPTIONS,
 ):
-    """Images as they are stored, uint8 HWC RGB, decoded from the files that `images` names or, packed, holds."""
+    """The images as stored, uint8 HWC RGB: read from named "files", from encoded "bytes", or given as "pixels".
+
+    DALI copies pixels in GPU memory on the CUDA stream `stream`.
+    """
+    if stored == "pixels":
+        device = "gpu" if decode == "mixed" else "cpu"
+        return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream)
     encoded = fn.external_source(images)
-    if not packed:
+    if stored == "files":
         encoded = fn.io.file.read(encoded)
-    # adjust_orientation: torchvision's folders ignore EXIF, and the index holds the sizes as stored. Fancy
-    # up-sampling: libjpeg does it, and without it the GPU's hybrid decoder gives other colours at edges.
+    # adjust_orientation: torchvision's folders ignore EXIF, and the index holds sizes as stored. Fancy upsampling:
+    # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
+    options = {"hw_decoder_load": ONE_DECODER, **decoder}
     return fn.decoders.image(
         encoded,
         device=decode,
         output_type=types.RGB,
         adjust_orientation=False,
         jpeg_fancy_upsampling=True,
-        hw_decoder_load=hw_decoder_load,
-        **buffers,
+        **options,
     )
 
 
 def crop_resize(image, corner, extent, size: int):
-    # Slicing first and resizing the piece stays within 1 grey level of torchvision, but for the outermost
-    # rows and columns (up to 11: the kernel's overhang sees the edge repeated, where torchvision drops it).
-    # A region of interest inside the resize operator reads across the crop's border: off by up to 40 there.
+    """The box at `corner` of height and width `extent`, resized to `size` x `size`."""
+    # Slicing before resizing stays within 1 gray level of torchvision except in the outermost rows and columns (up to
+    # 11: the kernel's overhang sees the edge repeated, where torchvision drops it). A region of interest of the resize
+    # operator reads beyond the crop and is off by up to 40 there.
     crop = fn.slice(image, start=corner, shape=extent, axes=(0, 1))
     return resize(crop, (size, size))
 
 
 def resize(image, size):
-    # Antialiased as in torchvision: without it, evaluation views are 5.8 grey levels away on average.
+    """The image resized to `size`, antialiased as in torchvision."""
+    # Without antialiasing evaluation views differ by 5.8 gray levels on average.
     return fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
 
 
 def blur(image, chosen, sigma, window: int | Literal["auto"]):
+    """The chosen images blurred by a Gaussian."""
     if chosen:
-        # 0 lets the operator size the kernel by sigma; a fixed 23 takes twice the time for < 0.03 levels.
+        # With 0 the operator sizes the kernel by sigma. A fixed 23 takes twice the time for < 0.03 levels.
         image = fn.gaussian_blur(image, sigma=sigma, window_size=0 if window == "auto" else window)
     else:
-        image = image
+        image = image  # both branches must name the result
     return image
 
 
-def normalise(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
-    """uint8 to float: [0, 1], then (x - mean) / std. HWC is channels-last once torch permutes it."""
+def normalize(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
+    """uint8 to float in [0, 1], then (x - mean) / std. HWC becomes channels-last when torch permutes it."""
     return fn.crop_mirror_normalize(
         image,
         mirror=mirror,
@@ -162,39 +162,37 @@ def normalise(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
     )
 
 
-def plugged(augmentation: Augmentation | Center) -> bool:
-    """Whether our own operator, where it is there, makes the colours of this view."""
+def has_exact_color(augmentation: Augmentation | Center) -> bool:
+    """Return whether the plug-in can make the colors of this view."""
     return isinstance(augmentation, Augmentation) and augmentation.recolors and augmentation.color == "exact"
 
 
 def view_inputs(
     augmentation: Augmentation | Center, plugin: bool = False
 ) -> dict[str, Callable[[Any], np.ndarray]]:
-    """The arrays that one view's graph takes, by name, and how to get each from the view's parameters.
+    """Return the arrays that one view's graph takes: name -> how to get it from ViewParams or CenterParams.
 
-    Only those that the strengths call for: an operator that can never do anything is not in the graph at all.
+    Only those that the strengths need: an operator that can never do anything is not in the graph.
     """
     if isinstance(augmentation, Center):
-        # resize takes sizes as floats, slice its corners as whole numbers: either refuses the other's type.
+        # resize takes sizes as floats, slice takes corners as whole numbers; each refuses the other's type.
         return {"resized": lambda view: view.resized.astype(np.float32), "corner": attrgetter("corner")}
-    inputs = {"corner": lambda view: view.box[:, :2], "extent": lambda view: view.box[:, 2:]}
+    inputs: dict[str, Callable[[Any], np.ndarray]] = {
+        "corner": lambda view: view.box[:, :2],
+        "extent": lambda view: view.box[:, 2:],
+    }
+    plugin = plugin and has_exact_color(augmentation)
     if augmentation.recolors:
-        for name in ("brightness", "contrast", "saturation"):
-            if getattr(augmentation, name):
-                inputs[name] = attrgetter(name)
+        inputs |= {name: attrgetter(name) for name in color.FACTORS if getattr(augmentation, name)}
         if augmentation.hue and augmentation.color == "fast":
             inputs["hue"] = lambda view: 360 * view.hue
-        elif augmentation.hue:
-            if not plugin:
-                inputs["rotated"] = lambda view: view.hue != 0
-            inputs["hue"] = attrgetter("hue")
-    if augmentation.grey and plugin and plugged(augmentation):
-        inputs["grey"] = lambda view: view.grey.astype(np.int32)  # DALI takes no bool as an argument
-    elif augmentation.grey:
-        inputs["grey"] = attrgetter("grey")
+        elif augmentation.hue and not plugin:
+            inputs["rotated"] = lambda view: view.hue != 0
+    if augmentation.grey:
+        # DALI takes no bool as an operator's argument.
+        inputs["grey"] = (lambda view: view.grey.astype(np.int32)) if plugin else attrgetter("grey")
     if augmentation.blur:
-        inputs["blurred"] = lambda view: view.sigma > 0
-        inputs["sigma"] = attrgetter("sigma")
+        inputs |= {"blurred": lambda view: view.sigma > 0, "sigma": attrgetter("sigma")}
     if augmentation.flip:
         inputs["flip"] = lambda view: view.flip.astype(np.int32)
     return inputs
@@ -205,7 +203,7 @@ def view_arrays(
     views: Sequence[ViewParams | CenterParams],
     plugin: bool = False,
 ) -> list[np.ndarray]:
-    """What `views` is fed for one step: every view's arrays, in the order of `view_inputs`."""
+    """Return what `views` is fed for one step: every view's arrays, in the order of `view_inputs`."""
     return [
         np.ascontiguousarray(array_of(view))
         for augmentation, view in zip(augmentations, views)

@@ -1,42 +1,55 @@
 """Which images a step sees: pure functions of (seed, step, rank), in NumPy, with nothing to save or restore.
 
-Both samplers describe the *global* batch of a step and let a rank cut out its rows, so the images of a step
-do not depend on how many processes share it: two ranks of 64 see what one process of 128 sees, in that order.
+Each sampler describes the *global* batch of a step and lets a rank cut out its rows, so the images of a step do not
+depend on how many processes share it: two ranks of 64 see what one process of 128 sees, in that order.
 
-A step is any integer >= 0. An epoch is a way of counting steps, never an iterator that ends: trainers driven
-by exhausted iterators have silently trained on half their steps.
+A step is any integer >= 0. An epoch is a way of counting steps, never an iterator that ends: trainers driven by
+exhausted iterators have silently trained on half their steps.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from pipelines.data_errors import DataError
 
-# Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot
-# reach, so a change of augmentation leaves the order of the images as it was.
+# Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot reach, so a
+# change of augmentation does not change the order of the images.
 EPOCH_ROLE = 2**32
 CLASS_ROLE = 2**32 + 1
 IMAGE_ROLE = 2**32 + 2
 
+LISTED = 5  # classes that a note names before it only counts them
+
+
+class Sampler(Protocol):
+    """Image numbers by step and rank."""
+
+    indices: np.ndarray | None  # int64, the images that it can show; None: all of the data set
+    world_size: int
+    local_batch: int  # images of one rank at one step
+
+    def rows(self, step: int, rank: int) -> np.ndarray: ...
+
 
 def permutation(size: int, *, seed: int, role: int, counter: tuple[int, int]) -> np.ndarray:
-    """A permutation of 0..size-1, int64 (size,): the same on every machine, process and NumPy version.
+    """Return a permutation of 0..size-1, int64 (size,): the same on every machine, process and NumPy version.
 
-    `seed` is 0..2**64-1. `counter` (for example class and pass) sets the two high words of Philox's 256-bit
-    counter: two counters are 2**128 draws apart and never overlap.
+    `seed` is 0..2**64-1. `counter` (for example class and pass) sets the two high words of Philox's 256-bit counter:
+    two counters are 2**128 draws apart and never overlap.
     """
     key, start = np.array([seed, role], np.uint64), np.array([0, 0, *counter], np.uint64)
-    # Sorting raw words instead of calling Generator.permutation: NumPy promises stable streams for bit
-    # generators but not for Generator's methods, and a run continued under another NumPy must see the same
-    # images. Price: ImageNet's 1.28 million take six times as long, a tenth of a second once an epoch.
+    # NumPy promises stable streams for bit generators but not for Generator.permutation, and a run continued under
+    # another NumPy must see the same images. Sorting raw words takes six times as long for ImageNet's 1.28 million
+    # images: a tenth of a second once an epoch.
     return np.argsort(np.random.Philox(key=key, counter=start).random_raw(size), kind="stable")
 
 
 def _share(what: str, amount: int, world_size: int) -> int:
     if amount < 1 or world_size < 1 or amount % world_size:
         raise DataError(
-            f"{what} = {amount} does not divide among {world_size} ranks: use a positive multiple of it"
+            f"{what} = {amount} does not divide among {world_size} ranks: use a positive multiple of {world_size}"
         )
     return amount // world_size
 
@@ -48,6 +61,8 @@ class UnlabeledSampler:
     (= num_images // global_batch, recipe 2.2). Other images make up the dropped remainder each epoch.
     Raises DataError when the batch does not divide among the ranks or the images do not fill one batch.
     """
+
+    indices: np.ndarray | None = None
 
     def __init__(self, num_images: int, global_batch: int, world_size: int, seed: int):
         self.local_batch = _share("the unlabeled batch", global_batch, world_size)
@@ -65,13 +80,13 @@ class UnlabeledSampler:
         order = self._orders.get(epoch)
         if order is None:
             order = permutation(self.num_images, seed=self.seed, role=EPOCH_ROLE, counter=(0, epoch))
-            # Two epochs are kept: the loader reads ahead across an epoch's edge while somebody asks about
-            # the step just done, and sorting a million keys for each such question would stall the queue.
+            # Two epochs are kept: the loader reads ahead into the next epoch while the step just done is asked about,
+            # and sorting a million keys for each such question would stall the queue.
             self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
         return order
 
     def rows(self, step: int, rank: int) -> np.ndarray:
-        """Image indices, int64 (local_batch,), of `rank` at `step`: its cut of the step's global batch."""
+        """Return image indices, int64 (local_batch,), of `rank` at `step`: its cut of the step's global batch."""
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.global_batch + rank * self.local_batch
         # A copy, so that a batch kept for a report does not keep its whole epoch's order alive.
@@ -81,42 +96,46 @@ class UnlabeledSampler:
 class SubsetSampler:
     """Every image of `indices` once an epoch, as `UnlabeledSampler` shows those of a whole data set.
 
-    `indices` int64 (L,): their numbers in the data set, in any order: it is the ascending one that is shuffled.
+    `indices` int64 (L,) are numbers in the data set. Their order does not matter: the ascending order is shuffled.
     """
 
+    indices: np.ndarray | None
+
     def __init__(self, indices: np.ndarray, global_batch: int, world_size: int, seed: int):
-        self.indices = np.sort(np.asarray(indices, np.int64))  # where a plan looks for stand-ins
-        self._places = UnlabeledSampler(len(self.indices), global_batch, world_size, seed)
-        self.world_size, self.local_batch = world_size, self._places.local_batch
-        self.steps_per_epoch = self._places.steps_per_epoch
+        self._sorted = self.indices = np.sort(np.asarray(indices, np.int64))
+        self._positions = UnlabeledSampler(len(self._sorted), global_batch, world_size, seed)
+        self.world_size, self.local_batch = world_size, self._positions.local_batch
+        self.steps_per_epoch = self._positions.steps_per_epoch
 
     def rows(self, step: int, rank: int) -> np.ndarray:
-        """Image indices, int64 (local_batch,), of `rank` at `step`."""
-        return self.indices[self._places.rows(step, rank)]
+        """Return image indices, int64 (local_batch,), of `rank` at `step`."""
+        return self._sorted[self._positions.rows(step, rank)]
 
 
 class ClassSampler:
     """Labeled batches by class (recipe 2.3): C classes shared by all ranks, n images of each on every rank.
 
-    `indices` int64 (L,) are the labeled images' numbers in the data set, `labels` int64 (L,) their
-    classes, row by row. With C = `classes_per_batch` and m = `images_per_class` (global: m = world_size * n),
-    the global batch has m rows of C classes, interleaved [a, b, c, a, b, c, ...]: row i is of class i % C,
-    and a rank's rows are the C * n from `rank * local_batch` on. `class_names`, where given, names
-    classes 0, 1, ... in messages and lets the sampler notice those without any labeled image.
+    `indices` int64 (L,) are the labeled images' numbers in the data set, `labels` int64 (L,) their classes. With
+    C = `classes_per_batch` and m = `images_per_class` (global: m = world_size * n), the global batch has m rows of C
+    classes, interleaved [a, b, c, a, b, c, ...]: row i is of class i % C, and a rank's rows are the C * n from
+    `rank * local_batch` on. `class_names` names classes 0, 1, ... in messages and lets the sampler report those without
+    any labeled image.
 
-    Classes: cycle k is a fresh permutation of the classes cut into chunks of C, one a step, so every class is
-    visited once a cycle. Where C does not divide their number, a remainder, drawn anew, is left out.
+    Classes: cycle k is a fresh permutation of the classes cut into chunks of C, one a step, so every class is visited
+    once a cycle. Where C does not divide their number, a remainder, drawn anew, is left out.
 
-    Images: a visit takes m images of its class. A class with n_c >= m images makes floor(n_c / m) visits out
-    of one permutation of all its images, then draws the next: no image twice in a visit, and none kept back
-    for a rank (the authors' code, at 64 ranks, fixes two images per class and rank for the whole run; that
-    flaw is not copied). A class with n_c < m goes round and round one permutation, a fresh one each visit:
-    any n_c images in a row are distinct, so no rank meets an image twice while n <= n_c, and within a visit
-    one image is used at most once more than another. Repeats, each under its own augmentation, are positives
-    of themselves; `notes()` says so. Nothing here depends on n, so this holds for any number of ranks.
+    Images: a visit takes m images of its class. A class with n_c >= m images makes floor(n_c / m) visits out of one
+    permutation of all its images, then draws the next: no image twice in a visit, and none reserved for a rank (the
+    authors' code, at 64 ranks, fixes two images per class and rank for the whole run; that flaw is not copied). A class
+    with n_c < m goes round one permutation, a fresh one each visit: any n_c images in a row are distinct, so no rank
+    meets an image twice while n <= n_c, and within a visit one image is used at most once more than another. Repeats,
+    each under its own augmentation, are positives of themselves; `notes()` says so. Nothing here depends on n, so this
+    holds for any number of ranks.
 
     Raises DataError: fewer classes with labels than C, or m not a multiple of `world_size`.
     """
+
+    indices: np.ndarray | None
 
     def __init__(
         self,
@@ -131,9 +150,9 @@ class ClassSampler:
         indices, labels = np.asarray(indices, np.int64), np.asarray(labels, np.int64)
         if indices.ndim != 1 or indices.shape != labels.shape or (labels < 0).any():
             raise ValueError(
-                f"one label >= 0 for each index: got {indices.shape} indices, {labels.shape} labels"
+                f"one label >= 0 for each index is needed: got {indices.shape} indices, {labels.shape} labels"
             )
-        self.indices = indices  # where a plan looks for an image to stand in for one that cannot be decoded
+        self.indices = indices
         self._n = _share("the number of labeled images per class", images_per_class, world_size)
         self._labels, self._counts = np.unique(labels, return_counts=True)
         if not 1 <= classes_per_batch <= len(self._labels):
@@ -148,11 +167,13 @@ class ClassSampler:
         self.steps_per_cycle = len(self._labels) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
         self._images = np.split(indices[np.lexsort((indices, labels))], np.cumsum(self._counts)[:-1])
-        self._passes: list[tuple[int, np.ndarray] | None] = [None] * len(self._labels)
+        self._orders: list[tuple[int, np.ndarray] | None] = [None] * len(
+            self._labels
+        )  # of each class' images
         self._cycle: tuple[int, np.ndarray] | None = None
 
     def _slots(self, step: int) -> np.ndarray:
-        """Positions in `_labels`, int64 (C,), of the classes of `step`."""
+        """Return positions in `_labels`, int64 (C,), of the classes of `step`."""
         cycle, chunk = divmod(step, self.steps_per_cycle)
         cached = self._cycle
         if cached is None or cached[0] != cycle:
@@ -161,21 +182,21 @@ class ClassSampler:
         return cached[1][chunk * self.classes_per_batch : (chunk + 1) * self.classes_per_batch]
 
     def classes(self, step: int) -> np.ndarray:
-        """Labels, int64 (C,), of the classes of `step`, on every rank; row i of a rank is of class i % C."""
+        """Return labels, int64 (C,), of the classes of `step`, on every rank; row i of a rank is of class i % C."""
         return self._labels[self._slots(step)]
 
-    def _pass(self, slot: int, number: int) -> np.ndarray:
-        """The images of one class in the order of pass `number`."""
-        cached = self._passes[slot]
+    def _order(self, slot: int, number: int) -> np.ndarray:
+        """Return the images of one class in the order of its permutation `number`."""
+        cached = self._orders[slot]
         if cached is None or cached[0] != number:
             images, label = self._images[slot], int(self._labels[slot])
-            # Keyed by the label, not by the slot: labeling images of a new class leaves this one's order.
+            # Keyed by the label, not by the slot: labeling images of a new class does not change this one's order.
             order = permutation(len(images), seed=self.seed, role=IMAGE_ROLE, counter=(label, number))
-            self._passes[slot] = cached = (number, images[order])
+            self._orders[slot] = cached = (number, images[order])
         return cached[1]
 
     def rows(self, step: int, rank: int) -> np.ndarray:
-        """Image indices, int64 (local_batch,), of `rank` at `step`, interleaved [a, b, c, a, b, c, ...]."""
+        """Return image indices, int64 (local_batch,), of `rank` at `step`, interleaved [a, b, c, a, b, c, ...]."""
         n, m = self._n, self.images_per_class
         visit = step // self.steps_per_cycle
         mine = np.arange(rank * n, (rank + 1) * n)
@@ -183,23 +204,17 @@ class ClassSampler:
         for column, slot in enumerate(self._slots(step)):
             count = int(self._counts[slot])
             number, turn = divmod(visit, max(1, count // m))
-            rows[:, column] = self._pass(slot, number)[(turn * m + mine) % count]
+            rows[:, column] = self._order(slot, number)[(turn * m + mine) % count]
         return rows.reshape(-1)
 
-    def _listed(self, labels: Sequence[int], counts: Sequence[int] | None = None) -> str:
-        names = [self.class_names[label] if label < len(self.class_names) else str(label) for label in labels]
-        if counts is not None:
-            names = [f"{name} ({count})" for name, count in zip(names, counts)]
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
     def notes(self) -> list[str]:
-        """Sentences to read once before a run: which classes are too few, or too small, for what is asked."""
+        """Return sentences to print once before a run: which classes are too few, or too small, for this batch."""
         n, m, notes = self._n, self.images_per_class, []
         empty = sorted(set(range(len(self.class_names))) - set(self._labels.tolist()))
         if empty:
+            names = _listed([self.class_names[label] for label in empty])
             notes.append(
-                f"{len(empty)} of {len(self.class_names)} classes have no labeled image and are never drawn: "
-                f"{self._listed(empty)}"
+                f"{len(empty)} of {len(self.class_names)} classes have no labeled image and are never drawn: {names}"
             )
         left_out = len(self._labels) % self.classes_per_batch
         if left_out:
@@ -215,9 +230,17 @@ class ClassSampler:
             (repeated, f"the {n} a rank takes, so a rank sees an image more than once"),
         ):
             if which.any():
+                counted = zip(self._labels[which].tolist(), self._counts[which].tolist())
+                names = _listed([f"{self._name(label)} ({count})" for label, count in counted])
                 notes.append(
                     f"{which.sum()} of {len(which)} classes have fewer labeled images than {why}, a positive "
-                    f"of itself under another augmentation: "
-                    f"{self._listed(self._labels[which].tolist(), self._counts[which].tolist())}"
+                    f"of itself under another augmentation: {names}"
                 )
         return notes
+
+    def _name(self, label: int) -> str:
+        return self.class_names[label] if label < len(self.class_names) else str(label)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")

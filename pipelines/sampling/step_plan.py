@@ -1,11 +1,12 @@
-"""What one step of one stream is made of: which images, with which labels, cropped and coloured how."""
+"""What one step of one stream is made of: which images, with which labels, cropped and colored how."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
+from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import (
     Augmentation,
     Center,
@@ -15,8 +16,9 @@ from pipelines.sampling.augmentation import (
     draw_view,
     uniform,
 )
+from pipelines.sampling.samplers import Sampler
 
-SAME_CLASS_ATTEMPTS = 16  # stand-ins tried within a bad image's class before any image of the stream will do
+SAME_CLASS_ATTEMPTS = 16  # stand-ins tried within a bad image's class before any image of the stream is taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,22 +27,34 @@ class Visit:
 
     step: int
     indices: np.ndarray  # (B,) int64 into the index
-    labels: np.ndarray  # (B,) int64, -1 = none known
-    views: tuple[ViewParams, ...] | tuple[CenterParams]  # one per view, each over the B rows
+    labels: np.ndarray  # (B,) int64, -1 = not labeled
+    views: tuple[ViewParams | CenterParams, ...]  # one for each view, over the B rows
+
+
+class StepPlan(Protocol):
+    """What a loader needs to know of a stream: `Plan` for training, `EvaluationPlan` for one pass over images."""
+
+    @property
+    def augmentations(self) -> Sequence[Augmentation | Center]: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    def __call__(self, step: int, /, replaced: Mapping[int, int] | None = None) -> Visit: ...
+
+    def stand_in(self, bad: int, attempt: int) -> int: ...
 
 
 class Plan:
-    """A training stream: `plan(step)` is a pure function of (seed, role, step, rank) and of nothing else.
+    """A training stream: `plan(step)` is a pure function of (seed, role, step, rank).
 
-    `sampler.rows(step, rank)` says which images; `augmentations` how strongly each view is changed. The
-    sampler's `indices`, where it has them (a class-subsampling one), are the images this stream may ever
-    show.
+    `sampler.rows(step, rank)` says which images, `augmentations` how strongly each view is changed.
     """
 
     def __init__(
         self,
-        index: Any,  # pipelines.datasets.index.ImageIndex
-        sampler: Any,  # pipelines.sampling.samplers.UnlabeledSampler | ClassSampler
+        index: ImageIndex,
+        sampler: Sampler,
         augmentations: Sequence[Augmentation],
         *,
         seed: int,
@@ -54,36 +68,27 @@ class Plan:
         self.batch = sampler.local_batch
 
     def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """This rank's visit at `step`; `replaced` maps an undecodable image to the one standing in for it.
+        """Return this rank's visit at `step`. `replaced` maps an undecodable image to the one shown in its place.
 
-        A stand-in takes the row's draws but its own size and label: the crop box is drawn for the image that
-        is read.
+        A stand-in takes the row's draws with its own size and label: the crop box is drawn for the image that is read.
         """
         indices = np.asarray(self.sampler.rows(step, self.rank), np.int64)
         if replaced:
             indices = np.array([replaced.get(int(i), i) for i in indices], np.int64)
-        first_row = self.rank * self.batch  # not len(indices): a sampler's last batch may be ragged
-        views = tuple(
-            draw_view(
-                augmentation,
-                self.index.sizes[indices],
-                seed=self.seed,
-                step=step,
-                role=f"{self.role}/view {view}",
-                first_row=first_row,
-            )
-            for view, augmentation in enumerate(self.augmentations)
-        )
+        # self.batch and not len(indices): a sampler's last batch can be ragged.
+        place = {"step": step, "first_row": self.rank * self.batch}
+        sizes = self.index.sizes[indices]
+        views = _draw_views(self.augmentations, sizes, seed=self.seed, role=self.role, **place)
         return Visit(step, indices, self.index.labels[indices], views)
 
     def stand_in(self, bad: int, attempt: int) -> int:
-        """The image to show in place of `bad`: a pure function of (seed, role, bad, attempt).
+        """Return the image to show in place of `bad`: a pure function of (seed, role, bad, attempt).
 
-        So all ranks agree without talking. A class-subsampling stream takes it from the bad image's own class
-        for the first attempts, so that the batch keeps its balance. A stream without labels takes any image:
-        labels must not reach it, not even this way.
+        So all ranks agree without communication. A stream over a part of the images takes it from the bad image's own
+        class in the first attempts, which keeps the batch balanced. A stream over all images takes any image: labels
+        must not reach it, not even this way.
         """
-        pool = getattr(self.sampler, "indices", None)
+        pool = self.sampler.indices
         if pool is None:
             pool = np.arange(len(self.index.labels))
         elif attempt < SAME_CLASS_ATTEMPTS:
@@ -93,44 +98,22 @@ class Plan:
         return int(pool[int(draw * len(pool))])
 
 
-class CenterPlan:
-    """An evaluation stream: every image of `indices` once, in order, `batch` a step, the last one ragged."""
+class EvaluationPlan:
+    """One pass over images: every image of `indices` once, in order, `batch` a step, the last batch ragged.
 
-    def __init__(self, index: Any, indices: np.ndarray, batch: int, center: Center):
-        self.index, self.indices, self.batch = index, np.asarray(indices, np.int64), batch
-        self.augmentations = (center,)
-
-    def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch)
-
-    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """The visit of `step`; an evaluation shows no stand-ins, so `replaced` must be empty."""
-        if replaced:
-            raise ValueError("an evaluation counts every image once: none can stand in for another")
-        if step >= len(self):
-            raise StopIteration  # what a reader ahead takes for the end
-        indices = self.indices[step * self.batch : (step + 1) * self.batch]
-        (center,) = self.augmentations
-        view = center_view(center, self.index.sizes[indices])
-        return Visit(step, indices, self.index.labels[indices], (view,))
-
-
-class PassPlan:
-    """One pass over images with random views: every image of `indices` once, in order, `batch` a step.
-
-    View v of the image in place p is a pure function of (seed, role, v, p), where the places of this rank's
-    `indices` begin at `first`: ranks that share a list see the views that one would.
+    A random view v of the image at position p is a pure function of (seed, role, v, p). The positions of this rank's
+    `indices` begin at `first`, so ranks that share a list see the views that one rank would.
     """
 
     def __init__(
         self,
-        index: Any,
+        index: ImageIndex,
         indices: np.ndarray,
         batch: int,
-        augmentations: Sequence[Augmentation],
+        augmentations: Sequence[Augmentation | Center],
         *,
-        seed: int,
-        role: str,
+        seed: int = 0,
+        role: str = "evaluation",
         first: int = 0,
     ):
         self.index, self.indices, self.batch = index, np.asarray(indices, np.int64), batch
@@ -141,21 +124,37 @@ class PassPlan:
         return -(-len(self.indices) // self.batch)
 
     def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """The visit of `step`; an evaluation shows no stand-ins, so `replaced` must be empty."""
-        if replaced:
-            raise ValueError("an evaluation shows every image it names: none can stand in for another")
+        """Return the visit of `step`. `replaced` must be empty: see `stand_in`."""
+        assert not replaced
         if step >= len(self):
-            raise StopIteration  # what a reader ahead takes for the end
-        indices = self.indices[step * self.batch : (step + 1) * self.batch]
-        views = tuple(
-            draw_view(
-                augmentation,
-                self.index.sizes[indices],
-                seed=self.seed,
-                step=0,  # the place is the only counter, however large the batches
-                role=f"{self.role}/view {view}",
-                first_row=self.first + step * self.batch,
-            )
-            for view, augmentation in enumerate(self.augmentations)
-        )
+            raise StopIteration  # the end, for an engine that reads ahead
+        start = step * self.batch
+        indices = self.indices[start : start + self.batch]
+        # The position is the only counter, whatever the batch size, so the step is always 0.
+        place = {"step": 0, "first_row": self.first + start}
+        sizes = self.index.sizes[indices]
+        views = _draw_views(self.augmentations, sizes, seed=self.seed, role=self.role, **place)
         return Visit(step, indices, self.index.labels[indices], views)
+
+    def stand_in(self, bad: int, attempt: int) -> int:
+        """Raise ValueError: an evaluation over other images than those asked for would be another evaluation."""
+        raise ValueError("an evaluation shows every image that it names: none can stand in for another")
+
+
+def _draw_views(
+    augmentations: Sequence[Augmentation | Center],
+    sizes: np.ndarray,
+    *,
+    seed: int,
+    role: int | str,
+    step: int,
+    first_row: int,
+) -> tuple[ViewParams | CenterParams, ...]:
+    return tuple(
+        center_view(augmentation, sizes)
+        if isinstance(augmentation, Center)
+        else draw_view(
+            augmentation, sizes, seed=seed, step=step, role=f"{role}/view {view}", first_row=first_row
+        )
+        for view, augmentation in enumerate(augmentations)
+    )

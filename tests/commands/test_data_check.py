@@ -85,7 +85,7 @@ def test_new_files_are_found_by_checking_again(folder):
 
 def test_a_missing_validation_folder_matters_only_if_an_evaluation_asks_for_it(folder):
     (folder / "images/val").rename(folder / "held_out")
-    assert run()[-1] == "images/val: no such folder, and no evaluation asks for it"
+    assert run()[-1] == "images/val: skipped, the folder does not exist and no evaluation needs it"
     with pytest.raises(DataError, match="no data folder images/val"):
         run("evaluation.knn_every_epochs=1")
     assert len(run("data.validation=null")) == 2

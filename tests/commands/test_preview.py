@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 import fastsuncet.commands.preview as module
-from fastsuncet.commands.preview import COLUMNS, caption, preview, sheet
+from fastsuncet.commands.preview import COLUMNS, preview, sheet, short_name
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import Place
@@ -75,8 +75,8 @@ def test_preview_refuses_a_name_that_is_no_pictures(name, tmp_path):
 
 
 def test_caption_marks_a_name_that_was_cut():
-    assert caption("c01/n02012849_crane.JPEG") == "...02012849_crane.JPEG"
-    assert caption("cat/22_characters.JPEG") == "cat/22_characters.JPEG"
+    assert short_name("c01/n02012849_crane.JPEG") == "...02012849_crane.JPEG"
+    assert short_name("cat/22_characters.JPEG") == "cat/22_characters.JPEG"
 
 
 def test_preview_writes_a_picture_or_says_why_not(tmp_path):

@@ -1,4 +1,4 @@
-"""Images that tests write themselves: photograph-like texture, in the kinds of file that real folders hold."""
+"""Images that tests write: photograph-like texture, in the kinds of file that real folders hold."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pipelines.datasets.index import ImageIndex
 
 
 def texture(seed: int, height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: coloured waves of many lengths, a hard edge, noise."""
+    """Return (height, width, 3) uint8: colored waves of many lengths, a hard edge, noise."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / 64
     pixels = np.full((height, width, 3), rng.uniform(80, 170, 3))
@@ -24,7 +24,7 @@ def texture(seed: int, height: int, width: int) -> np.ndarray:
 
 
 def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96) -> ImageIndex:
-    """An image folder of JPEGs of varied sizes, and its index."""
+    """Write an image folder of JPEGs of varied sizes, and return its index."""
     for i in range(count):
         height, width = side + 17 * (i % 4), side + 11 * (i % 5)
         path = root / f"class_{i % classes}" / f"image {i:02}.jpg"
@@ -34,14 +34,14 @@ def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96
 
 
 def write_kinds(root: Path, height: int, width: int) -> ImageIndex:
-    """One class of one picture in every kind of file: colour, grey, CMYK, progressive, rotated by EXIF, PNG."""
+    """Write one class of one picture in every kind of file: color, gray, CMYK, progressive, rotated by EXIF, PNG."""
     root = root / "kinds"
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True)
     picture = Image.fromarray(texture(7, height, width))
     rotated = Image.Exif()
-    rotated[0x0112] = 6  # "turn me by 90 degrees"
-    picture.save(root / "colour.jpg", quality=92)
-    picture.convert("L").save(root / "grey.jpg", quality=92)
+    rotated[0x0112] = 6  # "turn by 90 degrees"
+    picture.save(root / "color.jpg", quality=92)
+    picture.convert("L").save(root / "gray.jpg", quality=92)
     picture.convert("CMYK").save(root / "cmyk.jpg", quality=92)
     picture.save(root / "progressive.jpg", quality=92, progressive=True)
     picture.save(root / "rotated.jpg", quality=92, exif=rotated)

@@ -33,7 +33,7 @@ def index(tmp_path_factory) -> ImageIndex:
 def _opened(index: ImageIndex, reader: str, crops=CROPS, world_size=1, rank=0) -> Loader:
     sampler = UnlabeledSampler(len(index), IMAGES, world_size, 0)
     plan = Plan(index, sampler, crops, seed=0, role="unlabeled", rank=rank)
-    return open_loader(index, plan, crops, threads=1, prefetch=2, backend=reader)
+    return open_loader(index, plan, threads=1, prefetch=2, backend=reader)
 
 
 def _kept(views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -206,7 +206,7 @@ def batches(contender: Contender, stored: Stored, batch: int) -> Iterator[Any]:
     backend = "torchvision" if contender.engine == "twin" else "dali"
     operator = "plugin" if contender.engine == "plugin" else "graph"
     pace = {"threads": WORKERS, "prefetch": 2}
-    loader = open_loader(index, plan, views, backend=backend, color_operator=operator, **pace)
+    loader = open_loader(index, plan, backend=backend, color_operator=operator, **pace)
     for step in itertools.count():
         yield loader(step)
 
@@ -219,6 +219,7 @@ def decoded(plan: Plan) -> Iterator[Any]:
     stored, steps = FilePaths(plan.index), itertools.count()
     pipeline = graphs.decoded(
         lambda: stored(plan.sampler.rows(next(steps), 0)),
+        stored=stored.stored,
         batch_size=plan.batch,
         num_threads=WORKERS,
         prefetch_queue_depth=2,

@@ -91,7 +91,7 @@ def batches(contender: str, setting: Setting) -> Iterator[list[torch.Tensor]]:
         return
     threads = setting.threads if contender == TWO else max(1, setting.threads // 2)
     streams = [
-        open_loader(plan.index, plan, plan.augmentations, device=device, threads=threads, backend="dali")
+        open_loader(plan.index, plan, device=device, threads=threads, backend="dali")
         for plan in (unlabeled, labeled)
     ]
     for step in itertools.count():
@@ -122,11 +122,11 @@ def joined(unlabeled: Plan, labeled: Plan, threads: int, device: str) -> Iterato
         else:
             shape = (view.size, view.size, 3)
             image = fn.constant(idata=0, shape=shape, dtype=types.UINT8, layout="HWC", device=device)
-        return graphs.normalise(image, view, "float32", mirror=drawn.flip)
+        return graphs.normalize(image, view, "float32", mirror=drawn.flip)
 
     @pipeline_def(enable_conditionals=True, exec_dynamic=True)
     def graph(decode: str) -> tuple:
-        image = graphs.decoded_images(images, decode, graphs.ONE_DECODER, False, {})
+        image = graphs.stored_images(images, decode, stored.stored)
         names = list(graphs.view_inputs(view, plugin))
         shown, *nodes = fn.external_source(arrays, num_outputs=1 + 2 * len(names))
         both, alone = (

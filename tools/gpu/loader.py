@@ -64,7 +64,7 @@ def settings(options: Options) -> Iterator[list[Any]]:
         views = (Augmentation(size=64 if options.small else 224, color=color),) * 2
         plan = Plan(index, sampler, views, seed=0, role="suite")
         pace = {"threads": threads, "prefetch": prefetch}
-        opened = open_loader(index, plan, views, device=device, backend="dali", **pace)
+        opened = open_loader(index, plan, device=device, backend="dali", **pace)
         try:
             yield [f"two views, {color}", threads, prefetch, "", speed(opened), ""]
         finally:
@@ -87,7 +87,8 @@ def decoding(
     stored = FilePaths(index)
     return graphs.decoded(
         lambda step: stored(rows(step)),
-        hw_decoder_load=share,
+        stored=stored.stored,
+        decoder={"hw_decoder_load": share},
         batch_size=batch,
         num_threads=threads,
         prefetch_queue_depth=2,

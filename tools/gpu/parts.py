@@ -102,7 +102,7 @@ def pixels(options: Options) -> Found:
         )
 
         def view(backend: str, device: str, plan=plan) -> torch.Tensor:
-            loader = open_loader(plan.index, plan, plan.augmentations, backend=backend, device=device)
+            loader = open_loader(plan.index, plan, backend=backend, device=device)
             (images,) = loader(0)
             loader.close()
             return 255 * images.cpu()

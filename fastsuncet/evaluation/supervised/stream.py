@@ -75,7 +75,6 @@ class FitStream:
         self._loader = open_loader(
             index,
             self.plan,
-            self.plan.augmentations,
             prefetch=data.prefetch,
             bad_images=data.bad_images,
             **loader_options(config, place),

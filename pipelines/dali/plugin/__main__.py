@@ -1,40 +1,39 @@
-"""`python -m pipelines.dali.plugin [--gpu]`: builds the colour operator for this machine, once."""
+"""Build the color operator for this machine: `python -m pipelines.dali.plugin [--gpu]`."""
 
 import argparse
 import sys
 import time
-from functools import partial
+from pathlib import Path
 
-from pipelines.dali.plugin import build
+from pipelines.backend import require_gpu
+from pipelines.dali.plugin.build import build, kept
 from pipelines.data_errors import DataError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: it is there, and agrees with DALI; 1: it is not, with the reason."""
+    """Return 0 when the operator is built and agrees with DALI, and 1, with the reason on stderr, otherwise."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.dali.plugin", description=__doc__)
-    parser.add_argument(
-        "--gpu", action="store_true", help="the one for a GPU, which must be here to prove it on"
-    )
+    parser.add_argument("--gpu", action="store_true", help="build it for the GPU of this machine")
     device = "gpu" if parser.parse_args(arguments).gpu else "cpu"
-    if (there := build.kept(device)) is not None:
-        print(f"the color operator is there already: {there}")
-        return 0
-    start = time.perf_counter()
-    try:
-        if (reason := build.unavailable(device)) is not None:
-            raise DataError(f"the color operator cannot be built here: {reason}")
-        from pipelines.backend import require_gpu
-        from pipelines.dali.plugin.check_equal import prove  # imports DALI
 
+    def prove(path: Path) -> None:
+        from pipelines.dali.plugin.check_equal import require_equal  # imports DALI, which can be absent
+
+        require_equal(path, device)
+
+    try:
+        if (path := kept(device)) is not None:
+            print(f"The color operator was built before: {path}")
+            return 0
+        start = time.perf_counter()
         if device == "gpu":
-            require_gpu()  # sooner than after a compilation
-        made = build.build(partial(prove, device=device), device)
+            require_gpu()  # before a compilation whose result could not be compared
+        path = build(prove, device)
     except DataError as error:
-        print(f"{error}\nNothing is lost but time: DALI's own operators do it.", file=sys.stderr)
+        print(f"{error}\nDALI's own operators are used instead: same pixels, slower.", file=sys.stderr)
         return 1
-    print(
-        f"built in {time.perf_counter() - start:.0f} s, and equal to DALI's CPU operators to the bit: {made}"
-    )
+    seconds = time.perf_counter() - start
+    print(f"Built in {seconds:.0f} s, equal to DALI's CPU operators to the bit: {path}")
     return 0
 
 

@@ -1,4 +1,4 @@
-// DALI's operator on a CPU: a batch of uint8 HWC images in, the same out, one image a job of DALI's threads.
+// The CPU operator: a batch of uint8 HWC images in and out, one job of DALI's threads for each image.
 #include "color_jitter.h"
 
 #include "arguments.h"

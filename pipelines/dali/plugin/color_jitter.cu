@@ -1,10 +1,10 @@
-// pixel.h over a batch on a GPU: one launch adds up the greys that contrast turns about, one makes the pixels.
+// pixel.h over a batch on a GPU: one launch sums the gray levels for contrast, one computes the pixels.
 //
-// Not run on a GPU yet, and not timed. An image of more than 65,536 pixels may have another last bit in its mean grey
-// than on a CPU, whose sum is rounded on the way; nothing else differs.
-#include "job.h"
+// Not run on a GPU yet, and not timed. The last bit of the mean gray of an image of more than 65,536 pixels can differ
+// from the CPU's, whose sum is rounded on the way; nothing else differs.
+#include "pixel.h"
 
-// The tests run this source on a CPU, where these words mean something else.
+// The tests compile this source for a CPU and define these words themselves.
 #ifndef KERNEL
 #define KERNEL(name) extern "C" __global__ void name
 #define SHARED(type, name, size) __shared__ type name[size]
@@ -22,9 +22,9 @@ __device__ inline Pixel brightened(const Job &job, Pixel p) {
   return job.by.brightness != 1 ? scaled(p, about(job.by.brightness, 0)) : p;
 }
 
-// Grid (any, images): adds the levels of grey of image blockIdx.y to sums[blockIdx.y], which is 0 before. Whole numbers:
-// the order does not matter, and two runs have the same bits.
-KERNEL(grey_sums)(const Job *jobs, unsigned long long *sums) {
+// Grid (any, images): adds the gray levels of image blockIdx.y to sums[blockIdx.y], which starts at 0. The sums are whole
+// numbers, so their order does not matter and two runs give the same bits.
+KERNEL(gray_sums)(const Job *jobs, unsigned long long *sums) {
   const Job &job = jobs[blockIdx.y];
   SHARED(unsigned, total, 1);
   if (threadIdx.x == 0) total[0] = 0;
@@ -40,7 +40,7 @@ KERNEL(grey_sums)(const Job *jobs, unsigned long long *sums) {
   if (threadIdx.x == 0 && total[0]) atomicAdd(sums + blockIdx.y, static_cast<unsigned long long>(total[0]));
 }
 
-// Grid (any, images): every factor of the image's job, in their order.
+// Grid (any, images): applies all factors of the image's job in order.
 KERNEL(jitter_pixels)(const Job *jobs, const unsigned long long *sums) {
   const Job &job = jobs[blockIdx.y];
   const Factors by = job.by;
@@ -53,7 +53,7 @@ KERNEL(jitter_pixels)(const Job *jobs, const unsigned long long *sums) {
     if (by.contrast != 1) p = scaled(p, contrast);
     if (by.saturation != 1) p = saturated(p, job.saturation);
     if (by.hue != 0) p = rotated(p, by.hue);
-    if (by.grey) p = greyed(p);
+    if (by.gray) p = grayed(p);
     unsigned char *out = job.out + 3 * i;
     out[0] = static_cast<unsigned char>(static_cast<int>(p.r));
     out[1] = static_cast<unsigned char>(static_cast<int>(p.g));

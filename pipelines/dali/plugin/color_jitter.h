@@ -1,4 +1,4 @@
-// pixel.h over an image on a CPU, in pieces that stay in the first cache and loops that compilers make vectors of.
+// pixel.h over an image on a CPU, in pieces that stay in the first cache and in loops that a compiler vectorizes.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace color_jitter {
 
-// The widest vectors of the machine that runs this, chosen as the library is loaded: one build serves a cluster of
-// unlike processors that share a home. AVX2 alone brings no fused multiply-add, which would give other bits.
+// The vector width is chosen when the library is loaded, so that one build serves a cluster of different processors that
+// share a home directory. AVX2 by itself has no fused multiply-add, which would give other bits.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define WIDEST __attribute__((target_clones("avx2", "default")))
 #else
@@ -18,7 +18,7 @@ namespace color_jitter {
 #endif
 
 constexpr int64_t kTile = 256;  // pixels; three rows of floats
-constexpr int64_t kExact = 65536;  // so many levels add up to less than 2^24, which a float holds exactly
+constexpr int64_t kExact = 65536;  // levels whose sum is below 2^24, which a float holds exactly
 
 struct Tile {
   float r[kTile], g[kTile], b[kTile];
@@ -47,7 +47,7 @@ WIDEST void scale(Tile &t, Affine by, int64_t n) {
     for (int64_t i = 0; i < n; i++) channel[i] = scaled(channel[i], by);
 }
 
-WIDEST int64_t grey_sum(const Tile &t, int64_t n) {
+WIDEST int64_t gray_sum(const Tile &t, int64_t n) {
   int sum = 0;
   for (int64_t i = 0; i < n; i++) sum += luma(t.at(i));
   return sum;
@@ -61,16 +61,16 @@ WIDEST void rotate(Tile &t, float turns, int64_t n) {
   for (int64_t i = 0; i < n; i++) t.set(i, rotated(t.at(i), turns));
 }
 
-WIDEST void to_grey(Tile &t, int64_t n) {
-  for (int64_t i = 0; i < n; i++) t.set(i, greyed(t.at(i)));
+WIDEST void to_gray(Tile &t, int64_t n) {
+  for (int64_t i = 0; i < n; i++) t.set(i, grayed(t.at(i)));
 }
 
-// The sum of the grey levels of `pixels` pixels after brightness: exact as far as a float is, and beyond that in the
-// halves that DALI's reduction makes.
-inline float grey_total(const uint8_t *in, int64_t pixels, float brightness) {
+// The sum of the gray levels of `pixels` pixels after brightness: exact up to kExact pixels, and beyond that summed in
+// halves as DALI's reduction does.
+inline float gray_total(const uint8_t *in, int64_t pixels, float brightness) {
   if (pixels > kExact) {
     const int64_t half = pixels / 2;
-    return grey_total(in, half, brightness) + grey_total(in + 3 * half, pixels - half, brightness);
+    return gray_total(in, half, brightness) + gray_total(in + 3 * half, pixels - half, brightness);
   }
   int64_t sum = 0;
   Tile tile;
@@ -78,21 +78,21 @@ inline float grey_total(const uint8_t *in, int64_t pixels, float brightness) {
     const int64_t n = pixels - at < kTile ? pixels - at : kTile;
     split(in + 3 * at, tile, n);
     if (brightness != 1) scale(tile, about(brightness, 0), n);
-    sum += grey_sum(tile, n);
+    sum += gray_sum(tile, n);
   }
   return static_cast<float>(sum);
 }
 
-// `in` and `out` hold `pixels` RGB pixels and may be the same; `saturation` is the row-major 3x3 matrix of that factor.
-// A neutral factor leaves every level as it is, in DALI's operators too: it is not computed.
+// `in` and `out` hold `pixels` RGB pixels and can be the same; `saturation` is the row-major 3x3 matrix of that factor.
+// A neutral factor changes no level, in DALI's operators too, so it is skipped.
 inline void jitter(const uint8_t *in, uint8_t *out, int64_t pixels, const Factors &by, const float *saturation) {
   if (pixels == 0) return;
   Affine contrast{1, 0};
   if (by.contrast != 1) {
     const float inverse = static_cast<float>(1.0 / pixels);
-    contrast = about(by.contrast, grey_total(in, pixels, by.brightness) * inverse);
+    contrast = about(by.contrast, gray_total(in, pixels, by.brightness) * inverse);
   }
-  if (by.brightness == 1 && by.contrast == 1 && by.saturation == 1 && by.hue == 0 && !by.grey) {
+  if (by.brightness == 1 && by.contrast == 1 && by.saturation == 1 && by.hue == 0 && !by.gray) {
     if (in != out) std::memcpy(out, in, 3 * pixels);
     return;
   }
@@ -104,7 +104,7 @@ inline void jitter(const uint8_t *in, uint8_t *out, int64_t pixels, const Factor
     if (by.contrast != 1) scale(tile, contrast, n);
     if (by.saturation != 1) saturate(tile, saturation, n);
     if (by.hue != 0) rotate(tile, by.hue, n);
-    if (by.grey) to_grey(tile, n);
+    if (by.gray) to_gray(tile, n);
     join(tile, out + 3 * at, n);
   }
 }

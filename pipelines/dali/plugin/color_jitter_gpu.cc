@@ -1,7 +1,7 @@
-// DALI's operator on a GPU: color_jitter.cu in two launches a batch, through the driver that DALI has loaded.
+// The GPU operator: color_jitter.cu in two launches a batch, through the driver that DALI has loaded.
 //
-// Neither toolkit nor link-time library: the kernels come as PTX that NVRTC made (PTX, a string literal in ptx.inc), and
-// the driver's functions by name. Not run on a GPU yet: the command that builds it proves it there, or keeps nothing.
+// It needs no CUDA toolkit and no library at link time: NVRTC compiles the kernels to PTX (a string literal in ptx.inc),
+// and the driver's functions are found by name. Not run on a GPU yet; the build command compares it there first.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -9,7 +9,6 @@
 #include <string>
 
 #include "arguments.h"
-#include "job.h"
 
 namespace fastsuncet {
 
@@ -17,7 +16,7 @@ const char kPtx[] =
 #include "ptx.inc"
     ;
 
-// The driver's functions, looked up once; nobody links against a driver, which a machine without a GPU has not.
+// The driver's functions, looked up once. Linking against the driver would fail on a machine without a GPU.
 struct Driver {
   decltype(&cuGetErrorName) error_name;
   decltype(&cuCtxGetCurrent) context;
@@ -30,7 +29,7 @@ struct Driver {
 
   Driver() {
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    DALI_ENFORCE(library != nullptr, "ColorJitter: there is no NVIDIA driver here (libcuda.so.1)");
+    DALI_ENFORCE(library != nullptr, "ColorJitter: no NVIDIA driver (libcuda.so.1) was found");
     find(library, "cuGetErrorName", error_name);
     find(library, "cuCtxGetCurrent", context);
     find(library, "cuModuleLoadData", load);
@@ -71,9 +70,9 @@ class ColorJitterGpu : public Jitter<dali::GPUBackend> {
     jittered.SetLayout(images.GetLayout());
     const int count = images.num_samples();
     DALI_ENFORCE(count <= 65535, "ColorJitter takes up to 65,535 images a batch: a row of its grid each");
-    // Jobs, then a sum of zero for each: one copy. From pageable memory, so the driver has its own copy on return.
-    std::vector<char> told(count * (sizeof(color_jitter::Job) + sizeof(unsigned long long)));
-    auto *jobs = reinterpret_cast<color_jitter::Job *>(told.data());
+    // The jobs, then a zero sum for each, in one copy. The driver copies pageable memory before the call returns.
+    std::vector<char> staged(count * (sizeof(color_jitter::Job) + sizeof(unsigned long long)));
+    auto *jobs = reinterpret_cast<color_jitter::Job *>(staged.data());
     long long most = 0;
     bool contrasts = false;
     for (int i = 0; i < count; i++) {
@@ -89,31 +88,31 @@ class ColorJitterGpu : public Jitter<dali::GPUBackend> {
     const Driver &cuda = driver();
     const CUstream stream = ws.stream();
     CUdeviceptr at;
-    cuda.check(cuda.allocate(&at, told.size(), stream), "memory for the factors");
-    cuda.check(cuda.copy(at, told.data(), told.size(), stream), "copying the factors");
+    cuda.check(cuda.allocate(&at, staged.size(), stream), "allocating memory for the factors");
+    cuda.check(cuda.copy(at, staged.data(), staged.size(), stream), "copying the factors");
     CUdeviceptr sums = at + count * sizeof(color_jitter::Job);
     void *arguments[] = {&at, &sums};
     constexpr unsigned kThreads = 256, kEach = 4;  // pixels a thread, where images are that large
     const unsigned blocks = std::clamp<long long>(most / (kThreads * kEach), 1, 1024);
     if (contrasts)
-      cuda.check(cuda.launch(grey_sums_, blocks, count, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), "grey_sums");
+      cuda.check(cuda.launch(gray_sums_, blocks, count, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), "gray_sums");
     cuda.check(cuda.launch(jitter_pixels_, blocks, count, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
                "jitter_pixels");
-    cuda.check(cuda.free(at, stream), "giving the factors' memory back");
+    cuda.check(cuda.free(at, stream), "freeing the memory of the factors");
   }
 
  private:
-  // Into the context that DALI runs this operator in: at its first batch, when that is known. Kept to the process' end.
+  // At the first batch, when the context that DALI uses is known. Never unloaded.
   void load() {
     if (jitter_pixels_ != nullptr) return;
     const Driver &cuda = driver();
     CUmodule module;
     cuda.check(cuda.load(&module, kPtx), "loading the kernels");
-    cuda.check(cuda.function(&grey_sums_, module, "grey_sums"), "grey_sums");
+    cuda.check(cuda.function(&gray_sums_, module, "gray_sums"), "gray_sums");
     cuda.check(cuda.function(&jitter_pixels_, module, "jitter_pixels"), "jitter_pixels");
   }
 
-  CUfunction grey_sums_ = nullptr, jitter_pixels_ = nullptr;
+  CUfunction gray_sums_ = nullptr, jitter_pixels_ = nullptr;
 };
 
 }  // namespace fastsuncet

@@ -1,4 +1,4 @@
-// The arithmetic of pipelines/dali/color.py's exact colour, on one pixel: for g++, for NVRTC, and no library.
+// The arithmetic of exact color (pipelines/dali/color.py) on one pixel, for g++ and NVRTC, without any library.
 //
 // Every value is rounded where DALI's CPU operators round it, halves away from zero, and no product is contracted with a
 // sum (-ffp-contract=off, --fmad=false). Between two factors levels are whole numbers from 0 to 255, held as float.
@@ -15,7 +15,16 @@ namespace color_jitter {
 struct Factors {
   float brightness = 1, contrast = 1, saturation = 1;
   float hue = 0;  // turns
-  int grey = 0;
+  int gray = 0;
+};
+
+// What the GPU kernels are given for one image.
+struct Job {
+  const unsigned char *in;
+  unsigned char *out;  // can be `in`
+  long long pixels;
+  Factors by;
+  float saturation[9];  // the matrix of that factor, row by row
 };
 
 struct Pixel {
@@ -26,20 +35,20 @@ struct Affine {
   float multiplier, addend;
 };
 
-// What a factor about a centre makes of every level, summed up as DALI's operator does.
-EVERYWHERE Affine about(float factor, float centre) { return {factor, centre - factor * centre}; }
+// A factor about a center as one multiplication and one addition, as DALI's operator computes it.
+EVERYWHERE Affine about(float factor, float center) { return {factor, center - factor * center}; }
 
 EVERYWHERE float level(float x) {
   x = x > 0.f ? x : 0.f;
   x = x < 255.f ? x : 255.f;
-  // Not floor(x + .5f): the float just below a half would be carried up by the rounding of the sum.
+  // Not floor(x + .5f): the sum would round the float just below a half up to 1.
   const float whole = static_cast<float>(static_cast<int>(x));
   return whole + (x - whole >= .5f ? 1.f : 0.f);
 }
 
 EVERYWHERE float scaled(float x, Affine by) { return level(x * by.multiplier + by.addend); }
 
-// In fixed point of 15 bits, as DALI's operator does it on a CPU (by OpenCV): .299, .587 and .114.
+// .299, .587 and .114 in fixed point of 15 bits, as DALI's CPU operator computes it (through OpenCV).
 EVERYWHERE int luma(Pixel p) {
   return (9798 * static_cast<int>(p.r) + 19235 * static_cast<int>(p.g) + 3735 * static_cast<int>(p.b) + 16384) >> 15;
 }
@@ -76,9 +85,9 @@ EVERYWHERE Pixel rotated(Pixel p, float turns) {
           channel_of(value, chroma, sixths, 1.f)};
 }
 
-EVERYWHERE Pixel greyed(Pixel p) {
-  const float grey = static_cast<float>(luma(p));
-  return {grey, grey, grey};
+EVERYWHERE Pixel grayed(Pixel p) {
+  const float gray = static_cast<float>(luma(p));
+  return {gray, gray, gray};
 }
 
 }  // namespace color_jitter

@@ -1,4 +1,4 @@
-"""Whether a loader's graph uses the plug-in, and getting it into DALI."""
+"""Decide whether a loader uses the plug-in, and load it into DALI."""
 
 from pathlib import Path
 
@@ -10,50 +10,50 @@ COMMANDS = {"cpu": "python -m pipelines.dali.plugin", "gpu": "python -m pipeline
 
 
 def choose(color_operator: str, device: str) -> bool:
-    """Whether exact colour on `device` ("cpu" or "gpu") is the plug-in's, which is loaded then.
+    """Return whether the plug-in makes exact color on `device`, "cpu" or "gpu", and load it if so.
 
-    "auto": on a CPU, where it was built; on a GPU never, until it has been timed on one. Raises DataError for "plugin"
-    where it was not built or cannot be loaded, ValueError for another word.
+    "graph" never uses it. "auto" uses it on a CPU if it was built, and not on a GPU, where it has not been timed.
+    Raises DataError for "plugin" where it was not built or cannot be loaded, ValueError for another word.
     """
     if color_operator not in CHOICES:
-        raise ValueError(f"color_operator is one of {', '.join(CHOICES)}, not {color_operator!r}")
+        raise ValueError(f"color_operator must be one of {', '.join(CHOICES)}, not {color_operator!r}")
     if color_operator == "graph" or (color_operator == "auto" and device == "gpu"):
         return False
     path = kept(device)
     if path is None:
         if color_operator == "auto":
             return False
-        why = unavailable(device)
-        remedy = f"it cannot be built here: {why}" if why else f"build it with: {COMMANDS[device]}"
+        reason = unavailable(device)
+        remedy = f"it cannot be built here: {reason}" if reason else f"build it with: {COMMANDS[device]}"
         raise DataError(
-            f"color_operator: plugin was asked for, and there is none for this machine's {device.upper()}: {remedy}. "
-            "With auto or graph DALI's own operators do it."
+            f"color_operator: plugin needs the operator for this machine's {device.upper()}, which is not built; "
+            f"{remedy}. Or set auto or graph to use DALI's own operators."
         )
     try:
         load(path, device)
     except RuntimeError as error:
         if color_operator == "plugin":
-            raise DataError(f"the color operator cannot be loaded: {error}") from error
+            raise DataError(f"the color operator {path} cannot be loaded: {error}") from error
         print(
-            f"the color operator cannot be loaded ({error}): DALI's own give the same pixels, later. "
-            f"Remove {path} and run: {COMMANDS[device]}",
+            f"The color operator cannot be loaded ({error}). Falling back to DALI's own operators: same pixels, "
+            f"slower. Delete {path} and run: {COMMANDS[device]}",
             flush=True,
         )
         return False
     return True
 
 
-_loaded: dict[str, str] = {}  # device -> the library's name, which everything that decides it is in
+_loaded: dict[str, str] = {}  # device -> the library's name, a hash of what decides its code
 
 
 def load(path: Path, device: str = "cpu") -> None:
-    """Gives DALI the operator of the library at `path`, unless it has it. Raises RuntimeError with DALI's words, or
-    where this process has loaded another one.
-    """
+    """Load the library at `path` into DALI, once. Raises RuntimeError with DALI's message, or if another is loaded."""
     from nvidia.dali import plugin_manager
 
     if device not in _loaded:
         plugin_manager.load_library(str(path))
         _loaded[device] = path.name
-    elif _loaded[device] != path.name:  # DALI refuses a second operator of one name
-        raise RuntimeError(f"this process has loaded {_loaded[device]} already, not {path.name}")
+    elif _loaded[device] != path.name:  # DALI refuses a second operator of the same name
+        raise RuntimeError(
+            f"this process has already loaded {_loaded[device]}, so it cannot load {path.name}"
+        )

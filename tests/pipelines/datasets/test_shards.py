@@ -28,9 +28,9 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.shard_writer import write_pack
 from pipelines.datasets.shards import HEADER, open_pack
 from pipelines.verify import check
-from tests.pipelines.test_loader import BACKENDS, assert_same, labeled, opened, unlabeled
 from tests.pipelines.test_verify import both_decoders, cut_short
 from tests.support.pictures import write_kinds, write_pictures
+from tests.support.streams import BACKENDS, assert_same, labeled, opened, unlabeled
 
 ROOT = Path(__file__).resolve().parents[3]
 

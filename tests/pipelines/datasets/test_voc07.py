@@ -8,7 +8,7 @@ import pytest
 from pipelines.data_errors import DataError
 from pipelines.datasets.index_io import load_index, save_index
 from pipelines.datasets.voc07 import CLASSES, PARTS, part_of, voc07
-from pipelines.loader import open_evaluation_loader
+from tests.support.streams import evaluation
 from tests.support.voc import write_voc
 
 
@@ -52,8 +52,8 @@ def test_train_and_val_are_parts_of_trainval(tmp_path):
 def test_images_can_be_read(tmp_path):
     write_voc(tmp_path)
     index = voc07(tmp_path, "test")
-    loader = open_evaluation_loader(index, np.arange(len(index)), 4, 24, 28, backend="torchvision")
-    assert [tuple(images.shape) for images, _, _ in loader] == [(4, 3, 24, 24), (3, 3, 24, 24)]
+    loader = evaluation(index, np.arange(len(index)), "torchvision", 4, 24, 28)
+    assert [tuple(images.shape) for (images,), _, _ in loader] == [(4, 3, 24, 24), (3, 3, 24, 24)]
 
 
 def test_what_an_image_shows_is_part_of_the_fingerprint_and_of_the_kept_index(tmp_path):

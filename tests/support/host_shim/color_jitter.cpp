@@ -1,4 +1,4 @@
-// pipelines/plugin's two ways through a batch, its GPU kernels and its loops for a CPU, side by side on a CPU.
+// The CPU loops and the GPU kernels of pipelines/dali/plugin side by side on a CPU.
 // Built by tests/pipelines/dali/test_plugin_gpu.py with -include shim.h.
 #include <atomic>
 
@@ -10,7 +10,7 @@ T atomicAdd(T* to, T value) { return __atomic_fetch_add(to, value, __ATOMIC_RELA
 
 extern "C" void by_kernels(const Job* jobs, unsigned long long* sums, int images, int blocks, int threads) {
     void* values[] = {&jobs, &sums};
-    if (shim::launch(grey_sums, values, 2, blocks, images, threads, 0, 2)) std::abort();
+    if (shim::launch(gray_sums, values, 2, blocks, images, threads, 0, 2)) std::abort();
     if (shim::launch(jitter_pixels, values, 2, blocks, images, threads, 0, 2)) std::abort();
 }
 

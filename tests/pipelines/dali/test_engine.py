@@ -1,0 +1,143 @@
+"""How an engine builds its graph: the GPU's graph up to the driver, its decoder's options, streams and memory."""
+
+import contextlib
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+import nvidia.dali.fn as fn
+from nvidia.dali import Pipeline
+
+import fastsuncet.data.paired_stream
+from fastsuncet.config import load_config
+from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.distributed.launch import join
+from pipelines.dali import graphs
+from pipelines.dali.engine import PADDING, DaliEngine, PixelsInMemory, decoder_options
+from pipelines.datasets.index import ImageIndex
+from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
+from pipelines.sampling.step_plan import Visit
+from tests.support.pictures import write_pictures
+from tests.support.streams import SMALL, assert_same, evaluation, opened, unlabeled
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> ImageIndex:
+    return write_pictures(tmp_path_factory.mktemp("pictures"), count=12, side=40)
+
+
+def arguments_of(operator: str, monkeypatch) -> list[dict]:
+    """The arguments of every call of a DALI operator from now on."""
+    module = fn.decoders if operator == "image" else fn
+    real, calls = getattr(module, operator), []
+    monkeypatch.setattr(module, operator, lambda *a, **k: (calls.append(k), real(*a, **k))[1])
+    return calls
+
+
+def gpu_views(stored: str, **options):
+    augmentations = (Augmentation(), Augmentation(color="fast"), Center())
+    build = {"batch_size": 2, "num_threads": 1, "device_id": None, "dtype": "float16", "decode": "mixed"}
+    return graphs.views(lambda _: None, lambda _: None, augmentations, stored=stored, **build, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_graphs.py runs the graph on it")
+@pytest.mark.parametrize("stored", ["files", "bytes", "pixels"])
+def test_gpu_graph_is_accepted_up_to_the_driver(stored, monkeypatch):
+    """DALI checks all operators and the places of their inputs when it builds a graph, before it needs the driver."""
+    sources = arguments_of("external_source", monkeypatch)
+    stream = 12345 if stored == "pixels" else None
+    with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
+        gpu_views(stored, images_stream=stream).build()
+    assert sources[0].get("cuda_stream") == stream
+
+
+def test_gpu_graph_takes_the_decoders_options_and_one_decoder_by_default(monkeypatch):
+    calls = arguments_of("image", monkeypatch)
+    with contextlib.suppress(RuntimeError):  # no driver; the graph is defined by then
+        gpu_views("files").build()
+    with contextlib.suppress(RuntimeError):
+        gpu_views("files", decoder={"hw_decoder_load": 0.5, "device_memory_padding": 7}).build()
+    one, asked = calls
+    assert one["hw_decoder_load"] == 0 and "device_memory_padding" not in one
+    assert asked == {**one, "hw_decoder_load": 0.5, "device_memory_padding": 7}
+
+
+def test_decoder_options_follow_the_largest_image_within_dalis_limits():
+    sizes = np.array([[3000, 10], [2000, 2500]], np.int32)
+    assert decoder_options(sizes, "cpu", 0.5, "largest") == {}
+    assert decoder_options(sizes, "gpu", 0.0, "grown") == {"hw_decoder_load": 0.0}
+    hints = {"preallocate_height_hint": 3000, "preallocate_width_hint": 2500}
+    padding = dict.fromkeys(("device_memory_padding", "host_memory_padding"), 6 * 2000 * 2500)
+    assert decoder_options(sizes, "gpu", 0.0, "largest") == {"hw_decoder_load": 0.0, **padding}
+    assert decoder_options(sizes, "gpu", 0.5, "largest") == {"hw_decoder_load": 0.5, **padding, **hints}
+    for sides, expected in (([40, 40], PADDING), ([30_000, 40_000], 2**31 - 1)):
+        options = decoder_options(np.array([sides], np.int32), "gpu", 0.0, "largest")
+        assert options["host_memory_padding"] == expected
+
+
+def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path, monkeypatch):
+    settings = {"hw_decoder_share": 0.5, "decoder_buffers": "largest"}
+    (tmp_path / "run.yaml").write_text(
+        f"data: {{kind: image_folder, root: {index.root}, train: ., validation: null, split: {{kind: all}}, "
+        "hw_decoder_share: 0.5, decoder_buffers: largest, augmentation: {size: 16, blur: 0}}\n"
+        "criterion: {temperature: 0.1, unsupervised_batch_size: 4, classes_per_batch: 2, "
+        "supervised_imgs_per_class: 2, supervised_epochs: all}\noptimization: {epochs: 1, lr: 1.0}\n"
+    )
+    config, calls = load_config(str(tmp_path / "run.yaml")), []
+    real = fastsuncet.data.paired_stream.open_loader
+    monkeypatch.setattr(
+        fastsuncet.data.paired_stream, "open_loader", lambda *a, **k: (calls.append(k), real(*a, **k))[1]
+    )
+    labeled = np.arange(len(index))
+    with join("cpu") as place:
+        PairedStream(config, index, labeled, config.resolve(1, len(index), 3, len(index)), place).close()
+    assert len(calls) == 2 and all(settings.items() <= options.items() for options in calls)
+    decoders = arguments_of("image", monkeypatch)
+    next(iter(evaluation(index, labeled, "dali")))
+    assert [call["hw_decoder_load"] for call in decoders] == [0]
+
+
+def test_engine_hands_a_step_over_on_the_stream_of_torch(index, monkeypatch):
+    expected = opened(unlabeled(index), "dali")(1)
+    loader = opened(unlabeled(index), "dali")
+    loader(0)
+    outputs, streams = Pipeline.outputs, []
+    monkeypatch.setattr(Pipeline, "outputs", lambda self, stream: streams.append(stream) or outputs(self))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of GPU {device}")
+    loader._engine._device, loader._engine._device_id = "gpu", 3
+    assert_same(loader(1), expected)
+    assert streams == ["the stream of GPU 3"]
+
+
+@pytest.mark.gpu
+@gpu
+def test_pixels_in_memory_are_gathered_without_waiting_for_training():
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
+    stored, wanted = PixelsInMemory(pixels, "gpu", 0), np.array([7, 0, 7])
+    stored(wanted)  # the first call allocates
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second of training
+    trained = torch.cuda.Event()
+    trained.record()
+    gathered = stored(wanted)
+    stored.stream.synchronize()
+    assert not trained.query()
+    np.testing.assert_array_equal(gathered.cpu().numpy(), pixels[wanted])
+
+
+@pytest.mark.gpu
+@gpu
+def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
+    view = draw_view(SMALL, index.sizes[:1], seed=0, step=0, role="", first_row=0)
+    rows = 32
+    same = {field.name: np.repeat(getattr(view, field.name), rows, axis=0) for field in fields(view)}
+    visit = Visit(0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), (ViewParams(**same),))
+    place = {"device": "gpu", "device_id": 0, "threads": 2, "prefetch": 1, "dtype": torch.float32}
+    engine = DaliEngine(index, (SMALL,), visit=lambda _: visit, first_step=0, batch=rows, **place)
+    (images,) = engine.run()
+    assert all(torch.equal(image, images[0]) for image in images)

@@ -1,0 +1,281 @@
+"""The DALI graphs against torchvision on the same files and parameters: operator by operator, and whole.
+
+Differences are in gray levels of 255. What one DALI graph computes twice is compared to the bit. What DALI and
+torchvision compute is compared with a bound: both choose code by the processor, each is right to a level, and rounding
+adds up over the operators. The bounds lie between that and the smallest mistake that they must find (a hue of 0.05 left
+out, or a crop one pixel off: about 3.5 levels).
+"""
+
+import os
+import tarfile
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+import nvidia.dali.fn as fn
+from nvidia.dali import pipeline_def
+
+from pipelines.dali import color, graphs
+from pipelines.datasets.folders import image_folder
+from pipelines.datasets.index import ImageIndex
+from pipelines.loader import open_loader
+from pipelines.sampling.augmentation import Augmentation, ViewParams, draw_view
+from pipelines.sampling.step_plan import Visit
+from tests.support.pictures import texture, write_kinds, write_pictures
+from tests.support.streams import evaluation
+
+EXACT = Augmentation(size=64)
+FAST = replace(EXACT, color="fast")
+STILL = replace(EXACT, flip=0, jitter=0, grey=0, blur=0)
+SAMPLE = Path(
+    os.environ.get(
+        "FASTSUNCET_IMAGENET_SAMPLE",
+        Path(__file__).resolve().parents[4] / "shared" / "data" / "imagenet-sample-480.tar",
+    )
+)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+# Mean levels. After a crop, a color operator multiplies its error and rounds again.
+BOUNDS = {"crop": 0.5, "flip": 0.5, "blur": 0.75, "drawn": 2.5}
+COLOR_BOUND = 1.75
+
+
+class GivenViews:
+    """A plan of one step: every image of an index once, with views that a test chose."""
+
+    def __init__(self, index: ImageIndex, augmentation: Augmentation, views):
+        self.index, self.augmentations, self.views = index, (augmentation,) * len(views), tuple(views)
+        self.batch = len(index)
+
+    def __call__(self, step, replaced=None) -> Visit:
+        return Visit(step, np.arange(len(self.index)), self.index.labels, self.views)
+
+    def stand_in(self, bad, attempt):
+        raise AssertionError("no image is bad")
+
+
+def levels_of(index, augmentation, views, **options) -> list[torch.Tensor]:
+    """Each view of all images, (N, 3, S, S) in gray levels."""
+    plan = GivenViews(index, augmentation, views)
+    return [255 * view.cpu() for view in open_loader(index, plan, threads=1, prefetch=1, **options)(0)]
+
+
+def one_by_one(sizes: np.ndarray) -> dict[str, ViewParams]:
+    """A view for each operator, all with the same boxes; values alternate over the rows. "drawn" is a training view."""
+    n = len(sizes)
+    still = draw_view(STILL, sizes, seed=0, step=0, role="c", first_row=0)
+    drawn = draw_view(EXACT, sizes, seed=0, step=0, role="c", first_row=0)
+    values = {
+        "brightness": (0.4, 1.6),
+        "contrast": (0.3, 1.7),
+        "saturation": (0.3, 1.7),
+        "hue": (0.05, 0.1, 0.2, -0.2),
+    }
+    return {
+        "crop": still,
+        "flip": replace(still, flip=np.ones(n, bool)),
+        "gray": replace(still, grey=np.ones(n, bool)),
+        **{name: replace(still, **{name: np.resize(np.float32(each), n)}) for name, each in values.items()},
+        "blur": replace(still, sigma=np.resize(np.float32([0.5, 1.0, 2.0]), n)),
+        "drawn": replace(drawn, box=still.box),
+    }
+
+
+@dataclass
+class Compared:
+    """Every view of `one_by_one` in both color modes, from DALI and from torchvision."""
+
+    views: dict[str, ViewParams]
+    dali: dict[str, torch.Tensor]
+    fast_dali: dict[str, torch.Tensor]
+    torchvision: dict[str, torch.Tensor]
+    fast_torchvision: dict[str, torch.Tensor]
+
+
+def compare(index: ImageIndex) -> Compared:
+    views = one_by_one(index.sizes)
+    made = [
+        dict(zip(views, levels_of(index, augmentation, list(views.values()), backend=backend)))
+        for backend in ("dali", "torchvision")
+        for augmentation in (EXACT, FAST)
+    ]
+    return Compared(views, *made)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> ImageIndex:
+    return write_pictures(tmp_path_factory.mktemp("pictures"), count=12, side=90)
+
+
+@pytest.fixture(scope="module")
+def compared(index) -> Compared:
+    return compare(index)
+
+
+def mean(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().mean().item()
+
+
+def require_close(compared: Compared) -> None:
+    for case in compared.views:
+        bound = BOUNDS.get(case, COLOR_BOUND)
+        assert mean(compared.dali[case], compared.torchvision[case]) < bound, case
+        assert mean(compared.fast_dali[case], compared.fast_torchvision[case]) < bound, case
+        # Two back-ends that both did nothing would be close too.
+        assert case == "crop" or mean(compared.dali[case], compared.dali["crop"]) > 2 * bound, case
+
+
+def require_documented_fast(compared: Compared) -> None:
+    """Fast color is torchvision's in brightness, saturation and gray, and documented to differ in contrast and hue."""
+    fast, exact = compared.fast_dali, compared.torchvision
+    for case in ("brightness", "saturation", "gray"):
+        assert mean(fast[case], exact[case]) < COLOR_BOUND
+    for case in ("contrast", "hue"):
+        assert 2 < mean(fast[case], exact[case]) < 30
+
+
+# -- every operator
+
+
+def test_graph_every_operator_is_close_to_torchvisions_and_does_something(compared):
+    require_close(compared)
+
+
+def test_graph_fast_color_differs_from_exact_as_documented(compared, index):
+    require_documented_fast(compared)
+    view = compared.views["hue"]
+    (opposite,) = levels_of(index, EXACT, [replace(view, hue=-view.hue)], backend="torchvision")
+    strong = np.abs(view.hue) > 0.15
+    fast = compared.fast_dali["hue"][strong]
+    assert mean(fast, compared.torchvision["hue"][strong]) < mean(fast, opposite[strong])
+
+
+def test_graph_crop_differs_by_two_levels_at_most_but_for_the_outermost_pixels(compared):
+    difference = (compared.dali["crop"] - compared.torchvision["crop"]).abs()
+    assert difference[:, :, 1:-1, 1:-1].max() <= 2.001
+    assert difference.max() < 30  # a region of interest inside the resize operator: 40
+
+
+def test_graph_neutral_numbers_change_no_pixel(compared, index):
+    drawn, still = compared.views["drawn"], compared.views["crop"]
+    idle = (drawn.brightness == 1) & ~drawn.grey & (drawn.sigma == 0) & ~drawn.flip
+    for field in fields(ViewParams):
+        values = getattr(drawn, field.name).copy()
+        values[::2] = getattr(still, field.name)[::2]
+        drawn = replace(drawn, **{field.name: values})
+    idle[::2] = True
+    for augmentation in (EXACT, FAST):
+        (mixed,) = levels_of(index, augmentation, [drawn], backend="dali")
+        assert torch.equal(mixed[idle], compared.dali["crop"][idle])
+        assert not torch.equal(mixed[~idle], compared.dali["crop"][~idle])
+
+
+def test_graph_flip_mirrors_the_crop_and_gray_has_equal_channels(compared):
+    assert torch.equal(compared.dali["flip"], compared.dali["crop"].flip(3))
+    gray = compared.dali["gray"]
+    assert torch.equal(gray[:, 0], gray[:, 1]) and torch.equal(gray[:, 0], gray[:, 2])
+
+
+def test_graph_blur_of_any_window_is_torchvisions_of_23():
+    image, sigmas, windows = texture(3, 64, 80), np.float32([0.1, 0.5, 1.0, 2.0]), ("auto", 23)
+
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None, exec_dynamic=True, enable_conditionals=True)
+    def blurred():
+        arrays = [np.stack([image] * 4), sigmas > 0, sigmas]
+        source, chosen, sigma = fn.external_source(lambda: arrays, num_outputs=3, layout=["HWC", "", ""])
+        return tuple(graphs.blur(source, chosen, sigma, window) for window in windows)
+
+    source = torch.from_numpy(image).permute(2, 0, 1)
+    theirs = torch.stack([v2.functional.gaussian_blur(source, [23, 23], [float(s)] * 2) for s in sigmas])
+    for output in blurred().run():
+        ours = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).float()
+        assert mean(ours, theirs.float()) < 0.25 and (ours - theirs.float()).abs().max() <= 2
+
+
+def test_color_hue_is_torchvisions_for_every_kind_of_color():
+    """Grays, primaries, and every way for two channels to tie: each is a case in any formula for hue."""
+    levels = np.array([0, 1, 51, 128, 200, 254, 255], np.uint8)
+    palette = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), 3).reshape(49, 7, 3)
+    turns = np.array([-0.5, -0.2, -0.05, 0.0, 0.1, 1 / 3, 0.5], np.float32)
+
+    @pipeline_def(batch_size=len(turns), num_threads=1, device_id=None, exec_dynamic=True)
+    def rotated():
+        arrays = [np.stack([palette] * len(turns)), turns]
+        image, by = fn.external_source(lambda: arrays, num_outputs=2, layout=["HWC", ""])
+        return color.hue(image, by)
+
+    ours = torch.from_dlpack(rotated().run()[0].as_tensor()).permute(0, 3, 1, 2).float()
+    image = torch.from_numpy(palette).permute(2, 0, 1)
+    theirs = torch.stack([v2.functional.adjust_hue(image, float(by)) for by in turns]).float()
+    assert (ours - theirs).abs().max() <= 1 and mean(ours, theirs) < 0.25
+    assert torch.equal(ours[3], image.float())
+
+
+def test_color_contrast_expression_equals_the_operator_to_the_bit():
+    """A GPU uses the expression and a CPU the operator; only here can both be compared."""
+    images = np.stack([texture(i, 48, 48) for i in range(6)])
+    factors = np.array([0.2, 0.7, 1.0, 1.3, 1.8, 0.0], np.float32)
+
+    @pipeline_def(batch_size=6, num_threads=1, device_id=None, exec_dynamic=True)
+    def both():
+        image, factor = fn.external_source(lambda: [images, factors], num_outputs=2, layout=["HWC", ""])
+        gray = fn.color_space_conversion(image, image_type=graphs.types.RGB, output_type=graphs.types.GRAY)
+        mean_gray = fn.reductions.mean(gray)
+        return color.contrast(image, factor), color.contrast_expression(mean_gray, factor, image)
+
+    operator, expression = (torch.from_dlpack(output.as_tensor()) for output in both().run())
+    assert torch.equal(operator, expression)
+    assert torch.equal(operator[2], torch.from_numpy(images[2]))
+
+
+# -- files, and the evaluation view
+
+
+@pytest.mark.parametrize("height_width", [(96, 96), (96, 130), (131, 96)])
+def test_graph_reads_every_kind_of_file_as_pil_does(tmp_path, height_width):
+    index = write_kinds(tmp_path, *height_width)
+    (((images,), _, _),) = evaluation(index, np.arange(len(index)), "dali", batch=8, size=96, resize=96)
+    for i, ours in enumerate(images):
+        with Image.open(index.path(i)) as image:
+            theirs = v2.functional.pil_to_tensor(v2.CenterCrop(96)(image.convert("RGB"))).float()
+        bound = 0 if index.name(i).endswith("png") else 1
+        assert (255 * ours - theirs).abs().max() <= bound + 1e-3, index.name(i)
+
+
+@pytest.mark.parametrize("backend", ["dali", "torchvision"])
+def test_graph_evaluation_view_is_torchvisions_resize_and_center_crop(index, backend):
+    theirs = v2.Compose([v2.Resize(88), v2.CenterCrop(80)])
+    for (images,), _, indices in evaluation(index, np.arange(len(index)), backend, 5, 80, 88):
+        for ours, i in zip(images, indices.tolist()):
+            with Image.open(index.path(i)) as image:
+                reference = v2.functional.pil_to_tensor(theirs(image.convert("RGB"))).float()
+            difference = (255 * ours - reference).abs()
+            assert difference.mean() < 0.5 and difference.max() <= 2.001, i
+
+
+def test_graph_is_as_close_on_photographs(tmp_path):
+    if not SAMPLE.exists():
+        pytest.skip(f"no {SAMPLE.name}: set FASTSUNCET_IMAGENET_SAMPLE to a tar of ImageNet's JPEG files")
+    (tmp_path / "all").mkdir()
+    with tarfile.open(SAMPLE) as archive:
+        for member in [member for member in archive if member.isfile()][::60]:
+            (tmp_path / "all" / Path(member.name).name).write_bytes(archive.extractfile(member).read())
+    compared = compare(image_folder(tmp_path))
+    require_close(compared)
+    require_documented_fast(compared)
+
+
+@pytest.mark.gpu
+@gpu
+def test_graph_on_a_gpu_makes_the_cpus_views(index):
+    views = list(one_by_one(index.sizes).values())
+    for augmentation in (EXACT, FAST, replace(EXACT, blur_window=23)):
+        made = [levels_of(index, augmentation, views, backend="dali", device=each) for each in ("cpu", "gpu")]
+        # nvJPEG is not libjpeg to the bit; everything after it is the same arithmetic.
+        assert all(mean(cpu, gpu) < 2.0 and cpu.stride() == gpu.stride() for cpu, gpu in zip(*made))

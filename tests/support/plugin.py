@@ -1,0 +1,18 @@
+"""Conditions for tests of the color operator (`pipelines.dali.plugin`)."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.dali.plugin import build
+
+MISSING = build.unavailable()
+needs_plugin = pytest.mark.skipif(MISSING is not None, reason=f"the plug-in cannot be built: {MISSING}")
+
+
+def tiny_compiler(folder: Path, body: str = 'echo code > "$out"') -> Path:
+    """Write a compiler that runs `body`, where $out is the file to write."""
+    path = folder / "cc"
+    path.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nout=$2\n{body}\n')
+    path.chmod(0o755)
+    return path
