@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. A module imports from its own folder and from the rows below it.
 FLOORS = [
     "pipelines.data_errors pipelines.cuda_compiler",
-    "pipelines.backend pipelines.datasets pipelines.sampling",
+    "pipelines.backend pipelines.datasets",
+    "pipelines.sampling",
     "pipelines.dali",
     "pipelines",  # the other modules at its top: the loader and the tools that find bad files
     # ---- pixels end here, learning begins ----
