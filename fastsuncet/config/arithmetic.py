@@ -1,23 +1,19 @@
-"""From a config to numbers of steps and images, given how many processes share it and how many images there
-are.
+"""The sizes of a run in images and steps, from a config, the number of processes and the number of images.
 
-An epoch is always one pass over the unlabeled images, the last incomplete batch dropped (over the labeled ones
-where there is no other loss). The switch-off of supervision does not change the unlabeled batch: the labeled one
-is left out from then on.
+An epoch is always one pass over the unlabeled images without the last incomplete batch (over the labeled images where
+there is no other loss). Switching supervision off does not change the unlabeled batch: only the labeled batch is left
+out from then on.
 """
 
 from dataclasses import dataclass
 
-from fastsuncet.config.problems import Problem, words
-from fastsuncet.config.schema import Sections
-from fastsuncet.config.types import PerRank
+from fastsuncet.config.messages import ConfigErrors, Problem, words
+from fastsuncet.config.schema import PerRank, Sections
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The sizes of a run. `global_` counts over all processes, `local_` on each. Images give views: see
-    `samples`.
-    """
+    """The sizes of a run. `global_` counts over all processes, `local_` on each. Images give views: see `samples`."""
 
     world_size: int
     num_images: int
@@ -30,9 +26,8 @@ class Arithmetic:
     local_images_per_class: int
     steps_per_epoch: int
     steps: int  # updates of the whole run
-    supervised_steps: (
-        int  # updates with supervision on: step < supervised_steps; all, if it may end by a plateau
-    )
+    # Updates with supervision on: step < supervised_steps. All of them, if a plateau can end it.
+    supervised_steps: int
     warmup_steps: int
 
     @property
@@ -56,18 +51,33 @@ class Arithmetic:
         return self.large_views + self.small_views
 
     def samples(self, step: int) -> int:
-        """Views that go through the network in update `step`, over all processes."""
+        """Return the views that go through the network in update `step`, over all processes."""
         return self.update_samples(step < self.supervised_steps)
 
     def update_samples(self, supervised: bool) -> int:
-        """Views that go through the network in an update with or without labeled images, over all processes."""
+        """Return the views of an update with or without labeled images, over all processes."""
         return self.views * self.global_unlabeled + (self.global_labeled if supervised else 0)
 
     def total_samples(self, steps: int | None = None) -> int:
-        """Views over all processes in the first `steps` updates, in the whole run by default."""
+        """Return the views over all processes in the first `steps` updates, in the whole run by default."""
         steps = self.steps if steps is None else steps
         on = min(steps, self.supervised_steps)
         return on * self.update_samples(True) + (steps - on) * self.update_samples(False)
+
+
+class _Checks:
+    """Gathers problems. `done` raises them all together."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def require(self, holds: bool, key: str, text: str) -> None:
+        if not holds:
+            self.problems.append(Problem(key, text))
+
+    def done(self) -> None:
+        if self.problems:
+            raise ConfigErrors(self.problems)
 
 
 def arithmetic(
@@ -76,101 +86,94 @@ def arithmetic(
     num_images: int,
     num_classes: int | None = None,
     num_labeled: int | None = None,
-) -> tuple[Arithmetic | None, list[Problem]]:
-    """The sizes, or what does not fit. `num_classes` counts the classes that have a labeled image, where known;
-    `num_labeled` those images, where not all are labeled.
+) -> Arithmetic:
+    """Return the sizes. `num_classes` counts the classes with a labeled image, where known, and `num_labeled` those
+    images, where not all are labeled. Raises ConfigErrors, without lines, with every size that does not fit.
     """
     if world_size < 1:
         raise ValueError(f"a world has at least one process, not {world_size}")
-    c, o, problems = config.criterion, config.optimization, []
+    c, o, checks = config.criterion, config.optimization, _Checks()
 
-    def share(key: str, size: int | PerRank) -> tuple[int, int]:
-        """(over all processes, on each)."""
+    def sizes(key: str) -> tuple[int, int]:
+        """Return a size over all processes and on each."""
+        size = getattr(c, key)
         if isinstance(size, PerRank):
             return size.per_rank * world_size, size.per_rank
         if size % world_size:
-            problems.append(Problem(f"criterion.{key}", _indivisible(size, world_size)))
+            checks.require(False, f"criterion.{key}", _indivisible(size, world_size))
         return size, size // world_size
 
-    unlabeled, local_unlabeled = share("unsupervised_batch_size", c.unsupervised_batch_size)
+    unlabeled, local_unlabeled = sizes("unsupervised_batch_size")
     per_class, local_per_class, classes = 0, 0, 0
     if c.supervised:
         classes = c.classes_per_batch
-        per_class, local_per_class = share("supervised_imgs_per_class", c.supervised_imgs_per_class)
-
-    def check(holds: bool, key: str, text: str) -> None:
-        if not holds:
-            problems.append(Problem(key, text))
-
-    alone = c.instance == "none"
-    check(
-        alone or unlabeled >= 2,
+        per_class, local_per_class = sizes("supervised_imgs_per_class")
+    labels_alone = c.instance == "none"
+    checks.require(
+        labels_alone or unlabeled >= 2,
         "criterion.unsupervised_batch_size",
-        "is 1 image over all processes, which has no negative to be contrasted with; 2 are the least",
+        "is 1 image over all processes, which has no negative; at least 2 are needed",
     )
-    check(
+    checks.require(
         not c.contrasts_labels or per_class >= 2,
         "criterion.supervised_imgs_per_class",
-        "is 1 image of a class over all processes, which has no positive; 2 are the least",
+        "is 1 image of a class over all processes, which has no positive; at least 2 are needed",
     )
-    check(
+    checks.require(
         num_classes is None or classes <= num_classes,
         "criterion.classes_per_batch",
         f"must be at most {num_classes}: that many classes have a labeled image",
     )
-    if alone:
+    if labels_alone:
         available, batch = num_images if num_labeled is None else num_labeled, classes * per_class
         steps_per_epoch = available // batch if batch else 0
-        check(
+        checks.require(
             steps_per_epoch > 0,
             "criterion.supervised_imgs_per_class",
             f"a batch of {batch:,} labeled images over all processes is larger than the {available:,} there are",
         )
     else:
         steps_per_epoch = num_images // max(unlabeled, 1)
-        check(
+        checks.require(
             steps_per_epoch > 0,
             "criterion.unsupervised_batch_size",
             f"a batch of {unlabeled:,} images over all processes is larger than the data set of {num_images:,}",
         )
-    if problems:
-        return None, problems
-    # `plateau` is not known before the run: until then supervision may last to the end.
-    on = None if c.supervised_epochs in ("all", "plateau") else c.supervised_epochs * steps_per_epoch
-    if c.labeled_share is not None:
+    checks.done()
+    # When a plateau ends supervision is not known before the run: until then it can last to the end.
+    on = c.supervised_epochs * steps_per_epoch if isinstance(c.supervised_epochs, int) else None
+    if c.labeled_share is not None and on is not None:
         views, visits = 2 * unlabeled + classes * per_class, on * per_class  # visits to each class of a batch
         local_per_class = round(c.labeled_share * views / classes / world_size)
         per_class = local_per_class * world_size
         local_unlabeled = max(0, views - classes * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size
-        check(
+        checks.require(
             per_class >= 2 and unlabeled >= 2,
             "criterion.labeled_share",
             f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
-            f"processes, and {unlabeled:,} unlabeled ones; of both 2 are the least",
+            f"processes, and {unlabeled:,} unlabeled ones; at least 2 of both are needed",
         )
-        if problems:
-            return None, problems
+        checks.done()
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
-    steps = o.steps if o.steps is not None else o.epochs * steps_per_epoch
+    steps = o.steps if o.steps is not None else (o.epochs or 0) * steps_per_epoch
     warmup_steps = round(o.warmup * steps_per_epoch)
-    check(
+    checks.require(
         steps == 0 or warmup_steps < steps,
         "optimization.warmup",
         f"must be shorter than the run: {o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}",
     )
-    check(
-        c.labeled_share is None or on <= steps,
+    checks.require(
+        c.labeled_share is None or on is None or on <= steps,
         "criterion.labeled_share",
         f"would need {on or 0:,} updates for as many passes through the labeled images, and the run has {steps:,}",
     )
-    if problems:
-        return None, problems
+    checks.done()
     return Arithmetic(
         world_size=world_size,
         num_images=num_images,
-        large_views=0 if alone else 2,
+        large_views=0 if labels_alone else 2,
         small_views=config.swav.small_crops if c.instance == "swav" else 0,
         global_unlabeled=unlabeled,
         local_unlabeled=local_unlabeled,
@@ -181,7 +184,7 @@ def arithmetic(
         steps=steps,
         supervised_steps=steps if on is None else min(steps, on),
         warmup_steps=warmup_steps,
-    ), []
+    )
 
 
 def _indivisible(size: int, world_size: int) -> str:

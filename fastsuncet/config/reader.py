@@ -1,22 +1,26 @@
-"""Reads the YAML of a config: PyYAML's safe loader made narrower, and every value with the line it stands on.
+"""Reads a config's YAML files and overrides, and remembers the line of every value.
 
-Narrower, because a config comes from someone else as often as not:
+The YAML is PyYAML's, restricted, because a config often comes from someone else:
   - no tags (`!!python/...`)
-  - no anchors and aliases: ten lines of them make a bomb, and `base:` does their honest work
-  - no second value for a key in silence
-  - at most 1 MB, 5,000 values, 16 levels: a config is a page
-And what YAML 1.1 reads in surprising ways is read the way it is meant: `1e-4` is a number and not text,
-`1:30` and `2026-11-21` are text and not a number in base 60 or a date.
+  - no anchors and aliases: ten lines of them can expand to gigabytes; `base:` shares settings instead
+  - no key twice
+  - at most 1 MB, 5,000 values, 16 levels
+Some values have another meaning than in YAML 1.1: `1e-4` is a number and not text; `1:30` and `2026-11-21` are text
+and not a number in base 60 or a date.
 """
 
+import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
-from fastsuncet.config.problems import ConfigErrors, Origin, Problem, shorten
+from fastsuncet.config.messages import ConfigErrors, Origin, Problem, shorten
+from fastsuncet.config.schema import SECTIONS, VALUES
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 5_000
@@ -27,96 +31,97 @@ Key = tuple[str, ...]  # ("data", "split", "file")
 CORE = "tag:yaml.org,2002:"
 BOOLEANS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
-# What a person can do about the scanner's own words.
+# Words of PyYAML's messages -> what to do about them.
 HINTS = {
-    "mapping values are not allowed here": "is this line indented like its neighbours, has the line above a colon?",
+    "mapping values are not allowed here": "is this line indented like its neighbors, has the line above a colon?",
     "cannot start any token": "YAML is indented with spaces, never tabs",
     "could not find expected ':'": "is a colon missing?",
-    "expected <block end>": "is this line indented like its neighbours?",
+    "expected <block end>": "is this line indented like its neighbors?",
     "expected ',' or": "is a bracket or a comma missing?",
     "expected a single document": "a config is one document: remove the `---`",
     "while scanning a quoted scalar": "is a closing quote missing?",
 }
 
 
+# -------------------------------------------------------------------------------------------------------------- YAML
 class _Loader(yaml.SafeLoader):
-    """Composes a node graph and nothing more: no object is ever constructed by PyYAML."""
+    """Composes a graph of nodes. PyYAML never constructs an object here."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}  # not YAML 1.1's: ours, below
+    yaml_implicit_resolvers: ClassVar[dict] = {}  # those below and not YAML 1.1's
     depth = 0
     values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()
         self.values += 1
+        text = ""
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise _refused(
-                event, "anchors and aliases (&name, *name) are not read; `base: other.yaml` shares settings"
-            )
-        if self.values > MAX_VALUES:
-            raise _refused(event, f"more than {MAX_VALUES:,} values: this is not a config")
-        if self.depth == MAX_DEPTH:
-            raise _refused(event, f"more than {MAX_DEPTH} levels deep: this is not a config")
+            text = "anchors and aliases (&name, *name) are not read; `base: other.yaml` shares settings"
+        elif self.values > MAX_VALUES:
+            text = f"more than {MAX_VALUES:,} values: this is not a config"
+        elif self.depth == MAX_DEPTH:
+            text = f"more than {MAX_DEPTH} levels deep: this is not a config"
+        if text:
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
-def _refused(event: yaml.Event, text: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=text, problem_mark=event.start_mark)
-
-
+# Each pattern takes time linear in the length of the text: no two of its parts can match the same characters.
 for _tag, _pattern, _first in (
     ("bool", "(?i:yes|no|true|false|on|off)", "yYnNtTfFoO"),
     ("null", "(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
     ("int", "[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("float", r"[-+]?\.(?i:inf)|\.(?i:nan)", "-+."),
 ):
-    _Loader.add_implicit_resolver(CORE + _tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+    _Loader.add_implicit_resolver(CORE + _tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
+@dataclass
 class Document:
-    """One parsed file or override: `values` in plain types, `origins` of every key in it, and `problems` on
-    the way.
-    """
+    """One parsed file or override: `values` in plain types, the `origins` of its keys, and the `problems` found."""
 
-    def __init__(self, text: str, file: str = "", override: str = ""):
-        self.text, self.file, self.override = text, file, override
-        self.values: Any = None
-        self.origins: dict[Key, Origin] = {}
-        self.problems: list[Problem] = []
+    text: str
+    file: str = ""
+    override: str = ""
+    values: Any = None
+    origins: dict[Key, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Parse the text. Raises ConfigErrors where it is not YAML."""
         try:
-            node = _Loader(text).get_single_node()
-        except yaml.YAMLError as error:
+            node = _Loader(self.text).get_single_node()
+        except yaml.reader.ReaderError as error:
+            line = self.text.count("\n", 0, error.position) + 1
+            text = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
+            raise ConfigErrors([Problem("", text, Origin(self.file, line, "", self.override))]) from None
+        except yaml.MarkedYAMLError as error:
             raise ConfigErrors([self._syntax(error)]) from None
         if node is not None:
             self.values = self._build(node, ())
 
-    def _syntax(self, error: yaml.YAMLError) -> Problem:
-        if isinstance(error, yaml.reader.ReaderError):
-            line = self.text.count("\n", 0, error.position) + 1
-            text = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
-            return Problem("", text, Origin(self.file, line, "", self.override))
-        mark, context = error.problem_mark, error.context or ""
+    def _syntax(self, error: Any) -> Problem:
+        mark, context, text = error.problem_mark, error.context or "", error.problem
         if error.context_mark is not None and mark.index >= len(self.text.rstrip()):
-            mark = error.context_mark  # what is open to the end of the file is missed where it was opened
-        text = error.problem
-        if type(error) is not yaml.MarkedYAMLError:  # PyYAML's words and not ours
+            mark = error.context_mark  # what is open to the end of the file is reported where it was opened
+        if type(error) is not yaml.MarkedYAMLError:  # PyYAML's message and not ours
             hint = next((hint for words, hint in HINTS.items() if words in f"{context} {text}"), None)
             text = f"not valid YAML: {text}" + (f" ({hint})" if hint else "")
         return Problem("", text, Origin(self.file, mark.line + 1, "", self.override))
 
     def _origin(self, node: yaml.Node, value: yaml.Node | None = None) -> Origin:
-        """The line of `node`; the words as they stand in the file are those of `value`."""
-        shown = value or node
-        written = self.text[shown.start_mark.index : shown.end_mark.index].strip()
+        """Return the line of `node`, with the text of `value` as it was written."""
+        shown: Any = value or node
+        written = self.text[shown.start_mark.index : shown.end_mark.index].strip() or "null"
         if isinstance(shown, yaml.MappingNode) and not shown.flow_style:
-            return Origin(self.file, node.start_mark.line + 1, "", self.override)  # a section is not quoted
-        return Origin(self.file, node.start_mark.line + 1, written or "null", self.override)
+            written = ""  # a section of several lines is not repeated
+        return Origin(self.file, node.start_mark.line + 1, written, self.override)
 
-    def _build(self, node: yaml.Node, path: Key) -> Any:
+    def _build(self, node: Any, path: Key) -> Any:
         kind = node.tag.removeprefix(CORE)
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node, path)
@@ -124,9 +129,12 @@ class Document:
             return [self._build(item, path) for item in node.value]
         if isinstance(node, yaml.ScalarNode) and kind in ("str", "int", "float", "bool", "null"):
             try:
-                return self._scalar(kind, node.value)
-            except (ValueError, KeyError):
-                kind = kind + " " + node.value  # `!!int abc`, or a number of more than 4,300 digits
+                return _scalar(kind, node.value)
+            except (
+                ValueError,
+                KeyError,
+            ):  # `!!int abc`, a number of more than 4,300 digits, half a character
+                kind = f"{kind} {node.value}"
         tag = "!!" + kind if node.tag.startswith(CORE) else node.tag
         text = (
             f"{shorten(tag)} is not read: a config holds text, numbers, true, false, null, lists and sections"
@@ -134,87 +142,176 @@ class Document:
         self.problems.append(Problem(".".join(path), text, self._origin(node), show_value=False))
         return None
 
-    @staticmethod
-    def _scalar(kind: str, text: str) -> Any:
-        if kind == "str":
-            return text
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return BOOLEANS[text.lower()]
-        number = text.replace("_", "").lower()
-        if kind == "int":
-            return int(number)
-        return float(number.replace(".inf", "inf").replace(".nan", "nan"))
-
     def _mapping(self, node: yaml.MappingNode, path: Key) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            origin = self._origin(key_node, value_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 text = "a key is a plain word, not a list or a section"
-                self.problems.append(Problem(".".join(path), text, self._origin(key_node), show_value=False))
+                self.problems.append(Problem(".".join(path), text, origin, show_value=False))
                 continue
-            name = key_node.value
-            key = (*path, name)
-            if name in values:
+            key = (*path, key_node.value)
+            if key_node.value in values:
                 text = f"written twice: first on line {self.origins[key].line}. Keep one"
-                self.problems.append(Problem(".".join(key), text, self._origin(key_node, value_node)))
+                self.problems.append(Problem(".".join(key), text, origin))
                 continue
-            self.origins[key] = self._origin(key_node, value_node)
-            values[name] = self._build(value_node, key)
+            self.origins[key] = origin
+            values[key_node.value] = self._build(value_node, key)
         return values
 
 
-def read_file(path: Path, shown: str, origin: Origin | None = None) -> Document:
-    """Parses the file at `path`, called `shown` in messages. `origin` is the line that asked for it, if a
-    line did.
-    """
+def _scalar(kind: str, text: str) -> Any:
+    if kind == "str":
+        text.encode()  # "\ud800" is half a character: raises ValueError
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return BOOLEANS[text.lower()]
+    number = text.replace("_", "").lower()
+    return int(number) if kind == "int" else float(number.replace(".inf", "inf").replace(".nan", "nan"))
 
-    def fail(text: str) -> ConfigErrors:
-        at = origin or Origin(shown)
-        return ConfigErrors([Problem("base" if origin else "", text, at)])
+
+def read_file(path: Path, shown: str, origin: Origin | None = None) -> Document:
+    """Parse the file at `path`, called `shown` in messages. `origin` is the line that named it, if a line did."""
+
+    def failed(text: str) -> ConfigErrors:
+        return ConfigErrors([Problem("base" if origin else "", text, origin or Origin(shown))])
 
     try:
         with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)  # never more, whatever the file turns out to be
+            raw = stream.read(MAX_BYTES + 1)  # never more: the file can be a device without an end
     except FileNotFoundError:
-        raise fail(_not_found(path, shown)) from None
+        raise failed(_not_found(path, shown)) from None
     except IsADirectoryError:
-        raise fail(f"{shown} is a folder; a config is a YAML file in it") from None
+        raise failed(f"{shown} is a folder; a config is a YAML file in it") from None
     except OSError as error:
-        raise fail(f"{shown} cannot be read: {error.strerror}") from None
+        raise failed(f"{shown} cannot be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
-        raise fail(f"{shown} is larger than {MAX_BYTES // 1_000_000} MB: this is not a config")
+        raise failed(f"{shown} is larger than {MAX_BYTES // 1_000_000} MB: this is not a config")
     try:
-        text = raw.decode("utf-8")
+        return Document(raw.decode("utf-8"), shown)
     except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        problem = Problem("", "not UTF-8 text: save the file as UTF-8", Origin(shown, line))
-        raise ConfigErrors([problem]) from None
-    return Document(text, shown)
+        at = Origin(shown, raw[: error.start].count(b"\n") + 1)
+        raise ConfigErrors([Problem("", "not UTF-8 text: save the file as UTF-8", at)]) from None
 
 
 def _not_found(path: Path, shown: str) -> str:
+    folder = Path(shown).parent
     try:
         there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
     except OSError:
-        return f"no such file: there is no folder {Path(shown).parent}"
-    near = get_close_matches(path.name, there, 1)
-    if near:
-        return f"no such file; did you mean {Path(shown).parent / near[0]}?"
-    return "no such file" + (f"; {Path(shown).parent} holds {', '.join(there[:8])}" if there else "")
+        return f"no such file: there is no folder {folder}"
+    if near := get_close_matches(path.name, there, 1):
+        return f"no such file; did you mean {folder / near[0]}?"
+    return "no such file" + (f"; {folder} holds {', '.join(there[:8])}" if there else "")
 
 
-def read_override(argument: str) -> tuple[Key, Document]:
-    """Parses `section.key=value`; the value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}."""
-    origin = Origin(override=argument)
-    name, equals, value = argument.partition("=")
-    key = tuple(name.split("."))
+# ---------------------------------------------------------------------------------------- a file, its base, overrides
+@dataclass
+class Layers:
+    """The values of a config file, its base and the overrides, merged; with the origin of each, and all problems."""
+
+    values: dict[str, Any]
+    origins: dict[Key, Origin]
+    problems: list[Problem]
+
+    def add(self, values: dict[str, Any], origins: dict[Key, Origin]) -> None:
+        """Lay values on those there are."""
+        self.values = merged(self.values, values)
+        self.origins |= origins
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `over` laid on `base`: sections are merged key by key at every level, other values are replaced."""
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def read_layers(shown: str, overrides: Sequence[str]) -> Layers:
+    """Read a file and its base and lay `overrides` on them. The last value of a key counts.
+
+    Raises ConfigErrors where nothing can be read: no file, no YAML, no sections.
+    """
+    path = Path(shown).expanduser()
+    document = read_file(path, shown)
+    layers = Layers({}, {}, list(document.problems))
+    values, origins = _sections_of(document), dict(document.origins)
+    if "base" in values:
+        _add_base(layers, values.pop("base"), origins.pop(("base",)), path, shown)
+    layers.add(values, origins)
+    for argument in overrides:
+        layers.problems += _add_override(layers, argument)
+    logging = layers.values.get("logging", {})
+    if isinstance(logging, dict) and logging.get("write_tag") is None:
+        origin = Origin(shown, written=f"{path.stem} (from the name of the file)")
+        layers.add({"logging": {"write_tag": path.stem}}, {("logging", "write_tag"): origin})
+    return layers
+
+
+def _add_base(layers: Layers, base: Any, at: Origin, path: Path, shown: str) -> None:
+    if not isinstance(base, str) or not base:
+        text = "must be the name of another config file, such as base.yaml"
+        raise ConfigErrors([*layers.problems, Problem("base", text, at)])
+    base = os.path.expanduser(base)
+    # normpath and not resolve(): messages name the file as its reader would type it.
+    shown = os.path.normpath(os.path.join(os.path.dirname(shown), base))
+    document = read_file(path.parent / base, shown, at)
+    layers.problems += document.problems
+    values = _sections_of(document)
+    if "base" in values:
+        text = f"{shown} has a base itself, {values['base']}; only one level is allowed"
+        raise ConfigErrors([*layers.problems, Problem("base", text, at)])
+    layers.add(values, document.origins)
+
+
+def _sections_of(document: Document) -> dict[str, Any]:
+    """Return the values of a document. A section with nothing below it (`logging:`) has no keys."""
+    if document.values is None:
+        text = "the file is empty; a config has at least the sections data, criterion and optimization"
+        raise ConfigErrors([Problem("", text, Origin(document.file))])
+    if not isinstance(document.values, dict):
+        text = "this is not a config: it has sections such as data: with indented lines key: value"
+        raise ConfigErrors([Problem("", text, Origin(document.file, 1))])
+    return _with_sections(document.values, "")
+
+
+def _with_sections(values: dict[str, Any], above: str) -> dict[str, Any]:
+    filled = {}
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if key in SECTIONS and (value is None or isinstance(value, dict)):
+            value = _with_sections(value or {}, f"{key}.")
+        filled[name] = value
+    return filled
+
+
+def _add_override(layers: Layers, argument: str) -> list[Problem]:
+    """Lay `section.key=value` on the layers, or return what is wrong with it.
+
+    The value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}.
+    """
+    name, equals, text = argument.partition("=")
+    key, origin = tuple(name.split(".")), Origin(override=argument)
     if not equals or not all(part and part == part.strip() for part in key):
-        text = "an override is written section.key=value, without spaces around the ="
-        raise ConfigErrors([Problem(name, text, origin)])
-    document = Document(value, override=argument)
-    for problem in document.problems:
-        problem_key = ".".join(filter(None, (name, problem.key)))
-        raise ConfigErrors([Problem(problem_key, problem.text, origin)])
-    return key, document
+        what = "an override is written section.key=value, without spaces around the ="
+        return [Problem(name, what, origin)]
+    try:
+        over = Document(text, override=argument)
+    except ConfigErrors as error:
+        return error.problems
+    if over.problems:
+        return [
+            Problem(".".join(filter(None, (name, each.key))), each.text, origin) for each in over.problems
+        ]
+    nested: Any = {} if over.values is None and name in SECTIONS else over.values
+    for part in reversed(key):
+        nested = {part: nested}
+    # Sections above the key keep their line: the override is not to blame for what is missing there. A value above
+    # it does not: `...batch_size.per_rank=44` replaces all of it.
+    above = [key[:length] for length in range(1, len(key)) if ".".join(key[:length]) in VALUES]
+    layers.add(nested, dict.fromkeys([*above, key, *((*key, *below) for below in over.origins)], origin))
+    return []

@@ -1,153 +1,262 @@
-"""Every key a config can hold, and its default. What the values may be is in `types.py`, what they mean
-together in `rules.py`.
+"""Every key of a config: its type, its default, what it means and what is allowed.
 
 The vocabulary is the paper's and its authors' (`unsupervised_batch_size`, `supervised_imgs_per_class`,
-`classes_per_batch`, `supervised_epochs`, `trust_coefficient`, `start_lr`, `lr`, `final_lr`, `warmup`). One
-meaning differs on purpose: batch sizes count images over ALL processes, so that a config is the same
-experiment on one GPU and on 64 (`{per_rank: 44}` is accepted as well).
+`classes_per_batch`, `supervised_epochs`, `trust_coefficient`, `start_lr`, `lr`, `final_lr`, `warmup`). One meaning
+differs on purpose: batch sizes count images over all processes, so that a config is the same experiment on one GPU
+and on 64 (`{per_rank: 44}` is accepted as well).
 
-A default is neutral, or the paper's value for both of its data sets. What differs between experiments
-(temperature, batch size, learning rate) has none: it must be written. Paths are taken from the working
-directory, and `~` is the home folder.
+A default is neutral, or the paper's value for both of its data sets. What differs between experiments (temperature,
+batch size, learning rate) has no default: it must be written. Paths are relative to the working directory, and `~` is
+the home folder. What settings mean together is in `rules.py`.
+
+Values are validated in pydantic's strict mode: `epochs: true` is not 1, and `lr: "fast"` is not a number. Lists become
+tuples, so that a frozen config cannot change anywhere.
 """
 
 import json
+import math
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
-from fastsuncet.config.types import (
-    AreaShares,
-    BatchSize,
-    Below,
-    Count,
-    CountOrZero,
-    Datasets,
-    Epochs,
-    ImagesPerClass,
-    Momentum,
-    Name,
-    NotNegative,
-    Numbers,
-    Positive,
-    Section,
-    Seed,
-    Sha256,
-    Share,
-    ShareOrZero,
-    Switch,
+from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
+
+
+# ------------------------------------------------------------------------------------------------------------- types
+class Section(BaseModel):
+    """A section of a config: frozen, strict, and without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def described(words: str) -> Allowed:
+    """Return the words for a type that needs no check beyond pydantic's."""
+    return Allowed(lambda _: True, words)
+
+
+def matching(pattern: str, words: str) -> Allowed:
+    """Return a check of text by a regular expression."""
+    return Allowed(lambda text: re.fullmatch(pattern, text) is not None, words)
+
+
+Count = Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")]
+CountOrZero = Annotated[int, Allowed(lambda n: 0 <= n < 2**31, "a whole number, 0 or more")]
+Seed = Annotated[int, Allowed(lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1")]
+
+
+class PerRank(Section):
+    """A count that each process has, whatever their number."""
+
+    per_rank: Count
+
+
+BatchSize = Annotated[
+    CountOrZero | PerRank, described("a whole number of images over all processes, or {per_rank: N}")
+]
+ImagesPerClass = Annotated[
+    CountOrZero | PerRank,
+    described("a whole number of images over all processes (0 or more), or {per_rank: N}"),
+]
+Epochs = Annotated[
+    CountOrZero | Literal["all", "plateau"],
+    described("a whole number of epochs, 0 or more, or all or plateau"),
+]
+Positive = Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a number above 0")]
+NotNegative = Annotated[float, Allowed(lambda x: 0 <= x < math.inf, "a number, 0 or more")]
+Share = Annotated[float, Allowed(lambda x: 0 < x <= 1, "a share above 0 and up to 1, such as 0.1")]
+ShareOrZero = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a share from 0 to 1, such as 0.75")]
+Momentum = Annotated[float, Allowed(lambda x: 0 <= x < 1, "a number from 0 to below 1")]
+Numbers = Annotated[
+    tuple[NotNegative, ...], Allowed(bool, "a list of numbers, 0 or more, such as [0.001, 0.01]")
+]
+Datasets = Annotated[
+    tuple[Literal["cifar10", "cifar100", "voc07"], ...],
+    Allowed(bool, "a list of cifar10, cifar100 and voc07"),
+]
+Switch = Annotated[bool, described("true or false")]
+Text = Annotated[str, matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")]
+Sha256 = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits in small letters")]
+# A run's name becomes a folder's name. It cannot climb out of `logging.folder`, hide, or look like an option.
+Name = Annotated[
+    str,
+    matching(
+        r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}",
+        "a name of up to 100 letters, digits and . _ - that begins with a letter, a digit or _",
+    ),
+]
+Below = Annotated[
     Text,
-)
-from pipelines.sampling.augmentation import Augmentation
+    matching(
+        r"(?![/~])(?!(.*/)?\.\.(/|$))[^\\]*", "a folder below data.root, without a leading / and without .."
+    ),
+]
 
 
+def setting(default: Any, meaning: str) -> Any:
+    """Return a pydantic field with a default and its meaning."""
+    return Field(default, description=meaning)
+
+
+# ---------------------------------------------------------------------------------------------------------- sections
 class Meta(Section):
-    """How to compute. None of it is the paper's but the seed (its authors used 0)."""
+    """How to compute. Only the seed is from the paper (its authors used 0)."""
 
-    seed: Seed = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the network; criterion.products: of the losses
-    channels_last: Switch = True
-    compile: Switch = False  # torch.compile of the network: the first step takes minutes
-    cuda_graph: Switch = False  # the step as one CUDA graph; off until it has been measured on a card
-    deterministic: Switch = True  # false: whatever kernel is fastest; a resumed run differs in its bits
-    threads: Count | None = None  # of torch on a CPU; null: torch decides
+    seed: Seed = setting(0, "seed of all random numbers but those of data.split")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
+    precision: Literal["bf16", "fp16", "fp32"] = setting(
+        "bf16", "of the network; criterion.products is that of the losses"
+    )
+    channels_last: Switch = setting(True, "keep images in NHWC memory format")
+    compile: Switch = setting(False, "torch.compile of the network; the first step then takes minutes")
+    cuda_graph: Switch = setting(
+        False, "run the step as one CUDA graph; off until it has been measured on a GPU"
+    )
+    deterministic: Switch = setting(
+        True, "false: the fastest kernels; a resumed run then differs in its last bits"
+    )
+    threads: Count | None = setting(None, "threads of torch on a CPU; null: torch decides")
 
 
 class Split(Section):
     """Which training images count as labeled."""
 
-    kind: Literal["none", "names", "bernoulli", "all", "csv"] = "none"
-    file: Text | None = None  # names: one image name a line; csv: lines file,label (null: those of data.csv)
-    sha256: Sha256 | None = None  # names: of that file; the paper's two lists are known without it
-    fraction: Share | None = None  # bernoulli: each image is labeled with this probability, independently
-    seed: Seed = 0  # bernoulli: of that draw
+    kind: Literal["none", "names", "bernoulli", "all", "csv"] = setting(
+        "none",
+        "none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels",
+    )
+    file: Text | None = setting(
+        None, "names: one image name a line; csv: lines file,label (null: those of data.csv)"
+    )
+    sha256: Sha256 | None = setting(None, "of the file of names; the paper's two lists are known without it")
+    fraction: Share | None = setting(
+        None, "bernoulli: probability that an image is labeled, independently of the others"
+    )
+    seed: Seed = setting(0, "bernoulli: seed of that draw")
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class AugmentationSection(Augmentation):
     """The training view: the settings of the pixels' own class."""
 
     def __post_init__(self) -> None:
-        """Leave what two settings mean together to `rules.py`, which can name the line."""
+        """Leave conflicts between settings to `rules.py`, which reports them with the other problems."""
 
 
 class Data(Section):
     """Images, and which of them are labeled."""
 
-    kind: Literal["image_folder", "csv", "cifar10", "cifar100", "digits"] = Field(examples=["image_folder"])
-    root: Text | None = None
-    train: Below = "train"  # folder below root
-    validation: Below | None = "val"  # folder below root; null: there is none
-    csv: Text | None = None  # csv: a file of lines file,label
-    download: Switch = False  # cifar10, cifar100: fetch it into root if it is not there
-    split: Split = Split()
-    index: Text | None = None  # where the scanned list of training images is kept; null: beside the runs
-    pack: Text | None = (
-        None  # the training images as one file, which `fastsuncet data pack` makes; null: the files
+    kind: Literal["image_folder", "csv", "cifar10", "cifar100", "digits"] = Field(
+        description="image_folder: root/train/CLASS/IMAGE; csv: root/train/... with labels in a file; digits: "
+        "scikit-learn's"
     )
-    # How many undecodable images may be replaced before the run ends: by each process, in each of its two streams
-    # (unlabeled, labeled), counted anew when the run is started again.
-    bad_images: CountOrZero = 0
-    backend: Literal["auto", "dali", "torchvision"] = "auto"
-    # What DALI makes exact color with; on a CPU the pixels are the same bits. plugin: our own operator, which
-    # `python -m pipelines.dali.plugin` builds; graph: DALI's; auto: our own where it was built, and on a GPU DALI's.
-    color_operator: Literal["auto", "graph", "plugin"] = "auto"
-    # Of each of a process's streams; null: its share of the machine's cores, 16 at most.
-    decode_threads: Count | None = None
-    prefetch: Count = 2  # steps whose pixels are made ahead
-    # Of each batch, to a GPU's hardware JPEG decoder, in pre-training. Above 0 two decoders share a batch by position,
-    # and their pixels need not agree to the bit: the same run on another number of GPUs is then another.
-    hw_decoder_share: ShareOrZero = 0.0
-    # Memory of a GPU's decoders: grown as images come, or at the start enough for the largest one of the index, which
-    # takes 6 bytes a pixel of it on the GPU and 12 in the host's memory, for each thread of each stream.
-    decoder_buffers: Literal["grown", "largest"] = "grown"
+    root: Text | None = setting(None, "folder that holds the images")
+    train: Below = setting("train", "folder of the training images, below root")
+    validation: Below | None = setting(
+        "val", "folder of the validation images, below root; null: there is none"
+    )
+    csv: Text | None = setting(None, "csv: a file of lines file,label")
+    download: Switch = setting(False, "cifar10, cifar100: download the images if root does not hold them")
+    split: Split = Split()
+    index: Text | None = setting(
+        None, "file that keeps the scanned list of training images; null: a file in logging.folder"
+    )
+    pack: Text | None = setting(
+        None, "file made by `fastsuncet data pack` that holds all training images; null: read the files"
+    )
+    bad_images: CountOrZero = setting(
+        0,
+        "how many undecodable images may be replaced before the run ends: by each process, in each of its two streams "
+        "(unlabeled, labeled), counted anew when the run is started again",
+    )
+    backend: Literal["auto", "dali", "torchvision"] = setting("auto", "what makes the pixels")
+    color_operator: Literal["auto", "graph", "plugin"] = setting(
+        "auto",
+        "what DALI makes exact color with; on a CPU the pixels have the same bits. plugin: this project's operator, "
+        "built by `python -m pipelines.dali.plugin`; graph: DALI's operators; auto: the plugin where it was built and "
+        "the pixels are made on a CPU",
+    )
+    decode_threads: Count | None = setting(
+        None, "of each of a process's streams; null: its share of the machine's cores, at most 16"
+    )
+    prefetch: Count = setting(2, "steps whose pixels are made ahead")
+    hw_decoder_share: ShareOrZero = setting(
+        0.0,
+        "share of each pre-training batch for a GPU's hardware JPEG decoder. Above 0 two decoders share a batch by "
+        "position, and their pixels can differ in the last bits: the run then depends on the number of GPUs",
+    )
+    decoder_buffers: Literal["grown", "largest"] = setting(
+        "grown",
+        "memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of "
+        "the index, which takes 6 bytes a pixel on the GPU and 12 on the host for each thread of each stream",
+    )
     augmentation: AugmentationSection = AugmentationSection()
 
 
 class Model(Section):
     """The encoder and its projection head: 2048-2048-128 without BatchNorm in the paper."""
 
-    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = "resnet50"
-    library: Literal["torchvision", "timm"] = "torchvision"
-    stem: Literal["imagenet", "cifar"] = "imagenet"  # cifar: 3x3 stride 1 and no max-pool
-    hidden: Count = 2048
-    output: Count = 128
-    head_batchnorm: Switch = False
-    sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
-    # BatchNorm, the sum with a block's input and ReLU in one pass over the pixels, by our own CUDA kernels. Off until
-    # it has been measured on a card; on a CPU it changes nothing.
-    fused_batchnorm: Switch = False
+    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = setting("resnet50", "the encoder")
+    library: Literal["torchvision", "timm"] = setting("torchvision", "where the encoder's code is from")
+    stem: Literal["imagenet", "cifar"] = setting(
+        "imagenet", "cifar: first convolution 3x3 with stride 1, and no max-pool"
+    )
+    hidden: Count = setting(2048, "width of the projection head's hidden layers")
+    output: Count = setting(128, "width of the embedding that the losses see")
+    head_batchnorm: Switch = setting(False, "BatchNorm in the projection head")
+    sync_batchnorm: Switch = setting(True, "BatchNorm statistics over all processes")
+    fused_batchnorm: Switch = setting(
+        False,
+        "BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; off until "
+        "it has been measured on a GPU; no effect on a CPU",
+    )
 
 
 class Criterion(Section):
-    """A loss on the unlabeled images plus one on the labeled ones, weight 1 each (paper, section 3)."""
+    """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
-    instance: Literal["nt_xent", "swav", "none"] = "nt_xent"  # of unlabeled images; none: labels alone
-    supervision: Literal["suncet", "cross_entropy", "sup_con"] = (
-        "suncet"  # of labeled ones; sup_con: L_sup_out
+    instance: Literal["nt_xent", "swav", "none"] = setting(
+        "nt_xent", "loss of unlabeled images; none: learn from labeled images alone"
     )
-    temperature: Positive = Field(examples=[0.1])  # tau of all contrastive losses and of SwAV
-    unsupervised_batch_size: BatchSize = Field(examples=[256])  # images over all processes; 0 with none
-    classes_per_batch: CountOrZero = 0  # the same classes on all processes
-    supervised_imgs_per_class: ImagesPerClass = 0  # images over all processes, one view each
-    # Supervision is on before this epoch and off from it on. 0: never on; all: to the end; plateau: until the epoch
-    # means of its loss have stopped falling (plateau_epochs, plateau_gain; fastsuncet/training/plateau.py).
-    supervised_epochs: Epochs = 0
-    plateau_epochs: Count = 10  # how far back the loss is compared
-    plateau_gain: Share = 0.01  # the share of it that must have gone since
-    # Appendix D: the labeled share of an update's views, at the views of the batch sizes above and the same number of
-    # passes through the labeled images as they and supervised_epochs make; null: as written above.
-    labeled_share: Share | None = None
-    keys: Literal["attached", "detached"] = "attached"  # does the gradient reach the other side of a pair?
-    average: Literal["sample", "class"] = "sample"  # they differ only where classes are unbalanced
-    chunk_size: Count | None = None  # rows per sweep of the losses; null: 128, on a GPU 1,024
-    # Of the contrastive losses on a GPU. tf32: factors of 10 bits, and only behind a network in bf16 or fp16, whose
-    # rows have 7 or 10 themselves; behind fp32 it is fp32. Sums are float32 always.
-    products: Literal["tf32", "fp32"] = "tf32"
+    supervision: Literal["suncet", "cross_entropy", "sup_con"] = setting(
+        "suncet", "loss of labeled images; sup_con: L_sup_out"
+    )
+    temperature: Positive = Field(description="tau of all contrastive losses and of SwAV")
+    unsupervised_batch_size: BatchSize = Field(description="unlabeled images over all processes; 0 with none")
+    classes_per_batch: CountOrZero = setting(0, "classes in a labeled batch, the same on all processes")
+    supervised_imgs_per_class: ImagesPerClass = setting(
+        0, "labeled images of each class over all processes, one view each"
+    )
+    supervised_epochs: Epochs = setting(
+        0,
+        "supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of "
+        "its loss stop falling (plateau_epochs, plateau_gain)",
+    )
+    plateau_epochs: Count = setting(10, "over how many epochs the falling of the loss is measured")
+    plateau_gain: Share = setting(0.01, "share of the loss by which it must have fallen over plateau_epochs")
+    labeled_share: Share | None = setting(
+        None,
+        "share of an update's views that are labeled (appendix D), with as many views as the batch sizes above give "
+        "and as many passes through the labeled images as they and supervised_epochs give; null: as written above",
+    )
+    keys: Literal["attached", "detached"] = setting(
+        "attached", "whether the gradient reaches the other side of a pair"
+    )
+    average: Literal["sample", "class"] = setting(
+        "sample", "of the labeled loss; they differ only where classes are unbalanced"
+    )
+    chunk_size: Count | None = setting(
+        None, "rows of the similarity matrix at a time; null: 128, on a GPU 1,024"
+    )
+    products: Literal["tf32", "fp32"] = setting(
+        "tf32",
+        "dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 "
+        "or fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32",
+    )
 
     @property
     def supervised(self) -> bool:
@@ -161,117 +270,131 @@ class Criterion(Section):
 
 
 class Swav(Section):
-    """Read with criterion.instance: swav. Two large crops are data.augmentation's; the defaults are SwAV's own."""
+    """Read with criterion.instance: swav. The two large crops are data.augmentation's; the defaults are SwAV's."""
 
-    prototypes: Count = 3000
-    epsilon: Positive = 0.05  # of Sinkhorn-Knopp
-    iterations: Count = 3
-    freeze_steps: CountOrZero = 313  # updates before the prototypes move
-    small_crops: CountOrZero = 6
-    small_size: Count = 96  # pixels, square
-    small_scale: AreaShares = (0.05, 0.14)  # share of the image's area
+    prototypes: Count = setting(3000, "number of prototypes")
+    epsilon: Positive = setting(0.05, "entropy of the Sinkhorn-Knopp assignment")
+    iterations: Count = setting(3, "iterations of Sinkhorn-Knopp")
+    freeze_steps: CountOrZero = setting(313, "updates before the prototypes are trained")
+    small_crops: CountOrZero = setting(6, "small crops of each image")
+    small_size: Count = setting(96, "side of a small crop, in pixels")
+    small_scale: AreaShares = setting((0.05, 0.14), "area of a small crop, as a share of the image's")
 
 
 class Optimization(Section):
-    """LARS and its schedule. The defaults are the paper's profile: every parameter scaled and decayed
-    alike.
-    """
+    """LARS and its schedule. The defaults are the paper's: every parameter is scaled and decayed alike."""
 
-    epochs: Count | None = None  # passes over the unlabeled images
-    steps: Count | None = None  # updates; decides over epochs where both are written
-    lr: Positive = Field(examples=[1.0])
-    start_lr: NotNegative = 0.0  # the warm-up begins here
-    final_lr: NotNegative = 0.0  # the cosine ends here
-    warmup: NotNegative = 0.0  # epochs; fractions are allowed
-    legacy_schedule: Switch = False  # the authors' first release, whose lr rises again at the end
-    momentum: Momentum = 0.9
-    weight_decay: NotNegative = 1e-6
-    trust_coefficient: Positive = 0.001
-    nesterov: Switch = False
-    lr_in_momentum: Switch = False  # true: the classic form, lr inside the momentum buffer
-    exclude_bias_and_norm: Switch = False  # true: biases and BatchNorm by plain SGD without weight decay
+    epochs: Count | None = setting(None, "passes over the unlabeled images")
+    steps: Count | None = setting(None, "updates; takes precedence over epochs where both are written")
+    lr: Positive = Field(description="learning rate after the warm-up")
+    start_lr: NotNegative = setting(0.0, "learning rate at the start of the warm-up")
+    final_lr: NotNegative = setting(0.0, "learning rate at the end of the cosine")
+    warmup: NotNegative = setting(0.0, "length of the warm-up in epochs; fractions are allowed")
+    legacy_schedule: Switch = setting(
+        False, "the schedule of the authors' first release, whose learning rate rises again at the end"
+    )
+    momentum: Momentum = setting(0.9, "momentum of SGD")
+    weight_decay: NotNegative = setting(1e-6, "added to the gradient before LARS scales it")
+    trust_coefficient: Positive = setting(0.001, "LARS' local learning rate")
+    nesterov: Switch = setting(False, "Nesterov momentum")
+    lr_in_momentum: Switch = setting(
+        False, "true: the classic form, with the learning rate inside the momentum buffer"
+    )
+    exclude_bias_and_norm: Switch = setting(
+        False, "true: plain SGD without weight decay for biases and BatchNorm"
+    )
 
 
 class Logging(Section):
-    """Where a run lives: `folder`/`write_tag`. The same command finds it again and continues."""
+    """Where a run lives: `folder`/`write_tag`. The same command finds it again and continues it."""
 
-    folder: Text = "runs"
-    write_tag: Name | None = None  # null: the name of the config file
-    log_every: Count = 10  # steps
-    tensorboard: Switch = False
-    wandb: Text | None = None  # name of a project
+    folder: Text = setting("runs", "folder that holds all runs")
+    write_tag: Name | None = setting(None, "name of the run; null: the name of the config file")
+    log_every: Count = setting(10, "steps between two lines of metrics")
+    tensorboard: Switch = setting(False, "write TensorBoard events")
+    wandb: Text | None = setting(None, "project of Weights & Biases; null: none")
 
 
 class Checkpoint(Section):
-    """When to save, beside the end of the run and a signal; both may be given."""
+    """When to save, apart from the end of the run and a signal. Both intervals can be given."""
 
-    every: Count | None = None  # steps
-    every_epochs: Count | None = 1
-    keep: Count = 3  # the newest ones
+    every: Count | None = setting(None, "steps between two checkpoints")
+    every_epochs: Count | None = setting(1, "epochs between two checkpoints")
+    keep: Count = setting(3, "how many of the newest checkpoints to keep")
 
 
 class Evaluation(Section):
     """What is measured while training."""
 
-    knn_every_epochs: Count | None = None
-    knn_k: Count = 10
+    knn_every_epochs: Count | None = setting(None, "epochs between two k-NN evaluations; null: none")
+    knn_k: Count = setting(10, "number of nearest neighbors")
 
 
 class Finetune(Section):
     """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
 
-    epochs: Count = 30  # 1 % of ImageNet: 60; CIFAR-10: 90
-    batch_size: BatchSize = 4096  # CIFAR-10: 256
-    lr: Positive | None = None  # null: 0.05 x batch_size / 256
-    momentum: Momentum = 0.9
-    nesterov: Switch = True
-    weight_decay: NotNegative = 0.0
-    accumulate: Count = 1  # passes an update: the same batch in less memory, BatchNorm over smaller parts
-    crop_scale: AreaShares = (0.08, 1.0)
-    write_tag: Name | None = None  # of the folder below the run's; null: the labels' and the checkpoint's
+    epochs: Count = setting(
+        30, "passes over the labeled images; the paper: 60 for 1 % of ImageNet, 90 for CIFAR-10"
+    )
+    batch_size: BatchSize = setting(4096, "labeled images over all processes; the paper: 256 for CIFAR-10")
+    lr: Positive | None = setting(None, "learning rate; null: 0.05 x batch_size / 256")
+    momentum: Momentum = setting(0.9, "momentum of SGD")
+    nesterov: Switch = setting(True, "Nesterov momentum")
+    weight_decay: NotNegative = setting(0.0, "weight decay of SGD")
+    accumulate: Count = setting(
+        1, "passes for one update: the same batch in less memory, with BatchNorm over smaller parts"
+    )
+    crop_scale: AreaShares = setting((0.08, 1.0), "area of the random crop, as a share of the image's")
+    write_tag: Name | None = setting(
+        None, "name of the folder below the run's; null: one from the labels and the checkpoint"
+    )
 
 
 class Linear(Section):
-    """`fastsuncet evaluate linear`: logistic regression on frozen representations."""
+    """`fastsuncet evaluate linear`: logistic regression on frozen features."""
 
-    strength: Positive = 1.0  # inverse of the L2 penalty
-    max_iterations: Count = 1000
+    strength: Positive = setting(1.0, "inverse of the L2 penalty")
+    max_iterations: Count = setting(1000, "iterations of L-BFGS at most")
 
 
 class Npi(Section):
-    """`fastsuncet evaluate npi`: SuNCEt's own classifier without parameters (paper, appendix G)."""
+    """`fastsuncet evaluate npi`: SuNCEt's classifier without parameters (paper, appendix G)."""
 
-    temperature: Positive | None = None  # null: criterion.temperature
-    views: Count = 1  # random crops of each labeled image that join the supports
+    temperature: Positive | None = setting(None, "null: criterion.temperature")
+    views: Count = setting(1, "random crops of each labeled image that join the supports")
 
 
 class Transfer(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
-    # Folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100, voc07.
-    root: Text | None = None
-    datasets: Datasets = ("cifar10", "cifar100", "voc07")
-    download: Switch = False  # cifar10, cifar100
-    steps: Count = 20_000
-    batch_size: BatchSize = 256
-    momentum: Momentum = 0.9
-    learning_rates: Numbers = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)
-    weight_decays: Numbers = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)  # over lr
-    size: Count = 224  # pixels of a crop
-    resize: Count = 256  # pixels of the shorter side before the centre crop
-    validation: Share = 0.1  # of CIFAR's training images, for choosing a cell; VOC07 has its own
+    root: Text | None = setting(
+        None,
+        "folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100, "
+        "voc07",
+    )
+    datasets: Datasets = setting(("cifar10", "cifar100", "voc07"), "the data sets to fine-tune on")
+    download: Switch = setting(False, "cifar10, cifar100: download them if root does not hold them")
+    steps: Count = setting(20_000, "updates of each run")
+    batch_size: BatchSize = setting(256, "images over all processes")
+    momentum: Momentum = setting(0.9, "momentum of SGD")
+    learning_rates: Numbers = setting(
+        (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1), "learning rates of the grid"
+    )
+    weight_decays: Numbers = setting(
+        (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0),
+        "weight decays of the grid, each divided by the learning rate",
+    )
+    size: Count = setting(224, "side of a crop, in pixels")
+    resize: Count = setting(256, "shorter side before the center crop, in pixels")
+    validation: Share = setting(
+        0.1, "share of CIFAR's training images for choosing a run; VOC07 has its own validation images"
+    )
 
 
 class Sections(BaseModel):
     """The sections. `fastsuncet.config.Config` adds what they mean together."""
 
     model_config = Section.model_config
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The sections of plain nested values. Raises pydantic's ValidationError."""
-        # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
-        return cls.model_validate_json(json.dumps(values))
 
     data: Data
     criterion: Criterion
@@ -287,12 +410,29 @@ class Sections(BaseModel):
     npi: Npi = Npi()
     transfer: Transfer = Transfer()
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """Return the sections of plain nested values. Raises pydantic's ValidationError."""
+        # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
+        return cls.model_validate_json(json.dumps(values))
 
-def section_of(field: Any) -> Any:
-    """The section class a pydantic field holds, None for a plain value."""
-    annotation = field.annotation
-    return (
-        annotation
-        if isinstance(annotation, type) and issubclass(annotation, (Section, Augmentation))
-        else None
-    )
+
+# ------------------------------------------------------------------------------------------- the schema by dotted key
+def _sections(name: str, section: Any) -> dict[str, dict[str, FieldInfo]]:
+    fields = section.__pydantic_fields__
+    found = {name: fields}
+    for key, field in fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, (Section, Augmentation)):
+            found |= _sections(f"{name}.{key}".lstrip("."), field.annotation)
+    return found
+
+
+# Dotted section -> its fields by name; "" is the top level.
+SECTIONS = _sections("", Sections)
+# Dotted key of a value -> its field.
+VALUES = {
+    key: field
+    for section, fields in SECTIONS.items()
+    for name, field in fields.items()
+    if (key := f"{section}.{name}".lstrip(".")) not in SECTIONS
+}

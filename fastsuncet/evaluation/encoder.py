@@ -147,11 +147,13 @@ def load_encoder(where: Path, config: Config) -> Encoder:
 def _from_checkpoint(loaded: manager.Checkpoint, shown: Config) -> Encoder:
     source = str(loaded.path)
     try:
-        config = Config.from_values(loaded.meta["config"])
+        config = Config.from_checkpoint(loaded.meta["config"])
     except (KeyError, ValidationError, ConfigErrors) as error:
+        problems = error.problems if isinstance(error, ConfigErrors) else []
+        why = "".join(f"\n  {each.key} {each.text}" for each in problems)
         raise CheckpointError(
             f"{source} does not say what network it holds: this version cannot read its config. It was written by "
-            f"{loaded.meta.get('versions')}"
+            f"{loaded.meta.get('versions')}{why}"
         ) from error
     # The network would still give numbers, only worse ones, and nothing else would say why.
     trained, now = _normalization(config), _normalization(shown)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.keys import SECTIONS
+from fastsuncet.config.schema import SECTIONS
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

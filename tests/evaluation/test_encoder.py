@@ -106,6 +106,22 @@ def test_load_encoder_refuses_a_run_of_another_version(tmp_path, config):
         load_encoder(tmp_path, config)
 
 
+def test_load_encoder_checkpoint_with_a_removed_key(tmp_path, config):
+    """model.batchnorm_communicator was removed: shared is what every run does now, own is refused by name."""
+    save_run(tmp_path, config, 1)
+    good = manager.load(tmp_path / "checkpoints" / "step_00000001")
+    stored = config.canonical()
+    meta = {key: good.meta[key] for key in ("ledger", "world_size")} | {"config": stored}
+    for step, value in enumerate(("shared", "own"), 2):
+        stored["model"]["batchnorm_communicator"] = value
+        manager.save(tmp_path / "checkpoints", step, model=good.model, state={}, meta=meta, keep=9)
+    assert load_encoder(tmp_path / "checkpoints" / "step_00000002", config).step == 2
+    with pytest.raises(
+        CheckpointError, match=r"\n  model.batchnorm_communicator is own, and .* use the version that"
+    ):
+        load_encoder(tmp_path / "checkpoints" / "step_00000003", config)
+
+
 def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
     save_run(tmp_path, config, 1, model=trained("resnet_tiny", "cifar"))
     with pytest.raises(CheckpointError, match=r"conv1\.weight is \(16, 3, 3, 3\), expected \(16, 3, 7, 7\)"):

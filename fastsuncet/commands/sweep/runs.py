@@ -12,7 +12,7 @@ from typing import Any
 
 from fastsuncet.commands.sweep.spec import TAG, Command, Setting, Spec, Variant
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.problems import ConfigErrors, Origin, Problem
+from fastsuncet.config.messages import ConfigErrors, Origin, Problem
 
 MAX_JOBS = 2_000  # of one sweep: more is a slip of the hand, and nobody waits for it
 

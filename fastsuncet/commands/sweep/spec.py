@@ -21,7 +21,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from fastsuncet.config.problems import ConfigErrors, Origin
+from fastsuncet.config.messages import ConfigErrors, Origin
 from fastsuncet.config.reader import Document
 
 COMMANDS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastsuncet.commands.sweep.spec import COMMANDS, TAG, Command, Setting, Spec, Variant, as_yaml
-from fastsuncet.config.problems import ConfigErrors, Origin, Problem, words
+from fastsuncet.config.messages import ConfigErrors, Origin, Problem, words
 from fastsuncet.config.reader import Document, Key, read_file
 
 TOP = ("base", "name", "set", "vary", "runs", "commands")

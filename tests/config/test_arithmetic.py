@@ -1,0 +1,202 @@
+"""The sizes of a run: the paper's numbers of updates, and whatever the sizes, they add up."""
+
+import re
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fastsuncet.config import Config, ConfigErrors
+from tests.support.configs import GOOD, load
+
+IMAGENET, CIFAR10 = 1_281_167, 50_000
+SUPERVISED = ("data.split.kind=all", "criterion.classes_per_batch=20")
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "steps"),
+    [(IMAGENET, 4096, 312), (IMAGENET, 2816, 454), (CIFAR10, 256, 195), (CIFAR10, 128, 390)],
+)
+def test_arithmetic_updates_of_an_epoch(images, batch, steps):
+    sizes = load(GOOD, f"criterion.unsupervised_batch_size={batch}").resolve(1, images)
+    assert sizes.steps_per_epoch == steps
+
+
+@pytest.mark.parametrize("world_size", [1, 8, 64])
+def test_arithmetic_same_experiment_on_any_number_of_processes(world_size):
+    config = load(
+        GOOD,
+        *SUPERVISED,
+        "criterion.unsupervised_batch_size=2816",
+        "criterion.supervised_imgs_per_class=128",
+        "criterion.supervised_epochs=50",
+    )
+    sizes = config.resolve(world_size, IMAGENET, 1000)
+    assert (sizes.global_unlabeled, sizes.global_labeled) == (2816, 2560)
+    assert (sizes.local_unlabeled, sizes.local_labeled) == (2816 // world_size, 2560 // world_size)
+    assert (sizes.steps_per_epoch, sizes.steps, sizes.supervised_steps) == (454, 45_400, 22_700)
+    assert (sizes.samples(0), sizes.samples(22_699), sizes.samples(22_700)) == (8192, 8192, 5632)
+    assert sizes.total_samples() == 22_700 * 8192 + 22_700 * 5632
+
+
+def test_arithmetic_sizes_per_process():
+    config = load(
+        GOOD,
+        *SUPERVISED,
+        "criterion.unsupervised_batch_size={per_rank: 44}",
+        "criterion.supervised_imgs_per_class={per_rank: 2}",
+        "criterion.supervised_epochs=all",
+    )
+    sizes = config.resolve(64, IMAGENET)
+    assert (sizes.global_unlabeled, sizes.local_unlabeled) == (2816, 44)
+    assert (sizes.global_images_per_class, sizes.local_images_per_class) == (128, 2)
+    assert sizes.supervised_steps == sizes.steps == 45_400
+
+
+def test_arithmetic_switch_off():
+    """After the end supervision is always on; with 0 epochs the labeled batch is never asked for."""
+    late = load(GOOD, *SUPERVISED, "criterion.supervised_imgs_per_class=4", "criterion.supervised_epochs=250")
+    assert late.resolve(1, CIFAR10).supervised_steps == 100 * 195
+    never = load(GOOD, *SUPERVISED, "criterion.supervised_imgs_per_class=3", "criterion.supervised_epochs=0")
+    sizes = never.resolve(2, CIFAR10, 1)
+    assert (sizes.supervised_steps, sizes.global_labeled, sizes.samples(0)) == (0, 0, 512)
+
+
+def test_arithmetic_steps_and_warmup():
+    """Steps take precedence over epochs; the warm-up is counted in epochs."""
+    sizes = load(GOOD, "optimization.steps=600", "optimization.warmup=2.5").resolve(1, CIFAR10)
+    assert (sizes.steps, sizes.warmup_steps) == (600, 488)  # 2.5 x 195 = 487.5: halves to even
+    assert sizes.epochs == pytest.approx(600 / 195)
+    assert load(GOOD.replace("epochs: 100", "steps: 7")).resolve(1, CIFAR10).steps == 7
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+def refused(config: Config, *sizes) -> str:
+    with pytest.raises(ConfigErrors) as caught:
+        config.resolve(*sizes)
+    return str(caught.value).split("\n\n", 1)[1]
+
+
+def test_arithmetic_indivisible_sizes():
+    config = load(
+        GOOD,
+        *SUPERVISED,
+        "criterion.supervised_imgs_per_class=2",
+        "criterion.supervised_epochs=1",
+        "criterion.unsupervised_batch_size=2816",
+    )
+    assert (
+        refused(config, 3, IMAGENET, 10)
+        == """\
+  command line: criterion.unsupervised_batch_size=2816
+      counts images over all processes, and 2,816 cannot be shared by 3. Either make it 2,814 or 2,817, or
+      use 2 or 4 processes
+  command line: criterion.supervised_imgs_per_class=2
+      counts images over all processes, and 2 cannot be shared by 3. Either make it 3, or use 2 processes
+  command line: criterion.classes_per_batch=20
+      must be at most 10: that many classes have a labeled image"""
+    )
+
+
+def test_arithmetic_batch_larger_than_the_data_set():
+    assert refused(load(), 1, 255) == (
+        "  run.yaml:6: criterion.unsupervised_batch_size: 256\n"
+        "      a batch of 256 images over all processes is larger than the data set of 255"
+    )
+    assert load().resolve(1, 256).steps_per_epoch == 1
+
+
+def test_arithmetic_warmup_longer_than_the_steps():
+    config = load(GOOD + "  steps: 195\n  warmup: 1\n")
+    assert refused(config, 1, CIFAR10) == (
+        "  run.yaml:11: optimization.warmup: 1\n      must be shorter than the run: 1 epochs are 195 steps of 195"
+    )
+
+
+def test_arithmetic_one_image_per_process():
+    """Alone, an image has no negative or positive; the second process has them."""
+    config = load(
+        GOOD,
+        *SUPERVISED,
+        "criterion.unsupervised_batch_size={per_rank: 1}",
+        "criterion.supervised_imgs_per_class={per_rank: 1}",
+        "criterion.supervised_epochs=1",
+    )
+    assert config.resolve(2, 100).global_images_per_class == 2
+    assert "is 1 image over all processes, which has no negative" in refused(config, 1, 100)
+    assert "is 1 image of a class over all processes, which has no positive" in refused(config, 1, 100)
+
+
+def test_arithmetic_world_without_processes():
+    with pytest.raises(ValueError, match="at least one process"):
+        load().resolve(0, 100)
+
+
+# --------------------------------------------------------------------------------------------------------- properties
+def values_of(batch: int) -> dict:
+    return {
+        "data": {"kind": "image_folder", "root": "/", "split": {"kind": "all"}},
+        "criterion": {"temperature": 1.0, "unsupervised_batch_size": batch},
+        "optimization": {"lr": 1.0, "epochs": 100},
+    }
+
+
+@given(
+    world_size=st.integers(1, 64),
+    local=st.integers(2, 64),
+    images=st.integers(1, 10**7),
+    classes=st.integers(2, 100),
+    per_class=st.integers(2, 8),
+    epochs=st.integers(1, 1000),
+    switch_off=st.one_of(st.just("all"), st.integers(0, 1000)),
+    warmup=st.floats(0, 20),
+)
+def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epochs, switch_off, warmup):
+    assume(images >= world_size * local)
+    assume(warmup < epochs)
+    values = values_of(world_size * local)
+    values["criterion"] |= {
+        "classes_per_batch": classes,
+        "supervised_imgs_per_class": world_size * per_class,
+        "supervised_epochs": switch_off,
+    }
+    values["optimization"] = {"lr": 1.0, "epochs": epochs, "warmup": warmup}
+    config = Config.from_values(values)
+    steps = epochs * (images // (world_size * local))
+    if round(warmup * (images // (world_size * local))) >= steps:  # rounded to steps it is the whole run
+        assert "must be shorter than the run" in refused(config, world_size, images)
+        return
+    sizes = config.resolve(world_size, images)
+    # An epoch shows every image at most once, and leaves out less than a batch.
+    shown = sizes.steps_per_epoch * sizes.global_unlabeled
+    assert images - sizes.global_unlabeled < shown <= images
+    assert sizes.steps == steps == epochs * sizes.steps_per_epoch
+    assert 0 <= sizes.warmup_steps < sizes.steps
+    assert 0 <= sizes.supervised_steps <= sizes.steps
+    assert sizes.local_unlabeled * world_size == sizes.global_unlabeled
+    assert sizes.local_labeled * world_size == sizes.global_labeled
+    # The total in closed form is the sum over the steps.
+    on, off = sizes.supervised_steps, sizes.steps - sizes.supervised_steps
+    last = sizes.samples(sizes.steps - 1)
+    assert sizes.total_samples() == (on and on * sizes.samples(0)) + (off and off * last)
+    middle = sizes.steps // 2
+    assert sizes.total_samples(middle + 1) - sizes.total_samples(middle) == sizes.samples(middle)
+    # The same sizes, given for each process.
+    values["criterion"]["unsupervised_batch_size"] = {"per_rank": local}
+    values["criterion"]["supervised_imgs_per_class"] = {"per_rank": per_class}
+    assert Config.from_values(values).resolve(world_size, images) == sizes
+
+
+@given(size=st.integers(2, 10**6), world_size=st.integers(2, 1000))
+def test_arithmetic_numbers_offered_instead_fit(size, world_size):
+    assume(size % world_size)
+    with pytest.raises(ConfigErrors) as caught:
+        Config.from_values(values_of(size)).resolve(world_size, 10**7)
+    (text,) = [p.text for p in caught.value.problems if "cannot be shared" in p.text]
+    sizes, counts = text.split("Either make it ")[1].split(", or use ")
+    for number in re.findall(r"[\d,]+", sizes):
+        offered = int(number.replace(",", ""))
+        assert offered % world_size == 0
+        assert abs(offered - size) < world_size
+    for number in re.findall(r"\d+", counts):
+        assert size % int(number) == 0

@@ -1,0 +1,80 @@
+"""All problems of a config are reported at once, each with its line, its key and what is allowed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.config import ConfigErrors
+from fastsuncet.config.messages import allowed
+from fastsuncet.config.schema import SECTIONS, VALUES
+from tests.support.configs import GOOD, load, refusal, wrong_files
+
+WRONG = wrong_files(Path(__file__).parent / "wrong_configs.txt")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_messages_wrong_config(case):
+    with pytest.raises(ConfigErrors) as caught:
+        load(case.text, *case.overrides)
+    case.check(caught.value)
+
+
+def test_messages_all_at_once():
+    """The problems come in the order of the file, with those of the command line last."""
+    text = """\
+data: {kind: image_folder, roots: /images}
+criterion:
+  temprature: 0.1
+  unsupervised_batch_size: 256
+  supervised_epochs: 10
+optimization:
+  epochs: 5
+  warmup: 10
+  lr: "1.0"
+"""
+    assert (
+        refusal(text, "meta.precision=fp15", "optimization.momentum")
+        == """\
+  run.yaml:1: data.roots: /images
+      there is no such key; did you mean data.root?
+  run.yaml:1: data.split.kind
+      none leaves no labeled image, and criterion.supervised_epochs is 10; choose names, bernoulli, all or
+      csv, or write supervised_epochs: 0 for SimCLR
+  run.yaml:2: criterion.classes_per_batch
+      must be 2 or more while supervised_epochs is 10: suncet contrasts classes. For SimCLR alone write
+      supervised_epochs: 0
+  run.yaml:2: criterion.supervised_imgs_per_class
+      must be 2 or more while supervised_epochs is 10: an image alone in its class has no positive. For
+      SimCLR alone write supervised_epochs: 0
+  run.yaml:3: criterion.temprature: 0.1
+      there is no such key; did you mean criterion.temperature?
+  run.yaml:8: optimization.warmup: 10
+      must be shorter than the run: 10 epochs of 5
+  run.yaml:9: optimization.lr: "1.0"
+      must be a number above 0; without the quotes it is a number
+  command line: optimization.momentum
+      an override is written section.key=value, without spaces around the =
+  command line: meta.precision=fp15
+      must be bf16, fp16 or fp32"""
+    )
+
+
+def test_messages_control_characters_and_long_values():
+    message = refusal(GOOD, "logging.folder=\x1b[2J", f"meta.seed={'9' * 1000}")
+    assert "\x1b" not in message
+    assert "command line: logging.folder=?[2J\n      not valid YAML: the character U+001B is" in message
+    assert f"command line: meta.seed={'9' * 47}...\n" in message
+
+
+def test_messages_missing_key_next_to_an_override():
+    message = refusal("data: {kind: digits}\ncriterion: {temperature: 1}\n", "optimization.epochs=3")
+    assert "  run.yaml: optimization.lr\n      is missing; it must be a number above 0" in message
+
+
+@pytest.mark.parametrize("key", [*SECTIONS, *VALUES])
+def test_messages_every_key_has_words(key):
+    """Each key has plain words for what is allowed, and each value a meaning."""
+    assert re.fullmatch(r"[^<>\[\]|]+.*", allowed(key))
+    assert "Annotated" not in allowed(key)
+    assert key in SECTIONS or VALUES[key].description

@@ -1,0 +1,178 @@
+"""What a config file can hold, its base, and the overrides."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.config import ConfigErrors, load_config
+from fastsuncet.config.reader import MAX_BYTES, MAX_VALUES
+from tests.support.configs import GOOD, load, refusal
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1e-4", 0.0001),
+        ("1E-4", 0.0001),
+        ("+1e-4", 0.0001),
+        (".5", 0.5),
+        ("2.", 2.0),
+        ("1_000", 1000.0),
+        ("3", 3.0),
+        ("1.5e3", 1500.0),
+        ("4.8", 4.8),
+        ("010", 10.0),
+    ],
+)
+def test_reader_numbers(written, value):
+    assert load(GOOD.replace("lr: 1.0", f"lr: {written}")).optimization.lr == value
+    assert load(GOOD, f"optimization.lr={written}").optimization.lr == value
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("digits", ["{}", "{}x", "{}.x", "+{}e", "1e{}x", "{}_x"])
+def test_reader_takes_linear_time_for_digits(digits):
+    """A pattern that tries every way to split these digits takes minutes."""
+    refusal(GOOD + f"meta: {{seed: {digits.format('9' * 200_000)}}}\n")
+
+
+def test_reader_dates_and_base_sixty_are_text():
+    assert load(GOOD, "logging.write_tag=2026-11-21").logging.write_tag == "2026-11-21"
+    assert load(GOOD, "logging.folder=1:30").logging.folder == "1:30"
+
+
+@pytest.mark.parametrize(("written", "value"), [("yes", True), ("Off", False), ("true", True), ("NO", False)])
+def test_reader_switches(written, value):
+    assert load(GOOD, f"meta.compile={written}").meta.compile is value
+
+
+@pytest.mark.timeout(60)
+def test_reader_size_limits():
+    Path("run.yaml").write_text(GOOD + "# " + "x" * MAX_BYTES)
+    with pytest.raises(ConfigErrors, match=r"run\.yaml is larger than 1 MB: this is not a config"):
+        load_config("run.yaml")
+    with pytest.raises(ConfigErrors, match="larger than 1 MB"):
+        load_config("/dev/zero")  # never ends: only the first megabyte is read
+    assert "more than 5,000 values" in refusal("a: [" + "1, " * (MAX_VALUES + 1) + "1]\n")
+
+
+def test_reader_bytes_that_are_not_text():
+    assert refusal(GOOD + "meta: {seed: \0}\n") == (
+        "  run.yaml:10\n      not valid YAML: the character U+0000 is not allowed in it"
+    )
+    Path("run.yaml").write_bytes(GOOD.encode() + b"logging: {folder: caf\xe9}\n")
+    with pytest.raises(ConfigErrors, match=r"run\.yaml:10\n +not UTF-8 text: save the file as UTF-8"):
+        load_config("run.yaml")
+    Path("run.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())  # with a byte order mark
+    assert load_config("run.yaml").data.root == "/images"
+
+
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os.mkdir"]
+)
+def test_reader_executes_nothing(tag):
+    refusal(GOOD + f"meta: {{seed: {tag} ['executed']}}\n")
+    refusal(GOOD, f"meta.seed={tag} ['executed']")
+    assert not Path("executed").exists()
+
+
+def test_reader_empty_section():
+    assert load(GOOD + "meta:\nlogging: null\n") == load(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runn.yaml", r"runn\.yaml\n +no such file; did you mean run\.yaml\?"),
+        ("./zzz", r"\./zzz\n +no such file; \. holds run\.yaml"),
+        ("nowhere/run.yaml", "no such file: there is no folder nowhere"),
+        (".", "is a folder; a config is a YAML file in it"),
+    ],
+)
+def test_reader_missing_file(path, message):
+    load()
+    with pytest.raises(ConfigErrors, match=message):
+        load_config(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file")
+def test_reader_file_without_permission():
+    load()
+    Path("run.yaml").chmod(0)
+    with pytest.raises(ConfigErrors, match=r"run\.yaml cannot be read: Permission denied"):
+        load_config("run.yaml")
+
+
+# ----------------------------------------------------------------------------------------------- base and overrides
+def write(name: str, text: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(text)
+
+
+def test_reader_base_is_merged_key_by_key():
+    write("configs/base.yaml", GOOD + "model: {hidden: 512, output: 64}\nmeta: {seed: 1}\n")
+    write("configs/run.yaml", "base: base.yaml\nmodel: {output: 32}\ndata:\n  augmentation: {size: 96}\n")
+    config = load_config("configs/run.yaml")
+    assert (config.model.hidden, config.model.output, config.meta.seed) == (512, 32, 1)
+    assert (config.data.root, config.data.augmentation.size) == ("/images", 96)
+    assert config.logging.write_tag == "run"
+
+
+def test_reader_problems_in_a_base_name_its_file():
+    write("configs/base.yaml", GOOD.replace("lr: 1.0", "lr: -1") + "  nesterov: true\n  nesterov: false\n")
+    write("configs/run.yaml", "base: base.yaml\n\nmeta: {sed: 3}\ncriterion: {unsupervised_batch_size: 1}\n")
+    with pytest.raises(ConfigErrors) as caught:
+        load_config("configs/run.yaml")
+    assert [(str(p.origin), p.key) for p in caught.value.problems] == [
+        ("configs/base.yaml:9", "optimization.lr"),
+        ("configs/base.yaml:11", "optimization.nesterov"),
+        ("configs/run.yaml:3", "meta.sed"),
+        ("configs/run.yaml:4", "criterion.unsupervised_batch_size"),
+    ]
+
+
+def test_reader_batch_sizes_replace_each_other():
+    """A size over all processes replaces one per process, and the other way round."""
+    write("base.yaml", GOOD.replace("size: 256", "size: {per_rank: 32}"))
+    write("run.yaml", "base: base.yaml\ncriterion: {unsupervised_batch_size: 64}\n")
+    assert load_config("run.yaml").criterion.unsupervised_batch_size == 64
+    for override in ("unsupervised_batch_size={per_rank: 8}", "unsupervised_batch_size.per_rank=8"):
+        assert load_config("run.yaml", [f"criterion.{override}"]).resolve(2, 100).global_unlabeled == 16
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("bse.yaml", r"run\.yaml:1: base: bse\.yaml\n      no such file; did you mean base\.yaml\?"),
+        ("[a, b]", r"run\.yaml:1: base: \[a, b\]\n      must be the name of another config file"),
+        ("", r"run\.yaml:1: base: null\n      must be the name of another config file"),
+        ("run.yaml", r"run\.yaml:1: base: run\.yaml\n      run\.yaml has a base itself, run\.yaml; only one"),
+        ("chain.yaml", r"base: chain\.yaml\n      chain\.yaml has a base itself, base\.yaml; only one level"),
+        (".", r"run\.yaml:1: base: \.\n      \. is a folder"),
+    ],
+)
+def test_reader_wrong_base(base, message):
+    write("base.yaml", GOOD)
+    write("chain.yaml", "base: base.yaml\n")
+    write("run.yaml", f"base: {base}\n")
+    with pytest.raises(ConfigErrors, match=message):
+        load_config("run.yaml")
+
+
+def test_reader_overrides():
+    """Overrides are YAML, and the last one of a key counts."""
+    config = load(
+        GOOD.replace("lr: 1.0", "lr: fast"),
+        "optimization.lr=2.0",
+        "data.augmentation.crop_scale=[0.2, 1.0]",
+        "optimization.lr=4.8",
+        "data.validation=",
+        "logging.wandb=null",
+        "model={output: 64}",
+        "logging.folder=a=b",
+        "meta=",
+    )
+    assert (config.optimization.lr, config.data.augmentation.crop_scale) == (4.8, (0.2, 1.0))
+    assert (config.data.validation, config.logging.wandb, config.logging.folder) == (None, None, "a=b")
+    assert (config.model.output, config.model.hidden) == (64, 2048)
