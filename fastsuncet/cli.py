@@ -87,10 +87,10 @@ def _transfer(parser: Parser, arguments: list[str]) -> int:
         parser.error(f"--step is a whole number, 0 or more, not {options.step}")
     config = _load(options)
     from fastsuncet.commands.transfer import transfer
-    from fastsuncet.evaluation.transfer_grid.grid import read_share
+    from fastsuncet.evaluation.transfer_grid.grid import parse_shard
 
     where = None if options.encoder is None else Path(options.encoder)
-    return transfer(config, arguments, encoder=where, step=options.step, share=read_share(options.cell))
+    return transfer(config, arguments, encoder=where, step=options.step, shard=parse_shard(options.cell))
 
 
 def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:

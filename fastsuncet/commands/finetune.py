@@ -1,9 +1,9 @@
 """`fastsuncet finetune`: a pre-trained encoder and a new classifier, trained on the labeled images (paper, appendix B).
 
     RUN/finetune/bernoulli0.1-step_00000400/    checkpoints/    metrics.jsonl    metrics.csv    result.json
-    RUN/results/finetune-....json               the number
+    RUN/results/finetune-....json               the accuracy
 
-A finished folder is not trained again: its number is told once more. One that was stopped is continued.
+A finished folder is not trained again, only printed. One that was stopped is continued.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
-from fastsuncet.evaluation.finetuning.finetune_messages import heading, number, table
-from fastsuncet.evaluation.finetuning.job import Job, settings
+from fastsuncet.evaluation.finetuning.finetune_messages import accuracy_line, accuracy_table, heading
+from fastsuncet.evaluation.finetuning.job import FineTuningJob, fit_settings
 from fastsuncet.evaluation.scoring import true_labels
 from fastsuncet.training.determinism import set_determinism
 
@@ -33,17 +33,17 @@ def finetune(
     step: int | None = None,
     every: bool = False,
 ) -> int:
-    """Fine-tunes the chosen checkpoints one after the other, says and writes each number; returns the exit code.
+    """Fine-tune the chosen checkpoints one after the other; print and write each accuracy; return the exit code.
 
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
     """
     if config.data.kind in ("image_folder", "csv") and config.data.validation is None:
         raise config.error(
-            "data.validation", "the accuracy is counted on validation images: the name of their folder"
+            "data.validation", "the accuracy is measured on validation images: set the name of their folder"
         )
     digest = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:8]
-    # Read by the process that started the ranks: of a signal's answers it sees the exit codes and no reasons.
+    # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(["finetune", *arguments], status)
@@ -52,7 +52,7 @@ def finetune(
         if place.first:
             atomic_files.remove(status)
         try:
-            work(config, place, encoder or config.run_folder, step, every, signals)
+            finetune_all(config, place, encoder or config.run_folder, step, every, signals)
         except Preempted as stop:
             RunStatus(status, place).write("preempted", None, str(stop))
             raise
@@ -61,36 +61,30 @@ def finetune(
     return 0
 
 
-def work(
-    config: Config,
-    place: Place,
-    where: Path,
-    step: int | None,
-    every: bool,
-    signals: SignalFlag,
+def finetune_all(
+    config: Config, place: Place, where: Path, step: int | None, every: bool, signals: SignalFlag
 ) -> list[dict]:
-    """Fine-tunes what was chosen; returns the records. All that can be refused is refused before anything is written.
+    """Fine-tune the checkpoints that were chosen; return the records. Collective; rank 0 writes and prints.
 
-    Collective; rank 0 writes and talks.
+    Whatever can be refused is refused before anything is written.
     """
     chosen = choose_on_one_rank(place, where, step, every)
     first = load_encoder(chosen[0], config)
     images = open_images(config, place, validation=True)
     truth = true_labels(images, place)
-    setting = settings(config, images, place)
+    settings = fit_settings(config, images, place)
+    say = say_line if place.first else lambda line: None
     records = []
     for path in chosen:
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        job = Job(config, place, images, encoder, setting, tag_suffix=every)
-        say = say_line if place.first else lambda line: None
-        record, written, fresh = job.run(truth, signals, heading(job, brief=bool(records)), say)
+        job = FineTuningJob(config, place, images, encoder, settings, tag_suffix=every)
+        record, written, new = job.run(truth, signals, heading(job, brief=bool(records)), say)
         records.append(record)
-        if place.first:
-            say_line(number(record) + ("" if fresh else " (done before)"))
-            say_line(f"written  {written}\n")
-    if place.first and len(records) > 1:
-        for line in table(records):
-            say_line(line)
+        say(accuracy_line(record) + ("" if new else " (done before)"))
+        say(f"written  {written}\n")
+    if len(records) > 1:
+        for line in accuracy_table(records):
+            say(line)
     return records

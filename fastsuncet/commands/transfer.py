@@ -1,10 +1,10 @@
 """`fastsuncet transfer`: a pre-trained encoder on other data sets (paper, appendix C; SimCLR, appendix B.8).
 
 For each data set the whole grid of learning rates and weight decays is fine-tuned and compared on validation images;
-the best cell is trained once more on training and validation images and counted once on the test images.
+the best cell is retrained on training and validation images and evaluated once on the test images.
 
     RUN/transfer/ENCODER/DATASET-DIGEST/     lr0.1-wd0/cell.json ...    grid.csv    selected-lr.../selected.json
-    RUN/results/transfer-....json            the number
+    RUN/results/transfer-....json            the metrics
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.transfer_grid.grid import grid
-from fastsuncet.evaluation.transfer_grid.run_grid import open_benches, walk_grid
+from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
 from fastsuncet.training.determinism import set_determinism
 
 
@@ -26,41 +26,42 @@ def transfer(
     *,
     encoder: Path | None = None,
     step: int | None = None,
-    share: tuple[int, int] = (1, 1),
+    shard: tuple[int, int] = (1, 1),
 ) -> int:
-    """Runs the share (I, N) of the grid's cells, and chooses where all are there; returns the exit code.
+    """Run shard (I, N) of the grid's cells, and choose where all are finished; return the exit code.
 
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigErrors, DataError, CheckpointError, Preempted, and NumericalError where no cell of a
     data set, or not the chosen one, could be trained.
     """
     cells = grid(config)
-    checked(config)
-    status = config.run_folder / "transfer" / f"status-{share[0]}-of-{share[1]}.json"
+    check_section(config)
+    status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(["transfer", *arguments], status)
     with launch.join(config.meta.device) as place, SignalFlag() as signals:
         set_determinism(config, place)
-        word = RunStatus(status, place)
+        run_status = RunStatus(status, place)
         try:
-            benches = open_benches(config, place, encoder, step, signals)
-            if place.first:  # only now: what is refused leaves nothing behind
+            grids = open_grids(config, place, encoder, step, signals)
+            # Only now: a refused command leaves nothing behind.
+            if place.first:
                 atomic_files.make_folder(status.parent)
-            word.write("running", None)
-            walk_grid(benches, cells, share, signals)
+            run_status.write("running", None)
+            run_grids(grids, cells, shard, signals)
         except Preempted as stop:
-            word.write("preempted", None, str(stop))
+            run_status.write("preempted", None, str(stop))
             raise
         except BaseException as error:
             error = launch.explain_error(error)
-            word.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
+            run_status.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
             raise error
-        word.write("done", None)
+        run_status.write("done", None)
     return 0
 
 
-def checked(config: Config) -> None:
-    """Raises ConfigErrors for a section `transfer` that no cell could be run with."""
+def check_section(config: Config) -> None:
+    """Raise ConfigErrors for a section `transfer` that no cell could be run with."""
     t = config.transfer
     if t.root is None:
         raise config.error(

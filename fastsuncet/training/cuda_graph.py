@@ -1,17 +1,17 @@
-"""The training step as one CUDA graph: thousands of kernels started by one call, so that the host is never late.
+"""The training step as one CUDA graph: one call launches thousands of kernels, so that the host is never late.
 
-A graph replays kernels on fixed addresses. So a batch is copied into buffers of its own, the learning rate is read from
-the device, and each kind of step (with labels or without, prototypes at rest or not) has a graph of its own, captured
-after some steps that ran kernel by kernel: libraries choose their algorithms and take their memory in those.
+A graph replays kernels on fixed addresses. So each batch is copied into the graph's buffers, and the learning rate is
+read from the device. Each kind of step (with labels or without, prototypes frozen or not) has a graph of its own. It is
+captured after some steps that ran kernel by kernel, in which libraries choose their algorithms and allocate memory.
 
-Nothing has captured on a card yet: `meta.cuda_graph` is off by default, and whatever refuses is said once and trained
-without.
+No graph has been captured on a GPU yet: `meta.cuda_graph` is off by default. A step that cannot be captured is reported
+once, and the run goes on without a graph.
 """
 
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,27 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.optim import LARS
 from fastsuncet.training.step import Setting, train_step
 
-# Steps of each kind before it is captured. DDP times its first ten passes by events, which nothing can wait for in a
-# capture: PyTorch asks for eleven of them before.
+# Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
+# PyTorch asks for eleven passes before it.
 WARMUP, WARMUP_IN_DDP = 3, 11
 
 
+class Graph(Protocol):
+    """A recorded step, such as torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None:
+        """Run what was recorded, on the same addresses."""
+        ...
+
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
+
+
 class Step:
-    """`step(batch, lr)` is `train_step`, by a graph where there is one. Its result is overwritten by the next call."""
+    """`step(batch, lr)` is `train_step`, replayed from a graph where there is one.
+
+    The next call overwrites the result.
+    """
 
     def __init__(
         self,
@@ -38,22 +52,21 @@ class Step:
         *,
         graphs: bool,  # meta.cuda_graph
         say: Say = say_line,
-        capture: Callable[[Callable[[], Tensor]], tuple[Any, Tensor]] | None = None,  # a fake one, for tests
+        capture: Capture | None = None,  # a fake one, for tests
     ):
         self.network, self.optimizer, self.setting, self.say = network, optimizer, setting, say
-        self.capture = capture or capture_on_the_device
+        self.capture = capture or capture_on_device
         self.graphs = graphs
         if graphs and setting.device.type != "cuda" and capture is None:
-            self._without(f"there is no CUDA device, this is {setting.device.type}")
+            self._disable(f"there is no CUDA device, this is {setting.device.type}")
         self.warmup = WARMUP_IN_DDP if isinstance(network, nn.parallel.DistributedDataParallel) else WARMUP
         self._seen: dict[tuple, int] = {}  # kind of step -> how many ran kernel by kernel
-        self._captured: dict[
-            tuple, tuple[Any, Batch, Tensor]
-        ] = {}  # -> graph, the batch it reads, what it writes
+        # kind of step -> graph, the batch it reads, the losses it writes
+        self._captured: dict[tuple, tuple[Graph, Batch, Tensor]] = {}
         self._lr = torch.zeros((), device=setting.device)
 
     def __call__(self, batch: Batch, lr: float) -> Tensor:
-        """One update; the two losses (2,) on the device. No sync."""
+        """Make one update; return the two losses, (2,), on the device. No host sync."""
         kind = self.kind(batch)
         if self._captured and kind not in self._seen:
             self._release()
@@ -70,7 +83,7 @@ class Step:
         return losses
 
     def kind(self, batch: Batch) -> tuple:
-        """What decides which kernels a step starts: the shapes of its images, and whether prototypes move."""
+        """Return what decides which kernels a step launches: its shapes, and whether prototypes are frozen."""
         frozen = self.setting.prototypes is not None and batch.step < self.setting.freeze_steps
         return (*(tuple(x.shape) for x in tensors(batch)), frozen)
 
@@ -81,66 +94,68 @@ class Step:
             labeled=torch.empty_like(batch.labeled),
             labels=torch.empty_like(batch.labels),
         )
-        refused, made = None, None
+        problem = None
         try:
-            made = self.capture(
+            graph, losses = self.capture(
                 lambda: train_step(self.network, self.optimizer, static, self._lr, self.setting)
             )
-        except RuntimeError as error:  # torch raises nothing narrower for what a graph cannot hold
-            self.optimizer.zero_grad(set_to_none=True)
-            refused = first_words(error)
-        # NCCL wants a collective in all ranks' graphs or in none: whatever one cannot record, none replays.
-        if any_rank(refused is not None):
-            self._without(refused or "another rank could not record its step")
-        else:
-            graph, losses = made
             self._captured[kind] = (graph, static, losses)
+        # Torch raises nothing narrower for what a graph cannot hold.
+        except RuntimeError as error:
+            self.optimizer.zero_grad(set_to_none=True)
+            problem = first_message(error)
+        # NCCL wants a collective in all ranks' graphs or in none, so all ranks replay or none does.
+        if any_rank(problem is not None):
+            self._captured.pop(kind, None)
+            self._disable(problem or "another rank could not capture its step")
 
     def _release(self) -> None:
-        """Lets go of the graphs there are: the kinds of a run follow each other, and none comes back.
+        """Free all graphs: the kinds of a run follow each other, and none returns.
 
-        Each holds the memory of a whole step. A kind that did come back would be captured anew.
+        Each graph holds the memory of a whole step. A kind that did return would be captured again.
         """
         if self.setting.device.type == "cuda":
-            torch.cuda.synchronize()  # a replay may be under way
+            torch.cuda.synchronize()  # a replay can be under way
         self._captured.clear()
 
-    def _without(self, why: str) -> None:
+    def _disable(self, why: str) -> None:
         self.graphs = False
-        self.say(f"cuda graph: none, each step starts its kernels one by one: {why}")
+        self.say(
+            f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"
+        )
 
 
 def tensors(batch: Batch) -> tuple[Tensor, ...]:
-    """All of a batch that a step reads."""
+    """Return all tensors of a batch that a step reads."""
     return (*batch.views, batch.labeled, batch.labels)
 
 
-def first_words(error: BaseException) -> str:
-    """What went wrong first: an operation that cannot be recorded makes the capture's own end fail as well."""
+def first_message(error: BaseException) -> str:
+    """Return the message of the first error: an operation that cannot be captured makes the capture's end fail too."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def capture_on_the_device(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """Records what `step` would start, without running it. RuntimeError for what cannot be recorded, such as a sync.
+def capture_on_device(step: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    """Record what `step` would launch, without running it. RuntimeError for what cannot be recorded, such as a sync.
 
-    On the stream the steps before it ran on, unless that is CUDA's default one, which cannot be captured: autograd runs
-    a parameter's last node on the stream it was made on, and DDP keeps those nodes for good (`launch.join`).
+    It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
+    autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`launch.join`).
     """
     before = torch.cuda.current_stream()
     stream = None if before == torch.cuda.default_stream() else before  # None: one of torch's
     collecting = gc.isenabled()
     gc.collect()
-    gc.disable()  # what it finds, such as a loader's buffers, would be freed in the middle: nothing may be
+    gc.disable()  # garbage, such as a loader's buffers, must not be freed during the capture
     try:
         graph = torch.cuda.CUDAGraph()
-        # DALI's threads and NCCL's watchdog go on meanwhile. In the default mode whatever they ask of CUDA that a
-        # capture cannot hold (memory, whether an event has passed) is refused to them, and ends the capture.
+        # DALI's threads and NCCL's watchdog go on meanwhile. In the default mode CUDA would refuse them what a capture
+        # cannot hold (memory, the state of an event), and that would end the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             losses = step()
     finally:
-        torch.cuda.set_stream(before)  # up to 2.11 torch stays on the capture's where that fails
+        torch.cuda.set_stream(before)  # up to 2.11 torch stays on the capture's stream after a failure
         if collecting:
             gc.enable()
     return graph, losses

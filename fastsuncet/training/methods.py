@@ -1,11 +1,16 @@
-"""The methods: what a step learns from its unlabeled images plus what it learns from its labeled ones.
+"""The methods: a loss on the unlabeled images plus a loss on the labeled ones.
 
     criterion.instance                               criterion.supervision
       nt_xent  SimCLR (equation 1)                     suncet         SuNCEt (equation 2)
       swav     clusters (section 5, Table 3)           cross_entropy  a linear classifier on h (section 4.1, App. F)
       none     labels alone (appendix H)               sup_con        L_sup_out (appendix H)
 
-Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each.
+Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. The temperature is
+`criterion.temperature`, which this module hands to them.
+
+To add a loss: write it in `fastsuncet/losses/` and export it there, add a function and its name below, add the name to
+`criterion.instance` or `criterion.supervision` in `fastsuncet/config/schema.py`, and a dense float64 twin to
+`tests/support/dense_losses.py`, which `tests/training/test_methods.py` compares every method with.
 """
 
 from collections.abc import Callable
@@ -22,7 +27,7 @@ SUPERVISIONS = {"suncet": "SuNCEt", "cross_entropy": "cross-entropy", "sup_con":
 
 
 def instance_loss(config: Config) -> Callable[[Outputs], Tensor]:
-    """The loss on unlabeled images that `config` names: a scalar, this rank's share of the mean over all."""
+    """Return the config's loss on unlabeled images: a scalar, this rank's share of the mean over all images."""
     c, s = config.criterion, config.swav
 
     def nt_xent(out: Outputs) -> Tensor:
@@ -30,6 +35,7 @@ def instance_loss(config: Config) -> Callable[[Outputs], Tensor]:
             return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
 
     def swav(out: Outputs) -> Tensor:
+        assert out.scores is not None  # build() gives the model of this method prototypes
         return losses.swav(
             out.scores, c.temperature, crops=2 + s.small_crops, epsilon=s.epsilon, iterations=s.iterations
         )
@@ -41,46 +47,46 @@ def instance_loss(config: Config) -> Callable[[Outputs], Tensor]:
 
 
 def supervised_loss(config: Config) -> Callable[[Outputs, Tensor], Tensor]:
-    """The loss on labeled images that `config` names, 0 where there is none; takes labels (S,) beside the outputs."""
+    """Return the config's loss on labeled images, 0 where there are none; it takes outputs and labels (S,)."""
     c = config.criterion
 
-    def suncet(out: Outputs, labels: Tensor) -> Tensor:
-        with products(tf32(config)):
-            return losses.suncet(
-                out.labeled, labels, c.temperature, keys=c.keys, average=c.average, chunk_size=c.chunk_size
-            )
+    def contrastive(loss: Callable[..., Tensor]) -> Callable[[Outputs, Tensor], Tensor]:
+        def contrast(out: Outputs, labels: Tensor) -> Tensor:
+            options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
+            with products(tf32(config)):
+                return loss(out.labeled, labels, c.temperature, **options)
 
-    def sup_con(out: Outputs, labels: Tensor) -> Tensor:
-        with products(tf32(config)):
-            return losses.sup_con(
-                out.labeled, labels, c.temperature, keys=c.keys, average=c.average, chunk_size=c.chunk_size
-            )
+        return contrast
 
     def cross_entropy(out: Outputs, labels: Tensor) -> Tensor:
         if out.logits is None:  # SimCLR: supervision is never on, so there is no classifier
             return out.labeled.sum() * 0
         return losses.cross_entropy(out.logits, labels)
 
-    return {"suncet": suncet, "sup_con": sup_con, "cross_entropy": cross_entropy}[c.supervision]
+    return {
+        "suncet": contrastive(losses.suncet),
+        "sup_con": contrastive(losses.sup_con),
+        "cross_entropy": cross_entropy,
+    }[c.supervision]
 
 
 def tf32(config: Config) -> bool:
-    """Whether the contrastive losses' products run in TF32 on a GPU: never behind a float32 network."""
+    """Whether the contrastive losses' products run in TF32 on a GPU: never after a float32 network."""
     return config.criterion.products == "tf32" and config.meta.precision != "fp32"
 
 
 def has_classifier(config: Config) -> bool:
-    """Whether the method trains a linear classifier beside the head."""
+    """Whether the method trains a linear classifier on h."""
     return config.criterion.supervised and config.criterion.supervision == "cross_entropy"
 
 
 def terms(config: Config) -> tuple[str, str]:
-    """The names of the two losses in every tensor, line and file; "none" is one that is not there."""
+    """Return the names of the two losses in every tensor, line and file; "none" for one that the method has not."""
     return config.criterion.instance, config.criterion.supervision
 
 
 def name(config: Config) -> str:
-    """The method as the paper writes it: "SimCLR + SuNCEt"."""
+    """Return the method as the paper writes it: "SimCLR + SuNCEt"."""
     parts = [INSTANCES[config.criterion.instance]]
     if config.criterion.supervised:
         parts.append(SUPERVISIONS[config.criterion.supervision])

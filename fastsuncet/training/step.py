@@ -1,6 +1,6 @@
-"""The training step, as the paper writes it, and what it runs on: network, optimizer, precision.
+"""The training step, as the paper writes it, and the network, optimizer and precision that it uses.
 
-Everything fast (channels-last, autocast, DDP, compile) wraps the step from outside.
+Everything fast (channels-last, autocast, DDP, compile, CUDA graphs) wraps the step from outside.
 
 Shapes: U unlabeled images of V views and S labeled images on this rank, D the width of a projection.
 """
@@ -19,7 +19,7 @@ from fastsuncet.models import resnet as models
 from fastsuncet.models import sync_batchnorm as norm
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from fastsuncet.training import methods
-from fastsuncet.training.multi_view_model import Learner, Outputs
+from fastsuncet.training.multi_view_model import MultiViewModel, Outputs
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -27,9 +27,9 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 def train_step(
     network: nn.Module, optimizer: LARS, batch: Batch, lr: float | torch.Tensor, setting: "Setting"
 ) -> torch.Tensor:
-    """One update: SimCLR + SuNCEt (paper section 3, equations 1 and 2) or another method, on one rank.
+    """Make one update of SimCLR + SuNCEt (paper section 3, equations 1 and 2), or of another method, on one rank.
 
-    Returns its two losses, (2,), on the device: reading them is the caller's sync, and there is none in here.
+    Returns the two losses, (2,), on the device. There is no host sync in here; reading the losses is the caller's.
     """
     optimizer.set_lr(lr)
     setting.before_update()
@@ -37,7 +37,7 @@ def train_step(
         out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
     out = in_float32(out)
     instance_loss = setting.instance_loss(out)  # NT-Xent
-    class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; once switched off 0, without a branch
+    class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, without a branch
     setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
     setting.freeze(batch.step)
     setting.scaler.step(optimizer)  # LARS
@@ -47,12 +47,12 @@ def train_step(
 
 
 def in_float32(out: Outputs) -> Outputs:
-    """What the losses read, in at least float32: a mixed-precision network ends in 16 bits."""
-    return Outputs(*(x if x is None or x.dtype == torch.float64 else x.float() for x in out))
+    """Return the losses' inputs in at least float32: a mixed-precision network ends in 16 bits."""
+    return Outputs._make(x if x is None or x.dtype == torch.float64 else x.float() for x in out)
 
 
 class Setting:
-    """What a step needs beside weights and images: the method's losses, learning rate, precision."""
+    """What a step needs besides network, optimizer and batch: the method's losses, learning rate, precision."""
 
     def __init__(self, config: Config, model: models.Model, device: torch.device):
         self.instance_loss = methods.instance_loss(config)
@@ -61,30 +61,30 @@ class Setting:
         self.freeze_steps = config.swav.freeze_steps
         self.device = device
         self.dtype = PRECISIONS[config.meta.precision]
-        # On the device, so that a captured step reads today's value and not the one it was captured with.
+        # On the device, so that a captured step reads the present value and not that of the capture.
         self.lr = torch.zeros((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     def before_update(self) -> None:
-        """SwAV: puts the prototypes back on the sphere, where the last update left them beside it."""
+        """SwAV: normalize the prototypes again, which the last update moved off the sphere."""
         if self.prototypes is not None:
             normalise_prototypes_(self.prototypes)
 
     def freeze(self, step: int) -> None:
-        """SwAV: the prototypes stay where they are for the first updates, or all codes might agree on a few."""
+        """SwAV: leave the prototypes unchanged in the first updates, or all codes could collapse onto a few."""
         if self.prototypes is not None and step < self.freeze_steps:
             self.prototypes.grad = None
 
     def autocast(self) -> torch.autocast:
-        """Mixed precision around the forward pass only; the losses are computed in float32."""
+        """Return mixed precision for the forward pass; the losses are computed in float32."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
 
 def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.Module, LARS, Setting]:
-    """The model, the network that trains it (a Learner, or DDP around it), its optimizer, and the step's setting.
+    """Return the model, the network that trains it (a MultiViewModel, or DDP around it), its optimizer, the setting.
 
-    `classes` of the data set, for a method with a classifier. Weights depend on the seed alone: every rank builds the
-    same ones, on any device.
+    `classes` of the data set are for a method with a classifier. Weights depend on the seed alone: every rank builds
+    the same ones, on any device.
     """
     m, o = config.model, config.optimization
     model = models.build_model(
@@ -102,7 +102,9 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         model = norm_kernels.fuse(model, shared=m.sync_batchnorm, implementation="kernel")
     elif m.sync_batchnorm:
         model = norm.synchronise(model)
-    model = model.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
+    layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
+    # Torch's stubs lack memory_format.
+    model = model.to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
     setting = Setting(config, model, place.device)
     settings = LARSSettings(
         momentum=o.momentum,
@@ -120,8 +122,8 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         size = config.data.augmentation.size
         with setting.autocast():
             out = network(views, torch.zeros(2, 3, size, size, device=place.device))
-        return sum(x.float().sum() for x in out if x is not None)
+        return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
     compiled = config.meta.compile
-    network = parallel(Learner(model), place, compiled=compiled, static_graph=True, blank=blank)
+    network = parallel(MultiViewModel(model), place, compiled=compiled, static_graph=True, blank=blank)
     return model, network, optimizer, setting

@@ -1,35 +1,73 @@
 """When supervision ends: at a step known before the run, or once its loss has plateaued (paper, appendix E)."""
 
+import math
+from statistics import median
+
 import torch
+from torch import Tensor
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.distributed.collectives import all_gather_rows
-from fastsuncet.training.plateau import PlateauRule
+
+
+class PlateauRule:
+    """Decides, from the mean supervised loss of each epoch, when to switch supervision off.
+
+    It does once the median loss of the last P epochs has, for P epochs, not come a share g below the lowest it had
+    been; or once it is below a share g of the first epoch's, when there is nothing left to learn. Never before 2 P
+    epochs. `epochs` is P, at least 1; `gain` is g, in (0, 1].
+
+    One epoch of few labels is noisy (5 % on the recorded curves of tests/training), so P epochs are compared by their
+    median: a spike is one epoch of many. The lowest value, and for P epochs, so that one lucky stretch ends nothing.
+    The share is of the loss itself. SuNCEt's loss has a floor above 0 that is not known beforehand, and close to it no
+    such share is left to gain. Cross-entropy has none, and falls by a share for ever on images learnt by heart: the
+    second half of the rule is for that.
+
+    The answer depends on the means alone, so ranks that are given the same ones agree.
+    """
+
+    def __init__(self, epochs: int, gain: float):
+        self.epochs, self.gain = epochs, gain
+        self.means: list[float] = []  # the finite ones so far, oldest first: the rule's whole state
+
+    def add(self, mean: float) -> bool:
+        """Take the mean supervised loss of one more epoch. True: switch off from the next epoch on.
+
+        A mean that is not finite is left out: the loop refuses such a loss and names its images.
+        """
+        if not math.isfinite(mean):
+            return False
+        self.means.append(mean)
+        means, span = self.means, self.epochs
+        if len(means) < 2 * span:
+            return False
+        smooth = [median(means[end - span : end]) for end in range(span, len(means) + 1)]
+        stuck = min(smooth[-span:]) >= (1 - self.gain) * min(smooth[:-span])
+        return stuck or smooth[-1] < self.gain * means[0]
 
 
 class Supervision:
-    """`on(step)`: whether the labeled images are learned from at `step`. All ranks say the same.
+    """`on(step)`: whether the labeled images are learned from at `step`. The answer is the same on all ranks.
 
-    With `supervised_epochs: plateau` the answer hangs on the losses so far, so it is part of a checkpoint: a run that
-    was stopped ends its supervision at the same step as one that was not. The price is one sync with the device an
+    With `supervised_epochs: plateau` the answer depends on the losses so far, so it is part of a checkpoint: a run that
+    was stopped ends its supervision at the same step as one that was not. The cost is one sync with the device per
     epoch, while supervision is on.
     """
 
     def __init__(self, config: Config, arithmetic: Arithmetic, rank: int, device: torch.device):
         c = config.criterion
         self.arithmetic, self.rank = arithmetic, rank
-        self.rule = None
-        if c.supervised_epochs == "plateau":
-            self.rule = PlateauRule(c.plateau_epochs, c.plateau_gain)
-        self.ended: int | None = None  # the first step without, once the rule has spoken
+        plateau = c.supervised_epochs == "plateau"
+        self.rule = PlateauRule(c.plateau_epochs, c.plateau_gain) if plateau else None
+        self.ended: int | None = None  # the first step without supervision, once the rule has decided
         self.sum = torch.zeros((), dtype=torch.float64, device=device)  # of this rank's losses in this epoch
 
     def on(self, step: int) -> bool:
         """Whether `step` has labeled images."""
         return step < (self.arithmetic.supervised_steps if self.ended is None else self.ended)
 
-    def add(self, loss: torch.Tensor, step: int) -> bool:
-        """Takes the supervised loss of `step`, on the device. True: it was the last step with supervision."""
+    def add(self, loss: Tensor, step: int) -> bool:
+        """Take the supervised loss of `step`, on the device. True: it was the last step with supervision."""
         if self.rule is None or self.ended is not None:
             return False
         self.sum += loss
@@ -42,20 +80,17 @@ class Supervision:
         return self.ended is not None
 
     def state(self) -> dict:
-        """Plain values for a checkpoint; every rank asks, since the losses of all are gathered."""
+        """Return plain values for a checkpoint. Collective: the sums of all ranks are gathered."""
         if self.rule is None:
             return {}
-        return {
-            "means": self.rule.state(),
-            "sums": all_gather_rows(self.sum[None]).tolist(),
-            "ended": self.ended,
-        }
+        sums = all_gather_rows(self.sum[None]).tolist()
+        return {"means": list(self.rule.means), "sums": sums, "ended": self.ended}
 
     def restore(self, state: dict) -> None:
-        """Continues from `state`; on another number of ranks each takes the mean of the interrupted epoch's sums."""
+        """Continue from `state`. On another number of ranks each takes the mean of the interrupted epoch's sums."""
         if self.rule is None or not state:
             return
-        self.rule.restore(state["means"])
+        self.rule.means = list(state["means"])
         sums, world_size = state["sums"], self.arithmetic.world_size
         self.sum.fill_(sums[self.rank] if len(sums) == world_size else sum(sums) / len(sums))
         self.ended = state["ended"]

@@ -1,229 +1,307 @@
-"""The loop: runs steps to a count, and can be stopped and continued anywhere without changing a bit of the result.
+"""The training loop of pre-training, fine-tuning and transfer. It can be stopped and continued at any step.
 
-A step is a pure function of (seed, step, rank) and of the weights. The loop never asks an iterator whether there is
-more, never derives a schedule from a loader's length, and reads from the device once a metrics interval.
+A step is a pure function of (seed, step, rank) and of the weights, so a run that was stopped ends with the same bits as
+one that was not. The loop never asks an iterator whether there is more, derives no schedule from a loader's length, and
+reads from the device once per metrics interval.
+
+What happens on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2: the handler (distributed/signals.py) only sets a flag. After each
+step the ranks agree whether any of them has it set (distributed/stop_consensus.py). If so, `Trainer.run` saves a
+checkpoint and raises Preempted. The command writes that to a status file and exits with code 75; the same command
+continues the run.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from fastsuncet.config import Arithmetic, Config
+from fastsuncet.config import Config
 from fastsuncet.console import say_line
-from fastsuncet.data.dataset import Images
-from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, update_macs
-from fastsuncet.distributed.collectives import broadcast, gather_json
+from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.metrics.cost import RunCost
-from fastsuncet.metrics.energy import open_energy_meter
+from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.metrics.energy import EnergyMeter
 from fastsuncet.metrics.interval import MetricsInterval
-from fastsuncet.optim import warmup_cosine
-from fastsuncet.training import methods, state
-from fastsuncet.training.cuda_graph import Step
-from fastsuncet.training.logger import Reporter
-from fastsuncet.training.step import build
-from fastsuncet.training.supervision import Supervision
+from fastsuncet.training import state
+from fastsuncet.training.logger import RunLogger
+
+BatchType = TypeVar("BatchType")
+FILES_SHOWN = 20  # in a message, at most
+
+
+class Stream(Protocol):
+    """Where a task's batches come from."""
+
+    @property
+    def replaced(self) -> set[int]:
+        """The images that this rank could not decode and replaced by others."""
+        ...
+
+    def files(self, step: int, rank: int, role: str) -> list[str]:
+        """Return the names of the images that one rank saw at `step` in one role."""
+        ...
+
+
+class TrainingTask(ABC, Generic[BatchType]):
+    """What a `Trainer` trains: a stream, a step, a schedule, an evaluation, and what a checkpoint says about them.
+
+    Two classes implement it: `training.pretraining.Pretraining` and `evaluation.supervised.fine_tuning.FineTuning`.
+    """
+
+    config: Config
+    steps: int  # updates in all
+    lr: Callable[
+        [int], float
+    ]  # learning rate of a step; a function of it alone, so there is no scheduler to save
+    stream: Stream
+    model: nn.Module  # what a checkpoint holds
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    terms: tuple[str, str]  # names of the two values of `train_step`; "none" for one that the method has not
+    roles: tuple[str, str]  # of the images of each term, in the stream
+    columns: tuple[str, ...]  # of metrics.csv, without "step"
+    steps_per_epoch: int
+    log_every: int  # updates per metrics line
+    save_every: tuple[int, ...]  # updates; the last update and a stop are saved too
+    keep: int  # newest checkpoints that stay on the disk
+    keep_at_end: int  # the same, once the last one is written
+    evaluate_every = 0  # updates, 0 for never; the last update is evaluated too
+    ledger_key = "ledger"  # of the run's ledger in a checkpoint's meta
+    world_size_note: str  # printed when a run continues on another number of processes
+
+    @abstractmethod
+    def batch(self, step: int, timer: DataTimer) -> BatchType:
+        """Return what this rank learns from at `step`; `timer` measures how long training waited for it."""
+
+    @abstractmethod
+    def train_step(self, batch: BatchType, lr: float) -> Tensor:
+        """Make one update and return the values of `terms`, (2,), on the device. No host sync."""
+
+    @abstractmethod
+    def cost(self, step: int) -> tuple[int, int]:
+        """Return the images of the update of `step` and their multiply-adds, over all ranks."""
+
+    def after_step(self, step: int, values: Tensor) -> str | None:
+        """Take the `values` of `train_step`; return a message for the user, if there is one."""
+
+    def evaluate(self, bad: set[int]) -> dict[str, float]:
+        """Evaluate the model without the images `bad`; return the metrics of a "knn" line. Collective."""
+        return {}
+
+    @abstractmethod
+    def meta(self, epoch: float) -> dict[str, Any]:
+        """Return what a checkpoint says about the run, JSON types only."""
+
+    @abstractmethod
+    def check_resume_compatible(self, meta: dict[str, Any]) -> None:
+        """Raise CheckpointError, naming each difference, if a checkpoint's `meta` is that of another run."""
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values that a checkpoint keeps for `restore`. Collective."""
+        return {}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Continue from the values of `state`."""
 
 
 class Trainer:
-    """One rank's run, from its newest checkpoint to its last step. `run()` is the loop; the rest is what it calls."""
+    """One rank's run of a task, from its newest checkpoint to its last step. `run` is the loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        place: Place,
-        arithmetic: Arithmetic,
-        stream: PairedStream,
-        images: Images,
-        folder: Path,
-        evaluate_online: Callable[..., float],
-    ):
-        self.config, self.place, self.arithmetic = config, place, arithmetic
-        self.stream, self.images, self.folder = stream, images, folder
-        self.evaluate_online = evaluate_online  # `online_knn`: this folder imports nothing of evaluation
-        built = build(config, place, len(images.train.classes))
-        self.model, self.network, self.optimizer, self.setting = built
-        self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
-        self.terms = methods.terms(config)
-        self.cost = {on: update_macs(config, arithmetic, on) for on in (True, False)}
-        self.ledger = RunCost(meter=open_energy_meter(place.device))
+    def __init__(self, task: TrainingTask, place: Place, folder: Path, meter: EnergyMeter | None = None):
+        self.task, self.place, self.folder = task, place, folder
+        self.ledger = RunCost(meter=meter)
         self.interval = MetricsInterval(place.device)
-        self.supervision = Supervision(config, arithmetic, place.rank, place.device)
-        self.fingerprint = images.fingerprint()
-        self.replaced: set[int] = set()  # bad images met by any rank, in any life of the run
+        self.step = 0  # updates done
         self.evaluated = True  # False: an evaluation is due at this very step
-        self.step, extra = state.restore(folder, **self.parts(), say=say_line)  # updates done
-        self.replaced.update(extra.get("replaced", []))
-        self.evaluated = extra.get("evaluated", True)
-        self.supervision.restore(extra.get("supervision", {}))
+        self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
+        self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
+        self.restore()
 
     def run(self, signals: SignalFlag) -> None:
-        """Trains to the last step. Raises Preempted once saved on a signal, NumericalError before anything is saved."""
-        with Reporter(self.config, self.folder, self.arithmetic.steps, self.step, self.place) as self.out:
+        """Train to the last step.
+
+        Raises Preempted, once all is saved, after a signal to any rank, and NumericalError, before anything is saved,
+        for a loss or a weight that is not finite.
+        """
+        task = self.task
+        if self.step == task.steps and self.evaluated:
+            return
+        settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
+        with RunLogger(*settings) as self.logger:
             consensus = StopConsensus()
             self.ledger.start_clock()
             self.interval.start_clock()
-            if not self.evaluated:  # the run was stopped between the last step's end and its evaluation
+            if not self.evaluated:  # the run was stopped between the end of a step and its evaluation
                 self.evaluate()
                 self.save()
-            while self.step < self.arithmetic.steps:
+            while self.step < task.steps:
                 # ------------------------------------------------------------------------------------------ hot region
-                supervised = self.supervision.on(self.step)
-                self.interval.data_timer.begin()
-                batch = self.stream(self.step, supervised)
-                self.interval.data_timer.end()
-                losses = self.update(batch, self.lr(self.step))  # step.train_step
-                views = self.arithmetic.update_samples(supervised)
-                self.interval.add(losses, self.step, views)
+                batch = task.batch(self.step, self.interval.data_timer)
+                values = task.train_step(batch, task.lr(self.step))
+                images, macs = task.cost(self.step)
+                self.interval.add(values, self.step, images)
                 # ----------------------------------------------------------------- nothing above waits for the device
-                if self.supervision.add(losses[1], self.step):
-                    self.out.say(f"{self.terms[1]} has plateaued: off from step {self.step + 1:,} on")
+                if message := task.after_step(self.step, values):
+                    self.logger.say(message)
                 self.step += 1  # from here on, the updates done
-                self.ledger.add(views, self.cost[supervised])
-                last = self.step == self.arithmetic.steps
+                self.ledger.add(images, macs)
+                last = self.step == task.steps
                 stop = consensus.agree(signals.requested is not None) and not last
-                if last or self.step % self.config.logging.log_every == 0:
+                if last or self.step % task.log_every == 0:
                     self.log()
-                self.evaluated = not self.due(self.config.evaluation.knn_every_epochs)
-                if not self.evaluated and not stop:  # whoever asked to stop may not wait for an evaluation
+                due = task.evaluate_every and (last or self.step % task.evaluate_every == 0)
+                self.evaluated = not due
+                # Skip the evaluation when a stop was requested: the run does it first when it continues.
+                if not self.evaluated and not stop:
                     self.evaluate()
-                if last or stop or self.save_due():
+                if last or stop or any(self.step % every == 0 for every in task.save_every):
                     self.save()
                 if stop:
-                    asked = signals.requested or "another rank"
-                    raise Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
+                    raise self.preempted(signals)
             consensus.close()
 
-    def lr(self, step: int) -> float:
-        """The learning rate of `step`: a function of the step alone, so there is no scheduler to save."""
-        o, a = self.config.optimization, self.arithmetic
-        return warmup_cosine(
-            step,
-            steps=a.steps,
-            warmup_steps=a.warmup_steps,
-            start_lr=o.start_lr,
-            lr=o.lr,
-            final_lr=o.final_lr,
-            legacy=o.legacy_schedule,
-        )
+    def preempted(self, signals: SignalFlag) -> Preempted:
+        """Return the error that ends a run on a signal, once all is saved."""
+        asked = signals.requested or "another rank"
+        return Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
 
-    def due(self, every_epochs: int | None) -> bool:
-        """True after every `every_epochs` epochs and after the last step."""
-        if not every_epochs:
-            return False
-        return (
-            self.step % (every_epochs * self.arithmetic.steps_per_epoch) == 0
-            or self.step == self.arithmetic.steps
-        )
-
-    def save_due(self) -> bool:
-        """True where the config asks for a checkpoint, by steps or by epochs."""
-        every = self.config.checkpoint.every
-        return bool(every and self.step % every == 0) or self.due(self.config.checkpoint.every_epochs)
-
-    def where(self) -> dict[str, int | float]:
-        """How far the run is, and what it has cost: in every metrics line."""
-        self.ledger.tick()
-        return {"step": self.step, "epoch": self.epoch(), **self.ledger.record()}
-
+    @property
     def epoch(self) -> float:
-        """Passes over the unlabeled images so far, or over the labeled ones where those are all."""
-        return round(self.step / self.arithmetic.steps_per_epoch, 4)
+        """Epochs done, to four decimals."""
+        return round(self.step / self.task.steps_per_epoch, 4)
+
+    def progress(self) -> dict[str, int | float]:
+        """Return how far the run is and what it has cost: the first columns of every metrics line."""
+        self.ledger.tick()
+        return {"step": self.step, "epoch": self.epoch, **self.ledger.record()}
 
     def log(self) -> None:
-        """A metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
+        """Write a metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
         sums, first_bad, wait = self.interval.read()
-        self.refuse_nonfinite(first_bad)
-        steps, seconds = self.interval.steps, self.interval.seconds()
-        means = zip(self.terms, (sums.mean(0) / steps).tolist())
-        terms = {name: mean for name, mean in means if name != "none"}
+        self.require_finite(first_bad)
+        self.means = (sums.mean(0) / self.interval.steps).tolist()
+        terms = {name: mean for name, mean in zip(self.task.terms, self.means) if name != "none"}
+        total = {"loss": sum(terms.values())} if "loss" in self.task.columns else {}
+        seconds = self.interval.seconds()
         record = {
-            **self.where(),
-            "loss": sum(terms.values()),
+            **self.progress(),
+            **total,
             **terms,
-            "lr": self.lr(self.step - 1),
+            "lr": self.task.lr(self.step - 1),
             "views_per_second": round(self.interval.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
             "replaced_images": self.count_replaced(),
         }
-        self.out.write("train", record)
+        self.logger.write("train", record)
         self.interval.restart()
 
     def count_replaced(self) -> int:
-        """How many distinct images could not be decoded so far, on any rank."""
-        if self.config.data.bad_images:
-            self.replaced.update(i for rank in gather_json(sorted(self.stream.replaced)) for i in rank)
+        """Return how many distinct images could not be decoded so far, on any rank. Collective."""
+        if self.task.config.data.bad_images:
+            self.replaced.update(i for rank in gather_json(sorted(self.task.stream.replaced)) for i in rank)
         return len(self.replaced)
 
     def evaluate(self) -> None:
-        """A metrics line with the accuracy of nearest neighbours. Takes nothing from the run's own randomness.
+        """Write a metrics line with the task's evaluation. It draws nothing from the run's random numbers.
 
-        Its time and energy are left out of the ledger: they hang on how many labels a method has, and are not its cost.
+        Its time and energy are not in the ledger: they depend on how many labels a method has and are not its cost.
         """
-        self.interval.read()  # waits for the steps still under way, which are
-        where = self.where()
+        self.interval.read()  # waits for the steps under way, which are in the ledger
+        progress = self.progress()
         self.count_replaced()
-        if not self.config.model.sync_batchnorm:
-            for (
-                buffer
-            ) in self.model.buffers():  # each rank's own so far; rank 0's are the ones that are saved
-                broadcast(buffer)
-        accuracy = self.evaluate_online(self.model, self.images, self.config, self.place, bad=self.replaced)
-        self.out.write("knn", {**where, "knn_accuracy": accuracy})
+        self.logger.write("knn", {**progress, **self.task.evaluate(self.replaced)})
         self.evaluated = True
         self.ledger.start_clock()
-        self.interval.start_clock()  # views/s is of training
+        self.interval.start_clock()
 
     def save(self) -> None:
-        """A checkpoint, unless the weights it would hold came from a loss that was not a number."""
+        """Write a checkpoint, unless a loss or a weight is not finite.
+
+        The data have no state: a step's images are a function of its number. Beside weights, momentum and scaler the
+        checkpoint holds the sums of the interrupted metrics interval, so that its line comes out the same.
+        """
         sums, first_bad, _ = self.interval.read()
-        self.refuse_nonfinite(first_bad)
-        state.require_finite_weights(self.model, self.step)
+        self.require_finite(first_bad)
+        state.require_finite_weights(self.task.model, self.step)
         self.count_replaced()
         self.ledger.tick()
-        self.out.sync()
-        extra = {
-            "replaced": sorted(self.replaced),
-            "evaluated": self.evaluated,
-            "supervision": self.supervision.state(),
+        self.logger.sync()
+        values = {
+            "optimizer": self.task.optimizer.state_dict(),
+            "scaler": self.task.scaler.state_dict(),
+            "window": {"sums": sums, "steps": self.interval.steps},
+            "extra": {
+                "replaced": sorted(self.replaced),
+                "evaluated": self.evaluated,
+                "reached": self.means,
+                **self.task.state(),
+            },
         }
-        parts, epoch = self.parts(), self.epoch()
-        state.save(self.folder, self.step, **parts, epoch=epoch, sums=sums, extra=extra, say=self.out.say)
-
-    def parts(self) -> dict:
-        """What is saved and restored."""
-        return {
-            "config": self.config,
-            "place": self.place,
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scaler": self.setting.scaler,
-            "interval": self.interval,
-            "ledger": self.ledger,
-            "images": self.fingerprint,
+        meta = {
+            **self.task.meta(self.epoch),
+            "world_size": self.place.world_size,
+            self.task.ledger_key: self.ledger.state(),
         }
+        state.save(
+            self.folder,
+            self.step,
+            place=self.place,
+            model=self.task.model,
+            state=values,
+            meta=meta,
+            keep=self.task.keep_at_end if self.step == self.task.steps else self.task.keep,
+            say=self.logger.say,
+        )
 
-    def refuse_nonfinite(self, first_bad: torch.Tensor) -> None:
-        """Raises NumericalError on every rank if any rank saw a loss that is no number; (W, T) first bad steps."""
+    def restore(self) -> None:
+        """Continue from the newest good checkpoint, if there is one. Raises CheckpointError on every rank."""
+        check = self.task.check_resume_compatible
+        loaded = state.load(self.folder, place=self.place, check=check, say=say_line)
+        if loaded is None:
+            return
+        before, now = loaded.meta["world_size"], self.place.world_size
+        if self.place.first and before != now:
+            say_line(f"on {now} processes instead of {before}: {self.task.world_size_note}")
+        self.task.model.load_state_dict(loaded.model)
+        self.task.optimizer.load_state_dict(loaded.state["optimizer"])
+        self.task.scaler.load_state_dict(loaded.state["scaler"])
+        self.ledger.restore(loaded.meta[self.task.ledger_key])
+        interval, extra = loaded.state["window"], loaded.state["extra"]
+        self.interval.restore(interval["sums"], interval["steps"], self.place.rank, now)
+        self.step = loaded.step
+        self.replaced.update(extra.get("replaced", []))
+        self.evaluated = extra.get("evaluated", True)
+        self.means = extra.get("reached", self.means)
+        self.task.restore(extra)
+
+    def require_finite(self, first_bad: Tensor) -> None:
+        """Raise NumericalError on every rank if any rank saw a loss that is not finite.
+
+        `first_bad` (W, T) holds the first such step of each rank and term, -1 where there is none.
+        """
         if (first_bad < 0).all():
             return
         step = int(first_bad[first_bad >= 0].min())
         term = int((first_bad == step).any(dim=0).nonzero()[0])
         ranks = (first_bad[:, term] == step).nonzero().flatten().tolist()
-        # Ranks contrast their rows with everybody's, so that one bad row spoils them all: it may be anyone's.
+        # Ranks contrast their rows with those of all ranks, so one bad row spoils every rank's loss.
         on = f"rank {ranks[0]}"
         if len(ranks) > 1:
-            on = f"ranks {', '.join(map(str, ranks))}, any of which may have begun it"
-        files = [self.stream.files(step, rank, (UNLABELED, LABELED)[term]) for rank in ranks]
+            on = f"ranks {', '.join(map(str, ranks))}, any of which can be its origin"
+        files = [self.task.stream.files(step, rank, self.task.roles[term]) for rank in ranks]
         names = [name for of_ranks in zip_longest(*files) for name in of_ranks if name is not None]
-        shown = "\n  ".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
+        more = len(names) - FILES_SHOWN
+        shown = "\n  ".join(names[:FILES_SHOWN]) + (f"\n  and {more} more" if more > 0 else "")
         raise NumericalError(
-            f"{self.terms[term]} is not a finite number at step {step:,} on {on}. Nothing has been saved since; "
-            f"what was saved before is sound. A lower lr, a longer warmup or precision fp32 are the usual cures. "
+            f"{self.task.terms[term]} is not a finite number at step {step:,} on {on}. Nothing has been saved since; "
+            f"earlier checkpoints are good. Try a lower learning rate, a longer warmup or meta.precision=fp32. "
             f"The {len(names)} images of that loss:\n  {shown}"
         )

@@ -11,10 +11,10 @@ import torch
 
 from fastsuncet.cli import main
 from fastsuncet.evaluation.finetuning import job as job_module
-from fastsuncet.evaluation.supervised import state as fit_state
-from fastsuncet.evaluation.supervised.stream import FitStream
+from fastsuncet.evaluation.supervised.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
+from fastsuncet.training import state as fit_state
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, SMALL, small_config, train
@@ -104,7 +104,7 @@ def test_it_says_what_it_does_and_what_it_found(runs, capsys):
         "step 10, epoch 2.5, SimCLR + SuNCEt; resnet_tiny",
         "160 labeled images",
         "64 images on 1 process; BatchNorm over 64 of them",
-        "2 an epoch (which leaves 32 images out, drawn anew), 6 in 3 epochs",
+        "2 an epoch (each leaves out 32 images, drawn anew), 6 in 3 epochs",
         "lr 0.0125 to 0 along half a cosine, Nesterov momentum 0.9, no weight decay",
         "of 355 images, standard error",
     ):
@@ -146,14 +146,14 @@ class Killed(BaseException):
 
 
 def interrupt(monkeypatch, at: int, how) -> None:
-    read = FitStream.__call__
+    read = FineTuningStream.__call__
 
     def watched(stream, step, part):
         if step == at:
             how()
         return read(stream, step, part)
 
-    monkeypatch.setattr(FitStream, "__call__", watched)
+    monkeypatch.setattr(FineTuningStream, "__call__", watched)
 
 
 @pytest.mark.parametrize("at", [0, 3, 5])  # an epoch is two steps
@@ -250,7 +250,7 @@ def test_what_is_wrong_is_said_with_its_exit_code_and_leaves_nothing(runs, capsy
 
 def test_a_loss_that_is_no_number_is_exit_4(runs, capsys):
     assert command(runs, "finetune.lr=1e38") == 4
-    assert "the loss is not a finite number" in capsys.readouterr().err
+    assert "cross_entropy is not a finite number" in capsys.readouterr().err
     assert results(runs) == []
 
 
@@ -299,7 +299,7 @@ def test_other_validation_images_are_another_number_of_the_same_network(runs, tm
     def no_update(*_, **__):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr("fastsuncet.evaluation.supervised.loop.fit_step", no_update)
+    monkeypatch.setattr("fastsuncet.evaluation.supervised.fine_tuning.finetune_step", no_update)
     assert command(runs, *both, "data.validation=held") == 0
     assert sorted(record["images"] for record in results(runs)) == [5, 7]
 

@@ -19,7 +19,7 @@ from fastsuncet.cli import main
 from fastsuncet.evaluation.transfer_grid import cell as cells_module
 from fastsuncet.evaluation.transfer_grid import run_grid as walk_module
 from fastsuncet.evaluation.transfer_grid import tasks as tasks_module
-from fastsuncet.evaluation.transfer_grid.outcome import keep
+from fastsuncet.evaluation.transfer_grid.run_grid import save_result
 from fastsuncet.evaluation.transfer_grid.tasks import open_task
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
@@ -225,7 +225,7 @@ def test_a_cell_that_another_process_trains_is_left_to_it(bench_top, tmp_path, w
     with atomic_files.exclusive(folder / ".running"):
         assert command(bench_top, tmp_path) == 0
     told = capsys.readouterr().out
-    assert "another process is at it: left" in told and "1 of 3 cells are not finished" in told
+    assert "skipped: another process is running this cell" in told and "1 of 3 cells are not finished" in told
     assert command(bench_top, tmp_path) == 0
     assert numbers(tmp_path) == numbers(whole)
 
@@ -233,7 +233,7 @@ def test_a_cell_that_another_process_trains_is_left_to_it(bench_top, tmp_path, w
 def test_a_cell_that_diverges_is_a_finding_and_the_others_go_on(bench_top, tmp_path, capsys):
     assert command(bench_top, tmp_path, "transfer.learning_rates=[1e30,0.01]") == 0
     told = capsys.readouterr().out
-    assert told.count("    diverged: the loss") == 1 and "nan" in told and "chosen: lr 0.01" in told
+    assert told.count("    diverged: cross_entropy is") == 1 and "nan" in told and "chosen: lr 0.01" in told
     assert command(bench_top, tmp_path, "transfer.learning_rates=[1e30]") == 4
     assert "every cell of the grid diverged" in capsys.readouterr().err
 
@@ -270,7 +270,9 @@ def test_two_data_sets_counted_at_the_same_moment_both_keep_their_number(tmp_pat
             "weight_decay_over_lr": 0,
             "train_images": 9,
         }
-        keep(types.SimpleNamespace(config=config, **parts), [], {"validation": 0.5, "images": 9}, number)
+        save_result(
+            types.SimpleNamespace(config=config, **parts), [], {"validation": 0.5, "images": 9}, number
+        )
 
     other = threading.Thread(target=counted, args=["cifar100"])
 
@@ -281,7 +283,7 @@ def test_two_data_sets_counted_at_the_same_moment_both_keep_their_number(tmp_pat
             other.join(0.5)  # long enough to read and write, were it not made to wait
         return found
 
-    monkeypatch.setattr("fastsuncet.evaluation.transfer_grid.outcome.read_results", read)
+    monkeypatch.setattr("fastsuncet.evaluation.transfer_grid.run_grid.read_results", read)
     counted("cifar10")
     other.join()
     (result,) = read_results(config.run_folder)
@@ -292,7 +294,7 @@ def test_what_is_missing_is_named_before_the_first_cell(bench_top, tmp_path, cap
     assert command(bench_top, tmp_path, "transfer.datasets=[cifar10,cifar100]") == 3
     assert "no CIFAR-100 under" in capsys.readouterr().err
     assert command(bench_top, tmp_path, "transfer.batch_size=81") == 2
-    assert "must be at most 80: cifar10 has that many images" in capsys.readouterr().err
+    assert "80 labeled images of cifar10 do not fill a batch of 81: at most 80" in capsys.readouterr().err
     assert command(bench_top, tmp_path, "--encoder", str(bench_top / "data")) == 5
     assert "holds no checkpoint" in capsys.readouterr().err
     assert not numbers(tmp_path)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,12 @@ from torch import nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.distributed.launch import Place
-from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
+from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
-from fastsuncet.evaluation.supervised.fit import FitResult, FitSetting, fit
-from fastsuncet.evaluation.supervised.network import Classifier, sigmoid_terms
-from fastsuncet.evaluation.supervised.stream import FitStream
-from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.evaluation.supervised.fine_tuning import FitResult, FitSettings, fit
+from fastsuncet.evaluation.supervised.network import Classifier, sigmoid_loss
+from fastsuncet.evaluation.supervised.stream import FineTuningStream
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation
@@ -29,7 +29,7 @@ from tests.support.runs import TIMED, assert_equal_to_the_bit, small_config
 CPU = torch.device("cpu")
 ALONE = Place(0, 1, 0, CPU)
 CLASSES = 3
-SETTING = FitSetting(
+SETTING = FitSettings(
     steps=6,
     batch=12,
     lr=0.1,
@@ -89,11 +89,10 @@ def config_in(folder: Path, *overrides: str):
 
 def run(
     folder: Path,
-    setting: FitSetting = SETTING,
+    setting: FitSettings = SETTING,
     encoder: Encoder | None = None,
     place: Place = ALONE,
     train: ImageIndex | None = None,
-    **changes,
 ) -> FitResult:
     """A fit of 40 of 45 images, evaluated on 10 others."""
     torch.set_num_threads(1)
@@ -101,7 +100,21 @@ def run(
     indices, asked = np.arange(45)[5:][::-1].copy(), np.arange(10)
     config = config_in(folder)
     encoder = encoder or plain_encoder()
-    return fit(encoder, train, indices, validation, asked, setting, place, folder, config, **changes)
+    identity = {key: value for key, value in asdict(setting).items() if key != "save_every"}
+    with SignalFlag() as signals:
+        return fit(
+            encoder,
+            train,
+            indices,
+            validation,
+            asked,
+            setting,
+            place,
+            folder,
+            config,
+            signals=signals,
+            identity=identity,
+        )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -140,14 +153,13 @@ def test_the_weights_are_those_of_nesterovs_formula_in_float64(tmp_path, nestero
     setting = replace(SETTING, nesterov=nesterov, weight_decay=decay)
     run(tmp_path, setting)
     view = Augmentation(8, (0.3, 1.0), jitter=0, grey=0, blur=0, mean=setting.mean, std=setting.std)
-    sizes = {"batch": 12, "passes": 1, "seed": 5, "several": False}
-    stream = FitStream(
+    sizes = {"batch": 12, "passes": 1, "seed": 5, "multi_label": False}
+    stream = FineTuningStream(
         pictures(45),
         np.arange(5, 45),
         view,
         config_in(tmp_path),
         ALONE,
-        wait=DataTimer(torch.device("cpu")),
         **sizes,
     )
     model = Classifier(plain_encoder().module, 16, CLASSES).double()
@@ -176,10 +188,8 @@ def test_an_image_is_cropped_and_flipped_and_its_colour_left_alone(tmp_path):
     index = pictures(45)
     index.pixels[:] = [10, 200, 90]
     view = Augmentation(8, (0.3, 1.0), jitter=0, grey=0, blur=0)
-    sizes = {"batch": 40, "passes": 1, "seed": 0, "several": False}
-    stream = FitStream(
-        index, np.arange(40), view, config_in(tmp_path), ALONE, wait=DataTimer(torch.device("cpu")), **sizes
-    )
+    sizes = {"batch": 40, "passes": 1, "seed": 0, "multi_label": False}
+    stream = FineTuningStream(index, np.arange(40), view, config_in(tmp_path), ALONE, **sizes)
     images, labels = stream(3, 0)
     assert torch.equal(
         (images * 255).round(), torch.tensor([10.0, 200, 90]).view(1, 3, 1, 1).expand(40, 3, 8, 8)
@@ -255,7 +265,7 @@ def test_what_is_not_asked_has_no_loss_and_no_gradient():
         5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
     )
     presence = torch.tensor([[1, -1, 0, 1], [-1, -1, -1, -1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, -1, 1]])
-    loss, right = sigmoid_terms(logits, presence.to(torch.int8))
+    loss, right = sigmoid_loss(logits, presence.to(torch.int8))
     wanted, correct = 0.0, 0
     for row, asked in zip(logits.tolist(), presence.tolist(), strict=True):
         for value, there in zip(row, asked, strict=True):
@@ -279,14 +289,14 @@ class Killed(BaseException):
 
 def interrupt(monkeypatch, at: int, how) -> None:
     """Calls `how()` when the fit asks for the images of step `at`."""
-    read = FitStream.__call__
+    read = FineTuningStream.__call__
 
     def watched(stream, step, part):
         if (step, part) == (at, 0):
             how()
         return read(stream, step, part)
 
-    monkeypatch.setattr(FitStream, "__call__", watched)
+    monkeypatch.setattr(FineTuningStream, "__call__", watched)
 
 
 def kill() -> None:
@@ -316,22 +326,6 @@ def test_a_fit_stopped_anywhere_is_continued_to_the_bit(tmp_path, monkeypatch, a
     assert_equal_to_the_bit([ours.model, ours.state], [theirs.model, theirs.state])
     assert lines(cut) == lines(tmp_path / "whole")
     assert last or not gently or ours.step == SETTING.steps
-
-
-def test_a_signal_during_the_evaluation_reaches_whoever_watched_before(tmp_path, monkeypatch):
-    from fastsuncet.distributed.signals import SignalFlag
-    from fastsuncet.evaluation.supervised import fit as module
-
-    count = module.outputs
-
-    def slow(*arguments, **keywords):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return count(*arguments, **keywords)
-
-    monkeypatch.setattr(module, "outputs", slow)
-    with SignalFlag() as outer:
-        assert run(tmp_path).logits.shape == (10, CLASSES)
-        assert outer.requested == "SIGUSR1"
 
 
 def test_only_the_last_network_is_kept_and_can_be_evaluated(tmp_path):
@@ -364,26 +358,12 @@ def test_a_folder_begun_with_other_settings_or_weights_names_what_differs(tmp_pa
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()) == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": 41}, "40 labeled images do not fill a batch of 41: the largest batch that fits is 40"),
-        ({"batch": 42, "accumulate": 3}, "the largest batch that fits is 39"),
-        ({"batch": 10, "accumulate": 4}, "must be a multiple of 4"),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path / "new", replace(SETTING, **changes))
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_batch_of_all_images_is_an_epoch(tmp_path):
     done = run(tmp_path, replace(SETTING, batch=40, steps=2))
     assert done.ledger.images == 80 and lines(tmp_path)[-1]["epoch"] == 2
 
 
 def test_a_loss_that_is_no_number_saves_nothing_and_names_images(tmp_path):
-    with pytest.raises(NumericalError, match="the loss is not a finite number at step"):
+    with pytest.raises(NumericalError, match="cross_entropy is not a finite number at step"):
         run(tmp_path, replace(SETTING, lr=1e38))
     assert not (tmp_path / "checkpoints").exists()

@@ -13,8 +13,7 @@ from fastsuncet.cli import main
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.transfer_grid.cell import batchnorm_momentum
-from fastsuncet.evaluation.transfer_grid.grid import Cell, grid, read_share, share_of
-from fastsuncet.evaluation.transfer_grid.grid_table import as_csv, best, table
+from fastsuncet.evaluation.transfer_grid.grid import Cell, as_csv, best, grid, parse_shard, shard_of, table
 from fastsuncet.evaluation.transfer_grid.tasks import stratified
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -55,7 +54,7 @@ def test_batchnorms_momentum_is_simclrs_in_torchs_convention():
 
 @given(st.integers(0, 200), st.integers(1, 70))
 def test_shares_cover_every_cell_once_and_evenly(count, parts):
-    shares = [share_of(range(count), part, parts) for part in range(1, parts + 1)]
+    shares = [shard_of(range(count), part, parts) for part in range(1, parts + 1)]
     assert sorted(cell for share in shares for cell in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -63,8 +62,8 @@ def test_shares_cover_every_cell_once_and_evenly(count, parts):
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "-1/4", "a/b", "1/4/2", ""])
 def test_a_share_that_is_none_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--cell is I/N, .* such as 3/8"):
-        read_share(text)
-    assert read_share("3/8") == (3, 8)
+        parse_shard(text)
+    assert parse_shard("3/8") == (3, 8)
 
 
 def index_of(counts: list[int]) -> ImageIndex:
@@ -80,7 +79,7 @@ def index_of(counts: list[int]) -> ImageIndex:
     )
 
 
-def test_validation_images_are_a_share_of_every_class_and_always_the_same():
+def test_validation_images_are_a_shard_of_every_class_and_always_the_same():
     index = index_of([50, 30, 2])
     train, held = stratified(index, 0.1)
     assert np.bincount(index.labels[held]).tolist() == [5, 3, 1]

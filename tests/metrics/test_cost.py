@@ -12,7 +12,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import run_macs, update_macs, views
 from fastsuncet.models.flops import FLOP_PER_MAC, equivalent_epochs
 from fastsuncet.models.resnet import build_model
-from fastsuncet.training.multi_view_model import Learner
+from fastsuncet.training.multi_view_model import MultiViewModel
 from tests.support.runs import CONFIGS, small_config, train
 from tests.training.test_methods import METHODS, small
 
@@ -29,7 +29,7 @@ def counted(config, arithmetic, supervised: bool) -> int:
     size = config.data.augmentation.size
     labeled = torch.empty(a.local_labeled if supervised else 0, 3, size, size, device="meta")
     with FlopCounterMode(display=False) as counter:
-        Learner(model)(shown, labeled)
+        MultiViewModel(model)(shown, labeled)
     # Not the ledger's: products with prototypes, which are part of the loss.
     rows = a.views * a.local_unlabeled
     beside = rows * m.output * config.swav.prototypes if swav else 0

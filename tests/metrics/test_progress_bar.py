@@ -15,7 +15,7 @@ import torch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.metrics import progress_bar as progress
 from fastsuncet.metrics.progress_bar import ProgressBar
-from fastsuncet.training.logger import Reporter
+from fastsuncet.training.logger import RunLogger
 from tests.support.runs import small_config
 
 RECORD = {
@@ -175,6 +175,8 @@ def test_lines_go_to_standard_output(capsys):
 def test_of_all_ranks_the_first_alone_speaks(tmp_path, capsys):
     config = small_config(tmp_path)
     for rank in (0, 1, 2):
-        with Reporter(config, tmp_path, 10, 0, Place(rank, 3, rank, torch.device("cpu"))) as reporter:
+        with RunLogger(
+            config, tmp_path, ("loss",), 10, 0, Place(rank, 3, rank, torch.device("cpu"))
+        ) as reporter:
             reporter.say("suncet has plateaued")
     assert capsys.readouterr().out.count("suncet has plateaued") == 1

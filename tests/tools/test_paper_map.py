@@ -92,7 +92,7 @@ def backends(monkeypatch):
     for name in ("run", "finetune", "transfer", "report"):
         module(f"fastsuncet.{name}", name)
     grid = types.ModuleType("fastsuncet.evaluation.transfer_grid.grid")
-    grid.read_share = lambda text: (1, 1)
+    grid.parse_shard = lambda text: (1, 1)
     monkeypatch.setitem(sys.modules, "fastsuncet.evaluation.transfer_grid.grid", grid)
     module("fastsuncet.commands.evaluate", "evaluate")
     paper = types.ModuleType("fastsuncet.commands.report.paper")

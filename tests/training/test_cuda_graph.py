@@ -13,7 +13,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import join
 from fastsuncet.training import cuda_graph as captured
-from fastsuncet.training.cuda_graph import WARMUP, Step, capture_on_the_device
+from fastsuncet.training.cuda_graph import WARMUP, Step, capture_on_device
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 from tests.training.test_methods import METHODS, small
 
@@ -61,16 +61,23 @@ def one_step(tmp_path, **options):
         images = open_images(config, place, validation=False)
         trainer = start(config, place, images, tmp_path)
     said = []
-    step = Step(trainer.network, trainer.optimizer, trainer.setting, graphs=True, say=said.append, **options)
+    step = Step(
+        trainer.task.network,
+        trainer.task.optimizer,
+        trainer.task.setting,
+        graphs=True,
+        say=said.append,
+        **options,
+    )
     return trainer, step, said
 
 
 def test_without_a_card_it_is_said_once_and_each_step_runs_by_itself(tmp_path):
     trainer, step, said = one_step(tmp_path)
-    losses = step(trainer.stream(0), 0.1)
+    losses = step(trainer.task.stream(0), 0.1)
     assert losses.shape == (2,) and torch.isfinite(losses).all()
     assert said == [
-        "cuda graph: none, each step starts its kernels one by one: there is no CUDA device, this is cpu"
+        "meta.cuda_graph: training without a graph, each step launches its kernels one by one: there is no CUDA device, this is cpu"
     ]
 
 
@@ -79,16 +86,16 @@ def test_a_step_that_cannot_be_recorded_is_trained_without_a_graph(tmp_path):
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     trainer, step, said = one_step(tmp_path, capture=refused)
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = [p.detach().clone() for p in trainer.task.model.parameters()]
     for number in range(WARMUP + 2):
-        step(trainer.stream(number), 0.1)
+        step(trainer.task.stream(number), 0.1)
     assert len(said) == 1 and said[0].endswith("not permitted when stream is capturing")
-    assert any((p != old).any() for p, old in zip(trainer.model.parameters(), before))
+    assert any((p != old).any() for p, old in zip(trainer.task.model.parameters(), before))
 
 
 def test_what_a_replay_returns_is_overwritten_and_what_a_batch_holds_is_not(tmp_path):
     trainer, step, _ = one_step(tmp_path, capture=fake)
-    batches = [trainer.stream(number) for number in range(WARMUP + 2)]
+    batches = [trainer.task.stream(number) for number in range(WARMUP + 2)]
     kept = [batch.views[0].clone() for batch in batches]
     results = [step(batch, 0.1) for batch in batches]
     assert results[-1] is results[-2] and results[0] is not results[1]
@@ -101,7 +108,7 @@ def test_a_new_kind_of_step_lets_go_of_the_graphs_of_the_old_and_an_old_one_that
 ):
     trainer, step, said = one_step(tmp_path, capture=fake)
     FakeGraph.made = 0
-    batch = trainer.stream(0)
+    batch = trainer.task.stream(0)
     half = replace(batch, labeled=batch.labeled[:0], labels=batch.labels[:0])
     for _ in range(WARMUP + 1):
         step(batch, 0.1)
@@ -119,7 +126,7 @@ def test_ddp_has_had_the_passes_that_it_times_before_a_step_is_captured(tmp_path
     ddp = torch.nn.parallel.DistributedDataParallel
     wrapped = ddp.__new__(ddp)
     torch.nn.Module.__init__(wrapped)
-    in_ddp = Step(wrapped, trainer.optimizer, trainer.setting, graphs=True, capture=fake)
+    in_ddp = Step(wrapped, trainer.task.optimizer, trainer.task.setting, graphs=True, capture=fake)
     assert (step.warmup, in_ddp.warmup) == (WARMUP, 11)
 
 
@@ -127,8 +134,8 @@ def test_what_another_rank_cannot_record_this_one_does_not_replay(tmp_path, monk
     trainer, step, said = one_step(tmp_path, capture=fake)
     monkeypatch.setattr(captured, "any_rank", lambda mine: not mine)
     for number in range(WARMUP + 1):
-        step(trainer.stream(number), 0.1)
-    assert not step._captured and said[0].endswith("another rank could not record its step")
+        step(trainer.task.stream(number), 0.1)
+    assert not step._captured and said[0].endswith("another rank could not capture its step")
 
 
 def test_the_reason_is_what_went_wrong_first_and_not_that_the_capture_then_failed(tmp_path):
@@ -140,7 +147,7 @@ def test_the_reason_is_what_went_wrong_first_and_not_that_the_capture_then_faile
 
     trainer, step, said = one_step(tmp_path, capture=refused)
     for number in range(WARMUP + 1):
-        step(trainer.stream(number), 0.1)
+        step(trainer.task.stream(number), 0.1)
     assert said[0].endswith("a copy from the host is not permitted")
 
 
@@ -160,7 +167,7 @@ def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
     monkeypatch.setattr(torch.cuda, "set_stream", left_on.append)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
-    assert capture_on_the_device(lambda: "losses")[1] == "losses"
+    assert capture_on_device(lambda: "losses")[1] == "losses"
     stream = "own" if own else None  # the default one cannot be captured: torch takes one of its own
     assert asked == {"stream": stream, "capture_error_mode": "thread_local", "collecting": False}
 
@@ -168,7 +175,7 @@ def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        capture_on_the_device(fails)
+        capture_on_device(fails)
     assert gc.isenabled() and left_on == [now, now]
 
 
@@ -203,5 +210,5 @@ def test_on_a_card_a_replayed_run_is_the_run_to_the_bit(tmp_path, monkeypatch, c
     for config in configs.values():
         with join("cuda") as place:
             run.train(config, place)
-    assert "cuda graph: none" not in capfd.readouterr().out
+    assert "training without a graph" not in capfd.readouterr().out
     assert_equal_to_the_bit(final_state(configs["true"]), final_state(configs["false"]))

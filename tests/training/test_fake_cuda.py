@@ -110,14 +110,8 @@ def test_what_somebody_mixes_or_waits_for_is_seen(tmp_path, monkeypatch):
     assert "aten::mul.Tensor" in watched(config, monkeypatch, spoil=a_number_in_a_tensor).mixed
 
 
-@pytest.mark.parametrize("terms", fit_network.TERMS)
+@pytest.mark.parametrize("terms", fit_network.LOSSES)
 def test_a_step_of_fine_tuning_stays_on_the_card_too(terms):
-    def shown(step, part):
-        if terms == "softmax":
-            return pixels(4, 32), torch.arange(4, device=CARD)
-        return pixels(4, 32), torch.zeros(4, 10, dtype=torch.int8, device=CARD)
-
-    stream = type("Stream", (), {"passes": 2, "__call__": lambda self, *place: shown(*place)})()
     drawn = fit_network.Classifier(models.build_model("resnet_tiny").encoder, 64, 10)
     with fake_card():
         network = drawn.to(CARD, memory_format=torch.channels_last)
@@ -126,10 +120,13 @@ def test_a_step_of_fine_tuning_stays_on_the_card_too(terms):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, nesterov=True)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         autocast = partial(torch.autocast, "cuda", torch.bfloat16)
+        targets = torch.arange(4, device=CARD)
+        if terms == "sigmoid":
+            targets = torch.zeros(4, 10, dtype=torch.int8, device=CARD)
+        batch = [(pixels(4, 32), targets)] * 2
         with Watch() as watch:
-            told = fit_network.fit_step(
-                network, optimizer, scaler, autocast, fit_network.TERMS[terms], stream, 0, 0.1
-            )
+            loss = fit_network.LOSSES[terms]
+            told = fit_network.finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1)
         assert told.shape == (2,) and places(network, optimizer) == {CARD} == {told.device}
     assert watch.mixed == []
 

@@ -12,7 +12,7 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.models import sync_batchnorm as norm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training import methods
-from fastsuncet.training.multi_view_model import Learner
+from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import in_float32
 from tests.support import dense_losses
 from tests.support.ranks import run_ranks
@@ -55,14 +55,14 @@ def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tens
     return views, labeled, torch.arange(count) % CLASSES
 
 
-def network(config: Config) -> Learner:
+def network(config: Config) -> MultiViewModel:
     """The model of a run, in float64."""
     classes = CLASSES if methods.has_classifier(config) else None
     prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
     batchnorm = config.model.head_batchnorm
     model = build_model("resnet_tiny", stem="cifar", hidden=16, output=8, head_batchnorm=batchnorm,
                         classes=classes, prototypes=prototypes)  # fmt: skip
-    return Learner(norm.synchronise(model)).double()
+    return MultiViewModel(norm.synchronise(model)).double()
 
 
 def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:
@@ -73,7 +73,7 @@ def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled,
     return torch.stack([loss.detach() for loss in losses]), gradients
 
 
-def dense(config: Config, learner: Learner, views, labeled, labels) -> torch.Tensor:
+def dense(config: Config, learner: MultiViewModel, views, labeled, labels) -> torch.Tensor:
     """The two losses as the paper writes them, dense, by autograd, from one pass of the model a resolution."""
     model, c = learner.model, config.criterion
     h = model.encoder(torch.cat([*views[:2], labeled]))

@@ -88,7 +88,7 @@ def test_a_run_asked_to_stop_during_its_start_leaves_before_the_first_step(undis
             return opened(*arguments, **keywords)
 
         patch.setattr(run, "open_images", opening)
-        with pytest.raises(Preempted, match="before a first step"), join("cpu") as place:
+        with pytest.raises(Preempted, match="before the first step"), join("cpu") as place:
             run.train(config, place)
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "preempted"
     train(config)

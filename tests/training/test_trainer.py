@@ -147,16 +147,17 @@ def test_a_loss_that_is_no_number_on_several_ranks_is_blamed_on_none_and_names_i
             return [f"{role}/{rank}-{step}-{i}" for i in range(12)]
 
     class Run:
-        terms, stream = ("nt_xent", "suncet"), Stream()
+        terms, stream, roles = ("nt_xent", "suncet"), Stream(), ("unlabeled", "labeled")
 
+    Run.task = Run
     first_bad = torch.tensor([[-1.0, 7.0], [-1.0, 9.0], [-1.0, 7.0]])
     with pytest.raises(NumericalError) as error:
-        Trainer.refuse_nonfinite(Run(), first_bad)
+        Trainer.require_finite(Run(), first_bad)
     told = str(error.value)
-    assert "suncet is not a finite number at step 7 on ranks 0, 2, any of which may have begun it" in told
+    assert "suncet is not a finite number at step 7 on ranks 0, 2, any of which can be its origin" in told
     assert "The 24 images of that loss:\n  labeled/0-7-0\n  labeled/2-7-0\n  labeled/0-7-1" in told
     assert told.endswith("\n  labeled/2-7-9\n  and 4 more")
-    Trainer.refuse_nonfinite(Run(), torch.full((3, 2), -1.0))  # all is well
+    Trainer.require_finite(Run(), torch.full((3, 2), -1.0))  # all is well
 
 
 def folder_config(root: Path, runs: Path, *overrides: str):
@@ -215,7 +216,7 @@ def test_a_refused_run_leaves_the_record_of_the_one_it_was_refused_for(tmp_path)
     config = small_config(tmp_path, "optimization.steps=5")
     train(config)
     before = {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="not the one"):
+    with pytest.raises(CheckpointError, match="differs from the one"):
         train(small_config(tmp_path, "optimization.steps=5", "optimization.lr=0.5"))
     assert {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()} == before
 
@@ -256,7 +257,7 @@ def test_other_labels_are_refused_by_a_run_that_is_to_be_continued(tmp_path):
     write_pictures(tmp_path / "data" / "train", count=18, classes=2)
     for index in (tmp_path / "runs" / "indices").iterdir():
         index.unlink()
-    with pytest.raises(CheckpointError, match="images or their labels are not those"):
+    with pytest.raises(CheckpointError, match="images or their labels differ from those"):
         train(folder_config(tmp_path / "data", tmp_path / "runs"))
 
 
@@ -283,9 +284,10 @@ def test_a_training_step_asks_the_host_for_no_value(precision, tmp_path):
         images = open_images(config, place, validation=False)
         (tmp_path / "run").mkdir()
         trainer = run.start(config, place, images, tmp_path / "run")
-        batch = trainer.stream(0)
+        task = trainer.task
+        batch = task.stream(0)
         with AsksTheHost() as counter:
-            losses = step.train_step(trainer.network, trainer.optimizer, batch, 0.1, trainer.setting)
+            losses = step.train_step(task.network, task.optimizer, batch, 0.1, task.setting)
             trainer.interval.add(losses, 0, 760)
     assert counter.syncs == []
     assert (

@@ -1,4 +1,4 @@
-"""One fine-tuning: what its settings are, where it lives, and its number, trained for or read."""
+"""One fine-tuning of `fastsuncet finetune`: its settings, its folder, and its accuracy, newly trained or read."""
 
 import json
 import re
@@ -13,36 +13,45 @@ from torch import Tensor
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
-from fastsuncet.config import Config, PerRank
+from fastsuncet.config import Config
 from fastsuncet.console import Say
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.scoring import accuracies, labels_record, own_rows
-from fastsuncet.evaluation.supervised.fit import FitResult, FitSetting, fit
-from fastsuncet.evaluation.supervised.state import identity_of, refuse_changed
+from fastsuncet.evaluation.supervised.fine_tuning import FitResult, FitSettings, fit, resolve_batch
+from fastsuncet.evaluation.supervised.identity import config_values, fit_identity, refuse_changed
 from fastsuncet.metrics.results import write_result
+from fastsuncet.training.state import disk_errors, on_rank_0
 from pipelines.data_errors import DataError
+from pipelines.datasets.index import ImageIndex
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
-SAVES = 20  # of one fine-tuning, at most: a kill costs a twentieth of it
+SAVES = 20  # per fine-tuning, at most: a kill then costs a twentieth of it
+REMEDY = "Set these back, or keep both: finetune.write_tag=ANOTHER_NAME. To begin again, remove that folder."
+# What decides the weights. batch_size and lr are resolved: they can depend on the number of processes.
+KEYS = (
+    *("finetune.epochs", "finetune.batch_size", "finetune.lr", "finetune.momentum", "finetune.nesterov"),
+    *("finetune.weight_decay", "finetune.accumulate", "finetune.crop_scale"),
+    *("data.augmentation.size", "data.augmentation.flip", "data.augmentation.crop_ratio"),
+    *("data.augmentation.mean", "data.augmentation.std", "meta.seed", "meta.precision"),
+)
 
 
 def labeled(images: Images) -> np.ndarray:
-    """The labeled training images that can be read, int64 ascending."""
+    """Return the labeled training images that can be read, int64 ascending."""
     chosen = images.split.indices
     return chosen[~np.isin(chosen, list(images.train.bad))]
 
 
-def settings(config: Config, images: Images, place: Place) -> FitSetting:
-    """The numbers of the config's fine-tuning on `images`.
+def fit_settings(config: Config, images: Images, place: Place) -> FitSettings:
+    """Return the numbers of the config's fine-tuning on `images`.
 
     Raises ConfigErrors, at the key's line, for labels that are not there and a batch that does not fit them; DataError
-    where a share of the images drew none.
+    where a fraction of the images selected none.
     """
     if config.data.split.kind == "none":
         raise config.error(
@@ -54,25 +63,11 @@ def settings(config: Config, images: Images, place: Place) -> FitSetting:
     if not count:
         raise DataError(f"there is no labeled image to fine-tune on: {images.split}")
     f, a = config.finetune, config.data.augmentation
-    batch = f.batch_size
-    batch = batch.per_rank * place.world_size if isinstance(batch, PerRank) else batch
-    parts = place.world_size * f.accumulate
-    processes = "1 process" if place.world_size == 1 else f"{place.world_size} processes"
-    if batch < 1 or batch % parts:
-        raise config.error(
-            "finetune.batch_size",
-            f"{batch:,} images cannot be shared by {processes} in {f.accumulate} passes each (finetune.accumulate): a "
-            f"multiple of {parts} can, such as {max(1, round(batch / parts)) * parts:,}",
-        )
-    if count < batch:
-        fits = count // parts * parts
-        advice = f"at most {fits:,}" if fits else f"and no batch can: {processes}, {f.accumulate} passes"
-        raise config.error(
-            "finetune.batch_size", f"{count:,} labeled images do not fill a batch of {batch:,}: {advice}"
-        )
+    batch = resolve_batch(config, "finetune", count, "", place.world_size, f.accumulate)
+    steps = f.epochs * (count // batch)
     size, resize = view_size(a.size)
-    return FitSetting(
-        steps=f.epochs * (count // batch),
+    return FitSettings(
+        steps=steps,
         batch=batch,
         lr=0.05 * batch / 256 if f.lr is None else f.lr,
         momentum=f.momentum,
@@ -91,187 +86,150 @@ def settings(config: Config, images: Images, place: Place) -> FitSetting:
         accumulate=f.accumulate,
         flip=a.flip,
         crop_ratio=a.crop_ratio,
-        # Every epoch, but of a few labels an epoch is an update or two, and a ResNet-50's checkpoint 0.2 GB.
-        save_every=max(count // batch, -(-f.epochs * (count // batch) // SAVES)),
+        # Every epoch, unless that is too often: with few labels an epoch is an update or two.
+        save_every=max(count // batch, -(-steps // SAVES)),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """An encoder to fine-tune, and with which numbers."""
+class FineTuningJob:
+    """An encoder to fine-tune, and with which settings."""
 
     config: Config
     place: Place
     images: Images
     encoder: Encoder
-    setting: FitSetting
-    tag_suffix: bool  # one of several: finetune.write_tag alone would not tell them apart
+    settings: FitSettings
+    tag_suffix: (
+        bool  # one of several checkpoints, whose folders finetune.write_tag alone would not tell apart
+    )
 
     @property
     def folder(self) -> Path:
-        """RUN/finetune/TAG: the labels' and the checkpoint's names, unless finetune.write_tag says another."""
+        """RUN/finetune/TAG: the names of labels and checkpoint, or finetune.write_tag."""
         named = self.config.finetune.write_tag
         parts = [named or labels_tag(self.config)]
         if named is None or self.tag_suffix:
             parts.append(encoder_tag(self.encoder, self.config.run_folder))
         return self.config.run_folder / "finetune" / "-".join(parts)
 
-    def numbers(self) -> dict[str, Any]:
-        """What decides the weights, under the names that the config has for it."""
-        s, a = self.setting, self.config.data.augmentation
-        return {
-            "finetune.epochs": self.config.finetune.epochs,
-            "finetune.batch_size": s.batch,
-            "finetune.lr": s.lr,
-            "finetune.momentum": s.momentum,
-            "finetune.nesterov": s.nesterov,
-            "finetune.weight_decay": s.weight_decay,
-            "finetune.accumulate": s.accumulate,
-            "finetune.crop_scale": list(s.crop_scale),
-            "data.augmentation.size": a.size,
-            "data.augmentation.flip": a.flip,
-            "data.augmentation.crop_ratio": list(a.crop_ratio),
-            "data.augmentation.mean": list(a.mean),
-            "data.augmentation.std": list(a.std),
-            "meta.seed": s.seed,
-            "meta.precision": s.precision,
-        }
-
     @property
-    def validation(self) -> str:
-        """Which images the accuracy is counted on."""
-        return self.images.validation.fingerprint()
+    def validation(self) -> ImageIndex:
+        """The images to evaluate on."""
+        assert self.images.validation is not None  # the command opens them
+        return self.images.validation
+
+    def values(self) -> dict[str, Any]:
+        """Return what decides the weights, by the config's keys."""
+        resolved = {"finetune.batch_size": self.settings.batch, "finetune.lr": self.settings.lr}
+        return config_values(self.config, KEYS) | resolved
 
     def run(
         self, truth: Tensor, signals: SignalFlag, heading: Sequence[str], say: Say
     ) -> tuple[dict[str, Any], Path | None, bool]:
-        """(the record, the file of results it is in on rank 0, whether it was trained for just now). Collective.
+        """Return (the record, its result file on rank 0, whether it was trained just now). Collective.
 
-        `truth` (N,) are the validation images' labels; of `heading` only two lines are said where nothing is trained.
-        What has ended on other validation images is counted on these without another update. Raises CheckpointError
-        where the folder was begun with other settings, and what `fit` raises.
+        `truth` (N,) are the validation images' labels. Only two lines of `heading` are printed where nothing is
+        trained. A finished network is evaluated on other validation images without another update. Raises
+        CheckpointError where the folder was begun with other settings, and what `fit` raises.
         """
-        remedy = "Set these back, or keep both: finetune.write_tag=ANOTHER_NAME. To begin again, remove that folder."
         indices = labeled(self.images)
-        identity = identity_of(self.numbers(), self.encoder, self.images.train, indices, self.config)
+        identity = fit_identity(self.values(), self.encoder, self.images.train, indices, self.config)
         with exclusive_run_folder(self.folder, self.place):
-            record = self._finished(identity, remedy)
-            fresh = record is None
-            for line in heading if fresh else heading[:2]:
+            record = on_rank_0(self.place, lambda: self._read_result(identity))
+            new = record is None
+            for line in heading if new else heading[:2]:
                 say(line)
-            if fresh:
-                validation = np.arange(len(truth))
-                done = fit(
+            if record is None:
+                result = fit(
                     self.encoder,
                     self.images.train,
                     indices,
-                    self.images.validation,
-                    validation,
-                    self.setting,
+                    self.validation,
+                    np.arange(len(truth)),
+                    self.settings,
                     self.place,
                     self.folder,
                     self.config,
                     signals=signals,
-                    identity=self.numbers(),
-                    remedy=remedy,
+                    identity=self.values(),
+                    remedy=REMEDY,
                 )
-                record = self._record(done, truth)
-                self._write(identity, record)
+                record = self._record(result, truth)
+                if self.place.first:
+                    self._write_result(identity, record)
             written = write_result(self.config.run_folder, record) if self.place.first else None
-        return record, written, fresh
+        return record, written, new
 
-    def _record(self, done: FitResult, truth: Tensor) -> dict[str, Any]:
-        mine, s = own_rows(self.place), self.setting
-        # Of two folders of images each has its own number, as in `evaluate`.
-        files_of = (
-            {"validation": self.validation[:12]} if self.config.data.kind in ("image_folder", "csv") else {}
-        )
-        metrics = accuracies(done.logits[mine], truth[mine], len(truth))
+    def _record(self, result: FitResult, truth: Tensor) -> dict[str, Any]:
+        rows, s = own_rows(self.place), self.settings
+        metrics = accuracies(result.logits[rows], truth[rows], len(truth))
         if s.num_classes <= 5:
-            del metrics["top5"]  # all of them are right
+            del metrics["top5"]  # always 1
+        setting = {key.split(".")[-1]: value for key, value in self.values().items()}
+        setting["batchnorm_images"] = s.batch // (self.place.world_size * s.accumulate)
+        if self.config.data.kind in ("image_folder", "csv"):
+            setting["validation"] = self.validation.fingerprint()[:12]  # two folders are two results
         return {
             "kind": "finetune",
             "metrics": metrics,
             "images": len(truth),
             "labels": labels_record(self.images, self.config),
             "encoder": self.encoder.record(),
-            "setting": {
-                **{key.split(".")[-1]: value for key, value in self.numbers().items()},
-                "batchnorm_images": s.batch // (self.place.world_size * s.accumulate),
-                **files_of,
-            },
+            "setting": setting,
             "finetuned": {
                 "folder": str(self.folder),
-                "train_loss": done.loss,
-                "train_accuracy": done.accuracy,
-                "ledger": done.ledger.record(),
+                "train_loss": result.loss,
+                "train_accuracy": result.accuracy,
+                "ledger": result.ledger.record(),
             },
             "run": self.config.run_folder.name,
             "versions": versions(),
         }
 
-    def _finished(self, identity: dict[str, Any], remedy: str) -> dict[str, Any] | None:
-        """The record of a fine-tuning that has ended and was counted on these images, the same on every rank."""
-        record, problem = None, None
+    def _read_result(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the record of a fine-tuning that has ended and was evaluated on these validation images."""
         path = self.folder / RESULT
-        if self.place.first:
-            try:
-                kept = json.loads(path.read_bytes())
-                refuse_changed(kept["identity"], identity, self.folder, remedy)
-                if kept.get("validation") == self.validation:
-                    record = kept["record"]
-            except FileNotFoundError:
-                pass
-            except CheckpointError as error:
-                problem = str(error)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                problem = (
-                    f"{path} is not what a fine-tuning writes ({type(error).__name__}: {error}): remove it"
-                )
-        record, problem = broadcast_json([record, problem])
-        if problem is not None:
-            raise CheckpointError(problem)
-        return record
-
-    def _write(self, identity: dict[str, Any], record: dict[str, Any]) -> None:
-        if not self.place.first:
-            return
-        path = self.folder / RESULT
-        payload = (
-            json.dumps(
-                {"identity": identity, "validation": self.validation, "record": record}, indent=1
-            ).encode()
-            + b"\n"
-        )
         try:
-            atomic_files.replace(path, payload)
-        except OSError as error:
+            kept = json.loads(path.read_bytes())
+            refuse_changed(kept["identity"], identity, self.folder, REMEDY)
+            same_images = kept.get("validation") == self.validation.fingerprint()
+            return kept["record"] if same_images else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} cannot be written: {error}. {atomic_files.advice(error)}"
+                f"{path} is not a fine-tuning's result ({type(error).__name__}: {error}): remove it"
             ) from error
+
+    def _write_result(self, identity: dict[str, Any], record: dict[str, Any]) -> None:
+        validation = self.validation.fingerprint()
+        payload = {"identity": identity, "validation": validation, "record": record}
+        with disk_errors(self.folder / RESULT):
+            atomic_files.replace(self.folder / RESULT, json.dumps(payload, indent=1).encode() + b"\n")
 
 
 def labels_tag(config: Config) -> str:
-    """The split in a folder's name: bernoulli0.1, 10percent, all."""
+    """Return the split as part of a folder's name: bernoulli0.1, 10percent, all."""
     split = config.data.split
     name = split.kind
     if split.kind == "bernoulli":
         name = f"bernoulli{split.fraction:g}" + (f"-seed{split.seed}" if split.seed else "")
     elif split.file is not None:
         name = Path(split.file).stem
-    return _plain(name)
+    return _file_name(name)
 
 
 def encoder_tag(encoder: Encoder, run: Path) -> str:
-    """The encoder in a folder's name: step_00000400 of this run, other_run-step_00000400, resnet50."""
+    """Return the encoder as part of a folder's name: step_00000400, other_run-step_00000400, resnet50."""
     source = Path(encoder.source).resolve()
     if encoder.step is None:
-        return _plain(source.stem)
+        return _file_name(source.stem)
     home = source.parent.parent
     tuned = "" if encoder.tuned is None else f"-tuned_{encoder.tuned:08d}"
     name = f"step_{encoder.step:08d}{tuned}"
-    return name if home == run.resolve() else _plain(f"{home.name}-{name}")
+    return name if home == run.resolve() else _file_name(f"{home.name}-{name}")
 
 
-def _plain(name: str) -> str:
+def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._") or "encoder"

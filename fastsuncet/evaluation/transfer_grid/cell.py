@@ -1,165 +1,168 @@
-"""One cell of the grid: trained where nobody did, read where somebody has. And the chosen one, trained once more.
+"""The cells of one data set's grid: each is trained once, and its record read from then on.
 
-A cell's folder is below one whose name is a digest of all that its number depends on beside learning rate and weight
-decay: encoder, images, steps, batch, world size. So a cell of another setting is never taken for one of this.
+A cell's folder is below one whose name is a digest of all that its number depends on besides learning rate and weight
+decay: encoder, images, steps, batch, world size. So a cell of other settings is never mistaken for one of these. A
+record is one JSON file, which rank 0 writes and reads for all ranks.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fastsuncet.checkpoint import atomic_files
-from fastsuncet.config import Config, PerRank
+from fastsuncet.config import Config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import NumericalError
+from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.evaluation.encoder import Encoder
-from fastsuncet.evaluation.supervised.fit import FitSetting, fit
-from fastsuncet.evaluation.supervised.state import digest_of
-from fastsuncet.evaluation.transfer_grid.cell_records import (
-    Record,
-    alone,
-    read_record,
-    read_shared,
-    write_bytes,
-)
-from fastsuncet.evaluation.transfer_grid.grid import Cell
-from fastsuncet.evaluation.transfer_grid.tasks import Task
+from fastsuncet.evaluation.supervised.fine_tuning import FitSettings, fit, resolve_batch
+from fastsuncet.evaluation.supervised.identity import indices_digest, module_digest
+from fastsuncet.evaluation.transfer_grid.grid import Cell, Record
+from fastsuncet.evaluation.transfer_grid.tasks import TransferTask
+from fastsuncet.training.state import disk_errors, on_rank_0
+from pipelines.datasets.index import ImageIndex
 
-NOT_SHARED = ("lr", "weight_decay", "bn_momentum", "save_every")  # each cell's own, or no matter
+PER_CELL = ("lr", "weight_decay", "bn_momentum")
+NOT_IN_IDENTITY = (*PER_CELL, "save_every")
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
-    """What the cells of one data set share."""
+class DatasetGrid:
+    """The grid of one data set: what its cells have in common."""
 
     config: Config
     place: Place
     encoder: Encoder
-    task: Task
-    setting: FitSetting  # of all cells; learning rate, decay and BatchNorm's momentum are put in by each
-    identity: Record  # all that a cell's number depends on beside lr and weight decay
+    task: TransferTask
+    settings: FitSettings  # of all cells; each sets its own lr, weight_decay and bn_momentum
+    identity: Record  # all that a cell's number depends on besides lr and weight decay
     folder: Path
-    signals: SignalFlag | None = None  # who asks to stop; None: each fit watches by itself
+    signals: SignalFlag
 
     def finished(self, cells: Sequence[Cell]) -> dict[Cell, Record]:
-        """The records of the finished ones among `cells`, the same on every rank; CheckpointError for a damaged one."""
+        """Return the records of the finished ones among `cells`. Raises CheckpointError for a damaged one."""
         paths = [self.folder / cell.name / "cell.json" for cell in cells]
-        records = read_shared(self.place, lambda: [read_record(path, self.identity) for path in paths])
+        records = on_rank_0(self.place, lambda: [self._read(path) for path in paths])
         return {cell: record for cell, record in zip(cells, records, strict=True) if record is not None}
 
-    def write(self, name: str, payload: bytes) -> None:
-        """A file in the data set's folder, whole or not at all. Raises CheckpointError."""
-        write_bytes(self.folder / name, payload)
-
     def run(self, cell: Cell) -> tuple[Record | None, bool]:
-        """(record of a cell, whether it was trained just now); (None, False) where another process is at it.
+        """Return (the cell's record, whether it was trained just now); (None, False) if another process trains it.
 
-        A cell whose loss stopped being a number is finished too, with no validation metric: at the top of a grid of
-        learning rates that is a finding and no fault.
+        A cell whose loss became NaN or infinite is finished too, without a validation metric: at the top of a grid of
+        learning rates that is a result and not an error.
         """
 
         def train(folder: Path) -> Record:
+            task, problem = self.task, None
             try:
-                metric, problem = self._fit(cell, folder, self.task.train, None), None
+                metric = self._fit(cell, folder, task.train, task.images, task.validation)
             except NumericalError as error:
                 metric, problem = None, str(error).splitlines()[0].split(". ")[0]
-            return {"validation": metric, "images": len(self.task.validation), "diverged": problem}
+            return {"validation": metric, "images": len(task.validation), "diverged": problem}
 
-        return self._finished(cell, self.folder / cell.name, "cell.json", train)
+        return self._once(cell, self.folder / cell.name / "cell.json", train)
 
     def retrain(self, cell: Cell) -> tuple[Record | None, bool]:
-        """The chosen cell trained on training and validation images, and its one look at the test images; as `run`."""
+        """Train the chosen cell on training and validation images, and evaluate it on the test images; as `run`."""
 
         def train(folder: Path) -> Record:
-            metric = self._fit(cell, folder, self.task.both, self.task.test)
-            return {"test": metric, "images": len(self.task.test), "train_images": len(self.task.both)}
+            both, test = self.task.both, self.task.test
+            metric = self._fit(cell, folder, both, test, np.arange(len(test)))
+            return {"test": metric, "images": len(test), "train_images": len(both)}
 
-        return self._finished(cell, self.folder / f"selected-{cell.name}", "selected.json", train)
+        return self._once(cell, self.folder / f"selected-{cell.name}" / "selected.json", train)
 
-    def _finished(
-        self, cell: Cell, folder: Path, name: str, train: Callable[[Path], Record]
-    ) -> tuple[Record | None, bool]:
-        with alone(folder, self.place) as held:
-            if not held:
+    def _once(self, cell: Cell, path: Path, train: Callable[[Path], Record]) -> tuple[Record | None, bool]:
+        """Return the record in `path`, and whether `train` had to make it; (None, False) if another process does."""
+        checkpoints = path.parent / "fit"
+        with self._locked(path.parent) as locked:
+            if not locked:
                 return None, False
-            record = read_shared(self.place, lambda: read_record(folder / name, self.identity))
-            if record is not None:
-                if self.place.first:
-                    atomic_files.remove(folder / "fit")  # of a process killed between the two lines below
-                return record, False
-            began = time.monotonic()
-            said = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
-            record = {**said, **train(folder / "fit"), "seconds": round(time.monotonic() - began, 1)}
-            record["identity"] = self.identity
+            record = on_rank_0(self.place, lambda: self._read(path))
+            new = record is None
+            if record is None:
+                began = time.monotonic()
+                values = {
+                    "lr": cell.lr,
+                    "weight_decay": cell.decay,
+                    "weight_decay_over_lr": cell.weight_decay,
+                }
+                record = {**values, **train(checkpoints), "seconds": round(time.monotonic() - began, 1)}
+                record["identity"] = self.identity
             if self.place.first:
-                write_bytes(folder / name, json.dumps(record, indent=1).encode() + b"\n")
-                atomic_files.remove(folder / "fit")  # 56 cells' checkpoints of a ResNet-50 would be 10 GB
-            return record, True
+                if new:
+                    with disk_errors(path):
+                        atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+                # 56 cells' checkpoints of a ResNet-50 would be 10 GB. A kill after the record was written leaves some.
+                atomic_files.remove(checkpoints)
+            return record, new
 
-    def _fit(self, cell: Cell, folder: Path, chosen: np.ndarray, test: Any) -> float:
-        """The metric of `cell` trained on `chosen`: on the validation images, or on all of `test`. Collective."""
-        task = self.task
-        index, asked = (
-            (task.images, task.validation) if test is None else (task.test, np.arange(len(task.test)))
-        )
-        setting = replace(
-            self.setting,
-            lr=cell.lr,
-            weight_decay=cell.weight_decay,
-            bn_momentum=batchnorm_momentum(len(chosen), self.setting.batch),
-        )
+    @contextlib.contextmanager
+    def _locked(self, folder: Path) -> Iterator[bool]:
+        """Make `folder` and lock it for all ranks, or yield False on all of them if another process has it."""
+        with contextlib.ExitStack() as stack:
+
+            def lock() -> bool:
+                with disk_errors(folder):
+                    atomic_files.make_folder(folder)
+                    return stack.enter_context(atomic_files.exclusive(folder / ".running"))
+
+            yield on_rank_0(self.place, lock)
+
+    def _read(self, path: Path) -> Record | None:
+        try:
+            record = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"the result of a cell, {path}, cannot be read ({error}): remove it"
+            ) from error
+        if not isinstance(record, dict) or record.get("identity") != self.identity:
+            raise CheckpointError(f"{path} has other settings than its folder's name says: remove it")
+        return record
+
+    def _fit(
+        self, cell: Cell, folder: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
+    ) -> float:
+        """Return the metric, on the images `evaluated` of `index`, of `cell` trained on `chosen`. Collective."""
+        momentum = batchnorm_momentum(len(chosen), self.settings.batch)
+        own = {"lr": cell.lr, "weight_decay": cell.weight_decay, "bn_momentum": momentum}
         # fit trains the module it is given, and every cell begins with the same weights.
         encoder = replace(self.encoder, module=copy.deepcopy(self.encoder.module))
-        own = {key: getattr(setting, key) for key in ("lr", "weight_decay", "bn_momentum")}
-        fitted = fit(
+        result = fit(
             encoder,
-            task.images,
+            self.task.images,
             chosen,
             index,
-            asked,
-            setting,
+            evaluated,
+            replace(self.settings, **own),
             self.place,
             folder,
             self.config,
             signals=self.signals,
             identity={**self.identity, **own},
         )
-        logits = fitted.logits.cpu().numpy()
+        logits = result.logits.cpu().numpy()
         if not np.isfinite(logits).all():
-            raise NumericalError(f"{task.name}, {cell.name}: the outputs are not finite numbers")
-        return task.metric(logits, index, asked)
+            raise NumericalError(f"{self.task.name}, {cell.name}: the outputs are not finite numbers")
+        return self.task.metric(logits, index, evaluated)
 
 
-def bench(
-    config: Config,
-    place: Place,
-    encoder: Encoder,
-    task: Task,
-    folder: Path,
-    signals: SignalFlag | None = None,
-) -> Bench:
-    """The bench of one data set below `folder`. Raises ConfigErrors for a batch its images or ranks do not fill."""
+def open_grid(
+    config: Config, place: Place, encoder: Encoder, task: TransferTask, folder: Path, signals: SignalFlag
+) -> DatasetGrid:
+    """Return the grid of one data set, below `folder`. Raises ConfigErrors for a batch that does not fit."""
     t, view = config.transfer, config.data.augmentation
-    batch = t.batch_size
-    batch = batch.per_rank * place.world_size if isinstance(batch, PerRank) else batch
-    if batch < 1 or batch % place.world_size:
-        raise config.error(
-            "transfer.batch_size", f"must be a multiple of the {place.world_size} processes, 1 or more"
-        )
-    if batch > len(task.train):
-        raise config.error(
-            "transfer.batch_size",
-            f"must be at most {len(task.train)}: {task.name} has that many images to train a cell on",
-        )
-    setting = FitSetting(
+    batch = resolve_batch(config, "transfer", len(task.train), f" of {task.name}", place.world_size, passes=1)
+    settings = FitSettings(
         steps=t.steps,
         batch=batch,
         lr=0.0,
@@ -180,21 +183,22 @@ def bench(
     )
     identity = {
         "dataset": task.name,
-        "encoder": digest_of(encoder.module),
+        "encoder": module_digest(encoder.module),
         "images": task.images.fingerprint(),
         "test": task.test.fingerprint(),
         "train": len(task.train),
-        "validation": hashlib.sha256(task.validation.astype("<i8").tobytes()).hexdigest(),
+        "validation": indices_digest(task.validation),
         "processes": place.world_size,
-        **{key: value for key, value in asdict(setting).items() if key not in NOT_SHARED},
+        **{key: value for key, value in asdict(settings).items() if key not in NOT_IN_IDENTITY},
     }
-    identity = json.loads(json.dumps(identity))
+    identity = json.loads(json.dumps(identity))  # as a record gives it back, with lists for tuples
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    return Bench(config, place, encoder, task, setting, identity, folder / f"{task.name}-{digest}", signals)
+    dataset = folder / f"{task.name}-{digest}"
+    return DatasetGrid(config, place, encoder, task, settings, identity, dataset, signals)
 
 
 def batchnorm_momentum(images: int, batch: int) -> float:
-    """Torch's BatchNorm momentum: the share of the running statistics that a batch replaces.
+    """Return torch's BatchNorm momentum: the share of the running statistics that a batch replaces.
 
     SimCLR's max(1 - 10/s, 0.9), with s steps an epoch, is TensorFlow's, the share that is kept.
     """

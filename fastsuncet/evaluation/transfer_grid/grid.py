@@ -1,14 +1,18 @@
-"""The grid of a transfer: every learning rate with every weight decay, and whose turn which cell is."""
+"""The grid of a transfer: every learning rate with every weight decay, its shards, and its table of results."""
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastsuncet.config import Config
 from fastsuncet.errors import ConfigError
 
 T = TypeVar("T")
+Record = dict[str, Any]  # a cell's result, as its JSON file holds it
+COLUMNS = ("learning_rate", "weight_decay", "weight_decay_over_lr", "validation", "images", "diverged")
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,9 @@ class Cell:
 
     @property
     def weight_decay(self) -> float:
-        """What the optimizer is given: the grid's value divided by the learning rate (paper, appendix C).
+        """The optimizer's weight decay: the grid's value divided by the learning rate (paper, appendix C).
 
-        A step of SGD then shrinks weights by lr x (decay / lr): by the same share whatever the learning rate.
+        A step of SGD then shrinks weights by lr x (decay / lr): by the same fraction whatever the learning rate.
         """
         return self.decay / self.lr
 
@@ -33,9 +37,9 @@ class Cell:
 
 
 def grid(config: Config) -> tuple[Cell, ...]:
-    """The cells in the order they are run: by learning rate, then by weight decay, as the config lists them.
+    """Return the cells in the order they are run: by learning rate, then by weight decay, as the config lists them.
 
-    Raises ConfigErrors for a learning rate of 0, which weight decays cannot be divided by, and for a cell twice.
+    Raises ConfigErrors for a learning rate of 0, which weight decays cannot be divided by, and for a repeated cell.
     """
     rates, decays = config.transfer.learning_rates, config.transfer.weight_decays
     if min(rates) <= 0:
@@ -49,18 +53,55 @@ def grid(config: Config) -> tuple[Cell, ...]:
     return cells
 
 
-def read_share(text: str) -> tuple[int, int]:
-    """(I, N) of "I/N", share I of N, counted from 1. Raises ConfigError for anything else."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return (I, N) of "I/N", shard I of N, counted from 1. Raises ConfigError for anything else."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    part, parts = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= part <= parts:
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count:
         raise ConfigError(
-            f"--cell is I/N, share I of N counted from 1, such as 3/8, not {text!r}. In a Slurm job of --array=1-8 "
+            f"--cell is I/N, part I of N counted from 1, such as 3/8, not {text!r}. In a Slurm job of --array=1-8 "
             "that is --cell $SLURM_ARRAY_TASK_ID/8"
         )
-    return part, parts
+    return number, count
 
 
-def share_of(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """Share `part` (from 1) of `parts`: every item is in exactly one, and their sizes differ by one at most."""
-    return items[part - 1 :: parts]
+def shard_of(items: Sequence[T], number: int, count: int) -> Sequence[T]:
+    """Return shard `number` (from 1) of `count`; every item is in one, and their sizes differ by one at most."""
+    return items[number - 1 :: count]
+
+
+def best(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> Cell | None:
+    """Return the cell of the highest validation metric, the first of equal ones. None where all diverged."""
+    finite = [cell for cell in cells if records[cell]["validation"] is not None]
+    return max(finite, key=lambda cell: records[cell]["validation"], default=None)
+
+
+def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | None) -> list[str]:
+    """Return lines: a row per learning rate, a column per weight decay, in percent; the chosen cell with a star.
+
+    A dot stands for a cell that is not finished, `nan` for one that diverged.
+    """
+    rates = list(dict.fromkeys(cell.lr for cell in cells))
+    decays = list(dict.fromkeys(cell.decay for cell in cells))
+
+    def entry(cell: Cell) -> str:
+        if cell not in records:
+            return ". "
+        value = records[cell]["validation"]
+        return f"{'nan' if value is None else format(100 * value, '.2f')}{'*' if cell == chosen else ' '}"
+
+    head = f"{'lr  /  wd':>10}" + "".join(f"{decay:>9.3g} " for decay in decays)
+    rows = [f"{lr:>10.3g}" + "".join(f"{entry(Cell(lr, decay)):>10}" for decay in decays) for lr in rates]
+    return [head, *rows]
+
+
+def as_csv(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> bytes:
+    """Return one line per finished cell, in the grid's order; a diverged one has a reason and no validation metric."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for cell in cells:
+        if cell in records:
+            results = (records[cell][key] for key in ("validation", "images", "diverged"))
+            writer.writerow([cell.lr, cell.decay, cell.weight_decay, *results])
+    return text.getvalue().encode()

@@ -1,6 +1,6 @@
-"""The data sets an encoder is transferred to: their images, the parts that choose and that count, their metric.
+"""The data sets an encoder is transferred to: their images, the parts to choose and to test on, their metric.
 
-task        chooses on                                     counts on      by
+task        chooses on                                     tests on       by
 cifar10     a stratified share of the training images      10,000 test    top-1
 cifar100    the same                                       10,000 test    top-1
 voc07       val, trained on train                          4,952 test     11-point mAP
@@ -9,6 +9,7 @@ voc07       val, trained on train                          4,952 test     11-poi
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -22,13 +23,12 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.voc07 import part_of, voc07
 from pipelines.sampling.augmentation import uniform
 
-# Of logits (N, classes) and the images they are of: N numbers in an index.
+# Takes logits (N, classes), and the index and N numbers of their images.
 Metric = Callable[[np.ndarray, ImageIndex, np.ndarray], float]
-TITLES = {"top1": "top-1", "map11": "11-point mAP"}  # what a metric is called to people
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class TransferTask:
     """One data set."""
 
     name: str
@@ -36,24 +36,21 @@ class Task:
     train: np.ndarray  # int64, ascending: numbers in `images` that a cell is trained on
     validation: np.ndarray  # int64, ascending: those that the cells are compared on
     test: ImageIndex
-    loss: str  # as FitSetting has it
-    metric_name: str  # a key of TITLES, in a result
+    loss: Literal["softmax", "sigmoid"]  # of FitSettings
+    title: str  # the metric's name in messages and results
     metric: Metric
 
     @property
-    def title(self) -> str:
-        """What people call the metric."""
-        return TITLES[self.metric_name]
-
-    @property
     def both(self) -> np.ndarray:
-        """Training and validation images, ascending: what the chosen cell is trained on once more."""
+        """Training and validation images, ascending: what the chosen cell is retrained on."""
         return np.union1d(self.train, self.validation)
 
 
-def open_task(name: str, config: Config, place: Place) -> Task:
-    """Finds the images of data set `name` below transfer.root. Raises DataError on every rank if on any."""
-    root = Path(config.transfer.root).expanduser()
+def open_task(name: str, config: Config, place: Place) -> TransferTask:
+    """Find the images of data set `name` below transfer.root. Raises DataError on every rank if on any."""
+    t = config.transfer
+    assert t.root is not None  # the command checks it
+    root = Path(t.root).expanduser()
     root = root / name if (root / name).is_dir() else root
     if name == "voc07":
         images, test = (
@@ -62,30 +59,31 @@ def open_task(name: str, config: Config, place: Place) -> Task:
         )
         train, validation = part_of(images, "train"), part_of(images, "val")
         if both := np.intersect1d(train, validation).tolist():
-            raise DataError(f"{images.path(both[0])} is in train and in val: val could not choose")
-        loss, metric_name, metric = "sigmoid", "map11", mean_ap
+            raise DataError(
+                f"{images.path(both[0])} is in train and in val: val must be separate to choose on"
+            )
     else:
         images, test = (
             on_one_rank_first(
                 place,
-                lambda first, train=train: cifar(
-                    name, root, train=train, download=config.transfer.download and first
-                ),
+                lambda first, train=train: cifar(name, root, train=train, download=t.download and first),
             )
             for train in (True, False)
         )
-        train, validation = stratified(images, config.transfer.validation)
-        loss, metric_name, metric = "softmax", "top1", top1
+        train, validation = stratified(images, t.validation)
     for index in (images, test):
         index.require_good()  # an accuracy over other images is another accuracy
-    return Task(name, images, np.sort(train), np.sort(validation), test, loss, metric_name, metric)
+    parts = (name, images, np.sort(train), np.sort(validation), test)
+    if name == "voc07":
+        return TransferTask(*parts, "sigmoid", "11-point mAP", mean_ap)
+    return TransferTask(*parts, "softmax", "top-1", top1)
 
 
-def stratified(index: ImageIndex, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """(the others, about `share` of every class), int64 ascending: the same images whatever the run's seed.
+def stratified(index: ImageIndex, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split images into (the rest, about `fraction` of every class), int64 ascending, whatever the run's seed.
 
-    Of a class with n images, share x n rounded go to the second part, at least one and at most n - 1. Raises DataError
-    for a class with fewer than two images.
+    Of a class with n images, fraction x n rounded go to the second part, at least one and at most n - 1. Raises
+    DataError for a class with fewer than two images.
     """
     draws = uniform(0, "transfer/validation", (0, 0, 0, 0), len(index))
     held = []
@@ -95,17 +93,18 @@ def stratified(index: ImageIndex, share: float) -> tuple[np.ndarray, np.ndarray]
             raise DataError(
                 f"class {name} has {len(members)} training images: 2 or more are needed to choose on"
             )
-        count = min(max(1, round(share * len(members))), len(members) - 1)
+        count = min(max(1, round(fraction * len(members))), len(members) - 1)
         held.append(members[np.argsort(draws[members], kind="stable")[:count]])
     validation = np.sort(np.concatenate(held))
     return np.setdiff1d(np.arange(len(index)), validation), validation
 
 
 def top1(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> float:
-    """Share of the images whose highest logit is that of their class, 0 to 1; of equal logits the first counts."""
+    """Return the fraction of images whose highest logit is their class's; of equal logits the first counts."""
     return float((logits.argmax(1) == index.labels[numbers]).mean())
 
 
 def mean_ap(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> float:
-    """VOC 2007's mean average precision, 0 to 1."""
+    """Return VOC 2007's mean average precision, 0 to 1."""
+    assert index.presence is not None
     return mean_average_precision(logits, index.presence[numbers])[0]

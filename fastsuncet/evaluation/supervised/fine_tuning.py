@@ -1,0 +1,269 @@
+"""Training an encoder and a new classifier on labeled images, for the commands finetune and transfer.
+
+The protocol is the paper's (appendix B): all weights are trained by SGD with Nesterov momentum, without LARS and
+warm-up; the learning rate falls along half a cosine to 0; an image is cropped at random and flipped; BatchNorm
+normalizes over each process's own images.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastsuncet.config import Config, PerRank
+from fastsuncet.distributed.collectives import any_rank, broadcast
+from fastsuncet.distributed.ddp import parallel
+from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import CheckpointError
+from fastsuncet.evaluation.encoder import Encoder
+from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.supervised.identity import fit_identity, refuse_changed
+from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step, set_batchnorm_momentum
+from fastsuncet.evaluation.supervised.stream import ROLE, FineTuningStream
+from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.models.flops import classifier_macs
+from fastsuncet.optim import warmup_cosine
+from fastsuncet.training.step import PRECISIONS
+from fastsuncet.training.trainer import Trainer, TrainingTask
+from pipelines.datasets.index import ImageIndex
+from pipelines.sampling.augmentation import Augmentation, Center
+
+LINES = 100  # of metrics per fit, at most: a transfer grid has dozens of fits
+REMEDY = "Set these back to continue it, or remove that folder to begin again."
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """The numbers of a fine-tuning."""
+
+    steps: int  # updates
+    batch: int  # images an update, over all processes and passes
+    lr: float  # of the first update
+    momentum: float
+    nesterov: bool
+    weight_decay: float  # of every parameter
+    size: int  # pixels of a crop
+    resize: int  # pixels of the shorter side before the center crop of an evaluation
+    crop_scale: tuple[float, float]  # share of the image's area
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    num_classes: int
+    loss: Literal["softmax", "sigmoid"]  # sigmoid: several classes an image, of the index's `presence`
+    # torch's, the share of the running statistics that a batch replaces; None: the encoder's
+    bn_momentum: float | None
+    seed: int
+    precision: str  # of meta.precision
+    accumulate: int  # passes an update
+    flip: float = 0.5  # probability
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
+    save_every: int = 1000  # updates; the last update and a stop are saved too
+
+
+def resolve_batch(config: Config, section: str, images: int, of: str, world_size: int, passes: int) -> int:
+    """Return the images of an update, from `section`.batch_size of the config.
+
+    Raises ConfigErrors, at the key's line and with a number that fits, for a batch that the processes and passes cannot
+    share, or that the `images` of the data set `of` do not fill.
+    """
+    asked = getattr(config, section).batch_size
+    batch = asked.per_rank * world_size if isinstance(asked, PerRank) else asked
+    parts = world_size * passes
+    if batch >= 1 and batch % parts == 0 and batch <= images:
+        return batch
+    sharing = "1 process" if world_size == 1 else f"{world_size} processes"
+    if passes > 1:
+        sharing += f" in {passes} passes each ({section}.accumulate)"
+    if batch < 1 or batch % parts:
+        fits = max(1, round(batch / parts)) * parts
+        problem = (
+            f"{batch:,} images cannot be shared by {sharing}: a multiple of {parts} can, such as {fits:,}"
+        )
+    else:
+        fits = images // parts * parts
+        advice = f"at most {fits:,}" if fits else f"and no batch can be shared by {sharing}"
+        problem = f"{images:,} labeled images{of} do not fill a batch of {batch:,}: {advice}"
+    raise config.error(f"{section}.batch_size", problem)
+
+
+class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
+    """An encoder and a new classifier on the images `indices` of `train`. `network.finetune_step` is the update."""
+
+    stream: FineTuningStream
+    terms = ("cross_entropy", "train_accuracy")
+    columns = (
+        *(
+            "epoch",
+            "cross_entropy",
+            "train_accuracy",
+            "lr",
+            "views_per_second",
+            "data_wait",
+            "replaced_images",
+        ),
+        *("images", "updates", "petaflops", "seconds"),
+    )
+    roles = (ROLE, ROLE)
+    keep, keep_at_end = 2, 1
+    ledger_key = "fit_ledger"  # "ledger" is that of the pre-training
+    world_size_note = (
+        "the same images an update, but BatchNorm over other parts of them, so results are those of neither number "
+        "alone"
+    )
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        train: ImageIndex,
+        indices: np.ndarray,
+        settings: FitSettings,
+        place: Place,
+        folder: Path,
+        config: Config,
+        identity: dict[str, Any],
+        remedy: str,
+    ):
+        self.encoder, self.settings, self.config = encoder, settings, config
+        self.folder, self.identity, self.remedy = folder, identity, remedy
+        s = settings
+        self.model = Classifier(encoder.module, encoder.width, s.num_classes)
+        if s.bn_momentum is not None:
+            set_batchnorm_momentum(self.model, s.bn_momentum)
+        layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
+        # Torch's stubs lack memory_format.
+        self.model.to(place.device, memory_format=layout).train()  # pyright: ignore[reportCallIssue]
+        dtype = PRECISIONS[s.precision]
+        self.autocast = partial(
+            torch.autocast, place.device.type, dtype=dtype, enabled=dtype != torch.float32
+        )
+        self.scaler = torch.amp.GradScaler(place.device.type, enabled=dtype == torch.float16)
+
+        def blank(network: nn.Module) -> Tensor:
+            with self.autocast():
+                logits = network(torch.zeros(2, 3, s.size, s.size, device=place.device))
+            return logits.float().sum()
+
+        # BatchNorm and its running statistics are each rank's own, as in the paper; rank 0's are saved and evaluated.
+        # The graph is not static: all passes of an update but the last leave out the exchange of gradients.
+        self.network = parallel(
+            self.model, place, compiled=config.meta.compile, static_graph=False, blank=blank
+        )
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=s.lr,
+            momentum=s.momentum,
+            nesterov=s.nesterov,
+            weight_decay=s.weight_decay,
+            # One launch for all weights, and fp16's scaler need not ask the device whether to step.
+            fused=True,
+        )
+        view = Augmentation(
+            size=s.size,
+            crop_scale=s.crop_scale,
+            crop_ratio=s.crop_ratio,
+            flip=s.flip,
+            jitter=0.0,
+            grey=0.0,
+            blur=0.0,
+            mean=s.mean,
+            std=s.std,
+        )
+        sizes = {"batch": s.batch, "passes": s.accumulate, "seed": s.seed}
+        multi_label = s.loss == "sigmoid"
+        self.stream = FineTuningStream(train, indices, view, config, place, multi_label=multi_label, **sizes)
+        self.steps, self.steps_per_epoch = s.steps, self.stream.steps_per_epoch
+        # Half a cosine: `settings.lr` at update 0, and 0 one past the last update.
+        self.lr = partial(warmup_cosine, steps=s.steps, warmup_steps=0, start_lr=0.0, lr=s.lr)
+        self.save_every = (s.save_every,)
+        self.log_every = max(config.logging.log_every, -(-s.steps // LINES))
+        macs = classifier_macs(encoder.name, encoder.stem, s.size, encoder.width, s.num_classes)
+        self.macs = s.batch * macs
+
+    def batch(self, step: int, timer: DataTimer) -> Iterator[tuple[Tensor, Tensor]]:
+        for part in range(self.settings.accumulate):
+            timer.begin()
+            images, targets = self.stream(step, part)
+            timer.end()
+            yield images, targets
+
+    def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
+        loss, passes = LOSSES[self.settings.loss], self.settings.accumulate
+        return finetune_step(
+            self.network, self.optimizer, self.scaler, self.autocast, loss, batch, passes, lr
+        )
+
+    def cost(self, step: int) -> tuple[int, int]:
+        return self.settings.batch, self.macs
+
+    def meta(self, epoch: float) -> dict[str, Any]:
+        """Describe the network that is in the checkpoint: config.model of the fine-tuning can be another one.
+
+        The ledger and epoch are those of the pre-training, which an evaluation of this encoder is compared by.
+        """
+        config = self.config.canonical()
+        config["model"] |= {"name": self.encoder.name, "stem": self.encoder.stem}
+        described = {"config": config, "ledger": self.encoder.ledger, "epoch": self.encoder.epoch}
+        return {**described, "encoder": self.encoder.record(), "fit": self.identity}
+
+    def check_resume_compatible(self, meta: dict[str, Any]) -> None:
+        if "fit" not in meta:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints that are not a fine-tuning's. {self.remedy}"
+            )
+        refuse_changed(meta["fit"], self.identity, self.folder, self.remedy)
+
+
+@dataclass(frozen=True, eq=False)
+class FitResult:
+    """A finished fine-tuning."""
+
+    # (N, C) float32 on the device, the same on every rank: every validation image once, in order
+    logits: Tensor
+    loss: float  # mean over the last metrics interval
+    accuracy: float  # on the training images' random crops, over the same interval
+    ledger: RunCost  # of the fine-tuning alone, over all its restarts
+
+
+def fit(
+    encoder: Encoder,  # its module is trained in place
+    train: ImageIndex,
+    indices: np.ndarray,  # int64 - the images of `train` to learn from
+    validation: ImageIndex,
+    validation_indices: np.ndarray,  # (N,) int64
+    settings: FitSettings,
+    place: Place,
+    folder: Path,  # of checkpoints/, metrics.jsonl and metrics.csv; a fit that was stopped continues from there
+    config: Config,  # how to compute and to read pixels: meta, data, logging
+    *,
+    signals: SignalFlag,
+    identity: dict[str, Any],  # settings that must not change in `folder`, by the names that messages use
+    remedy: str = REMEDY,
+) -> FitResult:
+    """Train to `settings.steps` and return the logits of the validation images. Collective.
+
+    A step is a function of (seed, step) and the files, so the same call continues to the same bits after a stop at any
+    step, or a kill. A signal before the evaluation raises Preempted once all is saved. Raises CheckpointError where
+    `folder` holds a fit of other settings or the disk refuses, NumericalError for a loss or a weight that is not
+    finite, BadImage.
+    """
+    identity = fit_identity(identity, encoder, train, indices, config)
+    task = FineTuning(encoder, train, indices, settings, place, folder, config, identity, remedy)
+    try:
+        trainer = Trainer(task, place, folder)
+        trainer.run(signals)
+    finally:
+        task.stream.close()
+    if any_rank(signals.requested is not None):
+        raise trainer.preempted(signals)
+    # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
+    for buffer in task.model.buffers():
+        broadcast(buffer)
+    view = Center(settings.size, settings.resize, settings.mean, settings.std)
+    logits = outputs(task.model, validation, validation_indices, config, place, view=view)
+    return FitResult(logits, trainer.means[0], trainer.means[1], trainer.ledger)

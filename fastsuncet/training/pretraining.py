@@ -1,0 +1,128 @@
+"""Pre-training, as the training loop runs it: the paired stream, the paper's step, its schedule, online k-NN."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fastsuncet.config import Arithmetic, Config
+from fastsuncet.data.dataset import Images
+from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream, update_macs
+from fastsuncet.distributed.collectives import broadcast
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.optim import warmup_cosine
+from fastsuncet.training import methods
+from fastsuncet.training.cuda_graph import Step
+from fastsuncet.training.step import build
+from fastsuncet.training.supervision import Supervision
+from fastsuncet.training.trainer import TrainingTask
+
+
+class Pretraining(TrainingTask[Batch]):
+    """SimCLR + SuNCEt, or the config's other method, on `images`. `training.step.train_step` is the update."""
+
+    stream: PairedStream
+    roles = (UNLABELED, LABELED)
+    world_size_note = (
+        "the same images in the same global batches, so results are equal up to rounding, not to the bit"
+    )
+
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        arithmetic: Arithmetic,
+        stream: PairedStream,
+        images: Images,
+        evaluate_online: Callable[..., float],  # `online_knn`: this folder imports nothing of evaluation
+    ):
+        self.config, self.place, self.arithmetic = config, place, arithmetic
+        self.stream, self.images, self.evaluate_online = stream, images, evaluate_online
+        o, a = config.optimization, arithmetic
+        self.steps, self.steps_per_epoch = a.steps, a.steps_per_epoch
+        self.lr = partial(
+            warmup_cosine,
+            steps=a.steps,
+            warmup_steps=a.warmup_steps,
+            start_lr=o.start_lr,
+            lr=o.lr,
+            final_lr=o.final_lr,
+            legacy=o.legacy_schedule,
+        )
+        self.log_every = config.logging.log_every
+        saves = (config.checkpoint.every, (config.checkpoint.every_epochs or 0) * a.steps_per_epoch)
+        self.save_every = tuple(every for every in saves if every)
+        self.keep = self.keep_at_end = config.checkpoint.keep
+        self.evaluate_every = (config.evaluation.knn_every_epochs or 0) * a.steps_per_epoch
+        self.model, self.network, self.optimizer, self.setting = build(
+            config, place, len(images.train.classes)
+        )
+        self.scaler = self.setting.scaler
+        self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
+        self.supervision = Supervision(config, arithmetic, place.rank, place.device)
+        self.terms = methods.terms(config)
+        self.columns = columns(config)
+        self.update_macs = {on: update_macs(config, arithmetic, on) for on in (True, False)}
+        self.fingerprint = images.fingerprint()
+
+    def batch(self, step: int, timer: DataTimer) -> Batch:
+        timer.begin()
+        batch = self.stream(step, self.supervision.on(step))
+        timer.end()
+        return batch
+
+    def train_step(self, batch: Batch, lr: float) -> Tensor:
+        return self.update(batch, lr)
+
+    def cost(self, step: int) -> tuple[int, int]:
+        supervised = self.supervision.on(step)
+        return self.arithmetic.update_samples(supervised), self.update_macs[supervised]
+
+    def after_step(self, step: int, values: Tensor) -> str | None:
+        if self.supervision.add(values[1], step):
+            return f"{self.terms[1]} has plateaued: off from step {step + 1:,} on"
+        return None
+
+    def evaluate(self, bad: set[int]) -> dict[str, float]:
+        if not self.config.model.sync_batchnorm:
+            # Each rank has its own statistics. Those of rank 0 are saved, so they are evaluated.
+            for buffer in self.model.buffers():
+                broadcast(buffer)
+        accuracy = self.evaluate_online(self.model, self.images, self.config, self.place, bad=bad)
+        return {"knn_accuracy": accuracy}
+
+    def meta(self, epoch: float) -> dict[str, Any]:
+        return {"config": self.config.canonical(), "epoch": epoch, "images": self.fingerprint}
+
+    def check_resume_compatible(self, meta: dict[str, Any]) -> None:
+        changed = self.config.changed_keys(meta["config"])
+        if changed:
+            lines = [f"{key}: {old!r} in the checkpoint, {new!r} now" for key, old, new in changed]
+            raise CheckpointError(
+                "\n  ".join(["the config differs from the one this run was started with:", *lines])
+                + "\nSet these back to continue the run, or give the new run another logging.write_tag."
+            )
+        if meta["images"] != self.fingerprint:
+            raise CheckpointError(
+                "the training images or their labels differ from those this run was started with (files added, "
+                "removed, resized or labeled otherwise). Bring them back, or give the new run another "
+                "logging.write_tag."
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"supervision": self.supervision.state()}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        self.supervision.restore(values.get("supervision", {}))
+
+
+def columns(config: Config) -> tuple[str, ...]:
+    """Return the keys of a training line, in the order of metrics.csv."""
+    losses = (term for term in methods.terms(config) if term != "none")
+    return (
+        *("epoch", "loss", *losses, "lr", "views_per_second", "data_wait", "replaced_images"),
+        *("images", "updates", "petaflops", "seconds", "joules"),
+    )
