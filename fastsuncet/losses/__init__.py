@@ -1,14 +1,14 @@
-"""The losses, one file each; the contrastive ones share the sweep of `contrast.py`. Works without DALI."""
+"""The losses, one file each; the contrastive ones share the chunked sweep of contrast.py. Works without DALI."""
 
 from fastsuncet.losses.cross_entropy import cross_entropy
 from fastsuncet.losses.nt_xent import nt_xent
 from fastsuncet.losses.suncet import suncet
 from fastsuncet.losses.supcon import sup_con
-from fastsuncet.losses.swav import normalise_prototypes_, prototype_scores, swav
+from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores, swav
 
 __all__ = [
     "cross_entropy",
-    "normalise_prototypes_",
+    "normalize_prototypes_",
     "nt_xent",
     "prototype_scores",
     "suncet",

@@ -1,21 +1,22 @@
-"""The one chunked sweep of the contrastive losses: an anchor is pulled to its positives, away from all else.
+"""The chunked sweep of the contrastive losses: an anchor is pulled to its positives and pushed from all else.
 
     N  anchors: the rows of this rank            l_ij   cos(z_i, z_j) / temperature, the logits
     M  keys: the rows of all ranks, N on each    P(i)   the positives of i: keys j != i with the id of i
-    D  width of a row                            w_i    what anchor i weighs in the mean, 0 to leave it out
+    D  width of a row                            w_i    weight of anchor i in the mean, 0 to leave it out
     R  anchors in a chunk
 
     L_i        = log sum_{j != i} exp l_ij - level_i        (j runs over all M keys but the anchor itself)
     dL_i/dl_ij = p_ij - t_ij        where p_ij = softmax_{j != i} l_ij and t_ij = d level_i / d l_ij
 
-A loss names its ids, its weights and its level: NT-Xent and SuNCEt take the log-sum-exp of the positives,
-L_sup_out their mean. The sweep takes R anchors at a time and turns their R x M logits into the gradient
-while it has them: three matrix products a chunk, and never an N x M matrix. Backward only scales. On a CPU a
-process alone, whose keys are its anchors, needs only two: `pairs.py`.
+A loss gives its ids, its weights and its level. For NT-Xent and SuNCEt, level_i = log sum_{j in P(i)} exp l_ij:
+one close positive is enough (equations 1 and 2). For L_sup_out, level_i = mean_{j in P(i)} l_ij: every positive
+is pulled (appendix H). The sweep takes R anchors at a time and turns their R x M logits into the gradient
+at once: three matrix products per chunk, and never an N x M matrix. Backward only scales. On a CPU, a single
+process whose keys are its anchors needs only two products: contrast_symmetric.py.
 
 Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
-without its maximum taken out can reach 9e7, and float16 ends at 65,504. On CUDA the products' factors follow torch's
-TF32 switch, off unless someone set it: `products.py`.
+without its maximum subtracted can reach 9e7, and float16 ends at 65,504. On CUDA the products' factors follow
+torch's TF32 switch, which is off by default: tf32.py.
 """
 
 from collections.abc import Callable
@@ -32,17 +33,14 @@ from fastsuncet.distributed.collectives import (
     rank,
     world_size,
 )
-from fastsuncet.losses import contrast_kernel
-from fastsuncet.losses import tf32 as products
+from fastsuncet.losses import contrast_kernel, tf32
+from fastsuncet.losses.checks import at_least_float32
 from fastsuncet.losses.contrast_symmetric import COLDEST, chunks, sweep_pairs
 
-# (logits (R, M), positive (R, M) bool) -> level (R,), t (R, M). It may overwrite the logits, their last use.
-Level = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-# R when the caller names none. Logits, p, t and two masks take 14 R M bytes in float32: 7 MB at 4,096 keys and so on
-# with M, not with N M. On a CPU 96 to 256 rows take the same time and 512 more, for they leave the cache; of the equal
-# ones a small one keeps a process's own peak well under 40 MB at 4,096. On a GPU they would be thin products and many
-# launches; the logits of 1,024, 32 MB at 8,192 keys, may stay in the L2 of a large one. Arithmetic, not yet measured.
+# The default R. Logits, p, t and two masks take 14 R M bytes in float32, 7 MB at 4,096 keys. On a CPU 96 to 256 rows
+# take the same time, and 512 take longer because they leave the cache; a small number keeps a process's peak well under
+# 40 MB at 4,096. On a GPU so few rows would be thin products and many launches; the logits of 1,024, 32 MB at 8,192
+# keys, can stay in the L2 cache of a large one. Arithmetic, not yet measured.
 ROWS_PER_CHUNK, ROWS_PER_CHUNK_ON_CUDA = 128, 1024
 
 
@@ -52,58 +50,43 @@ def contrast(
     weights: Tensor,
     temperature: float,
     *,
-    level: Level,
+    every_positive: bool = False,
     group: Group = None,
     keys: str = "attached",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """sum_i w_i L_i over the anchors of this rank, a scalar in float32 (float64 for float64 `z`).
+    """Return sum_i w_i L_i over the anchors of this rank, a scalar in float32 (float64 for float64 `z`).
 
     `z` (N, D) floating, rows of any length; `ids` (M,) int64 of all ranks' rows in rank order; `weights`
-    (N,). Gradient reaches `z` through its rows as anchors, and with `keys="attached"` also through its rows
-    as keys of all ranks' anchors, summed over ranks in backward. Once differentiable. Nothing waits for the
-    device.
+    (N,); `every_positive`: the level of L_sup_out. Gradient reaches `z` through its rows as anchors, and with
+    `keys="attached"` also through its rows as keys of all ranks' anchors, summed over ranks in backward. Once
+    differentiable. The host does not wait for the device.
     """
     with outside_autocast(z.device.type):
-        unit, weights = unit_rows(z), weights.to(unit_dtype(z))
+        unit = unit_rows(z)
+        weights = weights.to(unit.dtype)
         chunk = chunk_size or (ROWS_PER_CHUNK_ON_CUDA if z.is_cuda else ROWS_PER_CHUNK)
-        alone = world_size(group) == 1 and keys == "attached" and level is any_positive
-        # On a GPU launches are what a small batch costs, and this way has more of them.
+        alone = world_size(group) == 1 and keys == "attached" and not every_positive
+        # On a GPU a small batch costs launches, and the symmetric sweep has more of them.
         if alone and temperature >= COLDEST and not z.is_cuda:
             return _Swept.apply(partial(sweep_pairs, ids, weights, temperature, chunk), unit)
-        every = gather_rows(unit, group) if keys == "attached" else all_gather_rows(unit, group)
-        sweep = partial(_sweep, ids, weights, rank(group) * len(z), level, chunk)
-        return _Swept.apply(sweep, unit / temperature, every)
+        all_rows = gather_rows(unit, group) if keys == "attached" else all_gather_rows(unit, group)
+        sweep = partial(_sweep, ids, weights, rank(group) * len(z), every_positive, chunk)
+        return _Swept.apply(sweep, unit / temperature, all_rows)
 
 
 def unit_rows(z: Tensor) -> Tensor:
-    """z_i / |z_i| (N, D) in at least float32. A zero row has no direction: it stays zero, with zero gradient.
+    """Return z_i / |z_i| (N, D) in at least float32. A zero row stays zero, with zero gradient.
 
-    F.normalize would hand it 1e12 times its gradient, and a projection head that died would ruin the encoder.
+    F.normalize would give it 1e12 times its gradient, and a projection head that died would ruin the encoder.
     """
-    z = z.to(unit_dtype(z))
+    z = at_least_float32(z)
     length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
     return z / length.masked_fill(length < 1e-12, torch.inf)
 
 
-def unit_dtype(z: Tensor) -> torch.dtype:
-    """What is computed in: float64 for float64 `z`, else float32."""
-    return torch.float64 if z.dtype == torch.float64 else torch.float32
-
-
-def any_positive(logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
-    """level_i = log sum_{j in P(i)} exp l_ij: one close positive is enough (equations 1 and 2)."""
-    return _log_sum_exp(logits.masked_fill_(~positive, _lowest(logits)))
-
-
-def every_positive(logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
-    """level_i = mean_{j in P(i)} l_ij: every positive is pulled (L_sup_out, appendix H)."""
-    t = positive.to(logits.dtype) / positive.sum(dim=1, keepdim=True).clamp(min=1)
-    return (t * logits.masked_fill_(~positive, 0)).sum(dim=1), t
-
-
 class _Swept(torch.autograd.Function):
-    """A loss that a sweep computes together with its gradients by `rows`, those of them that are wanted."""
+    """A loss whose sweep computes it together with its gradients by `rows`, those of them that are needed."""
 
     @staticmethod
     def forward(ctx, sweep: Callable, *rows: Tensor) -> Tensor:
@@ -113,8 +96,7 @@ class _Swept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale: Tensor):
-        # Grad mode is on in backward only under create_graph=True; torch's once_differentiable would let
-        # this pass.
+        # Grad mode is on in backward only under create_graph=True; torch's once_differentiable does not refuse it.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a contrastive loss can be differentiated once: its gradient is computed with its value "
@@ -127,20 +109,20 @@ def _sweep(
     ids: Tensor,
     weights: Tensor,
     first: int,
-    level: Level,
+    every_positive: bool,
     chunk: int,
     queries: Tensor,
     keys: Tensor,
     *,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Queries (N, D) = unit rows / temperature, keys (M, D) = unit rows -> sum_i w_i L_i; both gradients."""
-    if products.are_cut(queries):
-        queries, keys = products.rounded(queries), products.rounded(keys)
+    """Return sum_i w_i L_i and both gradients of queries (N, D) = unit rows / temperature, keys (M, D) = unit rows."""
+    if tf32.in_use(queries):
+        queries, keys = tf32.rounded(queries), tf32.rounded(keys)
     loss = queries.new_zeros(())
     d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
     fused = contrast_kernel.runs_on(queries, row_pass)
-    over_rows = (contrast_kernel.row_pass if fused else row_pass)(ids, level is every_positive)
+    over_rows = (contrast_kernel.row_pass if fused else row_pass)(ids, every_positive)
     for rows in chunks(len(queries), chunk):
         q, w = queries[rows], weights[rows]
         losses, d_logits = over_rows(q @ keys.T, first + rows.start, w)
@@ -152,35 +134,35 @@ def _sweep(
     return loss, (d_queries, d_keys)
 
 
-def row_pass(ids: Tensor, every: bool) -> contrast_kernel.RowPass:
-    """The twin of `contrast_kernel.row_pass`: the level is `every_positive` or `any_positive`, by `every`."""
-    level = every_positive if every else any_positive
+def row_pass(ids: Tensor, every_positive: bool) -> contrast_kernel.RowPass:
+    """Return the pass over a chunk's logits. It is the twin of `contrast_kernel.row_pass`."""
 
     def over_rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
         positive = ids[first : first + len(logits), None] == ids
         positive.diagonal(first).fill_(False)
-        # The lowest number, not -inf: a row left with nothing would be 0/0, and NaN times its zero weight is NaN.
-        logits.diagonal(first).fill_(_lowest(logits))
+        # The lowest number, not -inf: an empty row would be 0/0, and NaN times its zero weight is NaN.
+        lowest = torch.finfo(logits.dtype).min
+        logits.diagonal(first).fill_(lowest)
         everything, p = _log_sum_exp(logits)
-        positives, t = level(logits, positive)
-        return everything - positives, p.sub_(t).mul_(weights[:, None])
+        if every_positive:
+            t = positive.to(logits.dtype) / positive.sum(dim=1, keepdim=True).clamp(min=1)
+            level = (t * logits.masked_fill_(~positive, 0)).sum(dim=1)
+        else:
+            level, t = _log_sum_exp(logits.masked_fill_(~positive, lowest))
+        return everything - level, p.sub_(t).mul_(weights[:, None])
 
     return over_rows
 
 
 def _log_sum_exp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """log sum_j exp x_ij (R,) and its derivative softmax_j x_ij (R, M), at the price of one exponential."""
-    share = torch.softmax(x, dim=1)
-    # The largest share is exp(max) / sum: from it comes back the sum that the fused softmax keeps to itself.
-    return x.amax(dim=1) - share.amax(dim=1).log(), share
+    """Return log sum_j exp x_ij (R,) and its derivative softmax_j x_ij (R, M), for one exponential each."""
+    p = torch.softmax(x, dim=1)
+    # The largest p is exp(max) / sum, which gives back the sum that the fused softmax keeps to itself.
+    return x.amax(dim=1) - p.amax(dim=1).log(), p
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager:
-    """Inside an autocast region matrix products come out in 16 bits, whatever the dtype of their factors."""
+    """Return a region without autocast, inside which matrix products would come out in 16 bits."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()  # the meta device, on which FLOPs are counted, has no such region
-
-
-def _lowest(x: Tensor) -> float:
-    return torch.finfo(x.dtype).min
+    return nullcontext()  # the meta device, on which FLOPs are counted, has no autocast

@@ -1,7 +1,7 @@
-"""The middle of a chunk's sweep in one launch of our own (fastsuncet/kernels/contrast.cu), where PyTorch takes some 14
-passes over the logits. The products on both sides stay cuBLAS'.
+"""The middle of a chunk's sweep in one CUDA launch (fastsuncet/kernels/contrast.cu); PyTorch takes about 14
+passes over the logits. The matrix products before and after it stay cuBLAS'.
 
-    R  anchors of the chunk        M  keys        w_i  what anchor i weighs
+    R  anchors of the chunk        M  keys        w_i  weight of anchor i
 """
 
 from collections.abc import Callable
@@ -13,56 +13,55 @@ from fastsuncet.kernels import launcher
 from fastsuncet.kernels.self_test import require_close, usable
 
 THREADS = 256
-STAGED = 11 << 10  # keys of a row kept in shared memory: 44 of the 48 KB that a block has on any card
+STAGED = 11 << 10  # keys of a row in shared memory: 44 of the 48 KB that a block has on any GPU
 
-# (logits (R, M), overwritten; the key that is the first anchor; w (R,)) -> L_i (R,), w_i dL_i/dl_ij (R, M)
+# (logits (R, M), overwritten; key number of the first anchor; w (R,)) -> L_i (R,), w_i dL_i/dl_ij (R, M)
 RowPass = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 def options() -> tuple[str, ...]:
-    """What contrast.cu is compiled with."""
+    """Return the compiler options of contrast.cu."""
     return (f"-DTHREADS={THREADS}",)
 
 
 def runs_on(example: Tensor, twin: Callable[[Tensor, bool], RowPass]) -> bool:
-    """Whether the kernel takes logits like `example`: CUDA, float32, and it agreed with `twin` when first tried."""
+    """Return whether the kernel takes logits like `example`: CUDA, float32, and it agreed with its twin."""
     single = example.dtype == torch.float32
     return single and usable("contrast.cu", example, lambda device: prove(device, twin))
 
 
-def row_pass(ids: Tensor, every: bool) -> RowPass:
-    """The pass over a chunk whose anchors and keys have `ids` (M,) int64, by the mean of the positives' logits if
-    `every`, else by their log-sum-exp. A row of weight 0 or without a positive gives zeros.
+def row_pass(ids: Tensor, every_positive: bool) -> RowPass:
+    """Return the pass over a chunk whose anchors and keys have `ids` (M,) int64.
 
-    On float32 CUDA tensors, without waiting; the same bits in every run.
+    The level is the mean of the positives' logits if `every_positive`, else their log-sum-exp. A row of weight
+    0 or without a positive gives zeros. On float32 CUDA tensors, without a host sync; the same bits in every run.
     """
     low = ids.view(torch.int32)[::2].contiguous()  # the low halves: every machine with CUDA is little-endian
     module = launcher.load("contrast.cu", ids.device, options())
 
-    def rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def over_rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
         anchors, keys = logits.shape
         if not (logits.is_contiguous() and weights.is_contiguous() and keys == len(ids)):
-            raise launcher.KernelError(
-                f"contrast: logits {tuple(logits.shape)}, {len(ids)} ids, or not contiguous"
-            )
+            shapes = f"logits {tuple(logits.shape)}, {len(ids)} ids, or not contiguous"
+            raise launcher.KernelError(f"contrast: {shapes}")
         losses = torch.empty_like(weights)
         staged = min(keys, STAGED)
-        arguments = launcher.Arguments(logits, low, ids, weights, losses, first, keys, staged, every)
+        arguments = launcher.Arguments(logits, low, ids, weights, losses, first, keys, staged, every_positive)
         module.launch("contrast_rows", (anchors, 1), THREADS, arguments, shared=4 * staged)
         return losses, logits
 
-    return rows
+    return over_rows
 
 
 def prove(device: torch.device, twin: Callable[[Tensor, bool], RowPass]) -> None:
-    """Kernel and twin over rows with one, several and no positives, kept whole and not. Raises KernelError."""
+    """Compare kernel and twin on rows with one, several and no positives, staged and not. Raises KernelError."""
     for keys in (37, STAGED + THREADS + 1):
-        ids = torch.arange(keys, device=device) % 12  # 37: the ids 0 have four rows
-        ids[3] = 1 << 33  # one alone, whose low half is that of id 0
+        ids = torch.arange(keys, device=device) % 12  # of 37 keys four have id 0
+        ids[3] = 1 << 33  # unique, but its low half is that of id 0
         wave = torch.sin(torch.arange(5 * keys, device=device) * 0.37).view(5, keys) * 30
         weights = (ids[2:7] < 12).float() * 0.5
         for every in (False, True):
             found, expected = (make(ids, every)(wave.clone(), 2, weights) for make in (row_pass, twin))
-            # A row without a positive has no loss, and the twin gives it some number: it weighs nothing.
+            # A row without a positive has no loss; the twin gives it an arbitrary number of weight zero.
             require_close("the contrastive loss", weights * found[0], weights * expected[0], 1e-5)
             require_close("the contrastive gradient", found[1], expected[1], 1e-5)

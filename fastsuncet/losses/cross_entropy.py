@@ -8,19 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group
-from fastsuncet.losses.checks_and_weights import check_labels, require_equal_shapes
+from fastsuncet.losses.checks import at_least_float32, check_labels, check_matrix, require_equal_shapes
 
 NO_LABEL = torch.iinfo(torch.int64).min
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, group: Group = None) -> Tensor:
-    """mean_i -log softmax(logits_i)[label_i] over the rows of this rank (section 4.1 and appendix F of the
-    paper).
+    """Compute mean_i -log softmax(logits_i)[label_i] over the rows of this rank (section 4.1 and appendix F).
 
     Args:
-        logits: (N, C) floating, the classifier's output, no softmax. All ranks bring the same shape.
-        labels: (N,) integers 0 ... C - 1 on the same device. Whether they are is known to the device only:
-            on a CPU torch's own IndexError says so, on a GPU its device-side assertion.
+        logits: (N, C) floating, the classifier's output, no softmax. All ranks pass the same shape.
+        labels: (N,) integers 0 ... C - 1 on the same device. Only the device can check the values:
+            on a CPU torch raises its own IndexError, on a GPU a device-side assertion.
         group: the ranks whose mean this is a share of; None for the default one, or this process alone.
 
     Returns:
@@ -32,16 +31,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, group: Group = None) -> Ten
     batch.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the ranks bring different shapes.
+        ValueError: a shape or dtype does not fit, or the ranks' shapes differ.
     """
-    if logits.ndim != 2 or not logits.is_floating_point():
-        raise ValueError(
-            "cross_entropy: logits must be (rows, classes) of a floating dtype, "
-            f"not {tuple(logits.shape)} of {logits.dtype}"
-        )
+    check_matrix("cross_entropy", "logits must be (rows, classes)", logits)
     check_labels("cross_entropy", logits, labels)
     require_equal_shapes("cross_entropy", logits, group)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    # torch's own mean over no rows is 0/0, and by default it passes over the label -100 without a word.
-    total = F.cross_entropy(logits, labels.long(), reduction="sum", ignore_index=NO_LABEL)
+    # torch's own mean over no rows is 0/0, and by default it silently ignores the label -100.
+    total = F.cross_entropy(at_least_float32(logits), labels.long(), reduction="sum", ignore_index=NO_LABEL)
     return total / max(len(logits), 1)

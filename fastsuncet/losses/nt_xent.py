@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, world_size
-from fastsuncet.losses.checks_and_weights import check_rows
-from fastsuncet.losses.contrast import any_positive, contrast
+from fastsuncet.losses.checks import check_rows
+from fastsuncet.losses.contrast import contrast
 
 
 def nt_xent(
@@ -19,7 +19,7 @@ def nt_xent(
     keys: str = "attached",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Equation 1 of the paper (arXiv 2006.10803), its mean over the 2B anchors of this rank.
+    """Compute equation 1 of the paper (arXiv 2006.10803), its mean over the 2B anchors of this rank.
 
         L_i = -log( exp(cos(z_i, z_pos(i)) / temperature) / sum_{j != i} exp(cos(z_i, z_j) / temperature) )
 
@@ -27,7 +27,7 @@ def nt_xent(
 
     Args:
         z: (2B, D) floating: the first views of B images, then their second views in the same order. Rows of
-            any length, they are divided by it here. All ranks bring the same shape. B = 0 gives 0.
+            any length, they are normalized here. All ranks pass the same shape. B = 0 gives 0.
         temperature: above 0.
         group: the ranks whose views are contrasted; None for the default one, or this process alone.
         keys: "attached" or "detached", whether gradient reaches rows also as keys; see below.
@@ -57,6 +57,4 @@ def nt_xent(
     number = torch.arange(world_size(group) * images, device=z.device).view(-1, 1, max(images, 1))
     ids = number.expand(-1, 2, -1).reshape(-1)
     weights = torch.full((len(z),), 1 / max(len(z), 1), dtype=torch.float64, device=z.device)
-    return contrast(
-        z, ids, weights, temperature, level=any_positive, group=group, keys=keys, chunk_size=chunk_size
-    )
+    return contrast(z, ids, weights, temperature, group=group, keys=keys, chunk_size=chunk_size)

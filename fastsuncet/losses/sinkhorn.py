@@ -1,24 +1,24 @@
-"""Sinkhorn-Knopp: samples are shared out among prototypes, each near what it resembles, all prototypes alike used.
+"""Sinkhorn-Knopp: samples are assigned to prototypes, each to similar ones, all prototypes used equally.
 
 B  samples of this rank        W  ranks        K  prototypes
 """
 
-import torch
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows
+from fastsuncet.losses.checks import at_least_float32
 
 
 def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, group: Group = None) -> Tensor:
-    """The codes of SwAV (arXiv 2006.09882, section 3.1 and Listing 1): Q ~ exp(scores / epsilon), scaled in turns.
+    """Compute the codes of SwAV (arXiv 2006.09882, section 3.1 and Listing 1): Q ~ exp(scores / epsilon), scaled.
 
-    One iteration scales the prototypes, so that each gets equally much of the W B samples of all ranks, and
-    then the samples, so that each gives 1. The last word is the samples': their codes sum to 1 exactly, the
-    prototypes' shares only nearly.
+    One iteration scales the prototypes, so that each gets the same part of the W B samples of all ranks, and
+    then the samples, so that each gives 1. Samples are scaled last: their codes sum to 1 exactly, the
+    prototypes' parts are only nearly equal.
 
     Args:
-        scores: (..., B, K) floating, cosines of samples and prototypes. Leading dimensions are problems of
-            their own, solved side by side (SwAV's two large crops). All ranks bring the same K.
+        scores: (..., B, K) floating, cosines of samples and prototypes. Leading dimensions are separate
+            problems (SwAV's two large crops). All ranks pass the same K.
         epsilon: above 0; the smaller, the harder the codes.
         iterations: at least 1.
         group: the ranks that share the prototypes; None for the default one, or this process alone. W ranks
@@ -28,22 +28,15 @@ def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, grou
         (..., B, K) codes, each of the B rows summing to 1: float32 (float64 for float64 `scores`), also under
         autocast. No gradient.
 
-    It all happens to logarithms: exp(1 / 0.05) is 5e8, float16 ends at 65,504, and a score of 5 would end
-    float32. The authors exponentiate once and trust the scores. One gather of K numbers a rank and iteration,
-    and nothing waits for the device.
+    It works on logarithms: exp(1 / 0.05) is 5e8, float16 ends at 65,504, and a score of 5 would overflow
+    float32. The authors exponentiate once and trust the scores. It gathers K numbers per rank and iteration,
+    and the host does not wait for the device.
     """
-    scores = scores.detach()
-    logs = (scores if scores.dtype == torch.float64 else scores.float()) / epsilon
+    logs = at_least_float32(scores.detach()) / epsilon
     for _ in range(iterations):
-        logs = (logs - _log_sum_over_samples(logs, group)).log_softmax(dim=-1)
+        # (..., 1, K), what each prototype gets of this rank's samples. Gathered and not reduced, because the
+        # sums of the ranks have different maxima, and in rank order, so that every rank gets the same bits.
+        of_this_rank = logs.logsumexp(dim=-2, keepdim=True)
+        logs = logs - all_gather_rows(of_this_rank[None], group).logsumexp(dim=0)
+        logs = logs.log_softmax(dim=-1)
     return logs.exp()
-
-
-def _log_sum_over_samples(logs: Tensor, group: Group) -> Tensor:
-    """(..., B, K) -> (..., 1, K): what each prototype gets of all samples of all ranks.
-
-    Gathered and not reduced: sums of different ranks have different maxima taken out. And in rank order, so
-    that every rank gets the same bits.
-    """
-    of_this_rank = logs.logsumexp(dim=-2, keepdim=True)
-    return all_gather_rows(of_this_rank[None], group).logsumexp(dim=0)

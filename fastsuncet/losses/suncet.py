@@ -1,18 +1,14 @@
 """SuNCEt, supervised noise contrastive estimation: a labeled image finds its class among all labeled images.
 
-N  labeled rows of this rank        W  ranks        D  width of a row
+N  labeled rows of this rank        W  ranks        M = W N        D  width of a row
 """
 
+import torch
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows, rank, world_size
-from fastsuncet.losses.checks_and_weights import (
-    check_average,
-    check_labels,
-    check_rows,
-    label_weights,
-)
-from fastsuncet.losses.contrast import Level, any_positive, contrast
+from fastsuncet.losses.checks import check_labels, check_rows
+from fastsuncet.losses.contrast import contrast
 
 
 def suncet(
@@ -25,7 +21,7 @@ def suncet(
     average: str = "sample",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Equation 2 of the paper (arXiv 2006.10803), the anchor left out above and below as in its Listing 2.
+    """Compute equation 2 of the paper (arXiv 2006.10803), without the anchor above and below as in its Listing 2.
 
         L_i = -log( sum_{j in P(i)} exp(cos(z_i, z_j) / temperature)
                     / sum_{j != i}  exp(cos(z_i, z_j) / temperature) )
@@ -36,13 +32,13 @@ def suncet(
     others. No anchor with a positive, or no row at all, gives 0 with a zero gradient.
 
     Args:
-        z: (N, D) floating. Rows of any length, they are divided by it here. All ranks bring the same shape.
+        z: (N, D) floating. Rows of any length, they are normalized here. All ranks pass the same shape.
         labels: (N,) integers of any value; no value is special.
         temperature: above 0.
         group: the ranks whose rows are contrasted; None for the default one, or this process alone.
         keys: "attached" or "detached", whether gradient reaches rows also as keys; see below.
         average: "sample", the mean over anchors (equation 2), or "class", the mean in each class and then
-            over classes (Listing 2). They differ only where classes bring different numbers of rows.
+            over classes (Listing 2). They differ only where classes have different numbers of rows.
         chunk_size: anchors at a time, the price in memory; None for 128, on CUDA 1,024. Changes no result
             beyond rounding.
 
@@ -59,14 +55,14 @@ def suncet(
 
     Raises:
         ValueError: `z` is not (N, D) floating, `labels` not (N,) integers on its device, a setting is out
-            of range, or the ranks bring different shapes.
+            of range, or the ranks' shapes differ.
     """
-    return contrast_labeled("suncet", any_positive, z, labels, temperature, group, keys, average, chunk_size)
+    return labeled_contrast("suncet", False, z, labels, temperature, group, keys, average, chunk_size)
 
 
-def contrast_labeled(
+def labeled_contrast(
     loss: str,
-    level: Level,
+    every_positive: bool,
     z: Tensor,
     labels: Tensor,
     temperature: float,
@@ -75,14 +71,29 @@ def contrast_labeled(
     average: str,
     chunk_size: int | None,
 ) -> Tensor:
-    """A loss whose positives are the rows of the same label: checked, weighed over all ranks, and swept."""
+    """Compute a loss whose positives are the rows of the same label, as `suncet` describes its arguments."""
     check_rows(loss, z, temperature, keys, chunk_size, group)
-    check_labels(loss, z, labels)
-    check_average(loss, average)
+    check_labels(loss, z, labels, average)
     all_labels = all_gather_rows(labels.long(), group)
     first = rank(group) * len(z)
     # This rank's share is W times its part, because DDP divides the sum over ranks by W.
-    weights = world_size(group) * label_weights(all_labels, average)[first : first + len(z)]
-    return contrast(
-        z, all_labels, weights, temperature, level=level, group=group, keys=keys, chunk_size=chunk_size
-    )
+    weights = world_size(group) * _label_weights(all_labels, average)[first : first + len(z)]
+    options = {"every_positive": every_positive, "group": group, "keys": keys, "chunk_size": chunk_size}
+    return contrast(z, all_labels, weights, temperature, **options)
+
+
+def _label_weights(labels: Tensor, average: str) -> Tensor:
+    """Return the weight (M,) float64 of each row in the mean over anchors, from all ranks' labels (M,) int64.
+
+    Only a row with a positive, another row of its label, has a weight. "sample": the same for all such rows.
+    "class": the same for all classes that have such rows, each divided among its rows (Listing 2 of the paper).
+    The weights sum to 1, or are all 0 where no row has a positive. No gradient.
+    """
+    # Sorting puts the rows of a class next to each other. Listing the classes instead would wait for the
+    # device, which alone knows how many there are, and comparing every label with every other takes M x M.
+    in_order = labels.sort().values
+    count = torch.searchsorted(in_order, labels, right=True) - torch.searchsorted(in_order, labels)
+    weight = (count > 1).double()
+    if average == "class":
+        weight = weight / count
+    return weight / weight.sum().clamp(min=0.5)  # the sum is 0 without an anchor, and at least 1 with one

@@ -1,21 +1,24 @@
-"""SwAV, clusters instead of instances: each crop of an image tells to which prototypes the other crops belong.
+"""SwAV, clusters instead of instances: each crop of an image predicts the prototypes of the other crops.
 
 U  images of this rank        V  crops of each        K  prototypes        W  ranks        D  width
 """
-
-import math
-from numbers import Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group
-from fastsuncet.losses.checks_and_weights import check_temperature, require_equal_shapes
+from fastsuncet.losses.checks import (
+    at_least_float32,
+    check_matrix,
+    check_positive,
+    check_temperature,
+    require_equal_shapes,
+)
 from fastsuncet.losses.contrast import outside_autocast, unit_rows
 from fastsuncet.losses.sinkhorn import sinkhorn
 
-CODE_CROPS = 2  # the large ones: a small crop shows too little to say where its image belongs
+CODE_CROPS = 2  # the large ones: a small crop shows too little of its image to assign it
 
 
 def swav(
@@ -27,7 +30,7 @@ def swav(
     iterations: int = 3,
     group: Group = None,
 ) -> Tensor:
-    """Equation 2 of SwAV with multi-crop (arXiv 2006.09882, sections 3.1 and 3.2; no queue).
+    """Compute equation 2 of SwAV with multi-crop (arXiv 2006.09882, sections 3.1 and 3.2; no queue).
 
         mean over a in {0, 1}, v != a, images b of   - sum_k q_abk log softmax_k(s_vbk / temperature)
 
@@ -35,7 +38,7 @@ def swav(
 
     Args:
         scores: (V U, K) floating, of `prototype_scores`: crop 0 of U images, then crop 1 of the same images
-            in the same order, and so on; the first two crops are the large ones. All ranks bring the same
+            in the same order, and so on; the first two crops are the large ones. All ranks pass the same
             shape. U = 0 gives 0.
         temperature: above 0; SwAV's is 0.1.
         crops: V, at least 2; SwAV's is 8, two large and six small.
@@ -53,9 +56,22 @@ def swav(
     Raises:
         ValueError: `scores` is not (V U, K) floating, a setting is out of range, or the ranks' shapes differ.
     """
-    _check(scores, temperature, crops, epsilon, iterations, group)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    by_crop = scores.unflatten(0, (crops, len(scores) // crops))  # (V, U, K)
+    check_matrix("swav", "scores must be (crops x images, prototypes)", scores)
+    check_temperature("swav", temperature)
+    check_positive("swav", "epsilon", epsilon, "SwAV uses 0.05")
+    if scores.shape[1] == 0:
+        raise ValueError(f"swav: scores must have at least one prototype, not {tuple(scores.shape)}")
+    if iterations < 1:
+        raise ValueError(f"swav: iterations must be at least 1, not {iterations}; SwAV uses 3")
+    if crops < CODE_CROPS:
+        raise ValueError(f"swav: crops must be at least 2, because one predicts the other, not {crops}")
+    if len(scores) % crops:
+        raise ValueError(
+            f"swav: scores must hold {crops} crops of the same images, crop after crop; "
+            f"{len(scores)} rows are not a multiple of {crops}"
+        )
+    require_equal_shapes("swav", scores, group)
+    by_crop = at_least_float32(scores).unflatten(0, (crops, len(scores) // crops))  # (V, U, K)
     codes = sinkhorn(by_crop[:CODE_CROPS], epsilon, iterations, group=group)
     log_p = F.log_softmax(by_crop / temperature, dim=-1)
     # The cross-entropy is linear in the code: a crop that predicts both codes meets their sum, in one pass.
@@ -65,10 +81,10 @@ def swav(
 
 
 def prototype_scores(z: Tensor, prototypes: Tensor) -> Tensor:
-    """Cosines (N, K) of rows `z` (N, D) of any length and unit rows `prototypes` (K, D); both get gradient.
+    """Return the cosines (N, K) of rows `z` (N, D) of any length and unit rows `prototypes` (K, D).
 
-    float32 (float64 for float64 `z`), also under autocast: in bfloat16 a cosine near 1 is off by up to 1/512,
-    and epsilon turns that into 4 % of its part in a code.
+    Both get gradient. float32 (float64 for float64 `z`), also under autocast: in bfloat16 a cosine near 1 is
+    off by up to 1/512, and epsilon turns that into 4 % of its part in a code.
     """
     with outside_autocast(z.device.type):
         unit = unit_rows(z)
@@ -76,32 +92,9 @@ def prototype_scores(z: Tensor, prototypes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def normalise_prototypes_(prototypes: Tensor) -> Tensor:
-    """Makes the rows of `prototypes` (K, D) one long, in place, no gradient; before every update, as SwAV's code.
+def normalize_prototypes_(prototypes: Tensor) -> Tensor:
+    """Normalize the rows of `prototypes` (K, D) in place, without gradient; before every update, as SwAV's code does.
 
     A zero row stays zero.
     """
     return prototypes.copy_(F.normalize(prototypes, dim=1))
-
-
-def _check(
-    scores: Tensor, temperature: float, crops: int, epsilon: float, iterations: int, group: Group
-) -> None:
-    if scores.ndim != 2 or not scores.is_floating_point() or scores.shape[1] == 0:
-        raise ValueError(
-            "swav: scores must be (crops x images, prototypes) of a floating dtype, "
-            f"not {tuple(scores.shape)} of {scores.dtype}"
-        )
-    check_temperature("swav", temperature)
-    if not isinstance(epsilon, Real) or not 0 < epsilon < math.inf:
-        raise ValueError(f"swav: epsilon must be a plain number above 0, not {epsilon!r}; SwAV uses 0.05")
-    if iterations < 1:
-        raise ValueError(f"swav: iterations must be at least 1, not {iterations}; SwAV uses 3")
-    if crops < CODE_CROPS:
-        raise ValueError(f"swav: crops must be at least 2, one predicts the other; not {crops}")
-    if len(scores) % crops:
-        raise ValueError(
-            f"swav: scores must hold {crops} crops of the same images, crop after crop; "
-            f"{len(scores)} rows are no multiple of {crops}"
-        )
-    require_equal_shapes("swav", scores, group)

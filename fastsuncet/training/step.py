@@ -13,7 +13,7 @@ from fastsuncet.data import paired_stream as data
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.launch import Place
-from fastsuncet.losses.swav import normalise_prototypes_
+from fastsuncet.losses.swav import normalize_prototypes_
 from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.models import resnet as models
 from fastsuncet.models import sync_batchnorm as norm
@@ -68,7 +68,7 @@ class Setting:
     def before_update(self) -> None:
         """SwAV: normalize the prototypes again, which the last update moved off the sphere."""
         if self.prototypes is not None:
-            normalise_prototypes_(self.prototypes)
+            normalize_prototypes_(self.prototypes)
 
     def freeze(self, step: int) -> None:
         """SwAV: leave the prototypes unchanged in the first updates, or all codes could collapse onto a few."""

@@ -1,0 +1,57 @@
+"""Calls that cannot be computed are refused; each message begins with the loss and names what it was given."""
+
+import math
+
+import pytest
+import torch
+
+from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con, swav
+
+Z, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+S = torch.zeros(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nt_xent(torch.zeros(5, 3), 0.1), r"nt_xent: .*first views of B images.*it has 5 rows"),
+        (lambda: nt_xent(torch.zeros(2, 2, 3), 0.1), r"nt_xent: z must be \(rows, width\).*\(2, 2, 3\)"),
+        (lambda: nt_xent(torch.tensor(1.0), 0.1), r"nt_xent: z must be \(rows, width\).*\(\)"),
+        (lambda: nt_xent(Z, 0.1, keys="on"), r"keys must be one of \('attached', 'detached'\), not 'on'"),
+        (lambda: nt_xent(Z, 0.1, chunk_size=0), r"nt_xent: chunk_size must be at least 1"),
+        (lambda: suncet(torch.zeros(4, 3).long(), Y, 0.1), r"suncet: z must be .*floating.*torch.int64"),
+        (lambda: suncet(Z, Y[:3], 0.1), r"suncet: labels must be one integer per row, \(4,\), not \(3,\)"),
+        (lambda: suncet(Z, Y[:, None], 0.1), r"suncet: labels must be one integer per row"),
+        (lambda: suncet(Z, Y.bool(), 0.1), r"suncet: labels must be integers, not torch.bool"),
+        (lambda: suncet(Z, Y.to("meta"), 0.1), r"suncet: labels are on meta, the rows on cpu"),
+        (
+            lambda: suncet(Z, Y, 0.1, average="all"),
+            r"average must be one of \('sample', 'class'\), not 'all'",
+        ),
+        (lambda: sup_con(Z, Y.float(), 0.1), r"sup_con: labels must be integers.*float32; use .long\(\)"),
+        (lambda: cross_entropy(Z[0], Y), r"cross_entropy: logits must be \(rows, classes\)"),
+        (lambda: cross_entropy(Z, Y.float()), r"cross_entropy: labels must be integers"),
+        (lambda: swav(S[0], 0.1, crops=4), r"swav: scores must be \(crops x images, prototypes\)"),
+        (lambda: swav(S.long(), 0.1, crops=4), r"swav: .* not \(8, 3\) of torch.int64"),
+        (
+            lambda: swav(S[:, :0], 0.1, crops=4),
+            r"swav: scores must have at least one prototype, not \(8, 0\)",
+        ),
+        (lambda: swav(torch.zeros(9, 3), 0.1, crops=4), r"swav: .*9 rows are not a multiple of 4"),
+        (lambda: swav(S, 0.1, crops=1), "swav: crops must be at least 2"),
+        (lambda: swav(S, 0.1, crops=4, epsilon=-0.05), "swav: epsilon must be a plain number above 0"),
+        (lambda: swav(S, 0.1, crops=4, epsilon=math.nan), "swav: epsilon must be a plain number above 0"),
+        (lambda: swav(S, 0.1, crops=4, iterations=0), "swav: iterations must be at least 1"),
+        (lambda: swav(S, 0.0, crops=4), "swav: temperature must be a plain number above 0"),
+        *[
+            (
+                lambda t=t: suncet(Z, Y, t),
+                r"suncet: temperature must be a plain number above 0.*0.5 for CIFAR",
+            )
+            for t in (0, -0.1, math.nan, math.inf, "0.1", None, torch.tensor(0.1))
+        ],
+    ],
+)
+def test_checks_refuse_a_wrong_call(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

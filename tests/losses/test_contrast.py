@@ -1,0 +1,367 @@
+"""NT-Xent, SuNCEt and L_sup_out are the paper's equations: dense float64 autograd, the authors' numbers, edge cases."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastsuncet import losses
+from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con
+from fastsuncet.losses.contrast_symmetric import COLDEST
+from tests.support import dense_losses
+from tests.support.dense_losses import gradient, labeled_batch
+from tests.support.vectors import load_vectors
+
+F32, F64 = torch.float32, torch.float64
+LABELED = ("suncet", "sup_con")
+INT64 = torch.iinfo(torch.int64)
+every_loss = pytest.mark.parametrize("name", ["nt_xent", *LABELED])
+labeled_loss = pytest.mark.parametrize("name", LABELED)
+
+
+def run(name, z, labels, temperature, module=losses, **options):
+    """Return value and gradient of a loss; `labels` are not used by NT-Xent."""
+    arguments = (temperature,) if name == "nt_xent" else (labels, temperature)
+    return gradient(getattr(module, name), z, *arguments, **options)
+
+
+def truth(name, z, labels, temperature, **options):
+    return run(name, z.double(), labels, temperature, dense_losses, **options)
+
+
+def assert_near(found, expected, near):
+    """Compare value and gradient, each relative to its size."""
+    for a, b in zip(found, expected):
+        assert (a.double() - b.double()).norm() <= near * b.double().norm()
+
+
+# ---------------------------------------------------------------------------------------------------- equations
+temperatures = st.floats(math.log(0.01), math.log(10)).map(math.exp)
+batches = st.builds(
+    lambda rows, width, classes, seed: (
+        torch.randn(rows, width, dtype=F64, generator=(g := torch.Generator().manual_seed(seed))),
+        torch.randint(-classes, classes, (rows,), generator=g),
+    ),
+    rows=st.integers(1, 24),
+    width=st.integers(1, 9),
+    classes=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+
+
+def test_suncet_is_equation_2_anchor_by_anchor():
+    """Also the dense oracle is."""
+    z, labels = labeled_batch(rows=9, classes=3)
+    temperature = 0.3
+    per_anchor = []
+    for i in range(9):
+        cosines = [torch.cosine_similarity(z[i], z[j], dim=0).item() for j in range(9)]
+        similar = [math.exp(cosine / temperature) for cosine in cosines]
+        positives = [similar[j] for j in range(9) if j != i and labels[j] == labels[i]]
+        others = [similar[j] for j in range(9) if j != i]
+        if positives:
+            per_anchor.append(-math.log(sum(positives) / sum(others)))
+    expected = pytest.approx(sum(per_anchor) / len(per_anchor), rel=1e-13)
+    assert suncet(z, labels, temperature).item() == expected
+    assert dense_losses.suncet(z, labels, temperature).item() == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=batches,
+    temperature=temperatures,
+    chunk_size=st.integers(1, 30),
+    keys=st.sampled_from(["attached", "detached"]),
+    average=st.sampled_from(["sample", "class"]),
+    name=st.sampled_from(["nt_xent", *LABELED]),
+)
+def test_loss_is_the_dense_equation(batch, temperature, chunk_size, keys, average, name):
+    z, labels = batch
+    options = {"keys": keys}
+    if name == "nt_xent":
+        z = torch.cat([z, z.flip(0).roll(1, dims=1) + 0.1])
+    else:
+        options["average"] = average
+    loss, grad = run(name, z, labels, temperature, chunk_size=chunk_size, **options)
+    if name != "nt_xent" and len(set(labels.tolist())) == len(labels):
+        assert loss.item() == 0 and not grad.any()
+        return
+    true_loss, true_grad = truth(name, z, labels, temperature, **options)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(grad, true_grad, rtol=1e-9, atol=1e-9 / temperature)
+
+
+@every_loss
+@pytest.mark.parametrize("temperature", [0.1, 0.5])
+def test_loss_in_float32_is_near_float64(name, temperature):
+    z, labels = labeled_batch(rows=640, width=128, classes=40, dtype=F32)
+    found = run(name, z, labels, temperature)
+    assert found[0].dtype == found[1].dtype == F32
+    assert_near(found, truth(name, z, labels, temperature), 3e-6)
+
+
+@every_loss
+@pytest.mark.parametrize("average", ["sample", "class"])
+def test_loss_passes_gradcheck(name, average):
+    z, labels = labeled_batch(rows=10, width=4, classes=3)
+    arguments = (0.2,) if name == "nt_xent" else (labels, 0.2)
+    options = {} if name == "nt_xent" else {"average": average}
+    loss = getattr(losses, name)
+    assert torch.autograd.gradcheck(
+        lambda z: loss(z, *arguments, **options, chunk_size=3), z.requires_grad_()
+    )
+
+
+@labeled_loss
+def test_averages_differ_only_where_classes_differ_in_size(name):
+    z, _ = labeled_batch(rows=12)
+    for labels, same in ((torch.arange(12) % 3, True), (torch.tensor([0] * 6 + [1] * 4 + [2] * 2), False)):
+        by_sample, by_class = (run(name, z, labels, 0.1, average=a)[0] for a in ("sample", "class"))
+        assert ((by_sample - by_class).abs() < 1e-12) == same
+
+
+@every_loss
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 299, 300, 10_000])
+def test_chunk_size_changes_only_rounding(name, chunk_size):
+    z, labels = labeled_batch(rows=300, width=32, dtype=F32)
+    assert_near(run(name, z, labels, 0.1, chunk_size=chunk_size), run(name, z, labels, 0.1), 3e-6)
+
+
+@pytest.mark.parametrize("name", ["nt_xent", "suncet"])
+def test_symmetric_sweep_equals_the_general_one(name, monkeypatch):
+    z, labels = labeled_batch(rows=300, width=32, dtype=F32)
+    expected = truth(name, z, labels, 0.1)
+    symmetric = run(name, z, labels, 0.1)
+    monkeypatch.setattr("fastsuncet.losses.contrast.COLDEST", math.inf)
+    general = run(name, z, labels, 0.1)
+    assert not torch.equal(symmetric[1], general[1]), "both went the same way"
+    assert_near(symmetric, expected, 3e-6)
+    assert_near(general, expected, 3e-6)
+
+
+@pytest.mark.parametrize("name", ["nt_xent", "suncet"])
+@pytest.mark.parametrize("temperature", [COLDEST / 1.0001, COLDEST, COLDEST * 1.0001])
+def test_symmetric_sweep_is_precise_down_to_its_coldest(name, temperature):
+    """At the coldest temperature, rows opposite to their positives still have exponentials e^-80."""
+    z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    z[:20, 0], z[20:, 0] = z[:20, 0].abs() + 9, -z[20:, 0].abs() - 9
+    labels = torch.arange(40) % 20  # every positive is on the other side
+    found = run(name, z, labels, temperature)
+    assert found[0] > 70
+    assert_near(found, truth(name, z, labels, temperature), 1e-5)
+
+
+# --------------------------------------------------------------------------------------------- authors' numbers
+@pytest.mark.parametrize("temperature", ["0.1", "0.5"])
+@pytest.mark.parametrize("precision", ["f64", "f32"])
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("name", ["nt_xent", "suncet"])
+def test_loss_has_the_authors_numbers(name, version, precision, temperature):
+    """Version 0 is their first code (5245e4a), whose SuNCEt accumulates in float32 for any input."""
+    arrays = load_vectors(f"vectors_losses_v{version}_w1")
+    batch, case = ("zu", "ntxent_tau{}") if name == "nt_xent" else ("zs", "suncet_tau{}_sm0.0")
+    case = f"rank0_{case.format(temperature)}_{precision}"
+    z = torch.from_numpy(arrays[batch][0]).to(F64 if precision == "f64" else F32)
+    labels = torch.from_numpy(arrays["labels_local"])
+    expected = torch.tensor(float(arrays[f"{case}_loss"])), torch.from_numpy(arrays[f"{case}_grad"])
+    exact = precision == "f64" and (name == "nt_xent" or version == 1)
+    cases = [{"keys": ("attached", "detached")[version]}]
+    if name == "suncet":
+        cases = [{"average": "sample"}, {"average": "class"}]
+    for options in cases:
+        loss, grad = run(name, z, labels, float(temperature), **options)
+        assert loss.item() == pytest.approx(float(arrays[f"{case}_loss"]), rel=1e-13 if exact else 3e-6)
+        assert_near([grad], expected[1:], 1e-13 if exact else 3e-6)
+
+
+def test_sup_con_has_its_authors_numbers():
+    arrays = load_vectors("vectors_supcon")
+    z, labels = torch.from_numpy(arrays["z"]), torch.from_numpy(arrays["y"])
+    for temperature in ("0.1", "0.5"):
+        name = f"supcon_HEAD_tau{temperature}_base{temperature}"
+        loss, grad = gradient(sup_con, z.float(), labels, float(temperature))
+        assert loss.item() == pytest.approx(float(arrays[f"{name}_loss"]), rel=3e-6)
+        assert_near([grad], [torch.from_numpy(arrays[f"{name}_grad"])], 3e-6)
+    formula = float(arrays["Lsupout_formula_selfexcluded_tau0.1"])
+    assert sup_con(z, labels, 0.1).item() == pytest.approx(formula, rel=1e-13)
+    # Their two-view layout is view 0 of all images, then view 1 of all.
+    views = torch.from_numpy(np.concatenate([arrays["zview"][:, 0], arrays["zview"][:, 1]]))
+    two_views = sup_con(views, torch.from_numpy(arrays["yview"]).repeat(2), 0.1)
+    assert two_views.item() == pytest.approx(float(arrays["supcon_2view_HEAD_tau0.1_loss"]), rel=3e-6)
+
+
+# --------------------------------------------------------------------------------------------------- invariance
+@settings(max_examples=40, deadline=None)
+@given(batches, temperatures, st.randoms(use_true_random=False), st.sampled_from(LABELED))
+def test_row_order_class_names_and_lengths_do_not_matter(batch, temperature, random, name):
+    z, labels = batch
+    loss, grad = run(name, z, labels, temperature)
+    order = torch.tensor(random.sample(range(len(z)), len(z)))
+    moved_loss, moved_grad = run(name, z[order], labels[order], temperature)
+    torch.testing.assert_close(moved_loss, loss, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(moved_grad, grad[order], rtol=1e-9, atol=1e-9 / temperature)
+
+    names = sorted(set(labels.tolist()))
+    large = [INT64.min, INT64.min + 1, -(2**53) - 1, -(2**53), -1, 0, 2**31, 2**53, 2**53 + 1]
+    new_names = random.sample(large + [INT64.max - k for k in range(10)], len(names))
+    renamed = torch.tensor([new_names[names.index(each)] for each in labels.tolist()])
+    assert torch.equal(run(name, z, renamed, temperature)[0], loss)
+
+    longer_loss, longer_grad = run(name, 7 * z, labels, temperature)
+    torch.testing.assert_close(longer_loss, loss, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(7 * longer_grad, grad, rtol=1e-9, atol=1e-9 / temperature)
+
+
+@every_loss
+def test_loss_repeats_its_bits_and_leaves_its_inputs(name):
+    z, labels = labeled_batch(rows=300, width=32, dtype=F32)
+    before = z.clone(), labels.clone()
+    once, again = run(name, z, labels, 0.1), run(name, z, labels, 0.1)
+    assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
+    assert torch.equal(z, before[0]) and torch.equal(labels, before[1])
+
+
+def test_labels_of_every_integer_dtype_are_equal():
+    z, labels = labeled_batch()
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        assert torch.equal(suncet(z, labels.to(dtype), 0.1), suncet(z, labels, 0.1))
+
+
+def test_losses_ignore_autocast():
+    z, labels = labeled_batch(rows=64, width=32, dtype=F32)
+
+    def values():
+        return nt_xent(z, 0.1), suncet(z, labels, 0.1), sup_con(z, labels, 0.1), cross_entropy(z, labels)
+
+    outside = values()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = values()
+    for a, b in zip(outside, inside, strict=True):
+        assert a.dtype == b.dtype == F32 and torch.equal(a, b)
+
+
+# -------------------------------------------------------------------------------------------------------- edges
+@labeled_loss
+@pytest.mark.parametrize("average", ["sample", "class"])
+def test_anchor_without_a_positive_is_only_a_key(name, average):
+    z, _ = labeled_batch(rows=7)
+    labels = torch.tensor([4, 4, -1, 9, 9, 9, 123])  # -1 and 123 have no positive
+    found = run(name, z, labels, 0.2, average=average)
+    assert_near(found, truth(name, z, labels, 0.2, average=average), 1e-12)
+    assert found[1][2].abs().sum() > 0 and found[1][6].abs().sum() > 0
+    _, grad = run(name, z, labels, 0.2, average=average, keys="detached")
+    assert not grad[2].any() and not grad[6].any()
+
+
+@labeled_loss
+@pytest.mark.parametrize("average", ["sample", "class"])
+@pytest.mark.parametrize("keys", ["attached", "detached"])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+def test_no_anchor_gives_zero_with_a_zero_gradient(name, average, keys, rows):
+    z, _ = labeled_batch(rows=rows, dtype=F32)
+    loss, grad = run(name, z, torch.arange(rows), 0.1, average=average, keys=keys)
+    assert loss.item() == 0 and loss.shape == ()
+    assert grad.shape == z.shape and not grad.any()
+
+
+def test_nothing_to_contrast_gives_zero():
+    loss, grad = run("nt_xent", torch.zeros(0, 5), None, 0.1)
+    assert loss.item() == 0 and grad.shape == (0, 5)
+    loss, grad = run("nt_xent", labeled_batch(rows=2)[0], None, 0.1)  # one image
+    assert loss.item() == 0 and not grad.any()
+    loss, grad = run("suncet", labeled_batch(rows=8)[0], torch.full((8,), -3), 0.1)  # one class
+    assert abs(loss.item()) < 1e-13 and grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.1, 10.0])
+def test_identical_rows_find_a_positive_by_chance(temperature):
+    """All cosines are 1, so the probability is (positives) / (others)."""
+    z, labels = torch.ones(12, 4, dtype=F64), torch.arange(12) % 3
+    for name, odds in (("nt_xent", 11), ("suncet", 11 / 3), ("sup_con", 11)):
+        assert run(name, z, labels, temperature)[0].item() == pytest.approx(math.log(odds), rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.01, 10.0, 1e4])
+@pytest.mark.parametrize("name", ["nt_xent", "suncet"])
+def test_opposite_rows_are_finite_at_any_temperature(name, temperature):
+    """At 0.001 the positives' exponentials are e^-2000 of the largest."""
+    z = torch.tensor([[1.0, 0.0], [1.0, 1e-3], [-1.0, 0.0], [-1.0, 1e-3]])
+    loss, grad = run(name, z, torch.tensor([0, 1, 0, 1]), temperature)
+    expected = 2 / temperature + math.log1p(2 * math.exp(-2 / temperature))
+    assert loss.item() == pytest.approx(expected, rel=1e-3)
+    assert grad.isfinite().all()
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, F32, F64])
+def test_largest_numbers_and_zeros_stay_finite(name, dtype):
+    z, labels = labeled_batch(rows=16, width=8, classes=4)
+    z = z.clamp(-1, 1).to(dtype)
+    z[:4] *= torch.finfo(dtype).max
+    z[4:6] = 0
+    value, grad = run(name, z, labels, 0.1)
+    assert value.isfinite() and grad.isfinite().all()
+    assert value.dtype == (F64 if dtype == F64 else F32) and grad.dtype == dtype
+    assert not grad[4:6].any() and grad[6:].any()  # a zero row has no direction and gets no gradient
+
+
+@every_loss
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_row_that_is_not_finite_shows_in_the_loss(name, bad):
+    z, labels = labeled_batch(rows=6, classes=2)
+    z[1, 0] = bad
+    assert run(name, z, labels, 0.1)[0].isnan()
+
+
+# ----------------------------------------------------------------------------------------------------- autograd
+@every_loss
+def test_backward_scales_and_can_run_again(name):
+    z, labels = labeled_batch()
+    z.requires_grad_()
+    value = getattr(losses, name)(z, *((0.1,) if name == "nt_xent" else (labels, 0.1)))
+    (once,) = torch.autograd.grad(value, z, retain_graph=True)
+    (scaled,) = torch.autograd.grad(-2.5 * value, z)
+    torch.testing.assert_close(scaled, -2.5 * once)
+
+
+def test_second_derivative_is_refused():
+    z, _ = labeled_batch()
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.autograd.grad(nt_xent(z.requires_grad_(), 0.1), z, create_graph=True)
+
+
+def test_no_gradient_is_computed_where_none_is_needed():
+    z, labels = labeled_batch()
+    with torch.no_grad():
+        assert not suncet(z.requires_grad_(), labels, 0.1).requires_grad
+    assert not nt_xent(z.detach(), 0.1).requires_grad
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_losses_do_not_wait_for_the_device(device):
+    """Fake tensors have no values: reading one, or making a shape of one, raises. They do not mix devices either.
+
+    So what runs here can be queued ahead of the device and captured in a CUDA graph. Backward needs a real
+    CUDA context even for fake tensors, so it runs on the CPU's.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        z = torch.randn(600, 8, device=device, requires_grad=True)
+        labels = torch.zeros(600, dtype=torch.int64, device=device)
+        values = [cross_entropy(z, labels)]
+        for keys in ("attached", "detached"):
+            values.append(nt_xent(z, 0.1, keys=keys))
+            for loss in (suncet, sup_con):
+                values += [loss(z, labels, 0.1, average=each, keys=keys) for each in ("sample", "class")]
+        if device == "cpu":
+            torch.stack(values).sum().backward()
+
+
+def test_losses_run_on_the_meta_device():
+    z = torch.empty(600, 8, device="meta", requires_grad=True)
+    labels = torch.empty(600, dtype=torch.int64, device="meta")
+    (nt_xent(z, 0.1) + suncet(z, labels, 0.1)).backward()
+    assert z.grad.shape == z.shape

@@ -1,0 +1,304 @@
+"""Losses on real ranks are those of one process on the joined batch: values, and DDP's gradients."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsuncet.losses import (
+    cross_entropy,
+    normalize_prototypes_,
+    nt_xent,
+    prototype_scores,
+    suncet,
+    sup_con,
+    swav,
+)
+from fastsuncet.losses.sinkhorn import sinkhorn
+from tests.support import dense_losses, vectors
+from tests.support.dense_losses import gradient
+from tests.support.ranks import run_ranks
+
+F32, F64 = torch.float32, torch.float64
+NEAR = {F32: 3e-6, F64: 1e-12}
+LABELED = {"suncet": suncet, "sup_con": sup_con}
+IMAGES, LABELED_ROWS, WIDTH, CROPS, PROTOTYPES = 5, 12, 8, 4, 6
+TEMPERATURE = 0.2
+
+# Labels of one rank's rows. On the last rank of "lonely" no row has a positive anywhere, and no two ranks
+# have equally many anchors; -7 and 10**15 have their positives on different ranks.
+LABELS = {
+    "balanced": lambda rank: [0, 1, 2] * 4,
+    "lonely": lambda rank: [
+        [0] * 8 + [-7, 10**15, 3, 3],
+        [100 + k for k in range(11)] + [-7],
+        [200 + k for k in range(10)] + [-7, 10**15],
+        [300 + k for k in range(12)],
+    ][rank],
+    "all_apart": lambda rank: range(1000 * rank, 1000 * rank + LABELED_ROWS),
+}
+KEYS, AVERAGES = ["attached", "detached"], ["sample", "class"]
+# (dtype, keys, loss, kind of labels, average)
+EQUAL_CASES = [
+    *itertools.product([F64, F32], KEYS, ["nt_xent"], [None], [None]),
+    *itertools.product([F64], KEYS, sorted(LABELED), ["balanced", "lonely"], AVERAGES),
+    *itertools.product([F32], ["attached"], sorted(LABELED), ["lonely"], AVERAGES),
+]
+ZERO_CASES = [*itertools.product([F32], KEYS, sorted(LABELED), ["all_apart"], ["class"])]
+
+
+def draw(seed: int, rows: int, columns: int = WIDTH, dtype: torch.dtype = F64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, dtype=F64, generator=generator).to(dtype)
+
+
+def views_of(rank: int, dtype: torch.dtype = F64) -> torch.Tensor:
+    """Return this rank's first views of its images, then its second views."""
+    return draw(rank, 2 * IMAGES, dtype=dtype)
+
+
+def rows_of(rank: int, dtype: torch.dtype = F64) -> torch.Tensor:
+    return draw(100 + rank, LABELED_ROWS, dtype=dtype)
+
+
+def labels_of(kind: str, rank: int) -> torch.Tensor:
+    return torch.tensor(list(LABELS[kind](rank)))
+
+
+def scores_of(rank: int) -> torch.Tensor:
+    return draw(200 + rank, CROPS * IMAGES, PROTOTYPES).tanh()
+
+
+class Network(torch.nn.Module):
+    """An encoder and prototypes, trained by all losses at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layers = (torch.nn.Linear(WIDTH, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6))
+        self.trunk = torch.nn.Sequential(*layers).double()
+        self.prototypes = torch.nn.Parameter(torch.randn(7, 6, dtype=F64))
+        normalize_prototypes_(self.prototypes)
+
+    def forward(self, views, rows, crops):
+        z = self.trunk(torch.cat([views, rows, crops])).split([len(views), len(rows), len(crops)])
+        return z[0], z[1], prototype_scores(z[2], self.prototypes)
+
+
+def step(network, views, rows, labels, crops) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of one step, and the gradient of all parameters."""
+    z, labeled, scores = network(views, rows, crops)
+    loss = nt_xent(z, TEMPERATURE) + suncet(labeled, labels, TEMPERATURE, average="class")
+    loss = loss + sup_con(labeled, labels, TEMPERATURE) + cross_entropy(labeled, labels.abs() % 6)
+    loss = loss + swav(scores, 0.1, crops=CROPS)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in network.parameters()])
+
+
+def crops_of(rank: int) -> torch.Tensor:
+    return draw(300 + rank, CROPS * IMAGES)
+
+
+def run_case(case: tuple, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype, keys, name, kind, average = case
+    options = {"keys": keys, "chunk_size": 5}
+    if name == "nt_xent":
+        return gradient(nt_xent, views_of(rank, dtype), TEMPERATURE, **options)
+    rows, labels = rows_of(rank, dtype), labels_of(kind, rank)
+    return gradient(LABELED[name], rows, labels, TEMPERATURE, average=average, **options)
+
+
+def compute_everything(rank: int, world_size: int, authors: dict) -> dict:
+    """Compute every case on one set of ranks: starting them costs seconds, a case nothing."""
+    found = {str(case): run_case(case, rank) for case in EQUAL_CASES + ZERO_CASES}
+    balanced = labels_of("balanced", rank)
+    found["cross_entropy"] = gradient(cross_entropy, rows_of(rank), balanced)
+    found["swav"] = gradient(swav, scores_of(rank), 0.1, crops=CROPS)
+    found["codes"] = sinkhorn(scores_of(rank)[:IMAGES])
+    found["no rows"] = gradient(suncet, torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.int64), TEMPERATURE)
+    found["no images"] = gradient(nt_xent, torch.zeros(0, WIDTH), TEMPERATURE)
+    inputs = (views_of(rank), rows_of(rank), labels_of("lonely", rank), crops_of(rank))
+    found["step"] = step(DistributedDataParallel(Network()), *inputs)
+
+    second = int(rank == 1)
+    refusals = {
+        "nt_xent": lambda: nt_xent(views_of(rank)[: 4 + 2 * second], TEMPERATURE),
+        "suncet": lambda: suncet(rows_of(rank)[: 4 + rank], balanced[: 4 + rank], TEMPERATURE),
+        "cross_entropy": lambda: cross_entropy(rows_of(rank)[:, : 4 + rank], balanced),
+        "swav": lambda: swav(scores_of(rank)[: 8 + 4 * second], 0.1, crops=4),
+    }
+    for name, refused in refusals.items():
+        with pytest.raises(ValueError) as error:
+            refused()
+        found[f"refusal of {name}"] = str(error.value)
+
+    odd_ranks = torch.distributed.new_group(range(1, world_size, 2))
+    if rank % 2:
+        found["odd rows"] = gradient(suncet, rows_of(rank), balanced, TEMPERATURE, group=odd_ranks)
+        found["odd views"] = gradient(nt_xent, views_of(rank), TEMPERATURE, group=odd_ranks)
+        found["odd codes"] = sinkhorn(scores_of(rank)[:IMAGES], group=odd_ranks)
+
+    for name, (z, labels, temperature, keys) in authors.items():
+        loss, arguments = (nt_xent, ()) if labels is None else (suncet, (labels,))
+        found[name] = gradient(loss, z[rank], *arguments, temperature, keys=keys)
+    return found
+
+
+def authors_cases() -> tuple[dict, dict]:
+    """Return inputs, and each rank's (loss, gradient), of the authors' two codes on two ranks; empty without them."""
+    inputs, numbers = {}, {}
+    for version in (0, 1):
+        if not (vectors.FOLDER / f"vectors_losses_v{version}_w2.npz").exists():
+            continue
+        arrays = vectors.load_vectors(f"vectors_losses_v{version}_w2")
+        losses = (("ntxent", "zu", ""), ("suncet", "zs", "_sm0.0"))
+        for precision, temperature, (loss, batch, suffix) in itertools.product(
+            ("f64", "f32"), ("0.1", "0.5"), losses
+        ):
+            case = f"v{version} {loss} {temperature} {precision}"
+            labels = torch.from_numpy(arrays["labels_local"]) if loss == "suncet" else None
+            # Their second code lets gradient through SuNCEt's keys and not through NT-Xent's.
+            keys = "attached" if version == 1 and loss == "suncet" else "detached"
+            z = torch.from_numpy(arrays[batch]).to(F64 if precision == "f64" else F32)
+            inputs[case] = (z, labels, float(temperature), keys)
+            stem = f"{loss}_tau{temperature}{suffix}_{precision}"
+            numbers[case] = [
+                (float(arrays[f"rank{r}_{stem}_loss"]), arrays[f"rank{r}_{stem}_grad"].astype(np.float64))
+                for r in range(2)
+            ]
+    return inputs, numbers
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, list[dict]]:
+    """Each rank's results, on two and on four ranks."""
+    return {
+        2: run_ranks(compute_everything, 2, authors_cases()[0]),
+        4: run_ranks(compute_everything, 4, {}),
+    }
+
+
+worlds = pytest.mark.parametrize("world_size", [2, 4])
+
+
+def joined(function, ranks, *arguments) -> torch.Tensor:
+    """Join the rows of the ranks, rank by rank."""
+    return torch.cat([function(*arguments, r) for r in ranks])
+
+
+def by_view(x: torch.Tensor, views: int) -> torch.Tensor:
+    """Order rows of ranks (W, V, U) as one process has them: view 0 of all images, then view 1, ..."""
+    return x.unflatten(0, (-1, views, IMAGES)).transpose(0, 1).flatten(0, 2)
+
+
+def assert_shares(found: list[tuple], expected: tuple, near: float, views: int = 0) -> None:
+    """Require that the shares average to the loss, and the gradients over the world size are those of one process."""
+    (loss, grad), ours = expected, torch.cat([each.double() for _, each in found]) / len(found)
+    mean = torch.stack([each for each, _ in found]).double().mean()
+    assert mean.item() == pytest.approx(loss.item(), rel=near)
+    assert ((by_view(ours, views) if views else ours) - grad).norm() <= near * grad.norm()
+
+
+@worlds
+@pytest.mark.parametrize("case", EQUAL_CASES, ids=str)
+def test_ranks_equal_one_process_on_the_joined_batch(results, world_size, case):
+    dtype, keys, name, kind, average = case
+    found, ranks = [each[str(case)] for each in results[world_size]], range(world_size)
+    if name == "nt_xent":
+        z = by_view(joined(views_of, ranks), 2)
+        expected = gradient(dense_losses.nt_xent, z, TEMPERATURE, keys=keys)
+        assert_shares(found, expected, NEAR[dtype], views=2)
+    else:
+        rows, labels = joined(rows_of, ranks), joined(labels_of, ranks, kind)
+        dense = getattr(dense_losses, name)
+        expected = gradient(dense, rows, labels, TEMPERATURE, keys=keys, average=average)
+        assert_shares(found, expected, NEAR[dtype])
+
+
+@worlds
+def test_ranks_cross_entropy_and_swav_equal_one_process(results, world_size):
+    ranks = range(world_size)
+    rows, labels = joined(rows_of, ranks), joined(labels_of, ranks, "balanced")
+    expected = gradient(torch.nn.functional.cross_entropy, rows, labels)
+    assert_shares([each["cross_entropy"] for each in results[world_size]], expected, 1e-12)
+    scores = by_view(joined(scores_of, ranks), CROPS)
+    expected = gradient(dense_losses.swav, scores, 0.1, crops=CROPS)
+    assert_shares([each["swav"] for each in results[world_size]], expected, 1e-11, views=CROPS)
+    codes = torch.cat([each["codes"] for each in results[world_size]])
+    expected = dense_losses.sinkhorn(scores[: world_size * IMAGES], 0.05, 3)
+    torch.testing.assert_close(codes, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_ranks_without_an_anchor_still_have_keys(results):
+    for keys in KEYS:
+        loss, grad = results[4][3][str((F64, keys, "suncet", "lonely", "sample"))]
+        assert loss.item() == 0 and grad.any() == (keys == "attached")
+
+
+@worlds
+def test_ranks_balanced_share_is_the_mean_over_own_anchors(results, world_size):
+    rows, labels = joined(rows_of, range(world_size)), joined(labels_of, range(world_size), "balanced")
+    exps = torch.exp(dense_losses.cosines(rows) / TEMPERATURE).fill_diagonal_(0)
+    losses = -torch.log((exps * (labels[:, None] == labels)).sum(1) / exps.sum(1))
+    for mean, found in zip(losses.view(world_size, LABELED_ROWS).mean(1), results[world_size]):
+        share = found[str((F64, "attached", "suncet", "balanced", "sample"))][0]
+        assert share.item() == pytest.approx(mean.item(), rel=1e-12)
+
+
+@worlds
+def test_ranks_with_nothing_to_contrast_give_zero(results, world_size):
+    for found in results[world_size]:
+        for case in (*map(str, ZERO_CASES), "no rows", "no images"):
+            assert found[case][0].item() == 0 and not found[case][1].any(), case
+
+
+@worlds
+def test_ranks_under_ddp_get_the_gradient_of_one_process(results, world_size):
+    ranks = range(world_size)
+    views, crops = by_view(joined(views_of, ranks), 2), by_view(joined(crops_of, ranks), CROPS)
+    loss, grad = step(Network(), views, joined(rows_of, ranks), joined(labels_of, ranks, "lonely"), crops)
+    shares = torch.stack([found["step"][0] for found in results[world_size]])
+    assert shares.mean().item() == pytest.approx(loss.item(), rel=1e-12)
+    for found in results[world_size]:
+        assert (found["step"][1] - grad).norm() <= 1e-12 * grad.norm()
+
+
+@worlds
+def test_ranks_with_different_shapes_all_refuse(results, world_size):
+    for found in results[world_size]:
+        for name, shapes in (
+            ("nt_xent", "rank 0: (4, 8), rank 1: (6, 8)"),
+            ("suncet", "rank 0: (4, 8), rank 1: (5, 8)"),
+            ("cross_entropy", "rank 0: (12, 4), rank 1: (12, 5)"),
+            ("swav", "rank 0: (8, 6), rank 1: (12, 6)"),
+        ):
+            assert found[f"refusal of {name}"].startswith(f"{name}: the shape of its input")
+            assert shapes in found[f"refusal of {name}"]
+
+
+def test_ranks_of_a_group_contrast_only_its_rows(results):
+    odd = [results[4][r] for r in (1, 3)]
+    rows, labels = joined(rows_of, (1, 3)), joined(labels_of, (1, 3), "balanced")
+    expected = gradient(dense_losses.suncet, rows, labels, TEMPERATURE)
+    assert_shares([each["odd rows"] for each in odd], expected, 1e-12)
+    expected = gradient(dense_losses.nt_xent, by_view(joined(views_of, (1, 3)), 2), TEMPERATURE)
+    assert_shares([each["odd views"] for each in odd], expected, 1e-12, views=2)
+    codes = dense_losses.sinkhorn(torch.cat([scores_of(r)[:IMAGES] for r in (1, 3)]), 0.05, 3)
+    found = torch.cat([each["odd codes"] for each in odd])
+    torch.testing.assert_close(found, codes, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_ranks_have_the_authors_numbers(results, version):
+    """Version 0 is their first code (5245e4a), whose SuNCEt accumulates in float32 for any input."""
+    vectors.load_vectors(f"vectors_losses_v{version}_w2")
+    numbers = {case: each for case, each in authors_cases()[1].items() if case.startswith(f"v{version}")}
+    assert len(numbers) == 8
+    for case, by_rank in numbers.items():
+        near = 1e-12 if case.endswith("f64") and not case.startswith("v0 suncet") else 3e-6
+        for found, (true_loss, true_grad) in zip(results[2], by_rank):
+            (loss, grad), expected = found[case], torch.from_numpy(true_grad)
+            assert loss.item() == pytest.approx(true_loss, rel=near), case
+            assert (grad.double() - expected).norm() <= near * expected.norm(), case
