@@ -161,7 +161,7 @@ def _check(parser: Parser, arguments: list[str]) -> int:
 
 
 def _pack(parser: Parser, arguments: list[str]) -> int:
-    parser.add_argument("--output", metavar="FILE", help="the pack (default: data.pack)")
+    parser.add_argument("--output", metavar="FOLDER", help="the pack (default: data.pack)")
     options = _with_config(parser, arguments)
     config = _load(options)
     from fastsuncet.commands.data_pack import pack

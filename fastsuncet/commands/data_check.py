@@ -11,14 +11,13 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.cpu_count import decode_threads
-from fastsuncet.data.dataset import index_path
+from fastsuncet.data.dataset import index_path, pack_index_path, packed_index
 from pipelines.data_errors import BadImage
 from pipelines.datasets import cifar
 from pipelines.datasets import folders as datasets
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import save_index
-from pipelines.datasets.shards import open_pack
 from pipelines.verify import CheckReport, check
 
 Write = Callable[[str], object]
@@ -46,7 +45,7 @@ def check_config(config: Config, write: Write = print) -> None:
     # As in a run, the index of a CSV's images is kept without its labels, which can change while the pixels do not. A
     # run reads a pack instead of the folder that it was made from, so that folder is not checked.
     if data.pack is not None:
-        train = open_pack(Path(data.pack).expanduser())
+        train = packed_index(config)
     else:
         train = datasets.image_tree(folder) if data.kind == "csv" else datasets.image_folder(folder)
     if data.kind == "csv":
@@ -57,10 +56,12 @@ def check_config(config: Config, write: Write = print) -> None:
     reports = [_checked(train, data.backend, device, threads, write)]
     if data.pack is None:
         _keep(reports[0], index_path(config, folder, True), write)
+    elif pack_index_path(config).exists():  # shards of another program, whose index is kept here
+        _keep(reports[0], pack_index_path(config), write)
     if data.validation is not None:
         folder = Path(data.root).expanduser() / data.validation
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
-            validation = datasets.image_folder(folder, classes=classes)
+            validation = datasets.with_classes(datasets.image_folder(folder), classes)
             reports.append(_checked(validation, data.backend, device, threads, write))
             _keep(reports[1], index_path(config, folder, False), write)
         else:

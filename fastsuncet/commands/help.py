@@ -38,7 +38,7 @@ commands:
   sweep SWEEP [section.key=value ...]     several runs from one file, each with its commands
   preview CONFIG [section.key=value ...]  draw the augmented views a config makes as a picture
   data check FOLDER or CONFIG             decode every image once and name the bad ones
-  data pack CONFIG --output FILE          the training images as one file, for shared file systems
+  data pack CONFIG --output FOLDER        the training images as tar shards, for shared file systems
   demo                                    both methods on small real images, compared in minutes
   report RUN ... [--baseline RUN]         runs side by side: accuracy against cost, compute saved
   doctor                                  what is installed here, what is missing, what to do
@@ -259,18 +259,21 @@ wrong; 3 there are bad images, or none at all""",
 )
 
 PACK = Help(
-    "CONFIG [section.key=value ...] [--output FILE]",
+    "CONFIG [section.key=value ...] [--output FOLDER]",
     """\
-Copies the training images of CONFIG, byte for byte, into one file that a run reads with
-data.pack=FILE: one file to open where the folder has a million. The pixels are the same to the bit,
-so a run may change over when it is resumed. `fastsuncet data check CONFIG data.pack=FILE` verifies
-the checksum of every image and decodes it.
+Copies the training images of CONFIG, byte for byte, into tar shards of 1 GB (WebDataset's layout)
+that a run reads with data.pack=FOLDER. The pixels are the same to the bit, so a run can switch to
+the pack when it is resumed. `fastsuncet data check CONFIG data.pack=FOLDER` verifies the checksum
+of every image and decodes it.
 
-A packing that was stopped is continued by the same command. FILE is only there once it is whole.""",
+data.pack also reads WebDataset shards of other programs: a folder of .tar files, or a pattern such
+as '/data/train-{0000..1023}.tar', with images in KEY.jpg and class numbers in KEY.cls.
+
+The same command continues a stopped packing. FOLDER exists only once it is complete.""",
     """\
 examples:
-  fastsuncet data pack configs/in1k_10pct.yaml --output /data/imagenet/train.pack
-  fastsuncet train configs/in1k_10pct.yaml data.pack=/data/imagenet/train.pack
+  fastsuncet data pack configs/in1k_10pct.yaml --output /data/imagenet/shards
+  fastsuncet train configs/in1k_10pct.yaml data.pack=/data/imagenet/shards
 
 exit codes: 0 packed, or there already; 2 the config is wrong or has no files; 3 a file is gone or
 has changed, more images are bad than data.bad_images allows, or the pack cannot be written""",

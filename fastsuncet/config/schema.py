@@ -166,7 +166,8 @@ class Data(Section):
         None, "file that keeps the scanned list of training images; null: a file in logging.folder"
     )
     pack: Text | None = setting(
-        None, "file made by `fastsuncet data pack` that holds all training images; null: read the files"
+        None,
+        "the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files",
     )
     bad_images: CountOrZero = setting(
         0,

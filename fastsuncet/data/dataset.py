@@ -1,27 +1,25 @@
 """The images a config names, found, scanned and split: what every command starts from.
 
 The list of files with their sizes (the index) is scanned once and kept beside the runs. One rank scans, the others
-read what it wrote: a million files asked for by 64 ranks at once is how to bring a file server down.
+read what it wrote: 64 ranks that ask for a million files at once bring a file server down.
 """
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
 from pipelines.datasets import cifar
-from pipelines.datasets import folders as datasets
+from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import load_index, save_index
 from pipelines.datasets.label_splits import Split, labeled_split
-from pipelines.datasets.shards import open_pack
+from pipelines.datasets.pack import open_pack
 
 
 @dataclass(frozen=True)
@@ -40,40 +38,32 @@ class Images:
 
     @property
     def labeled_classes(self) -> int:
-        """How many classes have a labeled image."""
+        """The number of classes with a labeled image."""
         return int((self.split.per_class > 0).sum())
 
     def counts(self) -> tuple[int, int, int]:
-        """(images, classes with a labeled one, labeled images): what a run's arithmetic asks for."""
+        """Return (images, classes with a labeled one, labeled images): what `Config.resolve` takes."""
         return len(self.train), self.labeled_classes, len(self.split.indices)
 
     def fingerprint(self) -> str:
-        """What decides the run's images and labels, in one line: a checkpoint is continued on no others."""
+        """Return a hash of the run's images and labels: a checkpoint is continued on no others."""
         return f"{self.train.fingerprint()}/{self.split.fingerprint}"
 
 
 def open_images(config: Config, place: Place, *, validation: bool) -> Images:
-    """Finds and checks the images of `config`. Raises DataError, with what to do, on every rank if on any."""
-    data = config.data
+    """Find and check the images of `config`. Raises DataError, with what to do, on every rank if on any."""
     train = on_one_rank_first(place, lambda first: _open(config, train=True, scan=first))
-    split = labeled_split(
-        train,
-        data.split.kind,
-        file=data.split.file,
-        sha256=data.split.sha256,
-        fraction=data.split.fraction,
-        seed=data.split.seed,
-    )
+    split = labeled_split(train, **dict(config.data.split))
     held_out = None
     if validation:
-        held_out = on_one_rank_first(
-            place, lambda first: _open(config, train=False, scan=first, classes=train.classes)
+        held_out = with_classes(
+            on_one_rank_first(place, lambda first: _open(config, train=False, scan=first)), train.classes
         )
     return Images(train, split, held_out)
 
 
 def on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
-    """`read(True)` on rank 0, then `read(False)` elsewhere; a DataError of rank 0 is raised on all."""
+    """Return `read(True)` on rank 0, then `read(False)` elsewhere; a DataError of rank 0 is raised on all ranks."""
     index, problem = None, None
     if place.first:
         try:
@@ -88,83 +78,82 @@ def on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> Image
     return index if index is not None else read(False)
 
 
-def _open(config: Config, *, train: bool, scan: bool, classes: tuple[str, ...] | None = None) -> ImageIndex:
+def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     data = config.data
     if data.kind == "digits":
         return digits(train=train)
     if data.kind in cifar.CLASSES:
-        return cifar.cifar(data.kind, data.root, train=train, download=data.download and scan)
-    folder = Path(data.root).expanduser() / (data.train if train else data.validation)
+        return cifar.cifar(data.kind, data_path(data.root), train=train, download=data.download and scan)
     if train and data.pack is not None:
-        index = _packed(config, folder, compare=scan)
+        index = packed_index(config, compare=scan)
     else:
-        index = file_index(config, folder, train=train, scan=scan, classes=classes)
+        index = file_index(config, train=train, scan=scan)
     if data.kind == "csv" and train:
-        index = datasets.with_csv_labels(index, Path(data.csv).expanduser())
-    index.require_good(data.bad_images if train else 0)  # an accuracy over other images is another accuracy
+        index = with_csv_labels(index, data_path(data.csv))
+    # An accuracy over other images is another accuracy.
+    index.require_good(data.bad_images if train else 0)
     return index
 
 
-def _packed(config: Config, folder: Path, *, compare: bool) -> ImageIndex:
-    """The pack's images, which are those of the kept index where there is one; `folder` itself is not looked at."""
-    kept = index_path(config, folder, True)
-    like = load_index(kept, root=folder, refresh=False) if compare and kept.exists() else None
-    return open_pack(Path(config.data.pack).expanduser(), like)
+def packed_index(config: Config, *, compare: bool = False) -> ImageIndex:
+    """Return the images of data.pack; the folder that they came from is not looked at.
+
+    With `compare` they must be those of the folder's kept index, if there is one.
+    """
+    folder = image_root(config, train=True)
+    like, kept = None, index_path(config, folder, True)
+    if compare and kept.exists():
+        like = load_index(kept, root=folder, refresh=False)
+    return open_pack(config.data.pack or "", kept=pack_index_path(config), like=like)
 
 
-def file_index(
-    config: Config, folder: Path, *, train: bool, scan: bool, classes: tuple[str, ...] | None = None
-) -> ImageIndex:
-    """The images below `folder` as its kept index has them, scanned where there is none yet; a CSV's without labels."""
+def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
+    """Return the images below a folder from its kept index, or scan and keep them; those of a CSV without labels."""
+    folder = image_root(config, train=train)
     kept = index_path(config, folder, train)
     if kept.exists():
         # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are, by one rank,
-        # which writes down what it found before the others read it.
+        # which saves what it found before the others read it.
         index = load_index(kept, root=folder, refresh=False)
         refreshed = index.refreshed() if scan else index
         if refreshed is not index:
             save_index(refreshed, kept)
-        index = refreshed
-    elif not scan:
+        return refreshed
+    if not scan:
         raise DataError(
             f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "
             "file system that all machines share"
         )
-    else:
-        tree = config.data.kind == "csv" and train
-        index = datasets.image_tree(folder) if tree else _scan_folder(folder, classes)
-        save_index(index, kept)
-    return index if classes is None else numbered(index, classes)
+    index = image_tree(folder) if config.data.kind == "csv" and train else image_folder(folder)
+    save_index(index, kept)
+    return index
 
 
-def numbered(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
-    """The same images with their classes numbered as in `classes`: a kept index may be from another training set's run.
-
-    Raises DataError where an image's class is none of them.
-    """
-    if index.classes == classes:
-        return index
-    place = {name: number for number, name in enumerate(classes)}
-    shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
-    unknown = [name for name in shown if name not in place]
-    if unknown:
-        raise DataError(
-            f"{index.root} has images of {len(unknown)} classes that no training image has: {', '.join(unknown[:5])}"
-        )
-    # The last place is that of the label -1.
-    number = np.array([*(place.get(name, -1) for name in index.classes), -1], np.int64)
-    return replace(index, labels=number[index.labels], classes=classes)
+def data_path(path: str | None) -> Path:
+    """Return a path of the config, such as data.root, with ~ expanded. The config's rules have made sure it is set."""
+    return Path(path or "").expanduser()
 
 
-def _scan_folder(folder: Path, classes: tuple[str, ...] | None) -> ImageIndex:
-    return datasets.image_folder(folder, classes=classes or None)
+def image_root(config: Config, *, train: bool) -> Path:
+    """Return the folder of the training or the validation images."""
+    data = config.data
+    return data_path(data.root) / ((data.train if train else data.validation) or "")
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:
-    """Where the index of `folder` is kept: data.index, or beside the runs, under a name no other folder has."""
+    """Return where the index of `folder` is kept: data.index, or a file of its own beside the runs."""
     if config.data.index is not None and train:
-        return Path(config.data.index).expanduser()
-    # A folder in both roles has two indexes: a training set has its own classes, a validation set those of another.
+        return data_path(config.data.index)
+    # A folder in both roles has two indexes: a CSV's training images have no classes.
     role = config.data.kind if train else f"{config.data.kind}, validation"
-    name = hashlib.sha256(f"{role}:{folder.resolve()}".encode()).hexdigest()[:12]
-    return Path(config.logging.folder).expanduser() / "indices" / f"{folder.name}-{name}.npz"
+    return _beside_runs(config, folder.name, f"{role}:{folder.resolve()}")
+
+
+def pack_index_path(config: Config) -> Path:
+    """Return where the index of data.pack is kept, if it has none of its own."""
+    return _beside_runs(config, "pack", f"pack:{data_path(config.data.pack).absolute()}")
+
+
+def _beside_runs(config: Config, name: str, key: str) -> Path:
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return data_path(config.logging.folder) / "indices" / f"{name}-{digest}.npz"

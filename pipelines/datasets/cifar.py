@@ -14,6 +14,7 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.in_memory import resident
 from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.string_table import Names
 
 _FINE_LABELS = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
@@ -71,7 +72,7 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
         found = _fetched(Files, root, train)
     return ImageIndex(
         root=None,
-        files=[f"{part}/{i:05d}" for i in range(len(found))],
+        files=Names.of(f"{part}/{i:05d}" for i in range(len(found))),
         labels=np.array(found.targets, np.int64),
         classes=CLASSES[kind],
         sizes=np.full((len(found), 2), 32, np.int32),

@@ -9,36 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import (
-    EXTENSIONS,
-    MAX_PIXELS,
-    THREADS,
-    Progress,
-    read_headers,
-)
+from pipelines.datasets.image_headers import EXTENSIONS, read_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root
 
-_SHOWN = 20  # errors of a CSV told at once; the rest are counted
+_SHOWN = 20  # wrong lines that a message shows; the rest are counted
 
 
-def image_folder(
-    root: str | Path,
-    *,
-    classes: Sequence[str] | None = None,
-    max_pixels: int = MAX_PIXELS,
-    threads: int = THREADS,
-    progress: Progress | None = None,
-) -> ImageIndex:
-    """ImageNet's layout: the class of an image is the folder directly under `root` that it lies in.
+def image_folder(root: str | Path) -> ImageIndex:
+    """Return the images of ImageNet's layout: an image's class is the folder directly under `root` that it lies in.
 
     Takes .jpg .jpeg .png .webp .bmp .tif .tiff in any case, at any depth below the class folder; leaves out
-    hidden files and files directly under `root`. Classes are the folders in order of their names; or
-    `classes`, such as the training set's, so that a validation set with fewer folders has the same numbers.
-    Images are in order of their paths. `progress(done, total)` follows the reading of the headers.
+    hidden files and files directly under `root`. Classes are the folders in order of their names, images are in order
+    of their paths.
 
-    Raises DataError: no such folder, no class folder, a class without an image, a folder not in `classes`, a
-    link that leads out of `root` or to a folder.
+    Raises DataError: no such folder, no class folder, a class without an image, a link that leads out of `root` or to
+    a folder.
     """
     root = _existing(root)
     folders = sorted(entry.name for entry in _entries(root) if _is_folder(entry, root))
@@ -49,50 +35,61 @@ def image_folder(
         )
     if set(folders) <= {"train", "val", "valid", "validation", "test"}:
         raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")
-    unknown = sorted(set(folders) - set(folders if classes is None else classes))
-    if unknown:
-        raise DataError(f"{root} has {len(unknown)} folders that are not classes: {', '.join(unknown[:5])}")
-    classes = tuple(folders if classes is None else classes)
-    number = {name: label for label, name in enumerate(classes)}
-    files, empty = [], []
-    for folder in folders:
-        before = len(files)
-        files.extend(_images(root, folder))
-        if len(files) == before:
-            empty.append(folder)
-    if empty:
+    images = {folder: list(_images(root, folder)) for folder in folders}
+    if empty := [folder for folder in folders if not images[folder]]:
         raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
-    files.sort()
+    files = sorted(name for folder in folders for name in images[folder])
+    number = {name: label for label, name in enumerate(folders)}
     labels = np.fromiter((number[name.split("/", 1)[0]] for name in files), np.int64, len(files))
-    return _with_headers(root, files, labels, classes, max_pixels, threads, progress)
+    return with_headers(root, files, labels, tuple(folders))
 
 
-def image_tree(
-    root: str | Path,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    threads: int = THREADS,
-    progress: Progress | None = None,
-) -> ImageIndex:
-    """Every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
+def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
+    """Return the same images with their classes numbered as in `classes`, such as the training set's.
+
+    Where those are `class_numbers`, they are taken as numbers of this index's classes in order. Raises DataError when
+    an image's class is not in `classes`.
+    """
+    if index.classes == classes or classes == class_numbers(len(index.classes)):
+        return replace(index, classes=classes)
+    place = {name: number for number, name in enumerate(classes)}
+    shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
+    if unknown := [name for name in shown if name not in place]:
+        raise DataError(
+            f"{index.root} has {len(unknown)} classes that no training image has: {', '.join(unknown[:5])}"
+        )
+    # The last place is that of the label -1.
+    number = np.array([*(place.get(name, -1) for name in index.classes), -1], np.int64)
+    return replace(index, labels=number[index.labels], classes=classes)
+
+
+def class_numbers(count: int) -> tuple[str, ...]:
+    """Return the names of classes that are known by their numbers only, as in shards with KEY.cls."""
+    return tuple(f"class {number}" for number in range(count))
+
+
+def image_tree(root: str | Path) -> ImageIndex:
+    """Return every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
     root = _existing(root)
     files = sorted(_images(root, ""))
     if not files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
-    return _with_headers(root, files, np.full(len(files), -1), (), max_pixels, threads, progress)
+    return with_headers(root, files, np.full(len(files), -1), ())
 
 
-def csv_tree(
-    root: str | Path, table: str | Path, *, classes: Sequence[str] | None = None, **options
+def with_headers(
+    root: Path, files: Sequence[str], labels: np.ndarray, classes: tuple[str, ...]
 ) -> ImageIndex:
-    """`image_tree(root, **options)` with the labels of `table` (`with_csv_labels`)."""
-    return with_csv_labels(image_tree(root, **options), table, classes=classes)
+    """Return the index of `files` below `root`, with the sizes that their headers give."""
+    names = Names.of(files)
+    sizes, stamps, bad = read_headers(root, names)
+    return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad)
 
 
 def with_csv_labels(
     index: ImageIndex, table: str | Path, *, classes: Sequence[str] | None = None
 ) -> ImageIndex:
-    """The same images, labeled as a CSV of (file, label) says and otherwise not at all.
+    """Return the same images with the labels of a CSV of (file, label), and no others.
 
     The table is UTF-8 with the header `file,label`. A file is a path below the index's root with "/"; a label
     is any text, without the spaces around it. Classes are the labels in sorted order, or `classes` where a
@@ -100,8 +97,7 @@ def with_csv_labels(
 
     Raises DataError with every wrong line at once, by number.
     """
-    table = Path(table)
-    rows, wrong = _read_table(table)
+    rows, wrong = _read_table(Path(table))
     names = list(dict.fromkeys(name for _, name, _ in rows))
     place = dict(zip(names, index.files.find(names).tolist()))
     known = sorted({label for _, _, label in rows}) if classes is None else classes
@@ -118,18 +114,25 @@ def with_csv_labels(
             wrong.append((line, f"label {label!r} is not one of the {len(known)} classes"))
         else:
             labels[place[name]] = number[label]
-    if wrong:
-        told = "\n".join(f"  line {line}: {what}" for line, what in sorted(wrong)[:_SHOWN])
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        noun = "line" if len(wrong) == 1 else "lines"
-        raise DataError(f"{table} has {len(wrong)} wrong {noun}:\n{told}{more}")
+    refuse_wrong_lines(table, wrong)
     if not rows:
         raise DataError(f"{table} labels no image: it has a header and no line after it")
     return replace(index, labels=labels, classes=tuple(known))
 
 
+def refuse_wrong_lines(path: str | Path, wrong: Sequence[tuple[int, str]]) -> None:
+    """Raise DataError, with the first 20 (line, problem) pairs in order, if there are any."""
+    if not wrong:
+        return
+    lines = [f"  line {line}: {problem}" for line, problem in sorted(wrong)[:_SHOWN]]
+    if len(wrong) > _SHOWN:
+        lines.append(f"  and {len(wrong) - _SHOWN} more")
+    noun = "line" if len(wrong) == 1 else "lines"
+    raise DataError("\n".join([f"{path} has {len(wrong)} wrong {noun}:", *lines]))
+
+
 def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str]]]:
-    """The usable (line, file, label) rows of a table, and what is wrong with its other lines."""
+    """Return the usable (line, file, label) rows of a table, and what is wrong with its other lines."""
     rows, wrong = [], []
     try:
         # utf-8-sig: spreadsheets put a byte-order mark before the header.
@@ -138,15 +141,11 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
             header = next(reader, [])
             if [cell.strip() for cell in header] != ["file", "label"]:
                 raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}")
-            for cells in reader:
-                line = reader.line_num
-                if not cells:
-                    continue
+            for cells in filter(None, reader):
+                line, name, label = reader.line_num, cells[0], cells[-1].strip()
                 if len(cells) != 2:
                     wrong.append((line, f"{len(cells)} columns instead of file,label"))
-                    continue
-                name, label = cells[0], cells[1].strip()
-                if not name or not label:
+                elif not name or not label:
                     wrong.append((line, f"no {'label' if name else 'file name'}"))
                 elif leaves_root(name):
                     wrong.append((line, f"{name}: paths must lead downwards from the data folder"))
@@ -157,12 +156,6 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table} is not a CSV in UTF-8: {error}") from error
     return rows, wrong
-
-
-def _with_headers(root, files, labels, classes, max_pixels, threads, progress) -> ImageIndex:
-    files = Names.of(files)
-    headers = read_headers(root, files, max_pixels=max_pixels, threads=threads, progress=progress)
-    return ImageIndex(root, files, labels, classes, headers.sizes, stamps=headers.stamps, bad=headers.bad)
 
 
 def _existing(root: str | Path) -> Path:
@@ -181,19 +174,17 @@ def _entries(folder: Path) -> Iterator[os.DirEntry]:
 
 
 def _is_folder(entry: os.DirEntry, root: Path) -> bool:
-    if not entry.is_symlink():
-        return entry.is_dir()
-    if not entry.is_dir():
-        return False
-    raise DataError(
-        f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
-        f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
-        f"links, which takes no space: cp -rlL SOURCE TARGET"
-    )
+    if entry.is_symlink() and entry.is_dir():
+        raise DataError(
+            f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
+            f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
+            f"links, which takes no space: cp -rlL SOURCE TARGET"
+        )
+    return entry.is_dir()
 
 
 def _images(root: Path, folder: str) -> Iterator[str]:
-    """Paths below root, with "/", of the images below root/folder, in no order."""
+    """Yield the paths below root, with "/", of the images below root/folder, in no order."""
     inside = os.path.realpath(root) + os.sep
     waiting = [folder]
     while waiting:

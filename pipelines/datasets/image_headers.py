@@ -4,8 +4,8 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import (  # noqa: F401 -- importing registers a parser; left to PIL, that happens in the worker threads
@@ -20,47 +20,49 @@ from PIL import (  # noqa: F401 -- importing registers a parser; left to PIL, th
 )
 
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"))
-# GIF is recognised only to be named: PIL reads it, the decoder does not. PIL's forty other parsers stay away
-# from files that a stranger may have made.
-_RECOGNISED = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+# PIL's forty other parsers are kept away from files that a stranger made. GIF is recognized only to be named in the
+# message: PIL reads it, the decoder does not.
+_RECOGNIZED = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 MAX_PIXELS = 100_000_000
-THREADS = 16  # more than cores: on a network disk a header is nearly all waiting
-_CHUNK = 256  # files per task: one future a file would cost more than the file
+# More than cores: on a network disk a header is nearly all waiting.
+THREADS = 16
+# Files per task: a future for each file would cost more than the file.
+_CHUNK = 256
 
-Progress = Callable[[int, int], None]  # (files done, files in all), called from the caller's own thread
+# Called in the caller's own thread with (files done, files in all).
+Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class Headers:
-    """What n files say of themselves, row by row."""
+class Headers(NamedTuple):
+    """What the headers of n files say, row by row."""
 
-    sizes: (
-        np.ndarray
-    )  # int32 (n, 2): height and width as stored, before any EXIF rotation; 0, 0 where unknown
-    stamps: np.ndarray  # int64 (n, 2): bytes, and modification time in ns; -1, -1 where there is none
+    # int32 (n, 2): height and width as stored, before any EXIF rotation; 0, 0 where unknown.
+    sizes: np.ndarray
+    # int64 (n, 2): bytes, and modification time in ns; -1, -1 where there is no file.
+    stamps: np.ndarray
     bad: dict[int, str]  # row -> why the image cannot be used
 
 
 def readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.BytesIO:
-    """A file's path, or the bytes that one held, as PIL opens them."""
+    """Return a file's path, or the bytes of a file, as PIL opens them."""
     return io.BytesIO(image) if isinstance(image, bytes) else image
 
 
-def image_size(file: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(height, width) from the header. Raises ValueError that says why the file is no usable image.
+def image_size(file: os.PathLike | str | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Return (height, width) from the header. Raises ValueError with the reason why the image cannot be used.
 
     `max_pixels` keeps out decompression bombs: a 20000 x 20000 JPEG of 1 MB takes 4.5 GB to decode.
     """
     too_many = f"more than {max_pixels / 1e6:g} megapixels"
     try:
-        with Image.open(readable_by_pil(file), formats=_RECOGNISED) as image:
+        with Image.open(readable_by_pil(file), formats=_RECOGNIZED) as image:
             (width, height), kind = image.size, image.format
     except FileNotFoundError:
         raise ValueError("no such file") from None
     except Image.UnidentifiedImageError:
         empty = (len(file) if isinstance(file, bytes) else os.path.getsize(file)) == 0
         raise ValueError("an empty file" if empty else "not an image: no known header") from None
-    except Image.DecompressionBombError:  # PIL's own limit, 179 megapixels, comes before ours
+    except Image.DecompressionBombError:  # PIL's own limit, 179 megapixels, comes first
         raise ValueError(too_many) from None
     except Exception as error:  # a broken header fails in as many ways as there are parsers
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
@@ -71,53 +73,39 @@ def image_size(file: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> tuple[
     return height, width
 
 
-def in_threads(
-    work: Callable[[int], None], count: int, threads: int, progress: Progress | None = None
-) -> None:
-    """work(row) for rows 0..count-1."""
+def in_threads(work: Callable[[int], None], count: int, threads: int = THREADS) -> None:
+    """Call work(row) for rows 0..count-1, in no order. Raises what a call raised."""
 
-    def chunk(first: int) -> int:
-        last = min(first + _CHUNK, count)
-        for row in range(first, last):
+    def chunk(first: int) -> None:
+        for row in range(first, min(first + _CHUNK, count)):
             work(row)
-        return last
 
     with ThreadPoolExecutor(threads) as pool:
-        for done in pool.map(chunk, range(0, count, _CHUNK)):
-            if progress is not None:
-                progress(done, count)
+        for _ in pool.map(chunk, range(0, count, _CHUNK)):
+            pass
 
 
-def _stamp(path: Path | str) -> tuple[int, int]:
+def _stamp(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
-    except OSError:  # none there, or in a folder that may not be entered: reading the header will say which
+    except OSError:  # no file, or a folder without access: reading the header gives the reason
         return -1, -1
     return status.st_size, status.st_mtime_ns
 
 
-def file_stamps(
-    root: Path, names: Sequence[str], *, threads: int = THREADS, progress: Progress | None = None
-) -> np.ndarray:
-    """Bytes and modification time (ns) of every file, int64 (n, 2); -1, -1 where there is none."""
+def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:
+    """Return the bytes and the modification time (ns) of every file, int64 (n, 2); -1, -1 where there is none."""
     stamps = np.empty((len(names), 2), np.int64)
 
     def work(row: int) -> None:
         stamps[row] = _stamp(os.path.join(root, names[row]))
 
-    in_threads(work, len(names), threads, progress)
+    in_threads(work, len(names))
     return stamps
 
 
-def read_headers(
-    root: Path,
-    names: Sequence[str],
-    *,
-    max_pixels: int = MAX_PIXELS,
-    threads: int = THREADS,
-    progress: Progress | None = None,
-) -> Headers:
-    """Reads the header of every file; a file that is no usable image lands in `bad`, and never raises."""
+def read_headers(root: Path, names: Sequence[str], *, max_pixels: int = MAX_PIXELS) -> Headers:
+    """Read the header of every file. A file that cannot be used is listed in `bad`; none raises."""
     sizes, stamps = np.zeros((len(names), 2), np.int32), np.empty((len(names), 2), np.int64)
     bad: dict[int, str] = {}
 
@@ -130,5 +118,5 @@ def read_headers(
         except ValueError as reason:
             bad[row] = str(reason)
 
-    in_threads(work, len(names), threads, progress)
+    in_threads(work, len(names))
     return Headers(sizes, stamps, dict(sorted(bad.items())))

@@ -1,7 +1,7 @@
-"""Which images are labeled (recipe 2.4): a list of names, a seeded coin for each image, all, none, or a CSV.
+"""Which images are labeled (recipe 2.4): a list of names, a seeded draw for each image, all, none, or a CSV.
 
-Nothing falls back to chance: the authors' code flips coins for any share that it has no list for, and
-"which 1%?" is what their readers ask. A split tells its counts and its fingerprint: two runs can be compared.
+Nothing falls back to chance: the authors' code draws for any share that it has no list for, and then nobody knows
+which 1 % it was. A split has counts and a fingerprint, so that two runs can be compared.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ IMAGENET_LISTS = {
     "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17": ("ImageNet 1%", 12_811),
     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091": ("ImageNet 10%", 128_116),
 }
-_SHOWN = 5  # names told in a message; the rest are counted
+_SHOWN = 5  # names that a message shows; the rest are counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,21 +54,21 @@ def labeled_split(
     fraction: float | None = None,
     seed: int = 0,
 ) -> Split:
-    """The split that a configuration's data.split asks for; each kind uses its own arguments.
+    """Return the split that a configuration's data.split asks for; each kind uses its own arguments.
 
-    names: the lines of `file`, which `sha256` pins (`listed`). bernoulli: each image with probability
-    `fraction` (`tossed`). all: every image with a label. none: no image. csv: the labels that the index has
-    from its CSV, or with `file` those of another CSV, which must agree with them. An image without a label
-    is never in a split. Raises DataError.
+    names: the lines of `file`, pinned by `sha256` (`listed`). bernoulli: each image with probability `fraction`
+    (`bernoulli`). all: every image with a label. none: no image. csv: the labels that the index has from its CSV, or
+    with `file` those of another CSV, which must agree with them. An image without a label is never in a split. Raises
+    DataError.
     """
     if kind == "names":
         if file is None:
             raise DataError("a split by names needs data.split.file, a list of image names")
-        chosen, source = listed(index, file, sha256)
+        chosen, source = listed(index, Path(file), sha256)
     elif kind == "bernoulli":
         if fraction is None:
             raise DataError("a Bernoulli split needs data.split.fraction, from 0 to 1")
-        chosen, source = tossed(len(index), fraction, seed), f"Bernoulli({fraction:g}), seed {seed}"
+        chosen, source = bernoulli(len(index), fraction, seed), f"Bernoulli({fraction:g}), seed {seed}"
     elif kind == "csv" and file is not None:
         chosen, source = _in_table(index, file), Path(file).name
     elif kind in ("all", "csv"):
@@ -81,22 +81,16 @@ def labeled_split(
     return Split(
         indices=chosen,
         per_class=np.bincount(index.labels[chosen], minlength=len(index.classes)),
-        fingerprint=hashlib.sha256(Names.of(index.name(i) for i in chosen).lines).hexdigest(),
+        fingerprint=hashlib.sha256(Names.of(index.name(i) for i in chosen).lines.data).hexdigest(),
         source=source,
     )
 
 
-def labeled_indices(index: ImageIndex, kind: str, **arguments) -> np.ndarray:
-    """`labeled_split(...).indices`, int64 (L,), ascending."""
-    return labeled_split(index, kind, **arguments).indices
+def bernoulli(count: int, fraction: float, seed: int) -> np.ndarray:
+    """Return images, int64, ascending, each of 0..count-1 chosen with probability `fraction` by the authors' draw.
 
-
-def tossed(count: int, fraction: float, seed: int) -> np.ndarray:
-    """Images, int64, ascending, each of 0..count-1 chosen with probability `fraction` by the authors' draw.
-
-    Theirs is torch.manual_seed(seed) and, image by image, one float32 Bernoulli(1 - fraction) draw; chosen
-    where it is 0. One draw of a whole tensor takes the same numbers from the CPU generator, and one of our
-    own leaves the global generator alone.
+    Theirs is torch.manual_seed(seed) and, image by image, one float32 Bernoulli(1 - fraction) draw; chosen where it
+    is 0. One draw of a whole tensor takes the same numbers from the CPU generator. The global generator is left alone.
     """
     if not 0 <= fraction <= 1:
         raise DataError(f"data.split.fraction is a share from 0 to 1, not {fraction}")
@@ -105,22 +99,26 @@ def tossed(count: int, fraction: float, seed: int) -> np.ndarray:
     return np.flatnonzero(draws.numpy() == 0)
 
 
-def listed(index: ImageIndex, file: str | Path, sha256: str | None = None) -> tuple[np.ndarray, str]:
-    """The images named in `file`, int64 ascending, and what that list is.
+def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.ndarray, str]:
+    """Return the images named in `file`, int64 ascending, and what that list is.
 
     A line is a path below the data folder (with "/"), or as in ImageNet's lists only the file's name, which
     begins with its class folder: n01440764_10026.JPEG is n01440764/n01440764_10026.JPEG. Raises DataError:
-    unreadable, another sha256 than `sha256`, a line that is no such name, an image named twice, not in the
+    unreadable, another sha256 than `sha256`, a line that is not such a name, an image named twice, not in the
     index, or without a label there.
     """
-    file = Path(file)
     try:
         data = file.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read the list of names {file}: {error.strerror or error}") from error
     digest = hashlib.sha256(data).hexdigest()
     if sha256 is not None and digest != sha256.lower():
-        _refuse_other_list(file, data, digest, sha256)
+        ends = "its lines end in CR LF, which an editor or git can have done"
+        why = ends if b"\r\n" in data else "another list"
+        lists = "; ".join(
+            f"{name} ({count} names) {known}" for known, (name, count) in IMAGENET_LISTS.items()
+        )
+        raise DataError(f"{file} has sha256 {digest}, not {sha256}: {why}. Known lists: {lists}")
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -129,56 +127,40 @@ def listed(index: ImageIndex, file: str | Path, sha256: str | None = None) -> tu
         raise DataError(f"the list of names {file} is empty")
     wrong = [f"line {number}: {line!r}" for number, line in enumerate(lines, 1) if not _is_name(line)]
     if wrong:
-        raise DataError(f"{file}: {_told(wrong)} is no image's name below the data folder")
+        raise DataError(f"{file}: {_some(wrong)} does not name an image below the data folder")
     names = [line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}" for line in lines]
-    if len(set(names)) < len(names):
-        once: set[str] = set()
-        twice = [name for name in names if name in once or once.add(name)]
-        raise DataError(f"{file} names images more than once: {_told(twice)}")
+    seen: set[str] = set()
+    if twice := [name for name in names if name in seen or seen.add(name)]:
+        raise DataError(f"{file} names images more than once: {_some(twice)}")
     found = index.files.find(names)
-    missing = [line for line, place in zip(lines, found) if place < 0]
-    if missing:
+    if missing := [line for line, place in zip(lines, found) if place < 0]:
         raise DataError(
             f"{file} names {len(missing)} images (of {len(lines)}) that are not under {index.root}: "
-            f"{_told(missing)}; data.root and data.train must lead to the images the list was made for"
+            f"{_some(missing)}; data.root and data.train must lead to the images the list was made for"
         )
-    unlabeled = [line for line, place in zip(lines, found) if index.labels[place] < 0]
-    if unlabeled:
+    if unlabeled := [line for line, place in zip(lines, found) if index.labels[place] < 0]:
         raise DataError(
-            f"{file} names {len(unlabeled)} images (of {len(lines)}) without a label: {_told(unlabeled)}"
+            f"{file} names {len(unlabeled)} images (of {len(lines)}) without a label: {_some(unlabeled)}"
         )
-    known = IMAGENET_LISTS.get(digest)
-    return np.sort(found), known[0] if known else f"{file.name}, sha256 {digest[:12]}"
+    return np.sort(found), IMAGENET_LISTS.get(digest, (f"{file.name}, sha256 {digest[:12]}",))[0]
 
 
 def _is_name(line: str) -> bool:
     return bool(line) and line == line.strip() and ("/" in line or "_" in line) and not leaves_root(line)
 
 
-def _refuse_other_list(file: Path, data: bytes, digest: str, wanted: str) -> None:
-    why = (
-        "its lines end in CR LF, which an editor or git may have done" if b"\r\n" in data else "another list"
-    )
-    lists = "; ".join(f"{name} ({count} names) {known}" for known, (name, count) in IMAGENET_LISTS.items())
-    raise DataError(f"{file} has sha256 {digest}, not {wanted}: {why}. Known lists: {lists}")
-
-
 def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:
     labeled = with_csv_labels(index, file, classes=index.classes or None)
     chosen = np.flatnonzero(labeled.labels >= 0)
-    other = chosen[labeled.labels[chosen] != index.labels[chosen]]
-    if len(other):
-        told = [
-            f"{index.name(i)} ({labeled.classes[labeled.labels[i]]} instead of {_class_of(index, i)})"
-            for i in other[:_SHOWN]
-        ]
-        raise DataError(f"{file} labels {len(other)} images otherwise than the data: {', '.join(told)}")
+    names = (*index.classes, "no label")  # the last one is that of label -1
+    others = [
+        f"{index.name(i)} ({labeled.classes[labeled.labels[i]]} instead of {names[index.labels[i]]})"
+        for i in chosen[labeled.labels[chosen] != index.labels[chosen]]
+    ]
+    if others:
+        raise DataError(f"{file} labels {len(others)} images otherwise than the data: {_some(others)}")
     return chosen
 
 
-def _class_of(index: ImageIndex, i: int) -> str:
-    return index.classes[index.labels[i]] if index.labels[i] >= 0 else "no label"
-
-
-def _told(items: Sequence[str]) -> str:
+def _some(items: Sequence[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

@@ -1,190 +1,197 @@
-"""Many image files as one: each image's bytes as they were, in one place, checksummed.
+"""Images in tar shards of WebDataset's layout, read by offset: a few files instead of a million.
 
-A shared file system is asked for one file where a folder asks it for a million. What a pack looks like (numbers
-little-endian):
+A shard is a plain tar. KEY.jpg (.png, ...) is an image and KEY.cls, if there is one, its label as a whole number.
+Headers are scanned once, for the index; after that, an image is one read of an open file. Nothing is extracted to disk.
 
-    0       header, 4096 bytes: magic, version, where the table is, how long, its sha256; a crc32 of these
-    4096    the images' bytes, one after the other
-    table   an .npz: offsets and bytes of each image, its crc32, and the index (names, labels, sizes, bad ones)
-
-Training reads the bytes without counting them through: a flipped bit is found by `fastsuncet data check`, or when the
-image cannot be decoded. `pipelines.datasets.shard_writer` writes packs.
-
-Read, not mapped into memory, though a map saves a copy of 14 us an image: where a mapped file is cut short, or its disk
-or server fails, the system kills the process that touches it (SIGBUS), and nobody learns why. A read says so.
+Shards are read, not mapped into memory, though a map saves a copy of 14 us an image: when a mapped file is cut short,
+or its disk or server fails, the system kills the process without a message (SIGBUS).
 """
 
-import hashlib
+import contextlib
 import io
 import os
-import struct
+import re
+import resource
+import tarfile
 import weakref
-import zipfile
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_io import arrays_of, index_of
+from pipelines.datasets.image_headers import EXTENSIONS
+from pipelines.datasets.string_table import leaves_root
 
-MAGIC, VERSION = b"fastsuncet packed images", 1
-_FIELDS = struct.Struct("<24sIQQ32s")  # magic, version, the table's offset and length, its sha256
-HEADER = 4096  # bytes: the images begin on a page of their own
-_CRC = struct.Struct("<I")
-_MAKE = "delete it and make it again with `fastsuncet data pack`"
+# Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
+# crc32 of the bytes, -1 where the shard has none.
+MEMBER = np.dtype([("shard", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<i8")])
+REMEDY = "Copy it here again, or delete the pack and run `fastsuncet data pack` again"
+_BLOCK = tarfile.BLOCKSIZE
+_CHECKSUM = re.compile(r"crc32:([0-9a-f]{8})")
+# What tarfile may read into memory for one member's headers. A hostile header can claim any size.
+_HEADER_BYTES = 1 << 20
+_MOST_CLASSES = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class Pack:
-    """The bytes of N images: `pack[i]` is a read-only uint8 array. The file stays open for as long as the Pack lives.
+class Shards:
+    """The bytes of N images in tar shards, whose files stay open for as long as this object lives.
 
-    Reading raises DataError, with the pack's name, once the file has been cut short or cannot be read any more.
+    `paths`: S shards. `stamps`: int64 (S, 2), bytes and modification time (ns) of each when it was scanned; time -1:
+    not compared. `members`: MEMBER (N,). Raises DataError for a shard that is missing or has changed.
     """
 
-    path: Path
-    descriptor: int  # of the open file, which from now on is the Pack's to close
-    offsets: np.ndarray  # int64 (N,)
-    lengths: np.ndarray  # int64 (N,) bytes; 0 of an image that could not be read when it was packed
-    checksums: np.ndarray  # uint32 (N,) crc32
-
-    def __post_init__(self):
-        weakref.finalize(self, os.close, self.descriptor)
-
-    def __reduce__(self):
-        # A copy's number would be that of another file once ours is closed, or at once in another process.
-        raise TypeError(f"an open pack is neither copied nor pickled: open {self.path} again, by open_pack")
+    def __init__(self, paths: Sequence[Path], stamps: np.ndarray, members: np.ndarray):
+        self.paths, self.stamps, self.members = list(paths), stamps, members
+        self._files: list[io.FileIO] = []
+        weakref.finalize(self, _close, self._files)
+        _allow_open_files(len(self.paths))
+        for path, (size, time) in zip(self.paths, stamps.tolist(), strict=True):
+            try:
+                self._files.append(io.FileIO(path))
+                status = os.fstat(self._files[-1].fileno())
+            except OSError as error:
+                raise DataError(
+                    f"cannot open the shard {path}: {error.strerror or error}. {REMEDY}"
+                ) from error
+            if status.st_size != size or time not in (-1, status.st_mtime_ns):
+                raise DataError(
+                    f"the shard {path} was cut short or changed: {status.st_size:,} bytes now, {size:,} when it was "
+                    f"indexed. {REMEDY}"
+                )
+        shard, offset, length = (members[key] for key in ("shard", "offset", "length"))
+        if (
+            members.dtype != MEMBER
+            or ((shard < 0) | (shard >= len(self.paths)) | (offset < 0) | (length < 0)).any()
+        ):
+            raise DataError("the index of a pack is damaged: an image lies in no shard")
+        if (length > stamps[shard, 0] - offset).any():
+            raise DataError("the index of a pack is damaged: an image ends after the end of its shard")
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return len(self.members)
 
-    def __getitem__(self, i: int) -> np.ndarray:
-        return np.frombuffer(self.read(i), np.uint8)
+    def read(self, i: int, most: int | None = None) -> bytes:
+        """Return the bytes of image `i`, or the first `most` of them, in any thread and forked process.
 
-    def read(self, i: int) -> bytes:
-        """What the file of image `i` held. Any number of threads and forked processes may read at once."""
-        start, length = int(self.offsets[i]), int(self.lengths[i])
-        content = b""
+        Raises DataError with the shard's name once it has been cut short or cannot be read any more.
+        """
+        shard, start, length, _ = self.members[i].item()
+        path, file, content = self.paths[shard], self._files[shard].fileno(), b""
+        length = length if most is None else min(length, most)
         try:
-            while len(content) < length:  # a file server may give less than asked for, more when asked again
-                more = os.pread(self.descriptor, length - len(content), start + len(content))
+            # A file server can return less than it was asked for, and the rest when it is asked again.
+            while len(content) < length:
+                more = os.pread(file, length - len(content), start + len(content))
                 if not more:
-                    size = os.fstat(self.descriptor).st_size
                     raise DataError(
-                        f"the pack {self.path} was cut short while it was in use: {size:,} bytes, and image {i} ends "
-                        f"at {start + length:,}; put it back whole, or {_MAKE}"
+                        f"the shard {path} was cut short while it was in use: {os.fstat(file).st_size:,} bytes, and "
+                        f"image {i} ends at {start + length:,}. {REMEDY}"
                     )
                 content = content + more if content else more
         except OSError as error:
-            raise DataError(f"the pack {self.path} cannot be read: {error.strerror or error}") from error
+            raise DataError(f"the shard {path} cannot be read: {error.strerror or error}") from error
         return content
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The bytes of several images; the disk is asked for all of them before the first one is waited for."""
-        advise = getattr(os, "posix_fadvise", None)  # an operating system may have none
+        """Return the bytes of several images, uint8; the disk is asked for all before the first one is waited for."""
+        advise = getattr(os, "posix_fadvise", None)  # macOS has none
         if advise is not None:
-            for i in indices[self.lengths[indices] > 0]:  # 0 bytes would ask for all the rest of the file
-                advise(self.descriptor, int(self.offsets[i]), int(self.lengths[i]), os.POSIX_FADV_WILLNEED)
-        return [self[i] for i in indices]
+            for shard, start, length, _ in self.members[indices].tolist():
+                if length:  # 0 would ask for all the rest of the file
+                    advise(self._files[shard].fileno(), start, length, os.POSIX_FADV_WILLNEED)
+        return [np.frombuffer(self.read(i), np.uint8) for i in indices]
 
     def damage(self, i: int) -> str | None:
-        """Why the bytes of image `i` are not those that were packed; None if they are."""
-        if zlib.crc32(self.read(i)) == self.checksums[i]:
+        """Return why the bytes of image `i` are not those that were packed; None if they are, or nobody knows."""
+        wanted = int(self.members[i]["crc32"])
+        if wanted in (-1, zlib.crc32(self.read(i))):
             return None
-        return f"damaged in the pack {self.path}: its checksum is another; {_MAKE}"
+        path = self.paths[self.members[i]["shard"]]
+        return f"damaged in the shard {path}: its checksum is another. {REMEDY}"
 
 
-def open_pack(path: str | Path, like: ImageIndex | None = None) -> ImageIndex:
-    """The images of a pack: an ImageIndex like that of the files they came from, its root the pack itself.
+class Scan(NamedTuple):
+    """What the headers of a shard say, image by image."""
 
-    `like`, where given, is the index that a run would read otherwise. Raises DataError: no such file, no pack,
-    truncated, a damaged header or table, or other images than those of `like`; the first that differs is named.
+    names: list[str]
+    labels: list[int]  # -1: no KEY.cls
+    members: np.ndarray  # MEMBER (n,); `shard` is 0
+
+
+def checksum_text(content: bytes) -> str:
+    """Return the crc32 of an image as a shard keeps it: in the header, as the file owner's name (uname).
+
+    Other programs ignore that field, and every image is protected without a file of its own.
     """
-    path = Path(path)
+    return f"crc32:{zlib.crc32(content):08x}"
+
+
+def scan_shard(path: Path) -> Scan:
+    """Read the headers of a shard. Raises DataError, with its name, if anything in it is not as it should be."""
+    images: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
+    labels: dict[str, int] = {}
     try:
-        with open(path, "rb") as stream:
-            header, size = stream.read(HEADER), os.fstat(stream.fileno()).st_size
-            start, length, digest = _read_header(path, header, size)
-            stream.seek(start)
-            table = stream.read(length)
-            if hashlib.sha256(table).digest() != digest:
-                raise DataError(f"the pack {path} is damaged: the checksum of its table is another; {_MAKE}")
-            index = _opened(path, stream.fileno(), table, start)
-    except FileNotFoundError:
-        raise DataError(f"there is no pack {path}: `fastsuncet data pack CONFIG` makes one") from None
+        with (
+            _HeaderReader(io.FileIO(path)) as file,
+            tarfile.open(fileobj=file, mode="r:", errorlevel=2) as tar,
+        ):
+            for member in tar:
+                file.allowed = _HEADER_BYTES
+                name = member.name.removeprefix("./")
+                if member.isdir():
+                    continue
+                if not member.isreg() or member.issparse() or leaves_root(name) or member.size < 0:
+                    raise ValueError(f"its member {name!r} is not a plain file below the archive's top")
+                # WebDataset's rule: the extension begins at the first dot of the last part of the path.
+                folder, _, base = name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                key, extension = f"{folder}/{stem}", f".{extension.lower()}"
+                if key in (labels if extension == ".cls" else images) and extension in (".cls", *EXTENSIONS):
+                    raise ValueError(f"it has two images or two labels of the key {key.lstrip('/')!r}")
+                if extension == ".cls":
+                    text = os.pread(file.fileno(), min(member.size, 32), member.offset_data).strip()
+                    if not text.isdigit() or (label := int(text)) >= _MOST_CLASSES:
+                        raise ValueError(f"its label {name!r} is no whole number from 0: {text!r}")
+                    labels[key] = label
+                elif extension in EXTENSIONS:
+                    known = _CHECKSUM.fullmatch(member.uname)
+                    crc32 = int(known[1], 16) if known else -1
+                    images[key] = name, (0, member.offset_data, member.size, crc32)
+            # tarfile takes a damaged header for the end. The true end is a block of zeros.
+            if os.pread(file.fileno(), _BLOCK, tar.offset) != bytes(_BLOCK):
+                raise ValueError(f"it is cut short or damaged after byte {tar.offset:,}")
     except OSError as error:
-        raise DataError(f"the pack {path} cannot be read: {error.strerror or error}") from error
-    if like is not None:
-        require_same_images(path, index, like)
-    return index
+        raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise DataError(f"the shard {path} cannot be used: {error}. {REMEDY}") from error
+    members = np.array([place for _, place in images.values()], MEMBER)
+    return Scan([name for name, _ in images.values()], [labels.get(key, -1) for key in images], members)
 
 
-def require_same_images(path: Path, packed: ImageIndex, like: ImageIndex) -> None:
-    """Raises DataError, naming the first image that differs, unless the index of a pack says what `like` says."""
-    if packed.fingerprint() == like.fingerprint():
-        return
-    first = next((i for i in range(min(len(packed), len(like))) if _row(packed, i) != _row(like, i)), None)
-    if first is not None:
-        difference = (
-            f"image {first} is {_told(packed, first)} in the pack and {_told(like, first)} in the index"
-        )
-    else:
-        difference = f"{len(packed):,} images in the pack and {len(like):,} in the index"
-    raise DataError(f"the pack {path} holds other images than the index: {difference}; {_MAKE}")
+class _HeaderReader(io.BufferedReader):
+    """A file for tarfile to read headers from, `allowed` bytes of them until that is set again."""
+
+    allowed = _HEADER_BYTES
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= self.allowed:
+            raise tarfile.ReadError(f"a header of more than {_HEADER_BYTES:,} bytes")
+        self.allowed -= size
+        return super().read(size)
 
 
-def header_of(table_offset: int, table: bytes) -> bytes:
-    """The HEADER bytes that a pack begins with."""
-    fields = _FIELDS.pack(MAGIC, VERSION, table_offset, len(table), hashlib.sha256(table).digest())
-    return (fields + _CRC.pack(zlib.crc32(fields))).ljust(HEADER, b"\0")
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files for `count` more, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 512
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
 
-def table_of(index: ImageIndex, offsets: np.ndarray, lengths: np.ndarray, checksums: np.ndarray) -> bytes:
-    """The table that a pack ends with."""
-    stream = io.BytesIO()
-    np.savez(stream, offsets=offsets, lengths=lengths, checksums=checksums, **arrays_of(index))
-    return stream.getvalue()
-
-
-def _read_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]:
-    """(offset, length, sha256) of the table."""
-    if not header.startswith(MAGIC):
-        raise DataError(f"{path} is not a pack of images: `fastsuncet data pack CONFIG` makes one")
-    fields = header[: _FIELDS.size]
-    if len(header) < HEADER:
-        raise DataError(f"the pack {path} is truncated: {size:,} bytes are not even its header; {_MAKE}")
-    if header[_FIELDS.size : _FIELDS.size + _CRC.size] != _CRC.pack(zlib.crc32(fields)):
-        raise DataError(f"the pack {path} is damaged: the checksum of its header is another; {_MAKE}")
-    _, version, start, length, digest = _FIELDS.unpack(fields)
-    if version != VERSION:
-        raise DataError(f"the pack {path} has version {version}, not {VERSION}: {_MAKE}")
-    if size < start + length:
-        raise DataError(f"the pack {path} is truncated: {size:,} of its {start + length:,} bytes; {_MAKE}")
-    return start, length, digest
-
-
-def _opened(path: Path, descriptor: int, table: bytes, end: int) -> ImageIndex:
-    """The index in a pack's table. `end` is that of the images' part; the descriptor stays the caller's."""
-    try:
-        with np.load(io.BytesIO(table), allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-        offsets, lengths, checksums = (arrays[key] for key in ("offsets", "lengths", "checksums"))
-        index = replace(index_of(arrays), root=path, stamps=None)
-        if not len(offsets) == len(lengths) == len(checksums) == len(index):
-            raise ValueError("its lists are of different lengths")
-        if len(offsets) and (offsets.min() < HEADER or lengths.min() < 0 or (offsets + lengths).max() > end):
-            raise ValueError("it names bytes outside of the images' part")
-    except (KeyError, ValueError, OSError, DataError, zipfile.BadZipFile) as error:
-        raise DataError(f"the pack {path} is damaged ({error}): {_MAKE}") from error
-    return replace(index, pack=Pack(path, os.dup(descriptor), offsets, lengths, checksums))
-
-
-def _row(index: ImageIndex, i: int) -> tuple:
-    return index.name(i), int(index.labels[i]), tuple(index.sizes[i].tolist())
-
-
-def _told(index: ImageIndex, i: int) -> str:
-    height, width = index.sizes[i].tolist()
-    return f"{index.name(i)} ({width} x {height}, class {index.labels[i]})"
+def _close(files: list[io.FileIO]) -> None:
+    for file in files:
+        file.close()

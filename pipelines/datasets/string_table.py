@@ -1,25 +1,26 @@
-"""A million file names in one block of bytes: a list of them that costs 40 bytes a name instead of 100."""
+"""A million file names in one block of bytes: 40 bytes a name instead of the 100 of a list of strings."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
+from typing import overload
 
 import numpy as np
 
 from pipelines.data_errors import DataError
 
-# How many names iteration decodes at a time: one split call a chunk instead of one slice a name.
+# Names that iteration decodes with one split call: faster than one slice for each name.
 _CHUNK = 65536
 
 
 class Names(Sequence[str]):
-    """An unchangeable list of strings, held as UTF-8 lines (uint8) and the places where they end (int64).
+    """An immutable list of strings, kept as UTF-8 lines (uint8) and the positions where they end (int64).
 
-    Eight ranks of a node each hold ImageNet's 1.28 million names. As Python strings that is 1 GB, and a
-    million objects for every garbage collection to visit. `lines` is also what an index file stores.
+    Eight ranks of a node each hold ImageNet's 1.28 million names. As Python strings that is 1 GB, and a million
+    objects for every garbage collection to visit. `lines` is also what an index file stores.
     """
 
     def __init__(self, lines: np.ndarray):
-        """`lines`: uint8, every name followed by a line feed. DataError when the last one has none."""
+        """`lines`: uint8, each name followed by a line feed. Raises DataError when the last one has none."""
         self.lines = np.ascontiguousarray(lines, np.uint8)
         self._ends = np.flatnonzero(self.lines == ord("\n"))
         if len(self.lines) and self.lines[-1] != ord("\n"):
@@ -27,14 +28,14 @@ class Names(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "Names":
-        """Packs `names` in their order. DataError for one with a line break or that is not UTF-8.
+        """Pack `names` in their order. Raises DataError for a name with a line break or that is not UTF-8.
 
-        Such a name could not stand in a name list or a CSV either.
+        Such a name could not stand in a list of names or a CSV either.
         """
         names = list(names)
         for name in names:
             if "\n" in name or "\r" in name:
-                raise DataError(f"a name with a line break in it cannot be listed, rename it: {name!r}")
+                raise DataError(f"a name has a line break in it, rename it: {name!r}")
         try:
             data = "".join(f"{name}\n" for name in names).encode()
         except UnicodeEncodeError as error:
@@ -46,26 +47,26 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def _lines(self, first: int, last: int) -> str:
-        """Names first..last-1, a line each, the last without its line feed."""
+    def _text(self, first: int, last: int) -> str:
+        """Return names first..last-1, one a line, the last without its line feed."""
         start = self._ends[first - 1] + 1 if first else 0
         return self.lines[start : self._ends[last - 1]].tobytes().decode()
 
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = int(index) + (len(self) if index < 0 else 0)
-        if not 0 <= position < len(self):
-            raise IndexError(f"name {index} of {len(self)}")
-        return self._lines(position, position + 1)
+        places = range(len(self))[index]  # raises IndexError as a list does
+        return self._text(places, places + 1) if isinstance(places, int) else [self[i] for i in places]
 
     def __iter__(self) -> Iterator[str]:
         for first in range(0, len(self), _CHUNK):
-            yield from self._lines(first, min(first + _CHUNK, len(self))).split("\n")
+            yield from self._text(first, min(first + _CHUNK, len(self))).split("\n")
 
     def find(self, wanted: Sequence[str]) -> np.ndarray:
-        """Position of each wanted name, int64 (len(wanted),); -1 where it is not in the list."""
-        # One pass over all names with a dictionary of the few wanted: one of all would be the 1 GB again.
+        """Return the position of each wanted name, int64 (len(wanted),); -1 where it is not in the list."""
+        # One pass over all names with a dictionary of the few wanted: a dictionary of all would be the 1 GB again.
         places = dict.fromkeys(wanted, -1)
         for position, name in enumerate(self):
             if name in places:
@@ -74,6 +75,6 @@ class Names(Sequence[str]):
 
 
 def leaves_root(name: str) -> bool:
-    """Whether a name, joined to a folder, could lead out of it."""
-    parts = PurePosixPath(name)
-    return parts.is_absolute() or ".." in parts.parts
+    """Return whether a name, joined to a folder, could lead out of it."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts

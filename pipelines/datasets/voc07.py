@@ -1,18 +1,18 @@
 """PASCAL VOC 2007 as its authors publish it: images of several classes each, by the lists of ImageSets/Main.
 
 A list CLASS_PART.txt has a line `ID VALUE` for every image of the part: 1 the class is in the image, -1 it is not,
-0 it is there but too difficult to be asked for. The boxes in Annotations/ are not read.
+0 it is there but too difficult to be counted. The boxes in Annotations/ are not read.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import MAX_PIXELS, THREADS, Progress, read_headers
+from pipelines.datasets.folders import refuse_wrong_lines, with_headers
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"),
@@ -20,24 +20,13 @@ CLASSES = (
 )
 PARTS = ("train", "val", "trainval", "test")
 _VALUES = {"1": 1, "-1": -1, "0": 0}
-_SHOWN = 20  # wrong lines of a list told at once; the rest are counted
-
-Lines = dict[str, tuple[int, int]]  # image -> (line, value)
 
 
-def voc07(
-    root: str | Path,
-    part: str,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    threads: int = THREADS,
-    progress: Progress | None = None,
-) -> ImageIndex:
-    """The images of one part (train, val, trainval, test) with `presence` (N, 20), in the order of its lists.
+def voc07(root: str | Path, part: str) -> ImageIndex:
+    """Return the images of one part (train, val, trainval, test) with `presence` (N, 20), in the order of its lists.
 
     `root` holds VOCdevkit, or is VOCdevkit, or VOC2007 in it. No image has a single label: `labels` are -1. Raises
-    DataError, which names file and line, for a missing list, a line that is none, lists that name different images
-    and an image without its file.
+    DataError with file and line: a missing list, a wrong line, lists of different images, an image without its file.
     """
     if part not in PARTS:
         raise ValueError(f"a part of VOC 2007 is one of {', '.join(PARTS)}, not {part!r}")
@@ -50,33 +39,34 @@ def voc07(
             f"{_list(folder, CLASSES[0], part)} line {line}: there is no {folder}/JPEGImages/{missing[0]}.jpg"
             + (f", and {len(missing) - 1} more files are missing" if len(missing) > 1 else "")
         )
-    files = Names.of(f"JPEGImages/{name}.jpg" for name in images)
-    headers = read_headers(folder, files, max_pixels=max_pixels, threads=threads, progress=progress)
-    none = np.full(len(images), -1, np.int64)
-    return ImageIndex(
-        folder, files, none, CLASSES, headers.sizes, stamps=headers.stamps, bad=headers.bad, presence=presence
-    )
+    index = with_headers(folder, _files(images), np.full(len(images), -1), CLASSES)
+    return replace(index, presence=presence)
 
 
 def part_of(index: ImageIndex, part: str) -> np.ndarray:
-    """Numbers, int64, in an index of trainval of the images that the lists of `part` (train, val) name.
+    """Return the numbers, int64, in an index of trainval of the images of `part` (train, val).
 
-    Raises DataError, which names file and line, for an image that trainval lacks or knows otherwise.
+    Raises DataError, with file and line, for an image that trainval lacks or labels otherwise.
     """
-    images, presence = _presence(index.root, part)
-    found = index.files.find([f"JPEGImages/{name}.jpg" for name in images])
+    folder, known = index.root, index.presence
+    if folder is None or known is None:
+        raise ValueError("part_of takes an index that voc07 has made")
+    images, presence = _presence(folder, part)
+    found = index.files.find(_files(images))
     for row, number in enumerate(found):
         if number < 0:
-            where = _list(index.root, CLASSES[0], part)
+            where = _list(folder, CLASSES[0], part)
             raise DataError(f"{where} names {images[row]} on line {row + 1}, which is not in trainval")
-        other = np.flatnonzero(presence[row] != index.presence[number])
-        if len(other):
-            where = _list(index.root, CLASSES[other[0]], part)
+        for other in np.flatnonzero(presence[row] != known[number]):
             raise DataError(
-                f"{where} line {row + 1} says {presence[row, other[0]]} of {images[row]}, but trainval says "
-                f"{index.presence[number, other[0]]}"
+                f"{_list(folder, CLASSES[other], part)} line {row + 1} says {presence[row, other]} of {images[row]}, "
+                f"but trainval says {known[number, other]}"
             )
     return found
+
+
+def _files(images: list[str]) -> list[str]:
+    return [f"JPEGImages/{name}.jpg" for name in images]
 
 
 def _folder(root: Path) -> Path:
@@ -94,23 +84,23 @@ def _list(folder: Path, name: str, part: str) -> Path:
 
 
 def _presence(folder: Path, part: str) -> tuple[list[str], np.ndarray]:
-    """The images of a part in the order of its first list, and int8 (N, 20) what all lists say of them."""
-    lists = {name: _read_list(_list(folder, name, part)) for name in CLASSES}
-    first_path, first = _list(folder, CLASSES[0], part), lists[CLASSES[0]]
-    for name, lines in lists.items():
-        path = _list(folder, name, part)
-        for one, (line, _) in lines.items():
-            if one not in first:
-                raise DataError(f"{path} line {line} names {one}, which {first_path} does not")
-        for one, (line, _) in first.items():
-            if one not in lines:
-                raise DataError(f"{path} does not name {one}, which {first_path} does on line {line}")
-    images = list(first)
-    presence = [[lists[name][one][1] for name in CLASSES] for one in images]
-    return images, np.array(presence, np.int8)
+    """Return the images of a part in the order of its first list, and int8 (N, 20) what all lists say of them."""
+    paths = [_list(folder, name, part) for name in CLASSES]
+    lists = [_read_list(path) for path in paths]
+    first = lists[0]
+    for path, lines in zip(paths, lists):
+        for image in [*lines, *first]:
+            if image not in first:
+                raise DataError(f"{path} line {lines[image][0]} names {image}, which {paths[0]} does not")
+            if image not in lines:
+                raise DataError(
+                    f"{path} does not name {image}, which {paths[0]} does on line {first[image][0]}"
+                )
+    return list(first), np.array([[lines[image][1] for lines in lists] for image in first], np.int8)
 
 
-def _read_list(path: Path) -> Lines:
+def _read_list(path: Path) -> dict[str, tuple[int, int]]:
+    """Return image -> (line, value) of a list."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -118,25 +108,21 @@ def _read_list(path: Path) -> Lines:
         raise DataError(f"there is no {path}: {archive} has it, unpack that one over the others") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the list {path}: {error}") from error
-    lines: Lines = {}
+    lines: dict[str, tuple[int, int]] = {}
     wrong: list[tuple[int, str]] = []
     for number, row in enumerate(text.splitlines(), 1):
         cells = row.split()
         if len(cells) != 2:
             wrong.append((number, f"{row!r} is not an image and 1, -1 or 0"))
         elif not re.fullmatch(r"[A-Za-z0-9_]+", cells[0]):
-            wrong.append((number, f"{cells[0]!r} is no name of an image"))
+            wrong.append((number, f"{cells[0]!r} is not the name of an image"))
         elif cells[1] not in _VALUES:
             wrong.append((number, f"{cells[1]!r} is not 1, -1 or 0"))
         elif cells[0] in lines:
             wrong.append((number, f"{cells[0]} stands on line {lines[cells[0]][0]} already"))
         else:
             lines[cells[0]] = number, _VALUES[cells[1]]
-    if wrong:
-        told = "\n".join(f"  line {number}: {what}" for number, what in wrong[:_SHOWN])
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        noun = "line" if len(wrong) == 1 else "lines"
-        raise DataError(f"{path} has {len(wrong)} wrong {noun}:\n{told}{more}")
+    refuse_wrong_lines(path, wrong)
     if not lines:
         raise DataError(f"{path} names no image: it is empty")
     return lines

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torchvision
+from PIL import Image
 
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
@@ -145,7 +146,7 @@ def test_other_labels_other_images_and_other_pixels_are_other_results(folder, ca
     ("kind", "words", "code", "said"),
     [
         ("knn", ["data.validation=nowhere"], 3, "no data folder FOLDER/nowhere"),
-        ("knn", ["data.validation=stranger"], 3, "has 1 folders that are not classes: c"),
+        ("knn", ["data.validation=stranger"], 3, "has 1 classes that no training image has: c"),
         ("linear", ["data.train=hollow"], 3, "1 class folders of FOLDER/hollow hold no image: b"),
         ("npi", ["data.split.file=FOLDER/none.txt"], 3, "cannot read the list of names FOLDER/none.txt"),
         ("npi", ["data.split.file=FOLDER/one.txt"], 3, "1 of 2 classes have no labeled training image (b)"),
@@ -159,6 +160,7 @@ def test_other_labels_other_images_and_other_pixels_are_other_results(folder, ca
 def test_wrong_input_ends_in_words_and_leaves_no_result(folder, capsys, tmp_path, kind, words, code, said):
     pictures(tmp_path)
     (tmp_path / "stranger" / "c").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "stranger" / "c" / "0.png")
     (tmp_path / "hollow" / "b").mkdir(parents=True)
     (tmp_path / "val" / "a").rename(tmp_path / "hollow" / "a")
     (tmp_path / "val2" / "a").rename(tmp_path / "val" / "a")
@@ -186,8 +188,6 @@ def test_five_guesses_among_two_classes_are_no_measure(folder, capsys, tmp_path)
 
 def pictures(folder):
     """Two classes of three training images each, two lists of four of them, and two validation sets."""
-    from PIL import Image
-
     for part, first in (("train", 0), ("val", 0), ("val2", 5)):
         for label in "ab":
             (folder / part / label).mkdir(parents=True)

@@ -1,19 +1,19 @@
-"""How many cores a process has, and how many threads decode for it when nobody said."""
+"""How many cores a process has, and how many threads decode for it by default."""
 
 import os
 
 import pytest
 
-from fastsuncet.data import cpu_count as cores
+from fastsuncet.data import cpu_count
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Sets how many cores the system offers, what the container's quota says, and how many ranks share it."""
+    """Set the number of cores, the container's quota, and the ranks that share them."""
 
     def set_up(offered: int, quota: str | None = None, ranks: int | None = None) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(offered)), raising=False)
-        monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
+        monkeypatch.setattr(cpu_count, "QUOTA", tmp_path / "cpu.max")
         if quota is not None:
             (tmp_path / "cpu.max").write_text(quota)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -34,22 +34,16 @@ def machine(monkeypatch, tmp_path):
         (64, "what is this\n", 64),
     ],
 )
-def test_a_containers_quota_counts_where_it_is_less_than_its_cores(machine, offered, quota, expected):
+def test_cores_are_limited_by_a_containers_quota(machine, offered, quota, expected):
     machine(offered, quota)
-    assert cores.cores() == expected
+    assert cpu_count.cores() == expected
 
 
 @pytest.mark.parametrize(
     ("offered", "ranks", "expected"),
     [(2, None, 2), (16, 1, 16), (128, 8, 16), (192, 4, 16), (32, 8, 4), (2, 4, 1)],
 )
-def test_the_ranks_of_a_machine_share_its_cores_and_none_takes_more_than_sixteen(
-    machine, offered, ranks, expected
-):
+def test_decode_threads_are_a_share_of_the_cores_up_to_16(machine, offered, ranks, expected):
     machine(offered, ranks=ranks)
-    assert cores.decode_threads(None) == expected
-
-
-def test_a_number_that_was_asked_for_is_taken(machine):
-    machine(4, ranks=4)
-    assert cores.decode_threads(12) == 12
+    assert cpu_count.decode_threads(None) == expected
+    assert cpu_count.decode_threads(12) == 12

@@ -88,7 +88,7 @@ def test_validation_images_take_the_class_numbers_of_the_training_images(tmp_pat
 
     shutil.rmtree(tmp_path / "more" / "g")
     (tmp_path / "more").rename(tmp_path / "less")
-    with pytest.raises(DataError, match=r"val has images of 1 classes that no training image has: g"):
+    with pytest.raises(DataError, match=r"val has 1 classes that no training image has: g"):
         open_images(color_config(tmp_path, "data.train=less"), ALONE, validation=True)
 
 

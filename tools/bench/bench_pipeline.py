@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, `
 
 from pipelines.dali.plugin.build import kept
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.shard_writer import write_pack
-from pipelines.datasets.shards import open_pack
+from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, blur_windows
 from pipelines.sampling.samplers import UnlabeledSampler
@@ -368,8 +367,8 @@ def main(arguments: list[str] | None = None) -> int:
             write_pictures(Path(made_up), 8 if options.quick else 256)
         index = image_tree(options.folder or made_up)
         with tempfile.TemporaryDirectory() as packed:
-            stored = Stored(str(index.root), f"{packed}/images.pack")
-            write_pack(index, stored.pack)
+            stored = Stored(str(index.root), f"{packed}/shards")
+            write_pack(index, Path(stored.pack))
             found = measure(contenders, stored, batch, count, rounds)
         files = len(index)
     compare(found)

@@ -24,7 +24,7 @@ from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.data.paired_stream import run_macs
 from fastsuncet.models.flops import FLOP_PER_MAC, classifier_macs
 from fastsuncet.models.resnet import WIDTHS
-from pipelines.datasets.label_splits import tossed
+from pipelines.datasets.label_splits import bernoulli
 from tools.paper.rows import ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def counts(config: Config) -> tuple[int, int, int]:
     images, classes = CIFAR10 if config.data.kind == "cifar10" else IMAGENET
     split = config.data.split
     if split.kind == "bernoulli":
-        return images, classes, len(tossed(images, split.fraction, split.seed))
+        return images, classes, len(bernoulli(images, split.fraction, split.seed))
     return (
         images,
         classes,

@@ -1,4 +1,4 @@
-"""Folders and CSVs as indexes: what is taken, in which order, with which labels, and what is refused."""
+"""Folders and CSVs as indexes: which images, in which order, with which labels, and what is refused."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets.folders import csv_tree, image_folder, image_tree, with_csv_labels
+from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits, resident
 from tests.pipelines.datasets.test_index import write_image
 
@@ -26,7 +26,7 @@ def table(path, *lines, encoding="utf-8"):
 # -- folders
 
 
-def test_classes_are_folders_in_order_and_images_in_order_of_their_paths(tmp_path):
+def test_image_folder_orders_classes_and_images(tmp_path):
     write_images(tmp_path, "b/2.jpg", "b/10.jpg", "a-b/1.jpg", "a/1.jpg", "a/deep/er/1.jpg")
     index = image_folder(tmp_path)
     assert index.classes == ("a", "a-b", "b")
@@ -36,7 +36,7 @@ def test_classes_are_folders_in_order_and_images_in_order_of_their_paths(tmp_pat
     assert index.root == tmp_path
 
 
-def test_images_are_known_by_their_extension_in_any_case(tmp_path):
+def test_image_folder_takes_known_extensions_in_any_case(tmp_path):
     taken = ["1.jpg", "2.JPEG", "3.Png", "4.webp", "5.bmp", "6.tif", "7.TIFF"]
     write_images(tmp_path / "a", *taken)
     for other in ("notes.txt", "jpg", "8.jpg.part", ".hidden.jpg", "9.gif"):
@@ -45,51 +45,45 @@ def test_images_are_known_by_their_extension_in_any_case(tmp_path):
     assert list(image_folder(tmp_path).files) == [f"a/{name}" for name in taken]
 
 
-def test_a_validation_folder_can_take_the_training_classes(tmp_path):
-    write_images(tmp_path, "b/1.jpg", "c/1.jpg")
-    index = image_folder(tmp_path, classes=("a", "b", "c"))
-    assert index.classes == ("a", "b", "c") and index.labels.tolist() == [1, 2]
-    with pytest.raises(DataError, match=r"1 folders that are not classes: c"):
-        image_folder(tmp_path, classes=("a", "b"))
+def test_with_classes_gives_validation_the_training_numbers(tmp_path):
+    index = image_folder(write_images(tmp_path, "b/1.jpg", "c/1.jpg"))
+    numbered = with_classes(index, ("a", "b", "c"))
+    assert numbered.classes == ("a", "b", "c") and numbered.labels.tolist() == [1, 2]
+    with pytest.raises(DataError, match=r"1 classes that no training image has: c"):
+        with_classes(index, ("a", "b"))
 
 
-def test_an_unreadable_image_is_in_the_index_as_a_bad_one(tmp_path):
-    write_images(tmp_path, "a/1.jpg", "a/3.jpg")
+def test_image_folder_keeps_unusable_images_as_bad(tmp_path):
+    write_images(tmp_path, "a/1.jpg", "a/4.jpg")
     (tmp_path / "a" / "2.jpg").write_bytes(b"<html>")
+    (tmp_path / "a" / "3.jpg").symlink_to(tmp_path / "a" / "gone.jpg")
     index = image_folder(tmp_path)
-    assert list(index.bad) == [1] and index.sizes[1].tolist() == [0, 0]
+    assert list(index.bad) == [1, 2] and index.bad[2] == "no such file"
+    assert index.sizes[1:3].tolist() == [[0, 0], [0, 0]]
 
 
-def test_headers_are_limited_and_counted_as_asked(tmp_path):
-    write_images(tmp_path, "a/1.jpg", "a/2.jpg")
-    told = []
-    index = image_folder(tmp_path, max_pixels=47, progress=lambda *count: told.append(count))
-    assert set(index.bad) == {0, 1} and told == [(2, 2)]
-
-
-def test_folders_that_are_no_image_folder_say_what_is_wrong(tmp_path):
-    with pytest.raises(DataError, match="no data folder"):
-        image_folder(tmp_path / "gone")
+def test_image_folder_says_what_is_wrong_with_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="it is a file"):
-        image_folder(tmp_path / "file")
     write_images(tmp_path / "flat", "1.jpg")
-    with pytest.raises(DataError, match="no class folders"):
-        image_folder(tmp_path / "flat")
     write_images(tmp_path / "above", "train/a/1.jpg", "val/a/1.jpg")
-    with pytest.raises(DataError, match="holds train, val, not class folders"):
-        image_folder(tmp_path / "above")
     write_images(tmp_path / "lacking", "a/1.jpg")
     (tmp_path / "lacking" / "b" / "deep").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"1 class folders of .* hold no image: b$"):
-        image_folder(tmp_path / "lacking")
+    for name, said in {
+        "gone": "no data folder",
+        "file": "it is a file",
+        "flat": "no class folders",
+        "above": "holds train, val, not class folders",
+        "lacking": r"1 class folders of .* hold no image: b$",
+    }.items():
+        with pytest.raises(DataError, match=said):
+            image_folder(tmp_path / name)
 
 
-def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+def test_image_folder_names_a_folder_without_access(tmp_path, monkeypatch):
     write_images(tmp_path, "a/1.jpg")
     scandir = os.scandir
 
-    def refused(folder):  # as for a stranger: whoever runs the tests may be root, to whom nothing is refused
+    def refused(folder):  # the tests can run as root, to whom nothing is refused
         if folder == tmp_path / "a":
             raise PermissionError(13, "Permission denied")
         return scandir(folder)
@@ -99,35 +93,23 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
         image_folder(tmp_path)
 
 
-def test_links_are_followed_to_files_inside_the_root_and_nowhere_else(tmp_path):
+def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
     root = write_images(tmp_path / "root", "a/1.jpg")
     outside = write_images(tmp_path / "root-2", "a/1.jpg")  # a name that begins as the root's does
     (root / "a" / "2.jpg").symlink_to(root / "a" / "1.jpg")
-    assert list(image_folder(root).files) == ["a/1.jpg", "a/2.jpg"]
+    (tmp_path / "link").symlink_to(root)  # the root itself can be a link
+    for folder in (root, tmp_path / "link"):
+        assert list(image_folder(folder).files) == ["a/1.jpg", "a/2.jpg"]
     link = root / "a" / "3.jpg"
     link.symlink_to(outside / "a" / "1.jpg")
     with pytest.raises(DataError, match=r"3.jpg is a link that leads out of"):
         image_folder(root)
     link.unlink()
-    (root / "b").symlink_to(outside / "a")
-    with pytest.raises(DataError, match=r"b is a link to a folder.*cp -rlL"):
-        image_folder(root)
-    (root / "b").rename(root / "a" / "b")
-    with pytest.raises(DataError, match="link to a folder"):
-        image_folder(root)
-
-
-def test_a_link_to_nothing_is_a_bad_image(tmp_path):
-    write_images(tmp_path, "a/1.jpg")
-    (tmp_path / "a" / "2.jpg").symlink_to(tmp_path / "a" / "gone.jpg")
-    assert image_folder(tmp_path).bad == {1: "no such file"}
-
-
-def test_the_root_itself_may_be_a_link(tmp_path):
-    write_images(tmp_path / "real", "a/1.jpg")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    (tmp_path / "real" / "a" / "2.jpg").symlink_to("1.jpg")
-    assert list(image_folder(tmp_path / "link").files) == ["a/1.jpg", "a/2.jpg"]
+    for place in (root / "b", root / "a" / "b"):
+        place.symlink_to(outside / "a")
+        with pytest.raises(DataError, match=r"b is a link to a folder.*cp -rlL"):
+            image_folder(root)
+        place.unlink()
 
 
 # -- trees with a CSV
@@ -138,7 +120,7 @@ def tree(tmp_path):
     return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", "caf\xe9/4.jpg")
 
 
-def test_a_tree_has_all_images_and_no_label(tree):
+def test_image_tree_has_all_images_and_no_label(tree):
     index = image_tree(tree)
     assert list(index.files) == ["1.jpg", "caf\xe9/4.jpg", "x/2.jpg", "x/y/3.jpg"]
     assert index.labels.tolist() == [-1] * 4 and index.classes == ()
@@ -147,7 +129,7 @@ def test_a_tree_has_all_images_and_no_label(tree):
         image_tree(tree / "none")
 
 
-def test_a_csv_labels_the_few_with_any_text(tree, tmp_path):
+def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
     csv = table(
         tmp_path / "labels.csv",
         "file, label",
@@ -158,62 +140,48 @@ def test_a_csv_labels_the_few_with_any_text(tree, tmp_path):
         "x/2.jpg,zebra",
         encoding="utf-8-sig",
     )
-    index = csv_tree(tree, csv, threads=2)
-    assert index.classes == ('big, red "cat"', "zebra")
-    assert index.labels.tolist() == [1, 0, 1, -1]
+    index = image_tree(tree)
+    labeled = with_csv_labels(index, csv)
+    assert labeled.classes == ('big, red "cat"', "zebra")
+    assert labeled.labels.tolist() == [1, 0, 1, -1]
+    other = with_csv_labels(labeled, table(tmp_path / "b.csv", "file,label", "x/2.jpg,dog"))
+    assert other.labels.tolist() == [-1, -1, 0, -1] and other.classes == ("dog",)
+    assert other.sizes is index.sizes and index.labels.tolist() == [-1] * 4
 
 
-def test_a_csv_can_take_the_training_classes(tree, tmp_path):
+def test_csv_labels_take_given_classes(tree, tmp_path):
     csv = table(tmp_path / "labels.csv", "file,label", "1.jpg,b")
-    index = csv_tree(tree, csv, classes=("a", "b"))
+    index = with_csv_labels(image_tree(tree), csv, classes=("a", "b"))
     assert index.classes == ("a", "b") and index.labels[0] == 1
     with pytest.raises(DataError, match=r"line 2: label 'b' is not one of the 1 classes"):
-        csv_tree(tree, csv, classes=("a",))
+        with_csv_labels(image_tree(tree), csv, classes=("a",))
 
 
-def test_the_classes_of_a_csv_are_its_labels_in_order(tmp_path):
-    names = [f"{i}.jpg" for i in range(8)]
-    csv = table(tmp_path / "labels.csv", "file,label", *(f"{i}.jpg,{'gbhcafed'[i]}" for i in range(8)))
-    index = csv_tree(write_images(tmp_path / "tree", *names), csv)
-    assert index.classes == tuple("abcdefgh") and index.labels.tolist() == [6, 1, 7, 2, 0, 5, 4, 3]
-
-
-def test_every_wrong_line_of_a_csv_is_told_at_once(tree, tmp_path):
-    csv = table(
-        tmp_path / "labels.csv",
-        "file,label",
-        "1.jpg,cat",
-        "gone.jpg,cat",
-        "/etc/passwd,cat",
-        "../1.jpg,cat",
-        "x/2.jpg,",
-        "x/2.jpg,  ",
-        ",cat",
-        "1.jpg,dog",
-        "1.jpg",
-        "1.jpg,cat,dog",
-        "x/2.jpg,cat",
-    )
+def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
+    lines = {
+        "1.jpg,cat": None,
+        "gone.jpg,cat": f"no image gone.jpg under {tree}",
+        "/etc/passwd,cat": "/etc/passwd: paths must lead downwards from the data folder",
+        "../1.jpg,cat": "../1.jpg: paths must lead downwards from the data folder",
+        "x/2.jpg,": "no label",
+        "x/2.jpg,  ": "no label",
+        ",cat": "no file name",
+        "1.jpg,dog": "1.jpg is labeled 'dog', but 'cat' on line 2",
+        "1.jpg": "1 columns instead of file,label",
+        "1.jpg,cat,dog": "3 columns instead of file,label",
+        "x/2.jpg,cat": None,
+    }
+    csv = table(tmp_path / "labels.csv", "file,label", *lines)
     with pytest.raises(DataError) as error:
-        csv_tree(tree, csv)
-    assert str(error.value).splitlines() == [
-        f"{csv} has 9 wrong lines:",
-        f"  line 3: no image gone.jpg under {tree}",
-        "  line 4: /etc/passwd: paths must lead downwards from the data folder",
-        "  line 5: ../1.jpg: paths must lead downwards from the data folder",
-        "  line 6: no label",
-        "  line 7: no label",
-        "  line 8: no file name",
-        "  line 9: 1.jpg is labeled 'dog', but 'cat' on line 2",
-        "  line 10: 1 columns instead of file,label",
-        "  line 11: 3 columns instead of file,label",
-    ]
+        with_csv_labels(image_tree(tree), csv)
+    wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
+    assert str(error.value).splitlines() == [f"{csv} has 9 wrong lines:", *wrong]
 
 
-def test_a_long_list_of_wrong_lines_is_cut_short_and_counted(tree, tmp_path):
+def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
     csv = table(tmp_path / "labels.csv", "file,label", *(f"gone{i}.jpg,cat" for i in range(50)))
     with pytest.raises(DataError) as error:
-        csv_tree(tree, csv)
+        with_csv_labels(image_tree(tree), csv)
     lines = str(error.value).splitlines()
     assert len(lines) == 22 and lines[0].endswith("50 wrong lines:") and lines[-1] == "  and 30 more"
 
@@ -221,6 +189,7 @@ def test_a_long_list_of_wrong_lines_is_cut_short_and_counted(tree, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        (None, "cannot read the labels .*labels.csv: No such file"),
         (b"", "first line must be `file,label`"),
         (b"1.jpg,cat\n", "first line must be `file,label`, not '1.jpg,cat'"),
         (b"file;label\n1.jpg;cat\n", "not 'file;label'"),
@@ -230,27 +199,16 @@ def test_a_long_list_of_wrong_lines_is_cut_short_and_counted(tree, tmp_path):
     ],
 )
 def test_a_file_that_is_no_table_of_labels_is_refused(tree, tmp_path, content, said):
-    (tmp_path / "labels.csv").write_bytes(content)
+    if content is not None:
+        (tmp_path / "labels.csv").write_bytes(content)
     with pytest.raises(DataError, match=said):
-        csv_tree(tree, tmp_path / "labels.csv")
-
-
-def test_a_missing_csv_is_named(tree, tmp_path):
-    with pytest.raises(DataError, match=r"cannot read the labels .*gone.csv: No such file"):
-        csv_tree(tree, tmp_path / "gone.csv")
-
-
-def test_new_labels_replace_those_of_an_index_and_leave_its_images(tree, tmp_path):
-    index = csv_tree(tree, table(tmp_path / "a.csv", "file,label", "1.jpg,cat"))
-    other = with_csv_labels(index, table(tmp_path / "b.csv", "file,label", "x/2.jpg,dog"))
-    assert other.labels.tolist() == [-1, -1, 0, -1] and other.classes == ("dog",)
-    assert other.sizes is index.sizes and index.labels.tolist() == [0, -1, -1, -1]
+        with_csv_labels(image_tree(tree), tmp_path / "labels.csv")
 
 
 # -- held in memory
 
 
-def test_small_images_are_decoded_once_into_memory(tmp_path):
+def test_resident_decodes_images_once(tmp_path):
     write_images(tmp_path, "a/1.png", "a/2.jpg", "b/3.jpg")
     Image.new("L", (8, 6), 77).save(tmp_path / "b" / "4.png")
     index = resident(image_folder(tmp_path))
@@ -261,23 +219,19 @@ def test_small_images_are_decoded_once_into_memory(tmp_path):
     assert (index.pixels[3] == 77).all()
 
 
-def test_images_of_different_sizes_are_not_held_in_memory(tmp_path):
-    write_images(tmp_path, "a/1.png")
-    write_image(tmp_path / "a/2.png", 9, 6)
-    with pytest.raises(DataError, match=r"1.png has 8 x 6 pixels and .*2.png 9 x 6"):
-        resident(image_folder(tmp_path))
-
-
-def test_more_pixels_than_the_limit_are_not_held_in_memory(tmp_path, monkeypatch):
+def test_resident_refuses_different_sizes_and_too_many_pixels(tmp_path, monkeypatch):
     index = image_folder(write_images(tmp_path, "a/1.png", "a/2.png"))
     monkeypatch.setattr("pipelines.datasets.in_memory._LIMIT", 2 * 8 * 6 * 3)
     resident(index)
     monkeypatch.setattr("pipelines.datasets.in_memory._LIMIT", 2 * 8 * 6 * 3 - 1)
     with pytest.raises(DataError, match="too many"):
         resident(index)
+    write_image(tmp_path / "a/3.png", 9, 6)
+    with pytest.raises(DataError, match=r"1.png has 8 x 6 pixels and .*3.png 9 x 6"):
+        resident(image_folder(tmp_path))
 
 
-def test_every_image_that_cannot_be_decoded_into_memory_is_named(tmp_path):
+def test_resident_names_every_image_that_cannot_be_decoded(tmp_path):
     write_images(tmp_path, *(f"a/{i}.jpg" for i in range(4)))
     for i in (1, 3):
         path = tmp_path / "a" / f"{i}.jpg"
@@ -291,14 +245,14 @@ def test_every_image_that_cannot_be_decoded_into_memory_is_named(tmp_path):
 
 
 def doubled(images, axis):
-    """Twice as many pixels along an axis by linear interpolation between pixel centres, edges repeated."""
+    """Twice as many pixels along an axis by linear interpolation between pixel centers, edges repeated."""
     last = images.shape[axis] - 1
     below, above = (images.take(np.clip(np.arange(last + 1) + d, 0, last), axis) for d in (-1, 1))
     pairs = np.stack([0.75 * images + 0.25 * below, 0.75 * images + 0.25 * above], axis + 1)
     return pairs.reshape(*images.shape[:axis], -1, *images.shape[axis + 1 :])
 
 
-def test_the_digits_are_split_by_class_and_keep_their_picture():
+def test_digits_are_split_by_class_and_keep_their_picture():
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
     train, test = digits(), digits(train=False)
     assert (len(train), len(test)) == (1442, 355)
@@ -307,7 +261,7 @@ def test_the_digits_are_split_by_class_and_keep_their_picture():
     data = load_digits()
     for index in (train, test):
         numbers = [int(name.split("/")[1]) for name in index.files]
-        assert index.labels.tolist() == data.target[numbers].tolist()
+        assert numbers == sorted(numbers) and index.labels.tolist() == data.target[numbers].tolist()
         assert index.pixels.shape == (len(index), 16, 16, 3) and index.pixels.dtype == np.uint8
         expected = doubled(doubled(data.images[numbers] * (255 / 16), 1), 2)
         assert np.abs(index.pixels - expected[..., None]).max() <= 1.5  # rounded before and between the axes
@@ -315,7 +269,7 @@ def test_the_digits_are_split_by_class_and_keep_their_picture():
     assert (np.abs(share - 0.2) < 0.01).all()
 
 
-def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch):
+def test_digits_say_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r'pip install "fastsuncet\[demo\]"'):
         digits()

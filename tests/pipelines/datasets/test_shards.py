@@ -1,383 +1,268 @@
-"""A pack is the files it was made of: the same pixels to the bit, a kill that costs nothing, damage by its name."""
+"""Tar shards that another program wrote: what is read from them, and what is refused."""
 
-import copy
-import errno
+import gzip
+import io
 import os
-import pickle
-import signal
-import subprocess
-import sys
-import zlib
-from dataclasses import replace
+import resource
+import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+from PIL import Image
 
-from fastsuncet import cli
-from fastsuncet.commands.data_check import check_config
-from fastsuncet.config import load_config
-from fastsuncet.data.dataset import index_path, open_images
-from fastsuncet.distributed.launch import join
-from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets import shard_writer as packing
-from pipelines.datasets.folders import image_folder
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.shard_writer import write_pack
-from pipelines.datasets.shards import HEADER, open_pack
-from pipelines.verify import check
-from tests.pipelines.test_verify import both_decoders, cut_short
-from tests.support.pictures import write_kinds, write_pictures
-from tests.support.streams import BACKENDS, assert_same, labeled, opened, unlabeled
-
-ROOT = Path(__file__).resolve().parents[3]
+from pipelines.data_errors import DataError
+from pipelines.datasets import shards
+from pipelines.datasets.folders import image_folder, with_classes
+from pipelines.datasets.index_io import load_index, save_index
+from pipelines.datasets.pack import open_pack
+from pipelines.datasets.shards import Shards, scan_shard
+from pipelines.datasets.string_table import Names
+from tests.pipelines.datasets.test_index import rewritten, write_image
 
 
-@pytest.fixture
-def index(tmp_path) -> ImageIndex:
-    return write_pictures(tmp_path / "images", count=12, side=40)
+def picture(width: int = 9, kind: str = "JPEG", **options) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (width, 7), (width, 2, 3)).save(stream, kind, **options)
+    return stream.getvalue()
 
 
-@pytest.fixture
-def pack(index, tmp_path) -> Path:
-    path = tmp_path / "images.pack"
-    assert write_pack(index, path) == 0
+def tar_of(path: Path, *members: tuple[str, bytes], kind: int = tarfile.PAX_FORMAT, **header) -> Path:
+    """Write a tar as WebDataset's writer does: pax format, with fractions of a second."""
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 1.5
+            for key, value in header.items():
+                setattr(member, key, value)
+            tar.addfile(member, io.BytesIO(content))
     return path
 
 
-def damage(path: Path, offset: int, byte: int = 0x40) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= byte
-    path.write_bytes(content)
-
-
-# -- what comes out
-
-
-@pytest.mark.parametrize("reader", BACKENDS)
-def test_training_views_from_a_pack_are_those_from_the_files_to_the_bit(tmp_path, reader):
-    write_pictures(tmp_path / "images", count=12, side=40)
-    index = write_kinds(tmp_path / "images", 50, 60)  # colour, grey, CMYK, progressive, rotated, PNG
-    write_pack(index, tmp_path / "images.pack")
-    packed = open_pack(tmp_path / "images.pack")
-    for plan_of in (unlabeled, lambda images: labeled(images, np.arange(len(images)))):
-        files, pack = (opened(plan_of(images), reader) for images in (index, packed))
-        for step in (0, 1, 7):
-            assert_same(files(step), pack(step))
-            assert (files.visit(step).labels == pack.visit(step).labels).all()
-
-
-def test_a_pack_holds_the_index_and_every_byte_of_every_file(index, pack):
-    packed = open_pack(pack, like=index)
-    assert packed.fingerprint() == index.fingerprint() and packed.root == pack
-    for i in range(len(index)):
-        assert packed.content(i) == index.path(i).read_bytes()
-        assert packed.damage(i) is None
-    assert packed.refreshed() is packed
-    assert not list(pack.parent.glob("*.part*"))
-
-
-def test_bytes_are_asked_for_ahead_and_come_in_the_order_asked(index, pack):
-    rows = np.array([7, 2, 7, 11])
-    fetched = open_pack(pack).pack.fetch(rows)
-    assert [row.tobytes() for row in fetched] == [index.path(i).read_bytes() for i in rows]
-
-
-def test_bad_images_keep_their_numbers_and_reasons_without_bytes(tmp_path, index):
-    index.path(4).write_bytes(b"no image")
-    scanned = image_folder(index.root)
-    write_pack(scanned, tmp_path / "bad.pack")
-    packed = open_pack(tmp_path / "bad.pack", like=scanned)
-    assert packed.bad == scanned.bad and list(packed.bad) == [4]
-    assert packed.content(4) == b"" and packed.content(5) == index.path(5).read_bytes()
-
-
-# -- a kill while writing
-
-
-def test_a_killed_packing_continues_where_the_disk_has_it_and_ends_in_the_same_bytes(tmp_path, index, pack):
-    stopped = tmp_path / "stopped.pack"
-    script = f"""
-import os, signal
-from pipelines import packing
-from pipelines.datasets import image_folder
-packing.BLOCK = packing.FLUSH = 1
-def kill(done, total):
-    if done == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-packing.write_pack(image_folder({str(index.root)!r}), {str(stopped)!r}, progress=kill)
-"""
-    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert not stopped.exists() and Path(f"{stopped}.part").exists()
-    reads = []
-    told = write_pack(index, stopped, progress=lambda *count: reads.append(count))
-    assert told == 5 and reads == [(12, 12)]
-    assert stopped.read_bytes() == pack.read_bytes()
-
-
-def interrupted(index, path, done: int) -> Path:
-    """A packing that stopped after `done` images; returns its FILE.part."""
-
-    def stop(count, total):
-        if count == done:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "BLOCK", 1)
-        patch.setattr(packing, "FLUSH", 1)
-        with pytest.raises(KeyboardInterrupt):
-            write_pack(index, path, progress=stop)
-    return path.with_name(path.name + ".part")
-
-
-@pytest.mark.parametrize("harm", ["torn row", "lost bytes", "flipped row", "half an image"])
-def test_what_a_power_cut_lost_is_packed_again(tmp_path, index, pack, harm):
-    path = tmp_path / "cut.pack"
-    part = interrupted(index, path, 6)
-    log = part.with_name(part.name + ".log")
-    if harm == "torn row":
-        os.truncate(log, log.stat().st_size - 3)
-    elif harm == "lost bytes":
-        os.truncate(part, part.stat().st_size - 10)
-    elif harm == "flipped row":
-        damage(log, log.stat().st_size - 6)  # of the checksum
-    else:
-        with open(part, "ab") as stream:
-            stream.write(b"half an image")
-    assert write_pack(index, path) == (6 if harm == "half an image" else 5)
-    assert path.read_bytes() == pack.read_bytes()
-
-
-def test_a_start_on_changed_files_takes_nothing_over(tmp_path, index):
-    path = tmp_path / "cut.pack"
-    interrupted(index, path, 6)
-    index.path(0).write_bytes(index.path(1).read_bytes())
-    changed = image_folder(index.root)
-    assert write_pack(changed, path) == 0
-    assert open_pack(path).content(0) == index.path(1).read_bytes()
-
-
-def test_a_disk_too_small_for_a_pack_is_told_in_a_unit_that_shows_it(tmp_path, index, monkeypatch):
-    big = replace(index, stamps=np.array([[44_000_000, 0]] * len(index)))
-    monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
-    with pytest.raises(DataError, match=f"needs {44 * len(index):.1f} MB more, and its disk has 0.3 MB left"):
-        write_pack(big, tmp_path / "images.pack")
-    huge = replace(index, stamps=np.array([[10**12, 0]] * len(index)))
-    with pytest.raises(DataError, match=rf"needs {len(index)},000.0 GB more, and its disk has 0.0 GB left"):
-        write_pack(huge, tmp_path / "images.pack")
-
-
-def test_two_writers_are_told_from_one_another(tmp_path, index):
-    path = tmp_path / "two.pack"
-
-    def second(done, total):
-        with pytest.raises(DataError, match=r"another process is writing .*two\.pack\.part"):
-            write_pack(index, path)
-
-    write_pack(index, path, progress=second)
-
-
-def test_packing_again_does_nothing_and_never_overwrites_anything_else(tmp_path, index, pack):
-    before = pack.stat().st_mtime_ns
-    assert write_pack(index, pack) == len(index) and pack.stat().st_mtime_ns == before
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(DataError, match="not a pack of images"):
-        write_pack(index, tmp_path / "thesis.txt")
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_files_that_are_gone_or_have_changed_end_the_packing_by_name(tmp_path, index):
-    name = index.name(3)
-    index.path(3).write_bytes(b"longer or shorter")
-    with pytest.raises(DataError, match=rf"{name} has changed since its index was made"):
-        write_pack(index, tmp_path / "a.pack")
-    index.path(3).unlink()
-    with pytest.raises(DataError, match=rf"{name} cannot be packed: No such file"):
-        write_pack(index, tmp_path / "a.pack")
-    assert not (tmp_path / "a.pack").exists()
-
-
-# -- damage
-
-
-def test_a_truncated_pack_is_named_at_any_length(pack):
-    whole = pack.read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2, HEADER, HEADER - 1, 30):
-        pack.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=r"images\.pack is truncated"):
-            open_pack(pack)
-    for length in (10, 0):
-        pack.write_bytes(whole[:length])
-        with pytest.raises(DataError, match="not a pack"):
-            open_pack(pack)
-
-
-def test_a_flipped_bit_in_header_or_table_is_found_at_the_opening(pack):
-    size = pack.stat().st_size
-    for offset, part in ((26, "header"), (40, "header"), (size - 5, "table"), (size - 2000, "table")):
-        damage(pack, offset)
-        with pytest.raises(DataError, match=f"damaged: the checksum of its {part}"):
-            open_pack(pack)
-        damage(pack, offset)
-    open_pack(pack)
-
-
-@both_decoders
-def test_the_check_finds_a_flipped_bit_that_any_decoder_forgives(index, pack, backend):
-    good = open_pack(pack)
-    assert check(good, backend).bad == []
-    offset = int(good.pack.offsets[8] + good.pack.lengths[8] // 2)
-    damage(pack, offset, 1)
-    ((path, reason),) = check(open_pack(pack), backend).bad
-    assert path == f"{pack}/{index.name(8)}" and "its checksum is another" in reason
-
-
-def test_a_pack_of_other_images_is_refused_and_the_first_that_differs_named(index, pack, tmp_path):
-    relabeled = replace(index, labels=np.where(np.arange(12) == 9, 0, index.labels))
-    with pytest.raises(DataError, match=rf"other images than the index: image 9 is {index.name(9)}"):
-        open_pack(pack, like=relabeled)
-    write_pictures(tmp_path / "images", count=13, side=40)
-    with pytest.raises(DataError, match="other images than the index"):
-        open_pack(pack, like=image_folder(index.root))
-
-
-@pytest.mark.parametrize("reader", BACKENDS)
-def test_a_pack_that_is_cut_short_under_a_run_ends_it_by_the_packs_name(index, pack, reader):
-    packed = open_pack(pack)
-    loader = opened(unlabeled(packed, batch=12), reader, bad_images=12, prefetch=1)
-    loader(0)
-    os.truncate(pack, int(packed.pack.offsets[6]))
-    # No image is bad: none is to be replaced, however many are allowed to be.
-    with pytest.raises(
-        DataError, match=r"images\.pack was cut short while it was in use: .* bytes"
-    ) as caught:
-        [loader(step) for step in range(1, 4)]
-    assert not isinstance(caught.value, BadImage) and not loader.replaced
-
-
-def test_a_read_that_comes_in_pieces_is_read_to_its_end_and_one_that_fails_is_named(index, pack, monkeypatch):
-    packed, whole, pread = open_pack(pack), index.path(3).read_bytes(), os.pread
-    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 100), start))
-    assert len(whole) > 250 and packed.content(3) == whole
-
-    def failing(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pread", failing)
-    with pytest.raises(DataError, match=r"images\.pack cannot be read: Input/output error"):
-        packed.content(3)
-
-
-def test_a_pack_closes_its_file_with_its_last_user(pack):
-    packed = open_pack(pack)
-    descriptor = packed.pack.descriptor
-    os.fstat(descriptor)
-    del packed
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_pack_is_not_copied_into_a_number_that_may_be_another_files(pack, copied):
-    with pytest.raises(TypeError, match=r"neither copied nor pickled: open .* again"):
-        copied(open_pack(pack).pack)
-
-
-@pytest.mark.parametrize("reader", BACKENDS)
-def test_a_damaged_image_in_training_is_named_and_replaced_where_allowed(index, pack, reader):
-    packed = open_pack(pack)
-    start = int(packed.pack.offsets[5])
-    content = bytearray(pack.read_bytes())
-    content[start : start + 200] = bytes(200)
-    pack.write_bytes(content)
-    packed = open_pack(pack)
-    loader = opened(unlabeled(packed, batch=12), reader)
-    with pytest.raises(BadImage, match=r"images\.pack/.*image.*its checksum is another"):
-        loader(0)
-    loader = opened(unlabeled(packed, batch=12), reader, bad_images=1)
-    assert all(torch.isfinite(view).all() for view in loader(0))
-    assert list(loader.replaced) == [5]
-
-
-def test_an_image_that_was_bad_before_it_was_packed_has_the_reason_of_a_file(index, tmp_path):
-    cut_short(index.path(2))
-    write_pack(image_folder(index.root), tmp_path / "cut.pack")
-    report = check(open_pack(tmp_path / "cut.pack"), "torchvision")
-    assert report.index.bad == {2: "a truncated JPEG: its end is missing"}
-
-
-# -- the commands
-
-CONFIG = """\
-data: {kind: image_folder, root: ., train: images, validation: null, backend: torchvision}
-criterion: {temperature: 0.1, unsupervised_batch_size: 2}
-optimization: {epochs: 1, lr: 1.0}
-"""
-
-
 @pytest.fixture
-def here(index, tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    return tmp_path
-
-
-def images_of(*overrides):
-    with join("cpu") as place:
-        return open_images(load_config("run.yaml", overrides), place, validation=False)
-
-
-def test_the_command_packs_and_a_run_reads_the_pack_alone(here, index, capsys):
-    files = images_of()
-    assert cli.main(["data", "pack", "run.yaml", "--output", "a.pack"]) == 0
-    assert "12 images of images packed" in capsys.readouterr().out
-    assert cli.main(["data", "pack", "run.yaml", "data.pack=a.pack"]) == 0
-    assert "there already, whole" in capsys.readouterr().out
-    index_path(load_config("run.yaml"), here / "images", True).unlink()
-    (here / "images").rename(here / "elsewhere")
-    packed = images_of("data.pack=a.pack")
-    assert packed.fingerprint() == files.fingerprint()
-    assert zlib.crc32(packed.train.content(0)) == packed.train.pack.checksums[0]
-    assert (
-        load_config("run.yaml", ["data.pack=a.pack"]).changed_keys(load_config("run.yaml").canonical()) == []
+def folder(tmp_path) -> Path:
+    """Two shards of five images, with members that are no images between them."""
+    root = tmp_path / "shards"
+    root.mkdir()
+    tar_of(
+        root / "a-000.tar",
+        ("./n01_1.jpg", picture(11)),
+        ("./n01_1.json", b"{}"),
+        ("./n01_1.cls", b"2"),
+        ("n01_2.JPEG", picture(12)),
+        ("n01_2.cls", b"0\n"),
+        ("README", b"no extension"),
     )
+    with tarfile.open(root / "a-001.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("deep/" + "x" * 120))  # a name that needs an extended header
+        directory = tarfile.TarInfo("deep")
+        directory.type = tarfile.DIRTYPE
+        tar.addfile(directory)
+        for name, content in (
+            ("deep/3.png", picture(13, "PNG")),
+            ("deep/4.cls", b"1"),
+            ("deep/4.jpg", picture(14)),
+            ("deep/5.jpg", b"<html>"),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return root
 
 
-def test_the_check_of_a_config_with_a_pack_reads_the_pack(here):
-    assert cli.main(["data", "pack", "run.yaml", "--output", "a.pack"]) == 0
-    lines = []
-    config = load_config("run.yaml", ["data.pack=a.pack"])
-    check_config(config, lines.append)
-    assert lines == ["a.pack: 12 images decoded with PIL, all good"]
-    damage(here / "a.pack", HEADER + 300, 1)
-    with pytest.raises(BadImage, match=r"a\.pack/.*its checksum is another"):
-        check_config(config, lines.append)
+def test_open_pack_reads_shards_of_another_program(folder):
+    index = open_pack(folder)
+    files = ["a-000.tar/n01_1.jpg", "a-000.tar/n01_2.JPEG", "a-001.tar/deep/3.png"]
+    assert list(index.files) == [*files, "a-001.tar/deep/4.jpg", "a-001.tar/deep/5.jpg"]
+    assert index.labels.tolist() == [2, 0, -1, 1, -1]
+    assert index.classes == ("class 0", "class 1", "class 2")
+    assert index.sizes.tolist() == [[7, 11], [7, 12], [7, 13], [7, 14], [0, 0]]
+    assert index.bad == {4: "not an image: no known header"}
+    assert index.path(3) == folder / "a-001.tar" / "deep" / "4.jpg"
+    assert [index.content(i) for i in (1, 2)] == [picture(12), picture(13, "PNG")]
+    assert [row.tobytes() for row in index.pack.fetch(np.array([3, 0, 3]))] == [
+        picture(w) for w in (14, 11, 14)
+    ]
+    assert index.damage(0) is None  # nothing is known of its bytes
 
 
-def test_what_is_wrong_ends_with_its_code(here, capsys):
-    def told(*arguments) -> tuple[int, str]:
-        return cli.main(["data", *arguments]), capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("a-000.tar", 2),
+        ("*.tar", 5),
+        ("a-{000..001}.tar", 5),
+        ("a-00{1,0}.tar", 5),
+        ("{a-000,a-001,a-000}.tar", 5),
+    ],
+)
+def test_open_pack_takes_patterns(folder, pattern, count):
+    index = open_pack(f"{folder}/{pattern}")
+    assert len(index) == count
+    if "1,0" in pattern:
+        assert index.name(0) == "a-001.tar/deep/3.png"
 
-    code, words = told("pack", "run.yaml")
-    assert code == 2 and "--output is needed" in words
-    code, words = told("pack", str(ROOT / "configs/digits_demo.yaml"), "--output", "d.pack")
-    assert code == 2 and "in memory already" in words
-    code, words = told("check", "run.yaml", "data.pack=none.pack")
-    assert code == 3 and "there is no pack none.pack" in words
-    assert told("pack", "run.yaml", "--output", "a.pack")[0] == 0
-    os.truncate("a.pack", 9000)
-    code, words = told("check", "run.yaml", "data.pack=a.pack")
-    assert code == 3 and "a.pack is truncated: 9,000 of its" in words
+
+def test_open_pack_names_what_is_missing(folder, tmp_path):
+    with pytest.raises(DataError, match=r"no pack or shard .*gone: `fastsuncet data pack CONFIG"):
+        open_pack(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"no pack or shard .*a-002\.tar"):
+        open_pack(f"{folder}/a-{{000..002}}.tar")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty holds no tar shards"):
+        open_pack(tmp_path / "empty")
+    tar_of(tmp_path / "empty" / "a.tar", ("a.txt", b""))
+    with pytest.raises(DataError, match="hold no image"):
+        open_pack(tmp_path / "empty")
 
 
-def test_a_pack_of_other_images_than_the_kept_index_ends_a_run(here):
-    images_of()
-    assert cli.main(["data", "pack", "run.yaml", "--output", "a.pack"]) == 0
-    write_pictures(here / "images", count=14, side=40)
-    index_path(load_config("run.yaml"), here / "images", True).unlink()
-    images_of()
-    with pytest.raises(DataError, match="other images than the index"):
-        images_of("data.pack=a.pack")
+def test_open_pack_refuses_the_former_format(tmp_path):
+    (tmp_path / "old.pack").write_bytes(b"fastsuncet packed images\1" + bytes(5000))
+    with pytest.raises(DataError, match=r"old\.pack is a pack in the former format .*fastsuncet data pack"):
+        open_pack(tmp_path / "old.pack")
+
+
+def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypatch):
+    kept, scanned = tmp_path / "kept.npz", []
+    monkeypatch.setattr(
+        "pipelines.datasets.pack.scan_shard", lambda p: scanned.append(p.name) or scan_shard(p)
+    )
+    first = open_pack(folder, kept=kept)
+    again = open_pack(folder, kept=kept)
+    assert scanned == ["a-000.tar", "a-001.tar"]
+    assert again.fingerprint() == first.fingerprint() and again.bad == first.bad
+    assert again.content(2) == first.content(2) and again.root == folder
+    time = (folder / "a-000.tar").stat().st_mtime_ns
+    os.utime(folder / "a-000.tar", ns=(time, time + 1))
+    open_pack(folder, kept=kept)
+    tar_of(folder / "a-002.tar", ("6.jpg", picture()))
+    assert len(open_pack(folder, kept=kept)) == 6 and len(scanned) == 7
+    kept.write_bytes(b"damaged")
+    assert len(open_pack(folder, kept=kept)) == 6
+
+
+def test_open_pack_finds_a_size_behind_a_long_header(tmp_path):
+    """PIL is given the beginning of an image, and all of it where that is not enough."""
+    profile = np.random.default_rng(0).bytes(200_000)
+    tar_of(tmp_path / "a.tar", ("1.jpg", picture(30, icc_profile=profile)))
+    assert open_pack(tmp_path / "a.tar").sizes.tolist() == [[7, 30]]
+
+
+def test_validation_folders_take_the_numbers_of_shards(folder, tmp_path):
+    """Numbers in KEY.cls are those of the class folders in order, as long as there are as many."""
+    train = open_pack(folder)
+    for name in ("n01", "n02", "n03"):
+        write_image(tmp_path / "val" / name / "1.jpg")
+    validation = with_classes(image_folder(tmp_path / "val"), train.classes)
+    assert validation.classes == train.classes and validation.labels.tolist() == [0, 1, 2]
+    write_image(tmp_path / "val" / "n04" / "1.jpg")
+    with pytest.raises(DataError, match="4 classes that no training image has: n01"):
+        with_classes(image_folder(tmp_path / "val"), train.classes)
+
+
+# -- shards that are refused
+
+
+def test_scan_shard_names_a_shard_cut_short_anywhere(folder):
+    path = folder / "a-000.tar"
+    whole, end = path.read_bytes(), scan_shard(path).members["offset"][-1]
+    for length in (0, 100, 512, 1024, 1536, end, end + 100, len(whole.rstrip(b"\0"))):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy it here again"):
+            open_pack(folder)
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_scan_shard_names_a_damaged_header(tmp_path, kind):
+    """A header whose checksum is wrong is not taken for the end of the shard."""
+    path = tar_of(tmp_path / "a.tar", ("1.jpg", picture()), ("two.jpg", picture()), kind=kind)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"two.jpg")] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"a\.tar cannot be used: (it is cut short or damaged after byte|bad)"
+    ):
+        scan_shard(path)
+
+
+@pytest.mark.parametrize(
+    ("members", "header", "said"),
+    [
+        ([("/etc/passwd.jpg", b"")], {}, "'/etc/passwd.jpg' is not a plain file below"),
+        ([("../out.jpg", b"")], {}, "'../out.jpg' is not a plain file below"),
+        ([("a/../../out.jpg", b"")], {}, "is not a plain file below"),
+        ([("a.jpg", b"")], {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "'a.jpg' is not a plain"),
+        ([("a.jpg", b"")], {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}, "'a.jpg' is not a plain"),
+        ([("a.jpg", b"")], {"type": tarfile.CHRTYPE}, "'a.jpg' is not a plain"),
+        ([("a.jpg", b"x" * 600)], {"pax_headers": {"GNU.sparse.map": "0,9"}}, "'a.jpg' is not a plain"),
+        ([("a.jpg", b"")], {"pax_headers": {"size": "-1024"}}, "cannot be used"),
+        ([("a.jpg", b"")], {"pax_headers": {"size": str(1 << 70)}}, "cannot be used"),
+        ([("a.jpg", b"")], {"pax_headers": {"comment": "x" * (2 << 20)}}, "a header of more than 1,048,576"),
+        ([("a.jpg", b""), ("a.jpg", b"")], {}, "two images or two labels of the key 'a'"),
+        ([("a.jpg", b""), ("a.png", b"")], {}, "two images or two labels of the key 'a'"),
+        ([("a.cls", b"1"), ("b.jpg", b""), ("a.cls", b"1")], {}, "two images or two labels of the key 'a'"),
+        ([("a.cls", b"cat")], {}, "label 'a.cls' is no whole number from 0: b'cat'"),
+        ([("a.cls", b"-1")], {}, "is no whole number"),
+        ([("a.cls", b"9" * 4000)], {}, "is no whole number"),
+        ([("two\nlines.jpg", b"")], {}, "line break"),
+    ],
+)
+def test_scan_shard_refuses_hostile_members(tmp_path, monkeypatch, members, header, said):
+    """Whatever a tar asks for, nothing is written, nothing outside is read and no memory is taken for it."""
+    monkeypatch.chdir(tmp_path)
+    tar_of(tmp_path / "bad.tar", *members, **header)
+    with pytest.raises(DataError, match=said):
+        open_pack(tmp_path / "bad.tar")
+    assert os.listdir(tmp_path) == ["bad.tar"]
+
+
+@pytest.mark.parametrize("size", [-512, -(1 << 40), 1 << 62])
+def test_scan_shard_ends_on_impossible_sizes(tmp_path, size):
+    """A size that leads back must not make a loop."""
+    member = tarfile.TarInfo("a.jpg")
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(11, "big")
+    header[148:156] = f"{sum(header[:148]) + 8 * 32 + sum(header[156:]):06o}\0 ".encode()
+    (tmp_path / "a.tar").write_bytes(bytes(header) + bytes(10240))
+    with pytest.raises(DataError, match=r"shard .*a\.tar"):
+        scan_shard(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tar at all", gzip.compress(bytes(10240))])
+def test_scan_shard_refuses_what_is_no_tar(tmp_path, content):
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.tar cannot be used"):
+        scan_shard(tmp_path / "a.tar")
+
+
+def test_shards_refuse_members_outside_of_them(folder):
+    """The index of a pack is a file like any other."""
+    pack = open_pack(folder).pack
+    for key, value in {"shard": 2, "offset": -1, "length": -1, "offset ": 1 << 62}.items():
+        members = pack.members.copy()
+        members[key.strip()][1] = value
+        with pytest.raises(DataError, match="index of a pack is damaged"):
+            Shards(pack.paths, pack.stamps, members)
+    members = pack.members.copy()
+    members["length"][0] = (1 << 63) - 1
+    with pytest.raises(DataError, match="ends after the end of its shard"):
+        Shards(pack.paths, pack.stamps, members)
+
+
+def test_load_index_refuses_shards_outside_of_a_pack(folder, tmp_path):
+    save_index(open_pack(folder), tmp_path / "index.npz")
+    assert len(load_index(tmp_path / "index.npz", root=folder)) == 5
+    for name in ("../a.tar", "/etc/passwd"):
+        rewritten(tmp_path / "index.npz", shards=Names.of([name, "b.tar"]).lines)
+        with pytest.raises(DataError, match=f"names '{name}', which leads out of the data folder"):
+            load_index(tmp_path / "index.npz")
+
+
+def test_shards_raise_the_limit_of_open_files(monkeypatch):
+    """ImageNet has 1,024 shards on a public hub, as many as most systems let a process open."""
+    calls = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: calls.append(limits))
+    for count in (10, 1024, 100_000):
+        shards._allow_open_files(count)
+    assert calls == [(1536, 4096), (4096, 4096)]

@@ -1,4 +1,4 @@
-"""PASCAL VOC 2007 from its lists: what an image shows, and lists that must not be believed."""
+"""PASCAL VOC 2007 from its lists: what each image shows, and wrong lists."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def rewrite(root, name: str, change) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_every_part_has_its_images_and_what_they_show(tmp_path):
+def test_voc07_parts_have_their_images_and_presence(tmp_path):
     presence = write_voc(tmp_path)
     assert len(CLASSES) == 20 and list(CLASSES) == sorted(CLASSES)
     for part in PARTS:
@@ -36,12 +36,12 @@ def test_every_part_has_its_images_and_what_they_show(tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["", "VOCdevkit", "VOCdevkit/VOC2007"])
-def test_the_root_may_be_any_of_the_outer_folders(tmp_path, inside):
+def test_voc07_root_can_be_any_outer_folder(tmp_path, inside):
     write_voc(tmp_path)
     assert len(voc07(tmp_path / inside, "val")) == 5
 
 
-def test_train_and_val_are_parts_of_trainval(tmp_path):
+def test_part_of_finds_train_and_val_in_trainval(tmp_path):
     presence = write_voc(tmp_path)
     index = voc07(tmp_path, "trainval")
     train, val = part_of(index, "train"), part_of(index, "val")
@@ -49,14 +49,14 @@ def test_train_and_val_are_parts_of_trainval(tmp_path):
     assert np.array_equal(index.presence[val], presence["val"])
 
 
-def test_images_can_be_read(tmp_path):
+def test_voc07_images_can_be_read(tmp_path):
     write_voc(tmp_path)
     index = voc07(tmp_path, "test")
     loader = evaluation(index, np.arange(len(index)), "torchvision", 4, 24, 28)
     assert [tuple(images.shape) for (images,), _, _ in loader] == [(4, 3, 24, 24), (3, 3, 24, 24)]
 
 
-def test_what_an_image_shows_is_part_of_the_fingerprint_and_of_the_kept_index(tmp_path):
+def test_presence_is_in_the_fingerprint_and_the_kept_index(tmp_path):
     write_voc(tmp_path)
     index = voc07(tmp_path, "val")
     other = index.presence.copy()
@@ -87,7 +87,7 @@ def set_line(number, text):
         ),
         ("cat_val.txt", set_line(2, "000008 1 1"), "line 2: '000008 1 1' is not an image and 1, -1 or 0"),
         ("cat_val.txt", set_line(3, "000009 2"), "line 3: '2' is not 1, -1 or 0"),
-        ("cat_val.txt", set_line(3, "../../x 1"), "line 3: '../../x' is no name of an image"),
+        ("cat_val.txt", set_line(3, "../../x 1"), "line 3: '../../x' is not the name of an image"),
         ("cat_val.txt", set_line(3, "000007 1"), "line 3: 000007 stands on line 1 already"),
         (
             "cat_val.txt",
@@ -102,14 +102,14 @@ def set_line(number, text):
         ("cat_val.txt", lambda lines: lines.clear(), "names no image"),
     ],
 )
-def test_a_wrong_list_is_named_with_its_line(tmp_path, name, change, said):
+def test_voc07_names_a_wrong_list_with_its_line(tmp_path, name, change, said):
     write_voc(tmp_path)
     rewrite(tmp_path, name, change)
     with pytest.raises(DataError, match=said):
         voc07(tmp_path, "val")
 
 
-def test_a_part_that_contradicts_trainval_is_named_with_its_line(tmp_path):
+def test_part_of_names_a_line_that_contradicts_trainval(tmp_path):
     write_voc(tmp_path)
     index = voc07(tmp_path, "trainval")
     rewrite(tmp_path, "dog_val.txt", set_line(1, "000007 -1"))
@@ -123,7 +123,7 @@ def test_a_part_that_contradicts_trainval_is_named_with_its_line(tmp_path):
         part_of(index, "train")
 
 
-def test_what_is_missing_is_named_with_what_has_it(tmp_path):
+def test_voc07_names_what_is_missing_and_where_it_is(tmp_path):
     with pytest.raises(DataError, match=r"no PASCAL VOC 2007 under .*VOCtrainval_06-Nov-2007.tar"):
         voc07(tmp_path, "train")
     write_voc(tmp_path)

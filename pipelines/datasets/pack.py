@@ -1,0 +1,292 @@
+"""A pack: a folder of tar shards with an index, written from image files; or shards that another program wrote.
+
+While it is written, a pack is called FOLDER.part-HASH. A shard in it is whole or not there, and the same command
+continues after a kill. FOLDER exists only once everything is on the disk.
+"""
+
+import fcntl
+import glob
+import hashlib
+import io
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.data_errors import DataError
+from pipelines.datasets.folders import class_numbers
+from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.index_io import load_index, save_index, sync_folder
+from pipelines.datasets.shards import MEMBER, Shards, checksum_text, scan_shard
+from pipelines.datasets.string_table import Names
+
+INDEX = "index.npz"
+SHARD_BYTES = 1 << 30  # what a kill costs at most; ImageNet makes 142 shards
+BLOCK = 256  # files read at a time, in threads: on a network disk a file is nearly all waiting
+_FORMER = b"fastsuncet packed images"
+_HEAD = 1 << 16  # bytes of an image that nearly always hold its size
+_MAKE = "`fastsuncet data pack CONFIG --output FOLDER` makes one"
+
+
+def open_pack(pack: str | Path, *, kept: Path | None = None, like: ImageIndex | None = None) -> ImageIndex:
+    """Return the index of a pack: a folder, or a pattern of .tar files with *, ? and {a,b} or {0000..0146}.
+
+    A folder of `write_pack` has the index of the files it was made from; `like`, where given, must name the same
+    images. Other shards are scanned, in order of their names: images are called SHARD.tar/KEY.jpg, and classes have
+    the numbers in KEY.cls. The result is kept in `kept`, and scanned again when a shard has changed. Raises DataError.
+    """
+    folder = Path(pack).expanduser()
+    if (folder / INDEX).is_file():
+        index = load_index(folder / INDEX, root=folder)
+        if index.pack is None:
+            raise DataError(f"{folder / INDEX} is not the index of a pack: {_MAKE}")
+        if like is not None:
+            _require_same_images(folder, index, like)
+        return index
+    paths = _shard_paths(str(folder))
+    if kept is not None and kept.exists():
+        try:
+            index = load_index(kept)
+            if index.pack is not None and index.pack.paths == paths:
+                return index
+        except DataError:  # a shard has changed or moved, or the index is damaged
+            pass
+    index = _scanned(paths)
+    if kept is not None:
+        save_index(index, kept)
+    return index
+
+
+def _shard_paths(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    if path.is_dir():
+        paths = sorted(path.glob("*.tar"))
+    else:
+        paths = [Path(name) for part in _expanded(pattern) for name in sorted(glob.glob(part)) or [part]]
+    if not paths:
+        raise DataError(f"{pattern} holds no tar shards: {_MAKE}")
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"there is no pack or shard {path}: {_MAKE}")
+        with open(path, "rb") as stream:
+            if stream.read(len(_FORMER)) == _FORMER:
+                raise DataError(
+                    f"{path} is a pack in the former format of one file. Pack the images again: {_MAKE}"
+                )
+    return [Path(os.path.abspath(path)) for path in dict.fromkeys(paths)]
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """Expand {a,b} and {000..146} as a shell does."""
+    found = re.search(r"\{([^{}]*)\}", pattern)
+    if found is None:
+        yield pattern
+        return
+    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    options = found[1].split(",")
+    if numbers:
+        options = [f"{n:0{len(numbers[1])}}" for n in range(int(numbers[1]), int(numbers[2]) + 1)]
+    for option in options:
+        yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
+
+
+def _scanned(paths: list[Path]) -> ImageIndex:
+    """Return the index of shards that another program wrote."""
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    stamps = np.array([(path.stat().st_size, path.stat().st_mtime_ns) for path in paths], np.int64)
+    with ThreadPoolExecutor(THREADS) as pool:
+        scans = list(pool.map(scan_shard, paths))
+    members = np.concatenate([scan.members for scan in scans])
+    members["shard"] = np.repeat(np.arange(len(paths)), [len(scan.names) for scan in scans])
+    labels = np.array([label for scan in scans for label in scan.labels], np.int64)
+    if not len(members):
+        raise DataError(f"{paths[0]} and the {len(paths) - 1} other shards hold no image (KEY.jpg, KEY.png)")
+    pack = Shards(paths, stamps, members)
+    sizes, bad = np.zeros((len(members), 2), np.int32), {}
+
+    def work(i: int) -> None:
+        try:
+            try:
+                sizes[i] = image_size(pack.read(i, _HEAD))
+            except ValueError:  # the header is longer than that, or there is none
+                sizes[i] = image_size(pack.read(i))
+        except ValueError as reason:
+            bad[i] = str(reason)
+
+    in_threads(work, len(members))
+    return ImageIndex(
+        root=root,
+        files=Names.of(
+            f"{p.relative_to(root)}/{name}" for p, scan in zip(paths, scans) for name in scan.names
+        ),
+        labels=labels,
+        classes=class_numbers(int(labels.max()) + 1),
+        sizes=sizes,
+        bad=dict(sorted(bad.items())),
+        pack=pack,
+    )
+
+
+def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> None:
+    """Raise DataError, with the first image that differs, unless both indexes say the same."""
+    if packed.fingerprint() == like.fingerprint():
+        return
+
+    def told(index: ImageIndex, i: int) -> str:
+        height, width = index.sizes[i].tolist()
+        return f"{index.name(i)} ({width} x {height}, class {index.labels[i]})"
+
+    difference = f"{len(packed):,} images in the pack and {len(like):,} in the index"
+    for i in range(min(len(packed), len(like))):
+        if told(packed, i) != told(like, i):
+            difference = f"image {i} is {told(packed, i)} in the pack and {told(like, i)} in the index"
+            break
+    raise DataError(
+        f"the pack {folder} holds other images than the index: {difference}. Delete it and run "
+        "`fastsuncet data pack` again"
+    )
+
+
+def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = None) -> int:
+    """Pack the files of `index` into `folder`; return how many images an earlier, killed start had packed already.
+
+    Does nothing where `folder` is a pack of the same images. Bad images keep their numbers and reasons, without bytes.
+    Raises DataError: files that are gone or have changed since the index was made, a disk that refuses or is too
+    small, another writer, or a `folder` that is something else.
+    """
+    if index.root is None or index.stamps is None:
+        raise DataError("only images that are files can be packed")
+    if (folder / INDEX).is_file():
+        open_pack(folder, like=index)
+        return len(index)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
+    # Named after the files and their times: when one of them changes, nothing of an earlier start is used.
+    digest = hashlib.sha256(index.fingerprint().encode() + index.stamps.tobytes()).hexdigest()
+    part = folder.with_name(f"{folder.name}.part-{digest[:12]}")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            _lock(descriptor, part)
+            for other in set(folder.parent.glob(f"{glob.escape(folder.name)}.part-{'?' * 12}")) - {part}:
+                shutil.rmtree(other)
+            before, pack = _write_shards(index, index.stamps[:, 0], part, progress)
+            save_index(replace(index, root=part, stamps=None, pack=pack), part / INDEX)
+            os.rename(part, folder)
+        finally:
+            os.close(descriptor)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the pack {folder}: {error.strerror or error}. The same command continues it"
+        ) from error
+    return before
+
+
+def _lock(descriptor: int, part: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(f"another process is writing {part}") from None
+    except OSError:  # a file system without locks: a second writer is not noticed
+        return
+    if not part.exists():  # finished between our opening and our locking
+        raise DataError(f"another process has just finished {part}")
+
+
+def _write_shards(
+    index: ImageIndex, lengths: np.ndarray, part: Path, progress: Progress | None
+) -> tuple[int, Shards]:
+    """Write the shards that are not there. Return how many images were there already, and all shards."""
+    good = np.setdiff1d(np.arange(len(index)), list(index.bad))
+    # Bytes in the tar: a header and whole blocks for the image, and two blocks for the label.
+    room = 512 + (lengths[good] + 511) // 512 * 512 + np.where(index.labels[good] >= 0, 1024, 0)
+    _require_room(part, int(room.sum()))
+    shard_of = np.unique((np.cumsum(room) - room) // SHARD_BYTES, return_inverse=True)[1]
+    members, before, paths = np.zeros(len(index), MEMBER), 0, []
+    members["crc32"] = -1
+    for shard in range(shard_of.max(initial=-1) + 1):
+        numbers, path = good[shard_of == shard], part / f"{shard:06d}.tar"
+        found = _packed_before(path, lengths[numbers])
+        if found is None:
+            _write_shard(index, lengths, path, numbers, progress)
+            found = scan_shard(path).members
+        else:
+            before += len(numbers)
+        found["shard"] = shard
+        members[numbers] = found
+        paths.append(path)
+    return before, Shards(paths, np.array([(path.stat().st_size, -1) for path in paths], np.int64), members)
+
+
+def _packed_before(path: Path, lengths: np.ndarray) -> np.ndarray | None:
+    """Return the members of a shard that an earlier start has written; None to write it again."""
+    try:
+        members = scan_shard(path).members
+    except DataError:  # not there, or damaged by a power cut
+        return None
+    return members if np.array_equal(members["length"], lengths) else None
+
+
+def _write_shard(
+    index: ImageIndex, lengths: np.ndarray, path: Path, numbers: np.ndarray, progress: Progress | None
+) -> None:
+    partial = path.with_suffix(".part")
+    with open(partial, "wb") as stream:
+        with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for first in range(0, len(numbers), BLOCK):
+                block = numbers[first : first + BLOCK].tolist()
+                for number, content in zip(block, _contents(index, lengths, block)):
+                    suffix = os.path.splitext(index.name(number))[1].lower()
+                    _add(tar, f"{number:08d}{suffix}", content, checksum_text(content))
+                    if index.labels[number] >= 0:
+                        _add(tar, f"{number:08d}.cls", str(index.labels[number]).encode())
+                if progress is not None:
+                    progress(block[-1] + 1, len(index))
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes, owner: str = "") -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.uname = len(content), owner
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _contents(index: ImageIndex, lengths: np.ndarray, numbers: list[int]) -> list[bytes]:
+    found = [b""] * len(numbers)
+
+    def work(row: int) -> None:
+        path = index.path(numbers[row])
+        try:
+            found[row] = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be packed: {error.strerror or error}; `fastsuncet data check` looks at every file"
+            ) from error
+        if len(found[row]) != lengths[numbers[row]]:
+            raise DataError(
+                f"{path} has changed since its index was made: `fastsuncet data check` makes it again"
+            )
+
+    in_threads(work, len(numbers))
+    return found
+
+
+def _require_room(part: Path, wanted: int) -> None:
+    wanted -= sum(path.stat().st_size for path in part.glob("*.tar"))
+    free = shutil.disk_usage(part).free
+    if wanted > free:
+        size, unit = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
+        raise DataError(
+            f"the pack {part} needs {wanted / size:,.1f} {unit} more, and its disk has {free / size:,.1f} {unit} left"
+        )

@@ -1,0 +1,445 @@
+"""A pack has the same pixels as its files to the bit, loses nothing to a kill, and names what is damaged."""
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fastsuncet import cli
+from fastsuncet.commands.data_check import check_config
+from fastsuncet.config import load_config
+from fastsuncet.data.dataset import index_path, open_images
+from fastsuncet.distributed.launch import join
+from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets import pack as module
+from pipelines.datasets.folders import image_folder
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.pack import INDEX, open_pack, write_pack
+from pipelines.verify import check
+from tests.pipelines.test_verify import both_decoders, cut_short
+from tests.support.pictures import write_kinds, write_pictures
+from tests.support.streams import BACKENDS, assert_same, labeled, opened, unlabeled
+
+ROOT = Path(__file__).resolve().parents[3]
+each_reader = pytest.mark.parametrize("reader", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(module, "SHARD_BYTES", 16_000)
+
+
+@pytest.fixture
+def index(tmp_path) -> ImageIndex:
+    return write_pictures(tmp_path / "images", count=12, side=40)
+
+
+@pytest.fixture
+def pack(index, tmp_path) -> Path:
+    folder = tmp_path / "pack"
+    assert write_pack(index, folder) == 0
+    assert len(list(folder.glob("*.tar"))) > 2
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
+
+
+def place(index: ImageIndex, i: int) -> tuple[Path, int, int]:
+    """Return the shard of an image, and its offset and length there."""
+    shard, offset, length, _ = index.pack.members[i].item()
+    return index.pack.paths[shard], offset, length
+
+
+def damage(path: Path, offset: int, byte: int = 0x40) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= byte
+    path.write_bytes(content)
+
+
+@each_reader
+def test_views_from_a_pack_equal_those_from_files(tmp_path, reader):
+    write_pictures(tmp_path / "images", count=12, side=40)
+    index = write_kinds(tmp_path / "images", 50, 60)  # color, gray, CMYK, progressive, rotated, PNG
+    write_pack(index, tmp_path / "pack")
+    packed = open_pack(tmp_path / "pack")
+    for plan_of in (unlabeled, lambda images: labeled(images, np.arange(len(images)))):
+        files, pack = (opened(plan_of(images), reader) for images in (index, packed))
+        for step in (0, 1, 7):
+            assert_same(files(step), pack(step))
+            assert (files.visit(step).labels == pack.visit(step).labels).all()
+
+
+def test_a_pack_holds_the_index_and_every_byte(index, pack):
+    packed = open_pack(pack, like=index)
+    assert packed.fingerprint() == index.fingerprint() and packed.root == pack
+    for i in range(len(index)):
+        assert packed.content(i) == index.path(i).read_bytes()
+        assert packed.damage(i) is None
+    assert packed.refreshed() is packed
+    rows = np.array([7, 2, 7, 11])
+    assert [row.tobytes() for row in packed.pack.fetch(rows)] == [index.path(i).read_bytes() for i in rows]
+    assert sorted(os.listdir(pack)) == [*sorted(contents(pack)), INDEX]
+
+
+def test_a_pack_can_be_read_by_other_programs(index, pack):
+    """Its shards are WebDataset's: KEY.jpg and KEY.cls side by side, which also load without the index."""
+    with tarfile.open(pack / "000000.tar") as tar:
+        assert tar.getnames()[:4] == ["00000000.jpg", "00000000.cls", "00000001.jpg", "00000001.cls"]
+        assert tar.extractfile("00000001.jpg").read() == index.path(1).read_bytes()
+    (pack / INDEX).unlink()
+    foreign = open_pack(pack)
+    assert foreign.labels.tolist() == index.labels.tolist()
+    assert foreign.sizes.tolist() == index.sizes.tolist()
+    assert foreign.name(1) == "000000.tar/00000001.jpg" and foreign.damage(1) is None
+    shard, offset, _ = place(foreign, 1)
+    damage(shard, offset)
+    assert "its checksum is another" in open_pack(pack).damage(1)
+
+
+def test_bad_images_keep_their_numbers_without_bytes(tmp_path, index):
+    index.path(4).write_bytes(b"no image")
+    scanned = image_folder(index.root)
+    write_pack(scanned, tmp_path / "bad")
+    packed = open_pack(tmp_path / "bad", like=scanned)
+    assert packed.bad == scanned.bad and list(packed.bad) == [4]
+    assert packed.content(4) == b"" and packed.content(5) == index.path(5).read_bytes()
+
+
+# -- a kill while writing
+
+
+def test_a_killed_packing_continues_to_the_same_bytes(tmp_path, index, pack):
+    folder = tmp_path / "killed"
+    script = f"""
+import os, signal
+from pathlib import Path
+from pipelines.datasets import pack
+from pipelines.datasets.folders import image_folder
+pack.BLOCK, pack.SHARD_BYTES = 1, {module.SHARD_BYTES}
+def kill(done, total):
+    if done == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+pack.write_pack(image_folder({str(index.root)!r}), Path({str(folder)!r}), progress=kill)
+"""
+    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    (part,) = tmp_path.glob("killed.part-*")
+    assert not folder.exists() and list(part.glob("*.part")), "it was killed inside a shard"
+    calls = []
+    before = write_pack(index, folder, progress=lambda *count: calls.append(count))
+    assert before in range(1, 8) and calls[0][0] > before and calls[-1] == (12, 12)
+    assert contents(folder) == contents(pack) and not list(tmp_path.glob("*.part*"))
+
+
+def interrupted(index: ImageIndex, folder: Path) -> Path:
+    """Stop a packing at the end; return its FOLDER.part-HASH."""
+
+    def stop(count, total):
+        if count == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_pack(index, folder, progress=stop)
+    (part,) = folder.parent.glob(f"{folder.name}.part-*")
+    return part
+
+
+@pytest.mark.parametrize("harm", ["lost bytes", "damaged header", "empty", "gone"])
+def test_a_shard_that_a_power_cut_damaged_is_written_again(tmp_path, index, pack, harm):
+    folder = tmp_path / "cut"
+    shard = interrupted(index, folder) / "000001.tar"
+    whole = len(list(shard.parent.glob("*.tar")))
+    if harm == "lost bytes":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif harm == "damaged header":
+        damage(shard, 0)
+    elif harm == "empty":
+        os.truncate(shard, 0)
+    else:
+        shard.unlink()
+    numbers = [place(open_pack(pack), i)[0].name for i in range(12)]
+    lost = numbers.count("000001.tar") + numbers.count(f"{whole:06d}.tar")
+    assert write_pack(index, folder) == 12 - lost
+    assert contents(folder) == contents(pack)
+
+
+def test_a_packing_of_changed_files_starts_anew(tmp_path, index):
+    folder = tmp_path / "cut"
+    interrupted(index, folder)
+    index.path(0).write_bytes(index.path(1).read_bytes())
+    changed = image_folder(index.root)
+    assert write_pack(changed, folder) == 0
+    assert open_pack(folder).content(0) == index.path(1).read_bytes()
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch):
+    big = replace(index, stamps=np.array([[44_000_000, 0]] * len(index)))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
+    with pytest.raises(DataError, match=r"needs 528\.0 MB more, and its disk has 0\.3 MB left"):
+        write_pack(big, tmp_path / "pack")
+    huge = replace(index, stamps=np.array([[10**12, 0]] * len(index)))
+    with pytest.raises(DataError, match=r"needs 12,000\.0 GB more, and its disk has 0\.0 GB left"):
+        write_pack(huge, tmp_path / "pack")
+
+
+@pytest.mark.parametrize("where", ["shard", "index"])
+def test_a_disk_that_fills_up_is_named_and_the_packing_continues(tmp_path, index, pack, monkeypatch, where):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = tmp_path / "full"
+    with monkeypatch.context() as patch:
+        patch.setattr(module.tarfile.TarFile, "addfile", full) if where == "shard" else patch.setattr(
+            np, "savez", full
+        )
+        with pytest.raises(
+            DataError, match=r"cannot write the (pack|index) .*full.*: No space left on device"
+        ):
+            write_pack(index, folder)
+    assert not folder.exists()
+    assert write_pack(index, folder) == (0 if where == "shard" else 12)
+    assert contents(folder) == contents(pack)
+
+
+def test_two_writers_do_not_meet(tmp_path, index):
+    def second(done, total):
+        with pytest.raises(DataError, match=r"another process is writing .*two\.part-"):
+            write_pack(index, tmp_path / "two")
+
+    write_pack(index, tmp_path / "two", progress=second)
+
+
+def test_packing_again_does_nothing_and_overwrites_nothing_else(tmp_path, index, pack):
+    before = {path: path.stat().st_mtime_ns for path in pack.iterdir()}
+    assert write_pack(index, pack) == len(index)
+    assert {path: path.stat().st_mtime_ns for path in pack.iterdir()} == before
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text.tar").write_text("years of work")
+    (tmp_path / "old.pack").write_bytes(b"fastsuncet packed images")
+    for other in ("thesis", "old.pack"):
+        with pytest.raises(DataError, match=r"exists and is not a pack: choose another folder"):
+            write_pack(index, tmp_path / other)
+    assert (tmp_path / "thesis" / "text.tar").read_text() == "years of work"
+
+
+def test_files_that_are_gone_or_have_changed_end_the_packing(tmp_path, index):
+    name = index.name(3)
+    index.path(3).write_bytes(b"longer or shorter")
+    with pytest.raises(DataError, match=rf"{name} has changed since its index was made"):
+        write_pack(index, tmp_path / "a")
+    index.path(3).unlink()
+    with pytest.raises(DataError, match=rf"{name} cannot be packed: No such file"):
+        write_pack(index, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(DataError, match="only images that are files"):
+        write_pack(replace(index, stamps=None), tmp_path / "a")
+
+
+# -- damage
+
+
+def test_a_shard_cut_short_changed_or_gone_is_named_at_the_opening(pack):
+    path = pack / "000001.tar"
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"!"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"shard .*000001\.tar was cut short or changed: .* bytes now"):
+            open_pack(pack)
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot open the shard .*000001\.tar: No such file"):
+        open_pack(pack)
+
+
+def test_a_damaged_index_of_a_pack_is_named(pack):
+    path = pack / INDEX
+    whole = path.read_bytes()
+    for at in (len(whole) // 3, len(whole) // 2, len(whole) - 5):
+        path.write_bytes(whole[:at])
+        with pytest.raises(DataError, match=r"index .*index\.npz cannot be read"):
+            open_pack(pack)
+    path.write_bytes(whole)
+    damage(path, whole.index(b"class_1/image"))
+    with pytest.raises(DataError, match=r"index .*index\.npz (cannot be read|is damaged)"):
+        open_pack(pack)
+
+
+@both_decoders
+def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, backend):
+    good = open_pack(pack)
+    assert check(good, backend).bad == []
+    shard, offset, length = place(good, 8)
+    damage(shard, offset + length // 2, 1)
+    ((path, reason),) = check(open_pack(pack), backend).bad
+    assert (
+        path == f"{pack}/{index.name(8)}"
+        and f"damaged in the shard {shard}: its checksum is another" in reason
+    )
+
+
+def test_a_pack_of_other_images_is_refused(index, pack, tmp_path):
+    relabeled = replace(index, labels=np.where(np.arange(12) == 9, 0, index.labels))
+    with pytest.raises(DataError, match=rf"other images than the index: image 9 is {index.name(9)}"):
+        open_pack(pack, like=relabeled)
+    write_pictures(tmp_path / "images", count=13, side=40)
+    with pytest.raises(DataError, match="other images than the index"):
+        open_pack(pack, like=image_folder(index.root))
+
+
+@each_reader
+def test_a_shard_cut_short_under_a_run_ends_it_by_name(index, pack, reader):
+    packed = open_pack(pack)
+    loader = opened(unlabeled(packed, batch=12), reader, bad_images=12, prefetch=1)
+    loader(0)
+    shard, offset, _ = place(packed, 6)
+    os.truncate(shard, offset)
+    # No image is bad: none is to be replaced, however many are allowed to be.
+    with pytest.raises(
+        DataError, match=rf"{shard.name} was cut short while it was in use: .* bytes"
+    ) as caught:
+        [loader(step) for step in range(1, 4)]
+    assert not isinstance(caught.value, BadImage) and not loader.replaced
+
+
+def test_reads_in_pieces_are_joined_and_failed_ones_named(index, pack, monkeypatch):
+    packed, whole, pread = open_pack(pack), index.path(3).read_bytes(), os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 100), start))
+    assert len(whole) > 250 and packed.content(3) == whole
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(DataError, match=r"00000\d\.tar cannot be read: Input/output error"):
+        packed.content(3)
+
+
+def test_a_pack_closes_its_files_and_is_not_pickled(pack):
+    """A copy of a descriptor's number could be that of another file."""
+    packed = open_pack(pack)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pickle.dumps(packed.pack)
+    files = packed.pack._files
+    del packed
+    assert all(file.closed for file in files)
+
+
+@each_reader
+def test_a_damaged_image_is_named_and_replaced_where_allowed(index, pack, reader):
+    shard, offset, _ = place(open_pack(pack), 5)
+    content = bytearray(shard.read_bytes())
+    content[offset : offset + 200] = bytes(200)
+    shard.write_bytes(content)
+    packed = open_pack(pack)
+    loader = opened(unlabeled(packed, batch=12), reader)
+    with pytest.raises(BadImage, match=r"pack/.*image.*its checksum is another"):
+        loader(0)
+    loader = opened(unlabeled(packed, batch=12), reader, bad_images=1)
+    assert all(torch.isfinite(view).all() for view in loader(0))
+    assert list(loader.replaced) == [5]
+
+
+def test_an_image_that_was_bad_before_has_the_reason_of_a_file(index, tmp_path):
+    cut_short(index.path(2))
+    write_pack(image_folder(index.root), tmp_path / "cut")
+    report = check(open_pack(tmp_path / "cut"), "torchvision")
+    assert report.index.bad == {2: "a truncated JPEG: its end is missing"}
+
+
+# -- the commands
+
+CONFIG = """\
+data: {kind: image_folder, root: ., train: images, validation: null, backend: torchvision}
+criterion: {temperature: 0.1, unsupervised_batch_size: 2}
+optimization: {epochs: 1, lr: 1.0}
+"""
+
+
+@pytest.fixture
+def here(index, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def images_of(*overrides):
+    with join("cpu") as process:
+        return open_images(load_config("run.yaml", overrides), process, validation=False)
+
+
+def test_data_pack_and_a_run_that_reads_the_pack_alone(here, index, capsys):
+    files = images_of()
+    assert cli.main(["data", "pack", "run.yaml", "--output", "a"]) == 0
+    assert "a: 12 images of images packed, 0.000 GB" in capsys.readouterr().out
+    assert cli.main(["data", "pack", "run.yaml", "data.pack=a"]) == 0
+    assert "a: has all 12 images of images already" in capsys.readouterr().out
+    index_path(load_config("run.yaml"), here / "images", True).unlink()
+    (here / "images").rename(here / "elsewhere")
+    packed = images_of("data.pack=a")
+    assert packed.fingerprint() == files.fingerprint()
+    assert packed.train.content(0) == (here / "elsewhere" / index.name(0)).read_bytes()
+    changed = load_config("run.yaml", ["data.pack=a"]).changed_keys(load_config("run.yaml").canonical())
+    assert changed == []
+
+
+def test_data_check_reads_the_pack(here):
+    assert cli.main(["data", "pack", "run.yaml", "--output", "a"]) == 0
+    lines = []
+    config = load_config("run.yaml", ["data.pack=a"])
+    check_config(config, lines.append)
+    assert lines == ["a: 12 images decoded with PIL, all good"]
+    damage(here / "a" / "000001.tar", 512 + 300, 1)
+    with pytest.raises(BadImage, match=r"a/.*its checksum is another"):
+        check_config(config, lines.append)
+
+
+def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys):
+    """Their index is kept beside the runs; the check writes down which images are bad."""
+    (pack / INDEX).unlink()
+    images = images_of("data.pack=pack/0000{00..01}.tar")
+    assert len(images.train) < 12 and images.train.classes == ("class 0", "class 1")
+    shard, offset, length = place(images.train, 1)
+    damage(shard, offset + length // 2)
+    assert cli.main(["data", "check", "run.yaml", "data.pack=pack"]) == 3
+    assert "000000.tar/00000001.jpg" in capsys.readouterr().err
+    with pytest.raises(BadImage, match=r"000000\.tar/00000001\.jpg"):
+        images_of("data.pack=pack")
+    assert list(images_of("data.pack=pack", "data.bad_images=1").train.bad) == [1]
+
+
+def test_what_is_wrong_with_a_pack_ends_with_its_code(here, capsys):
+    def outcome(*arguments) -> tuple[int, str]:
+        return cli.main(["data", *arguments]), capsys.readouterr().err
+
+    code, words = outcome("pack", "run.yaml")
+    assert code == 2 and "--output is needed" in words
+    code, words = outcome("pack", str(ROOT / "configs/digits_demo.yaml"), "--output", "d")
+    assert code == 2 and "in memory already" in words
+    code, words = outcome("check", "run.yaml", "data.pack=none")
+    assert code == 3 and "there is no pack or shard none" in words
+    assert outcome("pack", "run.yaml", "--output", "a")[0] == 0
+    os.truncate("a/000000.tar", 9000)
+    code, words = outcome("check", "run.yaml", "data.pack=a")
+    assert code == 3 and "the shard a/000000.tar was cut short or changed: 9,000 bytes now" in words
+
+
+def test_a_pack_of_other_images_than_the_kept_index_ends_a_run(here):
+    images_of()
+    assert cli.main(["data", "pack", "run.yaml", "--output", "a"]) == 0
+    write_pictures(here / "images", count=14, side=40)
+    index_path(load_config("run.yaml"), here / "images", True).unlink()
+    images_of()
+    with pytest.raises(DataError, match="other images than the index"):
+        images_of("data.pack=a")
