@@ -39,7 +39,10 @@ def jitter(image, augmentation, view):
     these images out and back in.
     """
     if augmentation.color == "fast":
-        return fn.color_twist(image, **factors_of(augmentation, view))
+        factors = factors_of(augmentation, view)
+        if augmentation.hue:
+            factors["hue"] = 360 * view.hue  # in degrees
+        return fn.color_twist(image, **factors)
     if augmentation.brightness:
         image = fn.brightness(image, brightness=view.brightness)
     if augmentation.contrast:
@@ -47,7 +50,10 @@ def jitter(image, augmentation, view):
     if augmentation.saturation:
         image = fn.saturation(image, saturation=view.saturation)
     if augmentation.hue:
-        image = hue_of_chosen(image, view.rotated, view.hue)
+        if view.hue != 0:  # the one operator slow enough to be worth a condition
+            image = hue(image, view.hue)
+        else:
+            image = image  # both branches must name the result
     return image
 
 
@@ -59,7 +65,7 @@ def plugin_jitter(image, augmentation, view):
     """
     factors = factors_of(augmentation, view)
     if augmentation.grey:
-        factors["gray"] = view.grey  # int32, 0 or 1
+        factors["gray"] = view.grey
     operators = fn.fastsuncet
     operator = operators.color_jitter_gpu if image.device == "gpu" else operators.color_jitter
     return operator(image, **factors)
@@ -83,15 +89,6 @@ def contrast(image, factor):
 def contrast_expression(mean, factor, image):
     """Compute contrast as an expression, rounded and clipped to uint8."""
     return fn.cast(mean + factor * (image - mean), dtype=types.UINT8)
-
-
-def hue_of_chosen(image, chosen, turns):
-    """Apply `hue` to the chosen images only: it is the one color operator slow enough to be worth a condition."""
-    if chosen:
-        image = hue(image, turns)
-    else:
-        image = image  # both branches must name the result
-    return image
 
 
 def hue(image, turns):
@@ -119,8 +116,8 @@ def hue(image, turns):
 
 
 def gray(image, chosen):
-    """Replace the chosen images by three equal channels of luma."""
-    if chosen:
+    """Replace the images whose `chosen` is not 0 by three equal channels of luma."""
+    if chosen != 0:
         luma = fn.color_space_conversion(image, image_type=types.RGB, output_type=types.GRAY)
         image = fn.color_space_conversion(luma, image_type=types.GRAY, output_type=types.RGB)
     else:

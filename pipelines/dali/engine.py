@@ -52,7 +52,7 @@ class DaliEngine:
         self._device, self._device_id = device, device_id
         self._pipeline = graphs.views(
             lambda iteration: source(visit(first_step + iteration).indices),
-            lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views, plugin),
+            lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views),
             augmentations,
             stored=source.stored,
             plugin=plugin,

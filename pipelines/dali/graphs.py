@@ -47,7 +47,7 @@ def views(
 ):
     """One decode, then one view for each augmentation: nodes of (size, size, 3) float images."""
     image = stored_images(images, decode, stored, images_stream, decoder)
-    names = [list(view_inputs(augmentation, plugin)) for augmentation in augmentations]
+    names = [list(view_inputs(augmentation)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     return tuple(
         one_view(
@@ -85,7 +85,7 @@ def augmented(image, augmentation: Augmentation, view: SimpleNamespace, plugin: 
         if augmentation.grey:
             image = color.gray(image, view.grey)
     if augmentation.blur:
-        image = blur(image, view.blurred, view.sigma, augmentation.blur_window)
+        image = blur(image, view.sigma, augmentation.blur_window)
     return image
 
 
@@ -140,9 +140,9 @@ def resize(image, size):
     return fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
 
 
-def blur(image, chosen, sigma, window: int | Literal["auto"]):
-    """The chosen images blurred by a Gaussian."""
-    if chosen:
+def blur(image, sigma, window: int | Literal["auto"]):
+    """The images whose `sigma` is above 0, blurred by a Gaussian."""
+    if sigma > 0:
         # With 0 the operator sizes the kernel by sigma. A fixed 23 takes twice the time for < 0.03 levels.
         image = fn.gaussian_blur(image, sigma=sigma, window_size=0 if window == "auto" else window)
     else:
@@ -167,9 +167,7 @@ def has_exact_color(augmentation: Augmentation | Center) -> bool:
     return isinstance(augmentation, Augmentation) and augmentation.recolors and augmentation.color == "exact"
 
 
-def view_inputs(
-    augmentation: Augmentation | Center, plugin: bool = False
-) -> dict[str, Callable[[Any], np.ndarray]]:
+def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:
     """Return the arrays that one view's graph takes: name -> how to get it from ViewParams or CenterParams.
 
     Only those that the strengths need: an operator that can never do anything is not in the graph.
@@ -181,31 +179,24 @@ def view_inputs(
         "corner": lambda view: view.box[:, :2],
         "extent": lambda view: view.box[:, 2:],
     }
-    plugin = plugin and has_exact_color(augmentation)
     if augmentation.recolors:
         inputs |= {name: attrgetter(name) for name in color.FACTORS if getattr(augmentation, name)}
-        if augmentation.hue and augmentation.color == "fast":
-            inputs["hue"] = lambda view: 360 * view.hue
-        elif augmentation.hue and not plugin:
-            inputs["rotated"] = lambda view: view.hue != 0
+    # DALI takes no bool as an operator's argument.
     if augmentation.grey:
-        # DALI takes no bool as an operator's argument.
-        inputs["grey"] = (lambda view: view.grey.astype(np.int32)) if plugin else attrgetter("grey")
+        inputs["grey"] = lambda view: view.grey.astype(np.int32)
     if augmentation.blur:
-        inputs |= {"blurred": lambda view: view.sigma > 0, "sigma": attrgetter("sigma")}
+        inputs["sigma"] = attrgetter("sigma")
     if augmentation.flip:
         inputs["flip"] = lambda view: view.flip.astype(np.int32)
     return inputs
 
 
 def view_arrays(
-    augmentations: Sequence[Augmentation | Center],
-    views: Sequence[ViewParams | CenterParams],
-    plugin: bool = False,
+    augmentations: Sequence[Augmentation | Center], views: Sequence[ViewParams | CenterParams]
 ) -> list[np.ndarray]:
     """Return what `views` is fed for one step: every view's arrays, in the order of `view_inputs`."""
     return [
         np.ascontiguousarray(array_of(view))
         for augmentation, view in zip(augmentations, views)
-        for array_of in view_inputs(augmentation, plugin).values()
+        for array_of in view_inputs(augmentation).values()
     ]

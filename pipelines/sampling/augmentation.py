@@ -1,9 +1,8 @@
-"""All the chance there is in an augmented view: its strengths (`Augmentation`) and its draw (`draw_view`).
+"""All the randomness of an augmented view: its strengths (`Augmentation`) and its draw (`draw_view`).
 
-Nothing below this file is random. A view is drawn from (seed, role, step, global row) by a counter-based
-generator and handed to DALI, or to the torchvision twin, as plain arrays. So resuming is starting at step k,
-two back-ends can be held against each other on the same numbers, and a global batch is the same one however
-many ranks share it.
+Nothing below this file is random. A view is drawn from (seed, role, step, global row) by a counter-based generator and
+given to DALI, or to torchvision, as plain arrays. So resuming is starting at step k, two back-ends can be compared on
+the same numbers, and a global batch is the same however many ranks share it.
 """
 
 import hashlib
@@ -130,15 +129,12 @@ class Augmentation:
     @property
     def widest_blur(self) -> int:
         """Pixels across the widest blur kernel of this augmentation."""
-        return (
-            int(blur_windows(np.array(self.blur_sigma[1])))
-            if self.blur_window == "auto"
-            else self.blur_window
-        )
+        window = self.blur_window
+        return int(blur_windows(np.array(self.blur_sigma[1]))) if window == "auto" else window
 
     @property
     def recolors(self) -> bool:
-        """Whether any image of this view can have its colours changed, other than to grey."""
+        """Whether any image of this view can have its colors changed, other than to gray."""
         strongest = max(self.brightness, self.contrast, self.saturation, self.hue)
         return self.jitter > 0 and self.strength * strongest > 0
 
@@ -156,9 +152,6 @@ class ViewParams:
     grey: np.ndarray  # (B,) bool
     sigma: np.ndarray  # (B,) float32 pixels, 0 = no blur
 
-    def __len__(self) -> int:
-        return len(self.box)
-
 
 @dataclass(frozen=True)
 class Center:
@@ -170,7 +163,7 @@ class Center:
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a crop that would need a border invented around the image."""
+        """Raise ValueError for a crop that is larger than the resized image."""
         if not 0 < self.size <= self.resize:
             raise ValueError(f"the crop's size ({self.size}) is not within the shorter side ({self.resize})")
 
@@ -182,23 +175,18 @@ class CenterParams:
     resized: np.ndarray  # (B, 2) int32: height, width after the resize
     corner: np.ndarray  # (B, 2) int32: top, left of the crop in the resized image
 
-    def __len__(self) -> int:
-        return len(self.resized)
-
 
 def uniform(seed: int, role: int | str, counter: tuple[int, int, int, int], count: int) -> np.ndarray:
-    """`count` draws in [0, 1), float64, from any place of the stream that (seed, role) names; no state.
+    """Return `count` draws in [0, 1), float64, from any position of the stream of (seed, role); no state.
 
-    `role` keeps streams apart (the order of the images, view 0, view 1, ...): a change to one leaves the
-    others untouched. `counter` is four 64-bit words, the first of which counts the blocks of four words
-    drawn.
+    `role` keeps streams apart (the order of the images, view 0, view 1, ...): a change to one does not change the
+    others. `counter` is four 64-bit words, the first of which counts the blocks of four words drawn.
     """
     if not 0 <= seed < 2**64:
-        raise ValueError(f"a seed is a whole number from 0 to 2**64 - 1, not {seed}")
+        raise ValueError(f"a seed must be a whole number from 0 to 2**64 - 1, not {seed}")
     word = int.from_bytes(hashlib.blake2b(str(role).encode(), digest_size=8).digest(), "little")
     key, counter_words = np.array([seed, word], np.uint64), np.array(counter, np.uint64)
-    # The raw words, not Generator.random: NumPy promises that Philox's words stay what they are, not its
-    # methods.
+    # NumPy promises that Philox's raw words never change, but not what Generator.random makes of them.
     words = np.random.Philox(key=key, counter=counter_words).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53
 
@@ -206,11 +194,10 @@ def uniform(seed: int, role: int | str, counter: tuple[int, int, int, int], coun
 def draw_view(
     augmentation: Augmentation, sizes: np.ndarray, *, seed: int, step: int, role: int | str, first_row: int
 ) -> ViewParams:
-    """Draws one view of the rows first_row, first_row + 1, ... of the global batch of `step`.
+    """Draw one view of the rows first_row, first_row + 1, ... of the global batch of `step`.
 
-    `sizes` is (B, 2) int, the stored height and width of each row's image. Every row owns DRAWS_PER_ROW
-    draws, used or not, so a row's view depends on its global row number alone and the ranks' rows joined are
-    one process's rows.
+    `sizes` is (B, 2) int, the stored height and width of each row's image. Every row owns DRAWS_PER_ROW draws, used or
+    not, so a row's view depends on its global row number alone, and the ranks' rows joined are one process's rows.
     """
     blocks = DRAWS_PER_ROW // 4
     draws = uniform(seed, role, (first_row * blocks, 0, 0, step), len(sizes) * DRAWS_PER_ROW)
@@ -219,10 +206,12 @@ def draw_view(
     flip, jitter, brightness, contrast, saturation, hue, grey, blur, sigma, _spare = rest
     jittered, turns = jitter < augmentation.jitter, augmentation.strength * augmentation.hue
 
+    def where(chosen: np.ndarray, drawn: np.ndarray, neutral: float) -> np.ndarray:
+        return np.where(chosen, drawn, neutral).astype(np.float32)
+
     def factor(draw: np.ndarray, amount: float) -> np.ndarray:
         amount *= augmentation.strength
-        drawn = between(draw, max(0.0, 1.0 - amount), 1.0 + amount)
-        return np.where(jittered, drawn, 1.0).astype(np.float32)
+        return where(jittered, between(draw, max(0.0, 1.0 - amount), 1.0 + amount), 1.0)
 
     return ViewParams(
         box=random_resized_crop(augmentation, np.asarray(sizes), tries, top, left),
@@ -230,28 +219,25 @@ def draw_view(
         brightness=factor(brightness, augmentation.brightness),
         contrast=factor(contrast, augmentation.contrast),
         saturation=factor(saturation, augmentation.saturation),
-        hue=np.where(jittered, between(hue, -turns, turns), 0.0).astype(np.float32),
+        hue=where(jittered, between(hue, -turns, turns), 0.0),
         grey=grey < augmentation.grey,
-        sigma=np.where(blur < augmentation.blur, between(sigma, *augmentation.blur_sigma), 0.0).astype(
-            np.float32
-        ),
+        sigma=where(blur < augmentation.blur, between(sigma, *augmentation.blur_sigma), 0.0),
     )
 
 
 def between(draws: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Draws in [0, 1) stretched to [low, high)."""
+    """Stretch draws in [0, 1) to [low, high)."""
     return low + (high - low) * draws
 
 
 def random_resized_crop(
     augmentation: Augmentation, sizes: np.ndarray, tries: np.ndarray, top: np.ndarray, left: np.ndarray
 ) -> np.ndarray:
-    """torchvision's `RandomResizedCrop.get_params` for B images: (B, 4) int32 top, left, height, width.
+    """Return torchvision's `RandomResizedCrop.get_params` for B images: (B, 4) int32 top, left, height, width.
 
-    `tries` is (B, 20) uniform draws, an area and a log-ratio for each of ten boxes; the first that fits the
-    image is taken. All ten are drawn always: rejection must not shift what later rows draw. If none fits, the
-    largest centred box of an allowed ratio is taken, as torchvision does. An image without a size gets a box
-    of one pixel.
+    `tries` is (B, 20) uniform draws, an area and a log-ratio for each of ten boxes; the first that fits the image is
+    taken. All ten are always drawn, because rejection must not shift what later rows draw. If none fits, the largest
+    centered box of an allowed ratio is taken, as torchvision does. An image without a size gets a box of one pixel.
     """
     heights, widths = np.maximum(sizes, 1).astype(np.float64).T
     area = (heights * widths)[:, None] * between(tries[:, 0::2], *augmentation.crop_scale)  # (B, 10)
@@ -274,11 +260,11 @@ def random_resized_crop(
 
 
 def center_view(center: Center, sizes: np.ndarray) -> CenterParams:
-    """The evaluation view of B images whose stored heights and widths are `sizes`, (B, 2) int.
+    """Return the evaluation view of B images whose stored heights and widths are `sizes`, (B, 2) int.
 
-    Two roundings decide whether an evaluation agrees with torchvision's: the long side is truncated, and half
-    an odd margin goes to the even pixel. A library's own "shorter side" and "centre" differ in both, at a
-    price of 4.6 grey levels on average.
+    Two roundings decide whether an evaluation agrees with torchvision's: the long side is truncated, and half an odd
+    margin is rounded to even. A library's own "shorter side" and "center" differ in both, by 4.6 gray levels on
+    average.
     """
     sizes = np.maximum(np.asarray(sizes, np.int64), 1)
     resized = center.resize * sizes // sizes.min(1, keepdims=True)
@@ -288,5 +274,5 @@ def center_view(center: Center, sizes: np.ndarray) -> CenterParams:
 
 
 def blur_windows(sigma: np.ndarray) -> np.ndarray:
-    """Pixels across a Gaussian kernel that holds three standard deviations on each side."""
+    """Return the pixels across a Gaussian kernel that holds three standard deviations on each side."""
     return 2 * np.ceil(3 * sigma).astype(np.int64) + 1

@@ -114,7 +114,7 @@ def joined(unlabeled: Plan, labeled: Plan, threads: int, device: str) -> Iterato
         return stored(np.concatenate([unlabeled(step).indices, labeled(step).indices]))
 
     def arrays(step: int) -> list[np.ndarray]:
-        return [np.arange(rows + labeled.batch) < rows, *numbers(unlabeled, labeled, step, plugin)]
+        return [np.arange(rows + labeled.batch) < rows, *numbers(unlabeled, labeled, step)]
 
     def second(image: Any, shown: Any, drawn: SimpleNamespace) -> Any:
         if shown:
@@ -127,7 +127,7 @@ def joined(unlabeled: Plan, labeled: Plan, threads: int, device: str) -> Iterato
     @pipeline_def(enable_conditionals=True, exec_dynamic=True)
     def graph(decode: str) -> tuple:
         image = graphs.stored_images(images, decode, stored.stored)
-        names = list(graphs.view_inputs(view, plugin))
+        names = list(graphs.view_inputs(view))
         shown, *nodes = fn.external_source(arrays, num_outputs=1 + 2 * len(names))
         both, alone = (
             SimpleNamespace(**dict(zip(names, part))) for part in (nodes[: len(names)], nodes[len(names) :])
@@ -148,16 +148,16 @@ def joined(unlabeled: Plan, labeled: Plan, threads: int, device: str) -> Iterato
         yield [one[:rows], other[:rows], one[rows:]]
 
 
-def numbers(unlabeled: Plan, labeled: Plan, step: int, plugin: bool) -> list[np.ndarray]:
+def numbers(unlabeled: Plan, labeled: Plan, step: int) -> list[np.ndarray]:
     """Both views' arrays over the joined rows: the labeled images' own in the first view's, zeros in the second's."""
     from pipelines.dali.graphs import view_arrays
 
     one, two = ([view] for view in unlabeled(step).views)
     views = unlabeled.augmentations[:1]
-    first = zip(view_arrays(views, one, plugin), view_arrays(views, labeled(step).views, plugin))
+    first = zip(view_arrays(views, one), view_arrays(views, labeled(step).views))
     return [np.concatenate(parts) for parts in first] + [
         np.concatenate([array, np.zeros((labeled.batch, *array.shape[1:]), array.dtype)])
-        for array in view_arrays(views, two, plugin)
+        for array in view_arrays(views, two)
     ]
 
 

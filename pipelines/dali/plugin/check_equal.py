@@ -10,18 +10,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import nvidia.dali.fn as fn
-import nvidia.dali.types as types
 from nvidia.dali import pipeline_def
 
 from pipelines.backend import require_gpu
 from pipelines.dali import color
+from pipelines.dali.color import FACTORS
 from pipelines.dali.plugin.use import load
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 
 EXACT = Augmentation()
-FACTORS = ("brightness", "contrast", "saturation", "hue")
-INPUTS = (*FACTORS, "rotated", "grey")  # names of `pipelines.dali.graphs.view_inputs`
+INPUTS = (*FACTORS, "grey")  # names of `pipelines.dali.graphs.view_inputs`
 
 Images = list[np.ndarray]  # each uint8 (H, W, 3)
 Inputs = dict[str, np.ndarray]  # one number for each image, by the names of INPUTS
@@ -66,7 +65,6 @@ def both(
         image, *nodes = fn.external_source(lambda: arrays, num_outputs=len(arrays), layout=layouts)
         view = SimpleNamespace(**dict(zip(INPUTS, nodes)))
         graph = color.gray(color.jitter(image, augmentation, view), view.grey)
-        view.grey = fn.cast(view.grey, dtype=types.INT32)
         return graph, color.plugin_jitter(image.gpu() if device == "gpu" else image, augmentation, view)
 
     with warnings.catch_warnings():
@@ -87,7 +85,7 @@ def random_batch(seed: int, count: int = 24) -> tuple[Images, Inputs]:
     for name, neutral in zip(FACTORS, (1, 1, 1, 0)):
         inputs[name][rng.random(count) < 0.3] = neutral
     factors = {name: values.astype(np.float32) for name, values in inputs.items()}
-    return images, {**factors, "rotated": factors["hue"] != 0, "grey": rng.random(count) < 0.2}
+    return images, {**factors, "grey": (rng.random(count) < 0.2).astype(np.int32)}
 
 
 def rounding_batch() -> tuple[Images, Inputs]:
@@ -105,7 +103,7 @@ def rounding_batch() -> tuple[Images, Inputs]:
     inputs["hue"][:] = 0
     inputs["contrast"][:-1] = 30_000
     inputs["brightness"][-1] = np.nextafter(np.float32(0.5), np.float32(0))
-    return images, {**inputs, "rotated": np.zeros(count, bool), "grey": np.zeros(count, bool)}
+    return images, {**inputs, "grey": np.zeros(count, np.int32)}
 
 
 def _picture(rng: np.random.Generator) -> np.ndarray:

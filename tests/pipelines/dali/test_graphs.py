@@ -187,9 +187,9 @@ def test_graph_blur_of_any_window_is_torchvisions_of_23():
 
     @pipeline_def(batch_size=4, num_threads=1, device_id=None, exec_dynamic=True, enable_conditionals=True)
     def blurred():
-        arrays = [np.stack([image] * 4), sigmas > 0, sigmas]
-        source, chosen, sigma = fn.external_source(lambda: arrays, num_outputs=3, layout=["HWC", "", ""])
-        return tuple(graphs.blur(source, chosen, sigma, window) for window in windows)
+        arrays = [np.stack([image] * 4), sigmas]
+        source, sigma = fn.external_source(lambda: arrays, num_outputs=2, layout=["HWC", ""])
+        return tuple(graphs.blur(source, sigma, window) for window in windows)
 
     source = torch.from_numpy(image).permute(2, 0, 1)
     theirs = torch.stack([v2.functional.gaussian_blur(source, [23, 23], [float(s)] * 2) for s in sigmas])

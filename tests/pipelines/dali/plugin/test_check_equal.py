@@ -24,14 +24,13 @@ pytestmark = [needs_plugin, pytest.mark.usefixtures("plugin")]
 
 # Times 1 and plus a half it makes 1, but it must be rounded to 0.
 BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
-NEUTRAL = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0, "grey": False}
+NEUTRAL = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0, "grey": 0}
 
 
 def inputs(count: int, **factors) -> dict[str, np.ndarray]:
     """Factors of `count` images, neutral but for those given: one for all, or one each."""
     found = {name: np.broadcast_to(factors.get(name, neutral), count) for name, neutral in NEUTRAL.items()}
-    found = {name: v.astype(bool if name == "grey" else np.float32) for name, v in found.items()}
-    return {**found, "rotated": found["hue"] != 0}
+    return {name: v.astype(np.int32 if name == "grey" else np.float32) for name, v in found.items()}
 
 
 def require_same_bits(images, given, augmentation=check_equal.EXACT) -> list[np.ndarray]:
@@ -61,13 +60,12 @@ def test_plugin_every_seventh_level_of_each_channel_has_dalis_bits_in_each_facto
         "contrast": (0, 0.2, 0.999, 1.001, 1.8, 1e6),
         "saturation": (0, 0.2, 0.5, 0.999, 1.8, 3),
         "hue": (-0.5, -0.2, 1e-6, 1 / 6, 1 / 3, 0.5),
-        "grey": (True,),
+        "grey": (1,),
     }
     cases = [(name, value) for name, each in values.items() for value in each]
     given = inputs(len(cases))
     for row, (name, value) in enumerate(cases):
         given[name][row] = value
-    given["rotated"] = given["hue"] != 0
     require_same_bits([cube(7, row % 7) for row in range(len(cases))], given)
 
 
@@ -92,7 +90,7 @@ def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
     images, given = check_equal.random_batch(7, count=6)
     for name in check_equal.FACTORS:
         require_same_bits(images, given, replace(Augmentation(), **{name: 0}))
-    given["grey"] = np.zeros(6, bool)
+    given["grey"] = np.zeros(6, np.int32)
     require_same_bits(images, given, replace(Augmentation(), grey=0))
 
 
