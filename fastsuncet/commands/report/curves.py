@@ -1,6 +1,6 @@
-"""What a report is made of: accuracies of a run beside what each had cost."""
+"""A report's data: the accuracies of runs, and what each had cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 COSTS = ("epochs", "updates", "petaflops", "hours", "joules")
@@ -9,23 +9,24 @@ KNN = "knn"
 KINDS = {
     "finetune": "fine-tuning",
     "linear": "a linear classifier",
-    "knn": "nearest neighbours",
+    "knn": "nearest neighbors",
     "npi": "SuNCEt's own classifier",
     "accuracy": "the network's own classifier",
     "transfer": "transfer",
     ONLINE: "KNN while training",
 }
+LENGTHS = ("optimization.epochs", "optimization.steps")
 
 
-class Evaluation(NamedTuple):
-    """What was measured. Numbers of one evaluation can be compared, of two they cannot."""
+class Measurement(NamedTuple):
+    """What was measured. Only numbers of the same measurement can be compared."""
 
     kind: str  # "finetune", "linear", ...
     labels: str  # "10 % labels"
-    variant: str = ""  # "k=20", where one run was evaluated in several ways
+    variant: str = ""  # "k=20", where a run was evaluated with several settings
 
     def __str__(self) -> str:
-        """As a person says it: "fine-tuning, 10 % labels"."""
+        """Return it in words: "fine-tuning, 10 % labels"."""
         return ", ".join(part for part in (KINDS.get(self.kind, self.kind), *self[1:]) if part)
 
 
@@ -40,23 +41,44 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One run in one evaluation, its points by step."""
+    """One run in one measurement, its points by step."""
 
     run: str
     method: str
     seed: int | None
-    evaluation: Evaluation
+    measurement: Measurement
     points: tuple[Point, ...]
-    supervised: bool = False  # did pre-training use labels
-    # of the config, without seeds: equal in runs that seeds alone set apart
+    supervised: bool = False  # whether pre-training used labels
+    # Of the config, without seeds: equal in runs that differ only in their seed.
     settings: tuple[tuple[str, Any], ...] = ()
     published: bool = False  # the paper's own
 
 
 def labels_text(labels: dict[str, Any]) -> str:
-    """The labels an evaluation learned from: "10 % labels", or their number, or "all labels"."""
+    """Return the labels that an evaluation learned from: "10 % labels", or their number, or "all labels"."""
     if labels.get("kind") == "all" or labels.get("fraction") == 1:
         return "all labels"
     if labels.get("fraction") is not None:
         return f"{100 * labels['fraction']:g} % labels"
     return f"{labels['count']:,} labels" if labels.get("count") is not None else ""
+
+
+def join_lengths(curves: list[Curve]) -> list[Curve]:
+    """Merge runs that differ only in length into one curve of their final checkpoints, as the paper draws ImageNet.
+
+    There each length is a run of its own, because the learning rate ends with it. Runs are merged within a seed; other
+    runs stay as they are.
+    """
+    families: dict[tuple, list[Curve]] = {}
+    for curve in curves:
+        rest = tuple((key, value) for key, value in curve.settings if key not in LENGTHS)
+        families.setdefault((curve.method, curve.seed, curve.measurement, rest), []).append(curve)
+    joined = []
+    for (*_, rest), family in families.items():
+        if len({curve.settings for curve in family}) == 1:  # all of one length
+            joined += family
+            continue
+        ends = sorted((curve.points[-1] for curve in family), key=lambda point: point.step or 0)
+        longest = max(family, key=lambda curve: curve.points[-1].step or 0)  # the curve has its name
+        joined.append(replace(longest, points=tuple(ends), settings=rest))
+    return joined

@@ -1,12 +1,15 @@
-"""The paper's own numbers (paper_points.csv: each with its table, figure or text) as curves."""
+"""The paper's own numbers as curves: paper_points.csv, each with its table, figure or text.
+
+paper_claims.md compares the percentages that the paper prints with what the report's rule makes of its points; a test
+recomputes them.
+"""
 
 import csv
 import io
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import groupby
 
-from fastsuncet.commands.report.curves import Curve, Evaluation, Point, labels_text
+from fastsuncet.commands.report.curves import Curve, Measurement, Point, labels_text
 from fastsuncet.errors import ConfigError
 from fastsuncet.models.flops import network_cost, petaflops, run_samples
 
@@ -17,8 +20,8 @@ SUNCET = "SimCLR + SuNCEt"
 
 
 @dataclass(frozen=True)
-class Published:
-    """One row of the data: a number the paper or its authors' README gives."""
+class PublishedPoint:
+    """One row of the data: a number that the paper or its authors' README gives."""
 
     row: int  # the experiment it belongs to: one table, figure or statement
     figure: str
@@ -29,28 +32,38 @@ class Published:
     metric: str
     value: float | None  # in %; None: a curve or a statement without a number, see `note`
     approx: bool  # read from a picture
-    drawn: bool  # False: another source of the same point wins, or it is no accuracy
+    drawn: bool  # False: another source of the same point is used, or it is no accuracy
     source: str
     note: str
 
 
 @dataclass(frozen=True)
+class PrintedSaving:
+    """A percentage of compute to match SimCLR, as the paper prints it."""
+
+    method: str
+    measurement: str
+    metric: str
+    percent: float
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """What the epochs of a method cost on ImageNet: images an update, and for how many epochs with labels."""
+    """What the epochs of a method cost on ImageNet: images in an update, and the number of epochs with labels."""
 
     unlabeled: int
     labeled: int = 0
     supervised_epochs: int = 0
 
     def samples(self, epochs: float) -> int:
-        """Views through the network in that many epochs."""
-        a_pass = IMAGES // self.unlabeled
+        """Return the views through the network in that many epochs."""
+        steps = IMAGES // self.unlabeled
         return run_samples(
-            round(epochs * a_pass), self.supervised_epochs * a_pass, self.unlabeled, self.labeled
+            round(epochs * steps), self.supervised_epochs * steps, self.unlabeled, self.labeled
         )
 
     def costs(self, epochs: float) -> dict[str, float]:
-        """The costs that follow from the epochs; hours and joules were not published."""
+        """Return the costs that follow from the epochs; hours and joules were not published."""
         macs = network_cost("resnet50", "imagenet", 224).macs
         updates = round(epochs * (IMAGES // self.unlabeled))
         return {"epochs": epochs, "updates": updates, "petaflops": petaflops(macs, self.samples(epochs))}
@@ -65,11 +78,10 @@ RECIPES = {
 }
 
 
-def load() -> list[Published]:
-    """All rows."""
-    text = (files("fastsuncet.commands.report") / "paper_points.csv").read_text(encoding="utf-8")
+def load() -> list[PublishedPoint]:
+    """Return all rows of paper_points.csv."""
     return [
-        Published(
+        PublishedPoint(
             row=int(r["row"]),
             epochs=int(r["epochs"]) if r["epochs"] else None,
             value=float(r["value"]) if r["value"] else None,
@@ -77,43 +89,59 @@ def load() -> list[Published]:
             drawn=r["drawn"] == "1",
             **{key: r[key] for key in ("figure", "method", "labels", "kind", "metric", "source", "note")},
         )
-        for r in csv.DictReader(io.StringIO(text))
+        for r in csv.DictReader(io.StringIO(_data("paper_points.csv")))
+    ]
+
+
+def claims() -> list[str]:
+    """Return the lines of paper_claims.md."""
+    return _data("paper_claims.md").splitlines()
+
+
+def _data(name: str) -> str:
+    return (files("fastsuncet.commands.report") / name).read_text(encoding="utf-8")
+
+
+def printed_savings() -> list[PrintedSaving]:
+    """Return the paper's percentages of compute to match SimCLR (rows 10 and 11)."""
+    return [
+        PrintedSaving(
+            f"{p.method} (paper)", str(Measurement("finetune", f"{p.labels} % labels")), p.metric, p.value
+        )
+        for p in load()
+        if p.row in (10, 11) and p.value is not None
     ]
 
 
 def figures() -> list[str]:
-    """The names that --paper takes: what has points to draw."""
+    """Return the names that --paper takes: figures with points to draw."""
     return list(dict.fromkeys(p.figure for p in load() if p.drawn))
 
 
 def curves(figure: str) -> list[Curve]:
-    """The paper's curves of one figure. Raises ConfigError for a name that is none of `figures`."""
+    """Return the paper's curves of one figure. Raises ConfigError for a name that is not in `figures`."""
     if figure not in figures():
         raise ConfigError(f"--paper {figure}: there is no such figure; there is {', '.join(figures())}")
-    points = [p for p in load() if p.figure == figure and p.drawn]
-    order = list(dict.fromkeys((p.kind, p.labels, p.method) for p in points))
+    members: dict[tuple[str, str, str], list[PublishedPoint]] = {}
+    for p in load():
+        if p.figure == figure and p.drawn:
+            members.setdefault((p.kind, p.labels, p.method), []).append(p)
     found = []
-    for (kind, labels, method), members in groupby(
-        sorted(points, key=lambda p: order.index((p.kind, p.labels, p.method))),
-        lambda p: (p.kind, p.labels, p.method),
-    ):
-        by_epochs: dict[int | None, dict[str, float]] = {}
-        for p in members:
-            by_epochs.setdefault(p.epochs, {})[p.metric] = p.value / 100
+    for (kind, labels, method), points in members.items():
         share = {"fraction": float(labels) / 100} if labels else {}
-        shown = Evaluation(kind, labels_text(share))
-        if figure == "transfer":
-            shown = Evaluation(kind, "")  # what it pre-trained with, not what it was evaluated with
+        metrics: dict[int | None, dict[str, float]] = {}
+        for p in points:
+            assert p.value is not None, "a drawn point has a value"
+            metrics.setdefault(p.epochs, {})[p.metric] = p.value / 100
+        epochs = sorted(metrics, key=lambda e: e or 0)
         found.append(
             Curve(
                 run=f"paper, {figure}",
                 method=method,
                 seed=None,
-                evaluation=shown,
-                points=tuple(
-                    _point(method, labels, e, m)
-                    for e, m in sorted(by_epochs.items(), key=lambda i: i[0] or 0)
-                ),
+                # The labels of the transfer rows are those of pre-training.
+                measurement=Measurement(kind, labels_text(share if figure != "transfer" else {})),
+                points=tuple(_point(method, labels, e, metrics[e]) for e in epochs),
                 supervised=method not in UNSUPERVISED,
                 published=True,
             )
@@ -125,17 +153,19 @@ def _point(method: str, labels: str, epochs: int | None, metrics: dict[str, floa
     if epochs is None:
         return Point(None, {}, metrics)
     recipe = RECIPES.get((method, labels))
-    costs = recipe.costs(epochs) if recipe else {"epochs": epochs}
+    costs: dict[str, float] = recipe.costs(epochs) if recipe else {"epochs": epochs}
     return Point(int(costs.get("updates", epochs)), costs, metrics)
 
 
 def sources(figure: str) -> list[str]:
-    """Where the drawn points of a figure are from, a line each."""
-    drawn = [p for p in load() if p.figure == figure and p.drawn]
+    """Return where the drawn points of a figure are from, a line for each source."""
+    members: dict[str, list[PublishedPoint]] = {}
+    for p in sorted(load(), key=lambda p: p.source):
+        if p.figure == figure and p.drawn:
+            members.setdefault(p.source, []).append(p)
     lines = []
-    for source, members in groupby(sorted(drawn, key=lambda p: p.source), lambda p: p.source):
-        listed = list(members)
-        rows = ", ".join(map(str, sorted({p.row for p in listed})))
-        read = "; read from the picture, good to 0.1 at best" if any(p.approx for p in listed) else ""
+    for source, points in members.items():
+        rows = ", ".join(map(str, sorted({p.row for p in points})))
+        read = "; read from the picture, good to 0.1 at best" if any(p.approx for p in points) else ""
         lines.append(f"- {source}: row {rows} of paper_points.csv{read}")
     return lines

@@ -1,20 +1,15 @@
-"""Runs as curves: from the results that evaluations wrote into their folders, and from their own metrics lines."""
+"""Read runs as curves: from the results of evaluations in their folders, and from their own metrics lines.
 
+Two results are one measurement if they were made with the same settings, except for those that belong to the encoder or
+the machine: these are named in a note.
+"""
+
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.commands.report.comparability import FINETUNED, several_ways, tuned, variant
-from fastsuncet.commands.report.curves import (
-    COSTS,
-    KNN,
-    ONLINE,
-    Curve,
-    Evaluation,
-    Point,
-    labels_text,
-)
+from fastsuncet.commands.report.curves import COSTS, KNN, ONLINE, Curve, Measurement, Point, labels_text
 from fastsuncet.config import FREE_ON_RESUME, Config, load_config
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.results import read_results
@@ -22,81 +17,128 @@ from fastsuncet.training import methods
 from fastsuncet.training.state import FOLDER as CHECKPOINTS
 from pipelines.data_errors import DataError
 
-# What of a config makes no other experiment of a run, beside its seeds. (Other labels do.)
+FINETUNED = "finetune"  # the folder of a run's fine-tuned encoders
+OUTCOMES = ("seed", "converged", "finetuned")  # in a result's "setting", but not chosen for the evaluation
+# May differ within a measurement, since it belongs to the encoder or the machine. A note names it.
+OWN = ("mean", "std", "temperature", "precision", "accumulate", "batchnorm_images", "processes")
+# Settings of a run that make no other experiment of it. (Other labels do.)
 FREE = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
+Record = dict[str, Any]
 
 
-def read_runs(runs: Sequence[Path]) -> list[Curve]:
-    """The curves of the runs in these folders, one for each encoder's run and evaluation; none where nothing was yet.
+def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
+    """Return the curves of the runs in these folders, one for each encoder's run and measurement, and notes on them.
 
-    Raises DataError where there is no such run, ConfigError for a config.yaml that is not one, ResultError for a
+    An encoder of another run that was evaluated here keeps its own name and method. A run without results gives a note.
+    Raises DataError for a folder that is no run's, ConfigError for a config.yaml that is not one, ResultError for a
     damaged result.
     """
     for run in runs:
         if not (run / "config.yaml").is_file():
             what = (
-                "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "is not there"
+                "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "does not exist"
             )
             raise DataError(
                 f"{run} {what}. `fastsuncet train` makes one: <logging.folder>/<logging.write_tag>"
             )
     records = {run: read_results(run) for run in runs}
-    # Over all runs: evaluated in two ways, one run's results are two evaluations, and so are everybody's.
-    ways = several_ways(record for found in records.values() for record in found)
-    return merge(curve for run, found in records.items() for curve in _curves(run, found, ways))
-
-
-def merge(curves: Iterable[Curve]) -> list[Curve]:
-    """Curves of one run in one evaluation as one: its encoders may have been evaluated into several folders."""
-    merged: dict[tuple[Path, Evaluation], Curve] = {}
-    for curve in curves:
-        key = (Path(curve.run).resolve(), curve.evaluation)
-        before = merged.get(key, curve)
-        points = {(p.step is None, p.step or 0): p for p in (*before.points, *curve.points)}
-        merged[key] = replace(before, points=tuple(points[place] for place in sorted(points)))
-    return list(merged.values())
-
-
-def _curves(run: Path, records: list[dict[str, Any]], ways: dict[Evaluation, set[str]]) -> list[Curve]:
-    """The curves of one folder. An encoder of another run that was evaluated here keeps its own name and method."""
-    config = load_config(run / "config.yaml")
-    found: dict[tuple[str, Evaluation], dict[Any, Point]] = {}
-    homes = {str(run): (methods.name(config), config)}
-    for record in records:
-        alike = Evaluation(record["kind"], labels_text(record["labels"]))
-        parts = [tuned(record), variant(record, ways[alike])]
-        evaluation = alike._replace(variant=", ".join(filter(None, parts)))
-        home = home_of(record, run)
-        if home not in homes:
-            homes[home] = _other(home, record)
-        point = of_record(record)
-        place = record["encoder"].get("source") if point.step is None else point.step
-        found.setdefault((home, evaluation), {})[place] = point
-    lines = writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else []
-    online = Evaluation(ONLINE, online_labels(config))
-    for line in lines:
-        found.setdefault((str(run), online), {})[line["step"]] = of_line(line)
+    # Over all runs: a setting that differs in one of them makes two measurements in all of them.
+    splitting, differences = compare_settings([record for found in records.values() for record in found])
+    homes: dict[Path, tuple[str, str, Config | None]] = {}  # (name, method, config) of each encoder's run
+    points: dict[tuple[Path, Measurement], dict[tuple[bool, int], Point]] = {}
+    for run, found in records.items():
+        config = load_config(run / "config.yaml")
+        homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
+        evaluated: list[tuple[str, Measurement, Point]] = []
+        for record in found:
+            kind = measurement_of(record)
+            parts = [fine_tuning_of(record), variant(record, splitting[kind])]
+            home = home_of(record, run)
+            if Path(home).resolve() not in homes:
+                homes[Path(home).resolve()] = _other_run(home, record)
+            evaluated.append((home, kind._replace(variant=", ".join(filter(None, parts))), of_record(record)))
+        online = Measurement(ONLINE, online_labels(config))
+        if (run / writer.JSONL).is_file():
+            evaluated += [(str(run), online, of_line(line)) for line in writer.read(run / writer.JSONL, KNN)]
+        for home, measurement, point in evaluated:
+            by_step = points.setdefault((Path(home).resolve(), measurement), {})
+            by_step[point.step is None, point.step or 0] = point
     curves = []
-    for (home, evaluation), points in found.items():
-        method, own = homes[home]
+    for (home, measurement), by_step in points.items():
+        name, method, config = homes[home]
         curves.append(
             Curve(
-                run=home,
+                run=name,
                 method=method,
-                seed=own.meta.seed if own else None,
-                evaluation=evaluation,
-                points=tuple(sorted(points.values(), key=lambda p: (p.step is None, p.step or 0))),
-                supervised=own.criterion.supervised
-                if own
-                else True,  # not known: never taken for the baseline
-                settings=experiment(own) if own else (("encoder", home),),
+                seed=config.meta.seed if config else None,
+                measurement=measurement,
+                points=tuple(by_step[place] for place in sorted(by_step)),
+                # True where it is not known: such a run is never taken as the baseline.
+                supervised=config.criterion.supervised if config else True,
+                settings=experiment(config) if config else (("encoder", name),),
             )
         )
-    return curves
+    evaluated_runs = {home for home, _ in points}
+    silent = [f"{run}: nothing was evaluated yet" for run in runs if run.resolve() not in evaluated_runs]
+    return curves, silent + differences
 
 
-def home_of(record: dict[str, Any], run: Path) -> str:
-    """The run whose encoder was evaluated, or the file it came from: `run` itself, unless its source says otherwise."""
+def measurement_of(record: Record) -> Measurement:
+    """Return what was measured, without its variant."""
+    return Measurement(record["kind"], labels_text(record["labels"]))
+
+
+def compare_settings(records: list[Record]) -> tuple[dict[Measurement, set[str]], list[str]]:
+    """Return the keys of "setting" that split each kind and share of labels into several measurements, and notes.
+
+    For one encoder all keys that differ between its results split; between encoders, all but OWN, which a note names.
+    """
+    kinds: dict[Measurement, list[Record]] = {}
+    for record in records:
+        kinds.setdefault(measurement_of(record), []).append(record)
+    splitting, notes = {}, []
+    for kind, members in kinds.items():
+        encoders: dict[str, list[Record]] = {}
+        for record in members:
+            encoders.setdefault(str(record["encoder"].get("source")), []).append(record)
+        within = set().union(*(_differing(group, missing=True) for group in encoders.values()))
+        between = _differing(members, missing=False)  # an older result can lack what newer ones record
+        splitting[kind] = (within | between.difference(OWN)).difference(OUTCOMES)
+        if own := sorted(between.intersection(OWN)):
+            notes.append(f"{kind}: not all runs were evaluated with the same {', '.join(own)}")
+    return splitting, notes
+
+
+def _differing(records: list[Record], *, missing: bool) -> set[str]:
+    """Return the keys of "setting" with different values; `missing`: a missing key is a value too."""
+    settings = [record["setting"] for record in records]
+    differing = set()
+    for key in set().union(*settings):
+        values = [setting.get(key) for setting in settings if missing or key in setting]
+        if any(value != values[0] for value in values):
+            differing.add(key)
+    return differing
+
+
+def variant(record: Record, splitting: set[str]) -> str:
+    """Return the settings among `splitting` that `record` was made with: "k=20"."""
+    shown = {key: record["setting"][key] for key in sorted(splitting) if key in record["setting"]}
+    return ", ".join(
+        f"{key}={value:g}" if type(value) is float else f"{key}={value}" for key, value in shown.items()
+    )
+
+
+def fine_tuning_of(record: Record) -> str:
+    """Return how an encoder was fine-tuned before a measurement that does not need it, or ""."""
+    if record["kind"] == "accuracy" or "finetuned" not in record["setting"]:
+        return ""
+    found = re.search(rf"/{FINETUNED}/([^/]+)/{CHECKPOINTS}/", f"/{record['encoder'].get('source')}")
+    tag = re.sub(r"-?step_\d{8}.*", "", found[1]) if found else ""
+    return f"fine-tuned first ({tag})" if tag else "fine-tuned first"
+
+
+def home_of(record: Record, run: Path) -> str:
+    """Return the run whose encoder was evaluated, or the file of the encoder; `run` if the record names no other."""
     source = record["encoder"].get("source")
     if not source:
         return str(run)
@@ -104,44 +146,42 @@ def home_of(record: dict[str, Any], run: Path) -> str:
     if CHECKPOINTS not in parents:
         return source if record["encoder"].get("step") is None else str(run)
     home = Path(*parents[: len(parents) - 1 - parents[::-1].index(CHECKPOINTS)])
-    if home.parent.name == FINETUNED:  # RUN/finetune/TAG: the encoder is the run's, see `tuned`
+    if home.parent.name == FINETUNED:  # RUN/finetune/TAG: the encoder is the run's
         home = home.parent.parent
-    # A run that was moved since is known by its name.
+    # A run that was moved is recognized by its name.
     same = home.resolve() == run.resolve() or (home.name == run.resolve().name and not home.is_dir())
     return str(run) if same else str(home)
 
 
-def _other(home: str, record: dict[str, Any]) -> tuple[str, Config | None]:
-    """(method, config if it can still be read) of an encoder that is not the evaluated folder's own."""
+def _other_run(home: str, record: Record) -> tuple[str, str, Config | None]:
+    """Return (name, method, its config if there is one) of an encoder that is not the evaluated folder's own."""
     path = Path(home) / "config.yaml"
     if path.is_file():
         config = load_config(path)
-        return methods.name(config), config
-    return record["encoder"].get("method") or Path(home).name, None
+        return home, methods.name(config), config
+    return home, record["encoder"].get("method") or Path(home).name, None
 
 
-def of_record(record: dict[str, Any]) -> Point:
-    """A result as a point."""
+def of_record(record: Record) -> Point:
+    """Return a result as a point."""
     encoder = record["encoder"]
-    ledger = encoder.get("ledger") or {}
-    return Point(
-        encoder.get("step"), _costs({**ledger, "epochs": encoder.get("epoch")}), dict(record["metrics"])
-    )
+    costs = _costs({**(encoder.get("ledger") or {}), "epochs": encoder.get("epoch")})
+    return Point(encoder.get("step"), costs, dict(record["metrics"]))
 
 
-def of_line(line: dict[str, Any]) -> Point:
-    """A "knn" line of metrics.jsonl as a point."""
+def of_line(line: Record) -> Point:
+    """Return a "knn" line of metrics.jsonl as a point."""
     return Point(line["step"], _costs({**line, "epochs": line.get("epoch")}), {KNN: line["knn_accuracy"]})
 
 
-def _costs(ledger: dict[str, Any]) -> dict[str, float]:
+def _costs(ledger: Record) -> dict[str, float]:
     seconds = ledger.get("seconds")
     known = {**ledger, "hours": None if seconds is None else seconds / 3600}
     return {name: known[name] for name in COSTS if known.get(name) is not None}
 
 
 def online_labels(config: Config) -> str:
-    """What nearest neighbours vote with during training: the split's labels, or all where a run uses none."""
+    """Return the labels of the neighbors during training: the split's, or all where a run uses none."""
     split = config.data.split
     if split.kind in ("none", "all") or split.fraction == 1:
         return "all labels"
@@ -151,7 +191,7 @@ def online_labels(config: Config) -> str:
 
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
-    """The keys and values that tell experiments apart: all but seeds, places, and what is only written down."""
+    """Return the keys and values that define an experiment: without seeds, places, and what changes no result."""
     return tuple(
         (key, str(value))
         for key, value in sorted(_flatten(config.canonical()), key=lambda item: item[0])
