@@ -1,10 +1,10 @@
-"""One checkpoint's folder: how it is written, and what has to hold before a byte of it is used.
+"""Write and read the folder of one checkpoint.
 
     model.safetensors   weights and buffers
-    train_state.pt      optimizer and the like: tensors and plain types, read with weights_only=True
+    train_state.pt      optimizer state and the like: tensors and plain types, read with weights_only=True
     meta.json           step, config, versions, ledger; size and sha256 of the two files, and sha256 of itself
 
-A reader hashes the very bytes that it then parses, so nothing can change in between.
+A reader hashes the very bytes that it parses afterwards, so they cannot change in between.
 """
 
 import hashlib
@@ -15,17 +15,19 @@ import platform
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from fastsuncet import __version__
-from fastsuncet.checkpoint import atomic_files, serialization
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.serialization import cpu_copy, plain_state
 from fastsuncet.errors import CheckpointError
 from fastsuncet.versions import dali, installed
 
-FORMAT = 1  # of meta.json and the layout: raised when an older program could misread a newer checkpoint
+FORMAT = 1  # of meta.json and the layout: raise it when an older program could misread a newer checkpoint
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
 
 
@@ -35,31 +37,17 @@ class Checkpoint:
 
     step: int  # updates done
     model: dict[str, Tensor]
-    state: dict
-    meta: dict  # the caller's keys, and step, format, time, versions, files
+    state: dict[str, Any]
+    meta: dict[str, Any]  # the caller's keys, and step, format, time, versions, files
     path: Path
 
 
 class DamagedCheckpoint(Exception):
-    """Why this checkpoint cannot be used; another one may."""
-
-
-def new_meta(step: int, meta: dict) -> dict:
-    """The caller's `meta` and what a checkpoint says of itself; `write` adds the files. Raises TypeError."""
-    record = {
-        "step": step,
-        "format": FORMAT,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "files": {},
-    }
-    if taken := sorted((record.keys() | {"sha256"}) & meta.keys()):
-        raise ValueError(f"meta has {', '.join(taken)}: a checkpoint fills these in itself")
-    return record | serialization.plain_json(meta)
+    """The reason why this checkpoint cannot be used. Another one may be good."""
 
 
 def versions() -> dict[str, str | None]:
-    """What writes a checkpoint, None for what is not installed. DALI is not imported for its number."""
+    """Return the version of every package that decides results, None for one that is not installed."""
     return {
         "fastsuncet": __version__,
         "python": platform.python_version(),
@@ -75,64 +63,99 @@ def versions() -> dict[str, str | None]:
 # ------------------------------------------------------------------------------------------------------ write
 
 
-def write(path: Path, model: dict[str, Tensor], state: dict, meta: dict) -> None:
-    """Makes the folder `path` and puts its three files on the disk. Raises OSError; the caller clears up."""
-    os.mkdir(path)
-    # Bytes first, then one plain write: an error is then an OSError with its reason, whichever library made
-    # them.
-    sums = {MODEL: _put(path / MODEL, safetensors.torch.save(model, {"format": "pt"}))}
+def encode(model: dict[str, Tensor], state: dict[str, Any]) -> dict[str, bytes]:
+    """Return the content of the model's and the state's file. Copying tensors to the host waits for the device.
+
+    safetensors has no strides: channels-last weights are stored as (O, I, H, W), and loading them into a channels-last
+    parameter copies the values into that layout. Raises TypeError for a state that could not be read back,
+    RuntimeError for two names of one tensor.
+    """
+    # Encode before writing: a failed write is then an OSError with its reason, whichever library made the bytes.
+    weights = safetensors.torch.save(
+        {name: cpu_copy(x).contiguous() for name, x in model.items()}, {"format": "pt"}
+    )
     stream = io.BytesIO()
-    torch.save(state, stream)
-    # Not getbuffer(): CPython 3.12.1 crashes when it collects a buffer of BytesIO that an exception's frames hold, and
-    # a full disk is just that. getvalue() shares the same bytes without a copy.
-    sums[STATE] = _put(path / STATE, stream.getvalue())
-    meta = meta | {"files": sums}
-    meta["sha256"] = _own_sha256(meta)
+    torch.save(plain_state(state), stream)
+    # Not getbuffer(): CPython 3.12.1 crashes when it collects a buffer of BytesIO that an exception's frames hold.
+    return {MODEL: weights, STATE: stream.getvalue()}
+
+
+def write(path: Path, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
+    """Make the folder `path` and write `files` and meta.json to the disk. Raises OSError; the caller cleans up."""
+    os.mkdir(path)
+    for name, payload in files.items():
+        atomic_files.write_synced(path / name, payload)
+    meta = meta | {
+        "step": step,
+        "format": FORMAT,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "files": {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in files.items()},
+    }
+    meta = json.loads(json.dumps(meta, allow_nan=False))  # as a reader gets it: the hash is of this
+    meta["sha256"] = meta_sha256(meta)
     atomic_files.write_synced(path / META, json.dumps(meta, indent=1).encode())
     atomic_files.sync_folder(path)
 
 
-def _put(path: Path, payload: bytes | memoryview) -> dict:
-    return {"bytes": len(payload), "sha256": atomic_files.write_synced(path, payload)}
+def meta_sha256(meta: dict[str, Any]) -> str:
+    """Return the hash that meta.json holds of itself: JSON with one bit flipped in a value is still good JSON."""
+    return _sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _own_sha256(meta: dict) -> str:
-    """meta.json vouches for itself: with one bit flipped in a value it would still be good JSON."""
-    return hashlib.sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _sha256(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------- read
 
 
-def verify(path: Path, step: int | None = None) -> tuple[dict, bytes, bytes]:
-    """meta, and the bytes of the model and of the state, each as it was written. Raises DamagedCheckpoint.
+def read(path: Path, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint in folder `path`. No code in it is run, whoever wrote it. Raises as `verify` does."""
+    meta, model, state = verify(path, step)
+    try:
+        tensors = safetensors.torch.load(model)
+        plain = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+        if not isinstance(plain, dict):
+            raise TypeError(f"{STATE} holds a {type(plain).__name__}")
+    except MemoryError:
+        raise
+    except Exception as error:  # the hashes fit, so the file was made this way; the parsers raise many types
+        raise DamagedCheckpoint(
+            "its hashes fit, but it holds something else than tensors and plain types "
+            f"({type(error).__name__}). It was not made by fastsuncet; nothing in it was run"
+        ) from error
+    return Checkpoint(meta["step"], tensors, plain, meta, path)
 
-    With `step` the folder must be that step's own, and no symbolic link. A newer format raises
-    CheckpointError.
+
+def verify(path: Path, step: int | None = None) -> tuple[dict[str, Any], bytes, bytes]:
+    """Return meta, the bytes of the model and the bytes of the state, all as they were written.
+
+    With `step`, the folder must hold that step and must not be a symbolic link. Raises DamagedCheckpoint;
+    CheckpointError for a newer format.
     """
     if step is not None and path.is_symlink():
         raise DamagedCheckpoint("it is a symbolic link, and these are not followed")
     if not path.is_dir():
         raise DamagedCheckpoint("there is no such folder")
-    meta = read_meta(path)
+    meta = _read_meta(path)
     if step is not None and meta["step"] != step:
         raise DamagedCheckpoint(f"{META} is of step {meta['step']}: the folder was renamed")
-    return meta, _payload(path / MODEL, meta), _payload(path / STATE, meta)
+    return meta, _read_listed(path / MODEL, meta), _read_listed(path / STATE, meta)
 
 
-def read_meta(path: Path) -> dict:
-    """meta.json of the checkpoint at `path` if it is as it was written; the other files are not looked at."""
+def _read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads(_read(path / META))
-        intact = meta.pop("sha256") == _own_sha256(meta)
+        intact = meta.pop("sha256") == meta_sha256(meta)
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"{META} is not what was written ({type(error).__name__}: {error})"
         ) from error
     if not intact:
-        raise DamagedCheckpoint(f"{META} was changed after it was written: its sha256 is another")
+        raise DamagedCheckpoint(f"{META} was changed after it was written: its sha256 differs")
     if meta.get("format") != FORMAT:
-        # Whole, but not ours to read: going back to an older checkpoint would throw away good work.
+        # This one is whole. Going back to an older checkpoint would throw away good work.
         raise CheckpointError(
             f"checkpoint {path} has format {meta.get('format')!r}, and fastsuncet {__version__} reads format "
             f"{FORMAT}. Use the version that wrote it: {meta.get('versions')}."
@@ -140,18 +163,18 @@ def read_meta(path: Path) -> dict:
     sums = meta.get("files")
     complete = isinstance(sums, dict) and all(isinstance(sums.get(name), dict) for name in (MODEL, STATE))
     if type(meta.get("step")) is not int or not complete:
-        raise DamagedCheckpoint(f"{META} lacks its step, or the sums of {MODEL} and {STATE}")
+        raise DamagedCheckpoint(f"{META} lacks its step, or the size and sha256 of {MODEL} and {STATE}")
     return meta
 
 
-def _payload(path: Path, meta: dict) -> bytes:
-    payload, sums = _read(path), meta["files"][path.name]
-    if len(payload) != sums.get("bytes"):
+def _read_listed(path: Path, meta: dict[str, Any]) -> bytes:
+    payload, wanted = _read(path), meta["files"][path.name]
+    if len(payload) != wanted.get("bytes"):
         raise DamagedCheckpoint(
-            f"{path.name} has {len(payload)} bytes, {sums.get('bytes')} bytes were written"
+            f"{path.name} has {len(payload)} bytes, {wanted.get('bytes')} bytes were written"
         )
-    if hashlib.sha256(payload).hexdigest() != sums.get("sha256"):
-        raise DamagedCheckpoint(f"{path.name} was changed after it was written: its sha256 is another")
+    if _sha256(payload) != wanted.get("sha256"):
+        raise DamagedCheckpoint(f"{path.name} was changed after it was written: its sha256 differs")
     return payload
 
 
@@ -163,20 +186,3 @@ def _read(path: Path) -> bytes:
     if not payload:
         raise DamagedCheckpoint(f"{path.name} is empty")
     return payload
-
-
-def parse(path: Path, meta: dict, model: bytes, state: bytes) -> Checkpoint:
-    """The checkpoint in bytes that `verify` found good. Whoever wrote them: nothing in them is run."""
-    try:
-        tensors = safetensors.torch.load(model)
-        plain = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
-        if not isinstance(plain, dict):
-            raise TypeError(f"{STATE} holds a {type(plain).__name__}")
-    except MemoryError:
-        raise
-    except Exception as error:  # the hashes fit, so somebody made this; the parsers raise many types
-        raise DamagedCheckpoint(
-            "its hashes fit, yet it holds something else than tensors and plain types "
-            f"({type(error).__name__}). It was not made by fastsuncet; nothing in it was run"
-        ) from error
-    return Checkpoint(meta["step"], tensors, plain, meta, path)

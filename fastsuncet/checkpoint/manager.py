@@ -1,37 +1,44 @@
-"""Checkpoints: a folder that is whole and verified, or that does not count.
+"""Save checkpoints so that each is complete and verified or does not count, and load the newest good one.
 
-    FOLDER/step_00012345/   one checkpoint, see snapshot.py
+    FOLDER/step_00012345/   one checkpoint, see format.py
     FOLDER/latest           the name of the newest one, as text
 
-A save writes under a hidden name, fsyncs the files and the folder, renames it, fsyncs the parent, and only
-then points `latest` to it and removes what is too old. So a kill at any moment leaves the old checkpoints and
-`latest` as they were, or the new one complete. A load goes back to the newest good checkpoint and says what
-was wrong with each that it passed over; where none is good it stops, since starting over from step 0 in
-silence is the one thing nobody wants.
+A save writes under a hidden name, fsyncs the files and the folder, renames it and fsyncs the parent. Only then does it
+point `latest` to the new checkpoint and remove those that are too old. So a kill at any moment leaves the old
+checkpoints and `latest` as they were, or the new one complete. A load goes back to the newest good checkpoint and
+reports each one that it passes over. If none is good it stops: a run never starts over from step 0 in silence.
 
-Only one rank saves. Hidden names: .lock, .tmp-* (being written, or being removed), .replaced-* (the
-checkpoint of a step that is being saved again).
+Only one rank saves. Hidden names: .lock, .tmp-* (being written or being removed), .replaced-* (the old checkpoint of a
+step that is being saved again).
 """
 
 import contextlib
+import functools
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files, serialization
-from fastsuncet.checkpoint import format as snapshot
-from fastsuncet.checkpoint.format import Checkpoint, DamagedCheckpoint
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.format import (
+    META,
+    MODEL,
+    STATE,
+    Checkpoint,
+    DamagedCheckpoint,
+    encode,
+    read,
+    verify,
+    write,
+)
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 
-__all__ = ["Checkpoint", "good_checkpoints", "load", "load_newest", "save"]
-
 LATEST = "latest"
-# Besides the tensors: their names and shapes, the config. Only the check for free space uses it.
-OVERHEAD = 1 << 20  # bytes
 _NAME = re.compile(r"(?:\.replaced-)?(step_([0-9]{8}|[1-9][0-9]{8,}))")
 
 
@@ -40,26 +47,21 @@ def save(
     step: int,  # updates done
     *,
     model: dict[str, Tensor],
-    state: dict,  # nested dicts, lists and tuples of tensors, int, float, str, bool, None
-    meta: dict,  # JSON types: config, ledger, whatever else a reader should find
-    keep: int,  # newest good checkpoints that stay, this one included
+    state: dict[str, Any],  # nested dicts, lists and tuples of tensors, int, float, str, bool, None
+    meta: dict[str, Any],  # JSON types: config, ledger and whatever else a reader needs
+    keep: int,  # newest good checkpoints that stay, this one included; at least 1
     say: Say = say_line,
 ) -> Path:
-    """Writes the checkpoint of `step` so that it exists completely or not at all; returns its folder.
+    """Write the checkpoint of `step` so that it exists completely or not at all; return its folder.
 
-    Tensors may be on any device; copying them to the host is the sync. A checkpoint of the same step is
-    replaced. An older one is removed only once `keep` newer ones have been read back and found good. Raises
-    TypeError or ValueError, with the path of the item, for contents that could not be read back;
-    CheckpointError if the disk refuses, after removing what was half written and with everything older
-    untouched.
+    Tensors may be on any device; copying them to the host waits for it. A checkpoint of the same step is replaced. An
+    older one is removed only after `keep` newer ones have been read back and found good. Raises TypeError or ValueError
+    for content that could not be read back, and CheckpointError if the disk refuses: what was half written is then
+    removed, and everything older is untouched.
     """
-    folder = Path(folder)
-    if step < 0 or keep < 1:
-        raise ValueError(f"step {step} and keep {keep}: at least 0 and 1 are wanted")
-    name = f"step_{step:08d}"
-    meta = snapshot.new_meta(step, meta)
-    model, state = serialization.model_tensors(model), serialization.plain_state(state)
-    needed = serialization.num_bytes([model, state]) + OVERHEAD
+    folder, name = Path(folder), f"step_{step:08d}"
+    files = encode(model, state)
+    size = sum(len(payload) for payload in files.values())
     try:
         atomic_files.make_folder(folder)
         with atomic_files.exclusive(folder / ".lock") as held:
@@ -68,27 +70,48 @@ def save(
                     f"another process is writing a checkpoint in {folder}: two runs must not share a "
                     "folder. Stop one of them, or give it another logging.folder."
                 )
-            _sweep(folder)
-            _require_space(folder, name, needed)
-            _install(folder, name, model, state, meta)
+            _remove_leftovers(folder)
+            _require_space(folder, name, size)
+            _install(folder, step, files, meta)
             atomic_files.replace(folder / LATEST, f"{name}\n".encode())
-            _prune(folder, step, keep, say)
+            _remove_old(folder, step, keep, say)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {name} ({_size(needed)}) could not be saved in {folder}: {error}. "
+            f"checkpoint {name} ({_megabytes(size)}) could not be saved in {folder}: {error}. "
             f"{atomic_files.advice(error)} The checkpoints before it are as they were; the same command continues "
             "from them."
         ) from error
     return folder / name
 
 
-def _install(folder: Path, name: str, model: dict[str, Tensor], state: dict, meta: dict) -> None:
-    """The new checkpoint under a hidden name, then under its own; the hidden one goes if anything fails."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left. Call it only under the lock: then none of these writers is alive."""
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        superseded = match and path.name != match[1] and (folder / match[1]).exists()
+        if path.name.startswith(".tmp-") or superseded:
+            _try_to_remove(path)
+
+
+def _require_space(folder: Path, name: str, size: int) -> None:
+    """Raise CheckpointError unless twice `size` is free: metrics and other runs are written to that disk as well."""
+    free = shutil.disk_usage(folder).free
+    if free < 2 * size:
+        raise CheckpointError(
+            f"checkpoint {name} is {_megabytes(size)} and needs twice that ({_megabytes(2 * size)}) of free disk "
+            f"space; {folder} has {_megabytes(free)}. Free {_megabytes(2 * size - free)}, lower checkpoint.keep, or "
+            "point logging.folder to another disk. The checkpoints before it are as they were."
+        )
+
+
+def _install(folder: Path, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
+    """Write the new checkpoint under a hidden name, then rename it. Remove the hidden one if anything fails."""
+    name = f"step_{step:08d}"
     temporary, target, old = folder / f".tmp-{name}", folder / name, folder / f".replaced-{name}"
     try:
-        snapshot.write(temporary, model, state, meta)
-        # A folder cannot be renamed onto a full one. Between these two renames the old one counts under its
-        # hidden name: it may be the only checkpoint there is.
+        write(temporary, step, files, meta)
+        # A folder cannot be renamed onto a full one. Between these two renames the old checkpoint counts under its
+        # hidden name: it can be the only one there is.
         if os.path.lexists(target):
             os.rename(target, old)
         os.rename(temporary, target)
@@ -96,110 +119,79 @@ def _install(folder: Path, name: str, model: dict[str, Tensor], state: dict, met
     except BaseException:
         if os.path.lexists(old) and not os.path.lexists(target):
             os.rename(old, target)
-        _remove_quietly(temporary)
+        _try_to_remove(temporary)
         raise
-    _remove_quietly(old)
+    _try_to_remove(old)
 
 
-def _remove_quietly(path: Path) -> None:
-    """Clears up what no reader looks at. An error here is not worth a save, nor the error that led here:
-    the next save sweeps again."""
+def _try_to_remove(path: Path) -> None:
+    """Remove what no reader looks at. Ignore an error: it must not hide another one, and the next save tries again."""
     with contextlib.suppress(OSError):
         atomic_files.remove(path)
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what killed writers left behind. Only under the lock: none of these writers is alive."""
-    for path in folder.iterdir():
-        match = _NAME.fullmatch(path.name)
-        superseded = match and path.name != match[1] and (folder / match[1]).exists()
-        if path.name.startswith(".tmp-") or superseded:
-            _remove_quietly(path)
+def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
+    """Remove checkpoints up to `step` beyond the `keep` newest good ones.
 
-
-def _require_space(folder: Path, name: str, needed: int) -> None:
-    """Twice the size must be free: other things are being written to that disk as well, metrics for one."""
-    free = atomic_files.free_bytes(folder)
-    if free < 2 * needed:
-        raise CheckpointError(
-            f"checkpoint {name} needs {_size(needed)}, and twice that ({_size(2 * needed)}) is to be free "
-            f"before it is written; {folder} has {_size(free)}. Free {_size(2 * needed - free)}, lower "
-            "checkpoint.keep, or point logging.folder to another disk. The checkpoints before it are as they "
-            "were."
-        )
-
-
-# What was read back whole, and when its files last changed: each is read back once, not at every save.
-_read_back: dict[Path, tuple] = {}
-
-
-def _prune(folder: Path, step: int, keep: int, say: Say) -> None:
-    """Removes checkpoints up to `step` beyond the `keep` newest good ones.
-
-    DamagedCheckpoint ones count for nothing and go when they are older than those. Later steps (a run that was set
-    back) are left alone until the run passes them.
+    Damaged ones do not count, and are removed when they are older than those. Later steps, of a run that was set back,
+    stay until the run passes them.
     """
-    found = [(n, path) for n, path in _checkpoints(folder) if n <= step and not path.is_symlink()]
+    found = [(n, path) for n, path in _list(folder) if n <= step and not path.is_symlink()]
     if len(found) <= keep:
         return
     good = 0
     for number, path in found:
         if good < keep:
             try:
-                _require_good(path, number)
+                _verify_once(path, number, tuple(_change_of(path / name) for name in (MODEL, STATE, META)))
                 good += 1
             except (DamagedCheckpoint, CheckpointError, OSError) as fault:
                 say(f"checkpoint: {path} is damaged and does not count among those kept: {fault}")
             continue
-        _read_back.pop(path, None)
-        rubbish = folder / f".tmp-{path.name}"
+        hidden = folder / f".tmp-{path.name}"
         try:
-            # Renamed first: a kill while the files go must not leave what looks like a damaged checkpoint.
-            os.rename(path, rubbish)
-            atomic_files.remove(rubbish)
+            # Rename it first: a kill during the removal must not leave what looks like a damaged checkpoint.
+            os.rename(path, hidden)
+            atomic_files.remove(hidden)
         except OSError as error:  # the save itself is complete
             say(f"checkpoint: {path} is old and could not be removed: {error}")
 
 
-def _require_good(path: Path, step: int) -> None:
-    names = (snapshot.MODEL, snapshot.STATE, snapshot.META)
-    stamp = tuple((status.st_size, status.st_mtime_ns) for status in (os.stat(path / name) for name in names))
-    if _read_back.get(path) != stamp:
-        snapshot.verify(path, step)
-        _read_back[path] = stamp
+def _change_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=64)
+def _verify_once(path: Path, step: int, changes: tuple[tuple[int, int], ...]) -> None:
+    """Verify a checkpoint, and not again at the next save unless its files have changed."""
+    verify(path, step)
 
 
 # ------------------------------------------------------------------------------------------------------- load
 
 
 def load_newest(
-    folder: str | Path, *, expect: Callable[[dict], None] | None = None, say: Say = say_line
+    folder: str | Path, *, expect: Callable[[dict[str, Any]], None] | None = None, say: Say = say_line
 ) -> Checkpoint | None:
-    """The checkpoint that `latest` names, else the newest good one; None where there has never been one.
+    """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 
-    Each one passed over is said in one line. `expect(meta)` is called for the one chosen; what it raises is
-    passed on, since another config is no damage and an older checkpoint would not help. Raises
-    CheckpointError if checkpoints are there and none can be used, or if one is in a newer format.
+    Each one that is passed over is reported in one line. `expect(meta)` is called for the chosen one, and what it
+    raises is passed on: a different config is not damage, and an older checkpoint would not help. Raises
+    CheckpointError if there are checkpoints and none can be used, or if one has a newer format.
     """
     folder = Path(folder)
-    try:
-        candidates = _checkpoints(folder)
-        named = _latest(folder, say)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoints in {folder} cannot be listed: {error}. {atomic_files.advice(error)}"
-        ) from error
+    candidates = _list(folder)
+    named = _latest(folder, say)
     if named is not None:
-        if named not in [number for number, _ in candidates]:
-            # Gone. That is to be said: it may be all there was.
+        if named not in dict(candidates):
+            # It is gone. Report that: it can be all there was.
             candidates.append((named, folder / f"step_{named:08d}"))
         candidates.sort(key=lambda candidate: candidate[0] != named)
     faults = []
     for number, path in candidates:
         try:
-            loaded = snapshot.parse(path, *snapshot.verify(path, number))
+            checkpoint = read(path, number)
         except DamagedCheckpoint as fault:
             faults.append(f"{path.name}: {fault}")
             say(f"checkpoint: {path} cannot be used: {fault}")
@@ -207,8 +199,8 @@ def load_newest(
         if faults:
             say(f"checkpoint: continuing from {path.name} instead")
         if expect is not None:
-            expect(loaded.meta)
-        return loaded
+            expect(checkpoint.meta)
+        return checkpoint
     if not faults:
         return None
     raise CheckpointError(
@@ -218,55 +210,46 @@ def load_newest(
 
 
 def load(path: str | Path) -> Checkpoint:
-    """The one checkpoint in folder `path`, whatever its name. Raises CheckpointError if it is not good."""
-    path = Path(path)
+    """Return the one checkpoint in folder `path`, whatever its name. Raises CheckpointError if it is not good."""
     try:
-        return snapshot.parse(path, *snapshot.verify(path))
+        return read(Path(path))
     except DamagedCheckpoint as fault:
         raise CheckpointError(f"checkpoint {path} cannot be used: {fault}") from fault
 
 
 def good_checkpoints(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]:
-    """(step, folder) of every good checkpoint, ascending; each one that is not is said in one line.
+    """Return (step, folder) of every good checkpoint, ascending, and report each damaged one in one line.
 
-    Reads all of each from the disk. No folder, no checkpoint: an empty list. Raises CheckpointError for one in a newer
-    format, or a folder that cannot be listed.
+    Reads every file completely. A missing folder gives an empty list. Raises CheckpointError for a newer format, or for
+    a folder that cannot be listed.
     """
-    folder = Path(folder)
+    good = []
+    for number, path in reversed(_list(Path(folder))):
+        try:
+            verify(path, number)
+            good.append((number, path))
+        except DamagedCheckpoint as fault:  # noqa: PERF203 - reading the files takes far longer
+            say(f"checkpoint: {path} cannot be used: {fault}")
+    return good
+
+
+def _list(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of each folder with a checkpoint's name, newest first; a hidden one only if it is alone."""
     try:
-        candidates = _checkpoints(folder)
-    except (FileNotFoundError, NotADirectoryError):
+        matches = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoints in {folder} cannot be listed: {error}. {atomic_files.advice(error)}"
-        ) from error
-    return [(number, path) for number, path in sorted(candidates) if _is_good(path, number, say)]
-
-
-def _is_good(path: Path, step: int, say: Say) -> bool:
-    try:
-        snapshot.verify(path, step)
-    except DamagedCheckpoint as fault:
-        say(f"checkpoint: {path} cannot be used: {fault}")
-        return False
-    return True
-
-
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all that claim to be checkpoints, newest first; a hidden one if it stands alone."""
-    matches = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
-    plain = {match[1] for match in matches if match[0] == match[1]}
-    found = [
-        (int(match[2]), folder / match[0])
-        for match in matches
-        if match[0] == match[1] or match[1] not in plain
-    ]
-    return sorted(found, reverse=True)
+        advice = atomic_files.advice(error)
+        raise CheckpointError(f"checkpoints in {folder} cannot be listed: {error}. {advice}") from error
+    visible = {match[0] for match in matches if match[0] == match[1]}
+    return sorted(
+        ((int(m[2]), folder / m[0]) for m in matches if m[0] == m[1] or m[1] not in visible), reverse=True
+    )
 
 
 def _latest(folder: Path, say: Say) -> int | None:
-    """The step `latest` names; None if there is no such file, or it holds no checkpoint's name."""
+    """Return the step that `latest` names; None if there is no such file, or it does not hold a checkpoint's name."""
     path = folder / LATEST
     try:
         with open(path, "rb") as stream:
@@ -277,11 +260,11 @@ def _latest(folder: Path, say: Say) -> int | None:
         say(f"checkpoint: {path} cannot be read ({error}); looking for the newest good one")
         return None
     match = _NAME.fullmatch(text)
-    if match is None or match[0] != match[1]:  # never a path: "../elsewhere" stops here
+    if match is None or match[0] != match[1]:  # never a path such as "../elsewhere"
         say(f"checkpoint: {path} says {text!r}, not a checkpoint's name; looking for the newest good one")
         return None
     return int(match[2])
 
 
-def _size(count: int) -> str:
+def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""The folder of a run: one process group holds it at a time, and its status.json says how the run stands."""
+"""The folder of a run: only one process group uses it at a time, and status.json says how the run stands."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from fastsuncet.errors import CheckpointError
 
 @contextlib.contextmanager
 def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
-    """Holds the run's folder for as long as this process lives; CheckpointError on all ranks if another one has it.
+    """Hold the run's folder as long as this process lives. CheckpointError on all ranks if another process holds it.
 
     Two runs in one folder would move each other's metrics aside and continue from each other's checkpoints.
     """
@@ -36,18 +36,18 @@ def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
 
 
 class RunStatus:
-    """status.json: the run's last word about itself, for launchers and for people. Written by rank 0, whole or not."""
+    """status.json: how the run stood when it last wrote, for launchers and people. Rank 0 writes it atomically."""
 
     def __init__(self, path: Path, place: launch.Place):
         self.path, self.place = path, place
 
     def write(self, state: str, step: int | None, message: str = "") -> None:
-        """`state` is running, done, preempted or failed; `step` the updates done, None if the run never stood."""
+        """Write `state` (running, done, preempted or failed) and `step`, the updates done or None before a start."""
         if not self.place.first or not self.path.parent.exists():
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         try:
             atomic_files.replace(self.path, json.dumps(record, indent=1).encode() + b"\n")
         except OSError as error:
-            # A full disk has ended the run already, or will at the next save, with a message of its own.
+            # Do not raise: a full disk ends the run at its next save, or has ended it, with a message of its own.
             say_line(f"status: {self.path} cannot be written: {error}")

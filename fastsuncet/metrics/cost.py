@@ -1,12 +1,12 @@
-"""The ledger: what a run has cost so far. Every checkpoint and every metrics line carries it.
+"""What a run has cost so far: images, updates, petaFLOPs, seconds, joules. Checkpoints keep it under the key "ledger".
 
-A FLOP here is the paper's: 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head. What
-that leaves out (losses with their classifier or prototypes, BatchNorm, optimizer, pixels) is under 2 % for a ResNet-50
-at 224.
+A FLOP here is the paper's: 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head. Losses
+with their classifier or prototypes, BatchNorm, optimizer and pixels are not counted: under 2 % for a ResNet-50 at 224.
 """
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastsuncet.metrics.energy import EnergyMeter
 from fastsuncet.models.flops import FLOP_PER_MAC
@@ -14,24 +14,20 @@ from fastsuncet.models.flops import FLOP_PER_MAC
 
 @dataclass
 class RunCost:
-    """Cumulative cost over all ranks and all restarts.
+    """Cumulative cost over all ranks and all restarts of a run.
 
-    `images` counts samples through the network (both views of an unlabeled image, and labeled images), `updates`
-    optimizer steps, `petaflops` 6 x MAC / 1e15 over all samples, `seconds` wall-clock time while a process trained
-    (an evaluation is none of it), `joules` the energy of all ranks' GPUs meanwhile: None unless every life of the run
-    had a `meter`.
+    `images` counts samples through the network (both views of an unlabeled image, and labeled images). `seconds` is
+    wall-clock time of training, without evaluations. `joules` is the energy of all ranks' GPUs in that time: None
+    unless the run had a `meter` since its first step.
     """
 
     images: int = 0
-    updates: int = 0
-    # Multiply-adds of all forward passes: a whole number, so that no restart rounds it.
-    macs: int = 0
+    updates: int = 0  # optimizer steps
+    macs: int = 0  # multiply-adds of all forward passes; an integer, so that no restart rounds it
     seconds: float = 0.0
-    meter: EnergyMeter | None = (
-        None  # the same answer on every rank, None or not: with one, a tick is a collective
-    )
+    meter: EnergyMeter | None = None  # None on all ranks or on none: with a meter, `tick` is a collective
     joules: float | None = None
-    _ticked: float = field(default_factory=time.perf_counter, repr=False)
+    _last_tick: float = field(default_factory=time.perf_counter, repr=False)
 
     def __post_init__(self) -> None:
         self.joules = 0.0 if self.meter else None
@@ -42,27 +38,27 @@ class RunCost:
         return FLOP_PER_MAC * self.macs / 1e15
 
     def add(self, samples: int, macs: int) -> None:
-        """Books one update on `samples` images of `macs` multiply-adds in all, over all ranks."""
+        """Count one update on `samples` images with `macs` multiply-adds in all, over all ranks."""
         self.images += samples
         self.macs += macs
         self.updates += 1
 
     def start_clock(self) -> None:
-        """Begins to count: what a process does before its first step (imports, a scan of the data) is no training."""
-        self._ticked = time.perf_counter()
+        """Start to count time and energy: imports, scans of the data and evaluations are not training."""
+        self._last_tick = time.perf_counter()
         if self.meter:
             self.meter.start()
 
     def tick(self) -> None:
-        """Books the time, and the energy where it is metered, since the last tick. All ranks together."""
+        """Add the time, and the energy if it is metered, since the last tick. With a meter, a collective."""
         now = time.perf_counter()
-        self.seconds, self._ticked = self.seconds + now - self._ticked, now
-        if self.joules is not None:
+        self.seconds, self._last_tick = self.seconds + now - self._last_tick, now
+        if self.meter is not None and self.joules is not None:
             spent = self.meter.spent()
-            self.joules = None if spent is None else self.joules + spent  # a sum with a gap would be no sum
+            self.joules = None if spent is None else self.joules + spent  # a sum with a gap would be wrong
 
     def record(self) -> dict[str, int | float]:
-        """The columns of a metrics line."""
+        """Return the columns of a metrics line."""
         columns = {
             "images": self.images,
             "updates": self.updates,
@@ -72,12 +68,12 @@ class RunCost:
         return columns if self.joules is None else {**columns, "joules": round(self.joules, 3)}
 
     def state(self) -> dict[str, int | float]:
-        """What a checkpoint's meta.json holds: the columns, and what petaFLOPs are counted from."""
+        """Return what a checkpoint's meta.json holds: the columns and `macs`."""
         return {**self.record(), "macs": self.macs}
 
-    def restore(self, state: dict) -> None:
-        """Continues from a checkpoint's `state`."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's `state`."""
         self.images, self.updates, self.seconds = state["images"], state["updates"], state["seconds"]
-        # The first checkpoints kept the petaFLOPs alone.
-        self.macs = state.get("macs", round(state["petaflops"] * 1e15 / FLOP_PER_MAC))
+        # The first checkpoints have petaFLOPs only.
+        self.macs = state["macs"] if "macs" in state else round(state["petaflops"] * 1e15 / FLOP_PER_MAC)
         self.joules = state.get("joules") if self.meter else None

@@ -1,82 +1,66 @@
-"""How long training waits for pixels, told without making it wait.
+"""Measure how long training waits for pixels, without making it wait.
 
-On a GPU the host runs ahead, so the time it spends in the loader says nothing: it may wait for pixels while the GPU is
-busy with earlier steps, which costs nothing, or hurry on while the GPU idles until a decoder is through. So two events
-stand around the hand-over on the training stream. The first one is passed when the GPU has done all earlier work, the
-second when the pixels are there (DALI and copies order themselves on this stream) and the host has come to say so: the
-time between is what the GPU did nothing but wait, for a slow loader or for a slow host in it.
+On a GPU the host runs ahead, so the time it spends in the loader says nothing: it can wait for pixels while the GPU is
+busy with earlier steps, which costs nothing. So two events on the training stream enclose the hand-over of a batch. The
+GPU reaches the first one when all earlier work is done, and the second one when the pixels are there (DALI and copies
+order themselves on this stream). In the time between it does nothing but wait, for a slow loader or a slow host.
 
-Events are read at log time, when everybody waits for the device anyway. On a CPU all work is the host's: its clock.
+Events are read when a metrics line is written, which waits for the device anyway. On a CPU the host's clock is enough.
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 
-CAPACITY = 256  # steps whose events are kept: more than a host is ever ahead
-
 
 class DataTimer:
-    """`begin()` before a batch is asked for, `end()` once it is handed over; `seconds()` since the last `restart()`.
+    """Call `begin()` before a batch is requested and `end()` when it is there; `seconds()` sums the waits.
 
-    begin and end must be called on the stream that trains, outside of a CUDA graph's capture. Neither waits.
+    Call begin and end on the training stream, outside of a CUDA graph's capture. Neither waits.
     """
 
     def __init__(
         self,
         device: torch.device,
         *,
-        capacity: int = CAPACITY,
-        new_event: Callable[[], Any] | None = None,  # a fake one, for tests
+        new_event: Callable[[], torch.cuda.Event] | None = None,  # a fake one, for tests
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._clock, self._began = clock, 0.0
-        self._pairs: list[tuple[Any, Any]] = []  # a ring: step k's pair is number k % capacity
-        if device.type == "cuda" or new_event is not None:
-            new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
-            self._pairs = [(new_event(), new_event()) for _ in range(capacity)]
+        if new_event is None and device.type == "cuda":
+            new_event = partial(torch.cuda.Event, enable_timing=True)
+        self._new_event, self._clock = new_event, clock
+        self._events: list[
+            tuple[torch.cuda.Event, torch.cuda.Event]
+        ] = []  # two a step, used again after a restart
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was waited: after a metrics line, or whatever else is no training."""
-        self._seconds = 0.0  # of the steps that were read
-        self._steps = self._read = self._lost = 0
+        """Begin a new sum: after a metrics line, or after anything that is not training."""
+        self._steps, self._began, self._waited = 0, 0.0, 0.0
 
     def begin(self) -> None:
-        """Marks where the work of earlier steps ends."""
-        if not self._pairs:
+        """Mark where the work of earlier steps ends."""
+        if self._new_event is None:
             self._began = self._clock()
             return
-        if self._steps - self._read == len(self._pairs):
-            self._take(self._pairs[self._read % len(self._pairs)], wait=False)
-        self._pairs[self._steps % len(self._pairs)][0].record()
+        if self._steps == len(self._events):
+            self._events.append((self._new_event(), self._new_event()))
+        self._events[self._steps][0].record()
 
     def end(self) -> None:
-        """Marks that the pixels are there."""
-        if not self._pairs:
-            self._seconds += self._clock() - self._began
+        """Mark that the pixels are there."""
+        if self._new_event is None:
+            self._waited += self._clock() - self._began
         else:
-            self._pairs[self._steps % len(self._pairs)][1].record()
+            self._events[self._steps][1].record()
         self._steps += 1
 
     def seconds(self) -> float:
-        """What was waited since `restart()`, in seconds. On a GPU this waits until it has the last batch's pixels."""
-        if not self._pairs:
-            return self._seconds
-        while self._read < self._steps:
-            self._take(self._pairs[self._read % len(self._pairs)], wait=True)
-        counted = self._steps - self._lost
-        # A step whose events had to be given to another before the GPU came to them is taken for an average one.
-        return self._seconds * (self._steps / counted) if counted else 0.0
-
-    def _take(self, pair: tuple[Any, Any], *, wait: bool) -> None:
-        begin, end = pair
-        if wait:
-            end.synchronize()
-        if wait or end.query():
-            self._seconds += begin.elapsed_time(end) / 1e3
-        else:
-            self._lost += 1
-        self._read += 1
+        """Return the wait since `restart()` in seconds. On a GPU this waits until the last batch's pixels are there."""
+        if self._new_event is None or self._steps == 0:
+            return self._waited
+        used = self._events[: self._steps]
+        used[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in used) / 1e3

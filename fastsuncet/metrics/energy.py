@@ -1,8 +1,7 @@
-"""The energy that the ranks' GPUs take, from the counter that NVIDIA's driver keeps of each: board and memory, not the
-host, the network or the cooling.
+"""The energy of the ranks' GPUs, from the counter that NVIDIA's driver keeps for each: board and memory, not the host.
 
-The counter is read on the host (NVML, package nvidia-ml-py); nothing is asked of the device's stream. A run without
-it, on a CPU, an older or partitioned GPU, or without that package, has no joules at all rather than some of them.
+The host reads the counter through NVML (package nvidia-ml-py), without the device's stream. If one rank has no counter
+(a CPU, an older or partitioned GPU, no package), the run reports no joules at all instead of a part of them.
 """
 
 import importlib
@@ -14,37 +13,36 @@ from fastsuncet.distributed.collectives import gather_json
 
 
 class EnergyMeter:
-    """`spent()` is the energy since it was last asked, over all ranks; `open_energy_meter` makes one where all have a counter.
+    """Reads the counter of one GPU; `open_energy_meter` makes one if every rank has a counter.
 
-    The counter belongs to the GPU, so what else runs on it is counted as well, and ranks that share one GPU count it
-    once.
+    The counter belongs to the GPU: it includes other programs, and a GPU that several ranks share counts once.
     """
 
-    def __init__(self, nvml: Any, uuid: str):
+    def __init__(self, nvml: Any, uuid: str):  # nvml: the module pynvml
         self._nvml, self._uuid = nvml, uuid
         self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._last = self._read()
+        self.start()
 
     def start(self) -> None:
-        """Counts from now on: what was spent before the run's first step is not the run's."""
+        """Count from now on: energy that was spent before the run's first step is not the run's."""
         self._last = self._read()
 
-    def spent(self) -> float | None:
-        """Joules of all ranks' GPUs since the last call; None where any of them could not be read. A collective."""
-        before, self._last = self._last, self._read()
-        mine = None
-        if before is not None and self._last is not None:
-            # A driver that was reloaded counts from 0 again: the little that it lost is less than a wrong minus.
-            mine = max(0, self._last - before) / 1000
-        every = gather_json([self._uuid, mine])
-        return None if any(joules is None for _, joules in every) else sum(dict(every).values())
-
     def readable(self) -> bool:
-        """Whether this GPU has given a value."""
+        """Return whether the GPU has given a value."""
         return self._last is not None
 
+    def spent(self) -> float | None:
+        """Return joules of all ranks' GPUs since the last call; None if one could not be read. A collective."""
+        before, self._last = self._last, self._read()
+        own = None
+        if before is not None and self._last is not None:
+            # After a driver is reloaded it counts from 0. Losing that little is better than a negative value.
+            own = max(0, self._last - before) / 1000
+        every = gather_json([self._uuid, own])
+        return None if any(joules is None for _, joules in every) else sum(dict(every).values())
+
     def _read(self) -> int | None:
-        """Millijoules since the driver was loaded, None where this GPU does not say."""
+        """Return millijoules since the driver was loaded, None if this GPU does not report them."""
         try:
             return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except self._nvml.NVMLError:
@@ -52,20 +50,19 @@ class EnergyMeter:
 
 
 def open_energy_meter(device: torch.device, nvml: Any = None) -> EnergyMeter | None:
-    """A meter for the GPUs of all ranks, or None on every rank if one of them has no counter. A collective.
+    """Return a meter for the GPUs of all ranks, None on every rank if one of them has no counter. A collective.
 
-    `nvml` is the module pynvml, by default the one that is installed.
+    `nvml` is the module pynvml, by default the installed one.
     """
-    meter = _of_gpu(device, nvml) if device.type == "cuda" else None
+    meter = _own_meter(device, nvml) if device.type == "cuda" else None
     return meter if all(gather_json(meter is not None)) else None
 
 
-def _of_gpu(device: torch.device, nvml: Any) -> EnergyMeter | None:
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return None
+def _own_meter(device: torch.device, nvml: Any) -> EnergyMeter | None:
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        return None
     try:
         nvml.nvmlInit()
         # By identity: NVML numbers all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves, in any order.

@@ -1,4 +1,4 @@
-"""A run as its watcher sees it: a bar at a terminal, lines in a batch log. Fed with the metrics' records."""
+"""Show a run's progress: a bar at a terminal, lines in a batch log. Both show the records of the metrics files."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# key of a metrics record -> how a line writes its value, how the bar does
+# Key of a metrics record -> the format of its value in a line, and its text in the bar.
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "nt_xent": (".4f", lambda loss: f"nt_xent {loss:.2f}"),
     "swav": (".4f", lambda loss: f"swav {loss:.2f}"),
@@ -18,20 +18,20 @@ FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "sup_con": (".4f", lambda loss: f"L_sup_out {loss:.2f}"),
     "lr": (".4g", lambda lr: f"lr {lr:.3g}"),
     "views_per_second": (".1f", lambda rate: f"{_short(rate)} views/s"),
-    "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # share of the time spent waiting for pixels
+    "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # fraction of the time spent waiting for pixels
     "petaflops": (".4g", lambda spent: f"{spent:.3g} PF"),
 }
-# A batch job may have a terminal too, but its output mostly ends in a file: there a bar is one endless line.
+# A batch job can have a terminal, but its output mostly ends in a file, where a bar is one endless line.
 BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST", "CI")
-WIDE = 110  # columns from which there is room for a bar beside the numbers
+WIDE = 110  # columns from which a bar fits next to the numbers
 
 
 class ProgressBar:
-    """`progress.update(record)` once a metrics line; `progress.say(line)` for all else there is to tell.
+    """`update(record)` shows a metrics line; `say(line)` prints anything else.
 
-    `record` is what MetricsWriter.write returned: "step" and any of FIELDS. A bar is drawn on standard error
-    if that is a terminal and no batch system started the run; else one line of key=value pairs, in columns,
-    on standard output. `stream` takes the place of both.
+    `record` is what MetricsWriter.write returned: "step" and any of FIELDS. The bar is drawn on standard error if that
+    is a terminal and no batch system started the run. Otherwise each record is a line of key=value pairs, in columns,
+    on standard output. `stream` replaces both.
     """
 
     def __init__(
@@ -45,79 +45,76 @@ class ProgressBar:
         self.total = total
         self._clock, self._last = clock, (start, clock())
         self._pace, self._intervals = 0.0, 0  # seconds per update, smoothed over the intervals between lines
-        self._widths: dict[str, int] = {}  # of each column of the plain lines so far
-        self._bar = None
+        self._widths: dict[str, int] = {}  # of each column of the lines so far
+        self._bar: tqdm | None = None
         terminal = stream or sys.stderr
-        dull = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
-        # A terminal that knows no width (docker run -t without one) gets lines: tqdm would draw nothing.
-        if columns(terminal) and not dull:
+        batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
+        # A terminal without a width (docker run -t can give one) gets lines: tqdm would draw nothing.
+        if _width(terminal) and not batch:
             self._bar = tqdm(total=total, initial=start, file=terminal, dynamic_ncols=True)
         self._stream = terminal if stream or self._bar is not None else sys.stdout
 
     def update(self, record: dict[str, Any]) -> None:
-        """Shows a training record."""
+        """Show a training record."""
         left = self._time_left(record["step"])
         if self._bar is not None:
-            self._draw(record, left)
+            self._draw(self._bar, record, left)
             return
         values = {"step": f"{record['step']}/{self.total}"}
-        values |= {key: _write(record[key], form) for key, (form, _) in FIELDS.items() if key in record}
-        self._line(values | {"left": left})
+        for key, (form, _) in FIELDS.items():
+            if key in record:
+                values[key] = "-" if record[key] is None else format(record[key], form)
+        cells = []
+        for key, value in {**values, "left": left}.items():
+            cell = f"{key}={value}"
+            self._widths[key] = max(self._widths.get(key, 0), len(cell))
+            cells.append(cell.ljust(self._widths[key]))
+        print(" ".join(cells).rstrip(), file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
-        """Prints `line` without breaking the bar."""
+        """Print `line` without breaking the bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._stream)
         else:
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leaves the bar as it is, with the cursor below it."""
+        """Leave the bar as it is, with the cursor below it."""
         if self._bar is not None:
             self._bar.close()
 
-    def _draw(self, record: dict[str, Any], left: str) -> None:
-        wide = columns(self._stream) >= WIDE
+    def _draw(self, bar: tqdm, record: dict[str, Any], left: str) -> None:
+        wide = _width(self._stream) >= WIDE
         shown = [show(record[key]) for key, (_, show) in FIELDS.items() if record.get(key) is not None]
-        text = " ".join([f"left {left}" if wide else f"<{left}", *shown])
-        self._bar.bar_format = ("{percentage:3.0f}%|{bar}| " if wide else "") + "{n_fmt}/{total_fmt} {desc}"
-        self._bar.set_description_str(text, refresh=False)
-        self._bar.n = record["step"]
-        self._bar.refresh()
-
-    def _line(self, values: dict[str, str]) -> None:
-        cells = []
-        for key, value in values.items():
-            cell = f"{key}={value}"
-            self._widths[key] = max(self._widths.get(key, 0), len(cell))
-            cells.append(cell.ljust(self._widths[key]))
-        print(" ".join(cells).rstrip(), file=self._stream, flush=True)
+        bar.bar_format = ("{percentage:3.0f}%|{bar}| " if wide else "") + "{n_fmt}/{total_fmt} {desc}"
+        bar.set_description_str(" ".join([f"left {left}" if wide else f"<{left}", *shown]), refresh=False)
+        bar.n = record["step"]
+        bar.refresh()
 
     def _time_left(self, step: int) -> str:
-        """Updates left, at the pace of late. The first interval, with the start-up, counts only alone."""
+        """Return the time for the remaining updates at the recent pace.
+
+        The first interval includes the start-up, so it counts only until there is a second one.
+        """
         (before, then), now = self._last, self._clock()
         self._last = (step, now)
         if step > before:
             self._intervals += 1
-            weight = 1.0 if self._intervals <= 2 else 0.2  # 0.2: half of a change is seen after three lines
+            weight = 1.0 if self._intervals <= 2 else 0.2  # 0.2: half of a change shows after three lines
             self._pace += weight * ((now - then) / (step - before) - self._pace)
         if self._intervals == 0:
             return "?"
         return tqdm.format_interval((self.total - step) * self._pace)
 
 
-def columns(stream: TextIO) -> int:
-    """The width of the terminal behind `stream` in characters, 0 where there is none."""
+def _width(stream: TextIO) -> int:
+    """Return the width of the terminal behind `stream` in characters, 0 if it is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError, AttributeError):  # closed, or an object in memory
         return 0
 
 
-def _write(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _short(number: float) -> str:
-    """Three digits and a letter: 1234 -> 1.23k."""
+    """Return three digits and a letter: 1234 -> 1.23k."""
     return tqdm.format_sizeof(number) if math.isfinite(number) else str(number)

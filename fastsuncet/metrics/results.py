@@ -1,9 +1,9 @@
-"""One evaluation's numbers as one JSON file in the run's folder, RUN/results/NAME.json.
+"""Write and read the result of one evaluation: a JSON file in the run's folder, RUN/results/NAME.json.
 
-The name follows from what was evaluated, so that doing it again replaces the number instead of adding a second one.
+The name follows from what was evaluated, so that a repeated evaluation replaces its result.
 
-    {"kind": "knn",                                    what was done: finetune knn npi linear accuracy transfer
-     "metrics": {"top1": 0.61, "top5": 0.85},          shares from 0 to 1
+    {"kind": "knn",                                    finetune, knn, npi, linear, accuracy or transfer
+     "metrics": {"top1": 0.61, "top5": 0.85},          from 0 to 1
      "images": 10000,                                  evaluated, each once
      "labels": {"kind": "bernoulli", "fraction": 0.1, "count": 5006},
      "encoder": {"source", "step", "epoch", "method", "ledger"},      of Encoder.record
@@ -19,12 +19,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.checkpoint import atomic_files, serialization
+from fastsuncet.checkpoint import atomic_files
 from fastsuncet.errors import FastSuncetError
 
 FOLDER = "results"  # in the run's folder
 KINDS = ("finetune", "knn", "npi", "linear", "accuracy", "transfer")
-# Key -> the type of its value; what else a record holds is its writer's.
+# Required keys and the types of their values. A record can hold further keys.
 FIELDS = {
     "kind": str,
     "metrics": dict,
@@ -38,32 +38,32 @@ FIELDS = {
 
 
 class ResultError(FastSuncetError):
-    """A result cannot be read or written: the text names the file."""
+    """A result cannot be read or written. The text names the file."""
 
     exit_code = 5
 
 
 def write_result(run: Path, record: dict[str, Any]) -> Path:
-    """Writes `record` into the folder of results of `run` and returns its file, which exists whole or not at all.
+    """Write `record` atomically into the results folder of `run`; return its file.
 
     Raises ValueError or TypeError for a record that `read_results` would refuse, ResultError if the disk refuses.
     """
-    record = serialization.plain_json(record, "result")
-    if fault := _fault(record):
-        raise ValueError(f"write_result: {fault}")
+    if problem := _problem(record):
+        raise ValueError(f"write_result: {problem}")
+    payload = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
     path = Path(run) / FOLDER / f"{name_of(run, record)}.json"
     try:
         atomic_files.make_folder(path.parent)
-        atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+        atomic_files.replace(path, payload)
     except OSError as error:
         raise ResultError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
     return path
 
 
 def read_results(run: Path) -> list[dict[str, Any]]:
-    """The records of `run` in order of their names; none where nothing was evaluated yet.
+    """Return the records of `run` in order of their names, an empty list if there is none.
 
-    Raises ResultError, which names the file and what is wrong with it, for a damaged one.
+    Raises ResultError, which names the file and the problem, for a damaged one.
     """
     records = []
     for path in sorted((Path(run) / FOLDER).glob("[!.]*.json")):
@@ -73,45 +73,46 @@ def read_results(run: Path) -> list[dict[str, Any]]:
             raise ResultError(
                 f"the result {path} cannot be read ({error}): remove it and evaluate again"
             ) from error
-        if fault := _fault(record):
-            raise ResultError(f"the result {path} is not what an evaluation writes: {fault}. Remove it")
+        if problem := _problem(record):
+            raise ResultError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
         records.append(record)
     return records
 
 
 def name_of(run: Path, record: dict[str, Any]) -> str:
-    """The file's name without its suffix: kind, labels, step, and a digest of all that makes it another evaluation."""
+    """Return the file's name without its suffix: kind, labels, step, and a digest of what identifies the evaluation."""
     labels, encoder = record["labels"], record["encoder"]
     parts = [record["kind"], str(labels.get("kind", "none"))]
     if labels.get("fraction") is not None:
         parts.append(f"{labels['fraction']:g}")
     if encoder.get("step") is not None:
         parts.append(f"step{encoder['step']:08d}")
-    # Two encoders of one step, two settings of one encoder: without the digest one would overwrite the other.
-    source = Path(encoder.get("source") or "").resolve()
-    home = Path(run).resolve()
-    if source.is_relative_to(home):  # a run that was moved, or is named from elsewhere, keeps its names
+    # Relative to the run, so that a run that was moved, or is named from elsewhere, keeps its names.
+    source, home = Path(encoder.get("source") or "").resolve(), Path(run).resolve()
+    if source.is_relative_to(home):
         source = source.relative_to(home)
+    # Without the digest, two encoders of one step, or two settings of one encoder, would overwrite each other.
     identity = [record["kind"], labels, str(source), encoder.get("step"), record["setting"]]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join([*parts, digest]))
 
 
-def _fault(record: Any) -> str:
-    """What is wrong with a record, or an empty string."""
+def _problem(record: Any) -> str:
+    """Return what is wrong with a record, or an empty string."""
     if not isinstance(record, dict):
-        return f"it holds a {type(record).__name__} and no record"
+        return f"it holds a {type(record).__name__} instead of a record"
     for key, kind in FIELDS.items():
         if key not in record:
             return f"it has no {key}"
         if not isinstance(record[key], kind) or isinstance(record[key], bool):
-            return f"its {key} is {record[key]!r}, where a {kind.__name__} is wanted"
+            return f"its {key} is {record[key]!r}, which is not a {kind.__name__}"
     if record["kind"] not in KINDS:
         return f"its kind is {record['kind']!r}, which is not one of {', '.join(KINDS)}"
-    numbers = record["metrics"].items()
-    wrong = [key for key, value in numbers if type(value) not in (int, float) or not math.isfinite(value)]
-    if wrong or not record["metrics"]:
-        return f"its metrics {wrong} are not numbers" if wrong else "it has no metrics"
+    if not record["metrics"]:
+        return "it has no metrics"
+    for name, value in record["metrics"].items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return f"its metric {name} is {value!r}, which is not a finite number"
     if record["images"] < 1:
-        return f"its images are {record['images']}, where 1 or more are wanted"
+        return f"its images are {record['images']}, but must be 1 or more"
     return ""

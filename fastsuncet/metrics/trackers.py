@@ -1,12 +1,20 @@
-"""Where the same numbers can go as well: TensorBoard, Weights & Biases. Imported when they are asked for."""
+"""Send the numbers of the metrics files to TensorBoard and Weights & Biases. They are imported only on request."""
 
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastsuncet.console import Say
 from fastsuncet.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """What MetricsWriter calls."""
+
+    def write(self, step: int, kind: str, record: dict[str, Any]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -32,18 +40,18 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of `project`, one and the same over all restarts in `folder`.
+    """One W&B run of `project`, the same over all restarts in `folder`.
 
-    Offline unless WANDB_MODE says otherwise: naming a project in a config that came with the code is not
-    consent to send, and a batch job must not wait for a login. `wandb sync` sends the run later.
+    Offline unless WANDB_MODE says otherwise: a project's name in a config that came with the code is not consent to
+    send, and a batch job must not wait for a login. `wandb sync` sends the run later.
     """
 
     def __init__(self, project: str, folder: Path, say: Say):
-        # Its own crash reports leave the machine even when it is offline.
+        # W&B's crash reports would leave the machine even when it is offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         mode = os.environ.get("WANDB_MODE", "offline")
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports] - an optional extra
         except ImportError as error:
             raise _missing(f"logging.wandb is {project!r}", "wandb", error) from error
         self._run = wandb.init(
@@ -55,16 +63,18 @@ class WeightsAndBiases:
             resume="allow",
             settings=wandb.Settings(console="off", disable_git=True, save_code=False),
         )
-        # Its own step may only grow; after a restart ours goes back.
+        # W&B's own step can only grow; ours goes back after a restart.
         self._run.define_metric("*", step_metric="step")
-        hint = "" if mode != "offline" else "; WANDB_MODE=online sends as it goes, `wandb sync` sends later"
+        hint = (
+            "" if mode != "offline" else "; WANDB_MODE=online sends during the run, `wandb sync` sends later"
+        )
         say(f"metrics: also to Weights & Biases, project {project}, {mode}{hint}")
 
     def write(self, step: int, kind: str, record: dict[str, Any]) -> None:
         self._run.log({f"{kind}/{key}": value for key, value in _numbers(record).items()} | {"step": step})
 
     def flush(self) -> None:
-        """W&B writes from a process of its own and has no such call."""
+        """Do nothing: W&B writes from a process of its own and has no such call."""
 
     def close(self) -> None:
         self._run.finish()
@@ -76,6 +86,6 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 def _missing(setting: str, extra: str, error: ImportError) -> ConfigError:
     return ConfigError(
-        f"{setting}, and the package for it is not installed ({error}). Install the extra, pip install "
-        f'"fastsuncet[{extra}]", or leave the setting out: metrics.jsonl and metrics.csv are always written.'
+        f"{setting}, but its package is not installed ({error}). Install the extra, pip install "
+        f'"fastsuncet[{extra}]", or remove the setting: metrics.jsonl and metrics.csv are always written.'
     )

@@ -1,4 +1,4 @@
-"""Joules: what the GPUs' counters say, over all ranks and restarts, or nothing at all."""
+"""Joules are what the GPUs' counters say, over all ranks and restarts, or absent."""
 
 import sys
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class FakeNvml:
-    """The part of pynvml that is used: GPUs by identity, each with the millijoules of its next readings."""
+    """The used part of pynvml: GPUs by identity, each with the millijoules of its next readings."""
 
     class NVMLError(Exception):
         pass
@@ -40,54 +40,54 @@ class FakeNvml:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Names the one GPU that torch sees "a"."""
+    """Name the one GPU that torch sees "a"."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
 
 
-def test_joules_are_the_counters_differences_from_the_first_step_on(gpu):
+def test_energy_is_the_counters_differences_from_the_first_step(gpu):
     # Read when opened, at the start of the clock, and at two ticks.
-    ledger = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1_000, 5_000, 7_500, 7_750])))
-    assert ledger.record()["joules"] == 0
-    ledger.start_clock()
-    ledger.tick()
-    assert ledger.record()["joules"] == pytest.approx(2.5)
-    ledger.tick()
-    assert ledger.record()["joules"] == ledger.state()["joules"] == pytest.approx(2.75)
+    cost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1_000, 5_000, 7_500, 7_750])))
+    assert cost.record()["joules"] == 0
+    cost.start_clock()
+    cost.tick()
+    assert cost.record()["joules"] == pytest.approx(2.5)
+    cost.tick()
+    assert cost.record()["joules"] == cost.state()["joules"] == pytest.approx(2.75)
 
 
-def test_a_restart_continues_the_sum_and_leaves_out_the_time_between(gpu):
-    ledger = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[90_000, 91_000, 93_000])))
-    ledger.restore({"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "joules": 40.0, "macs": 7})
-    ledger.start_clock()
-    ledger.tick()
-    assert ledger.record()["joules"] == pytest.approx(42)
+def test_energy_continues_after_a_restart_without_the_time_between(gpu):
+    cost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[90_000, 91_000, 93_000])))
+    cost.restore({"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "joules": 40.0, "macs": 7})
+    cost.start_clock()
+    cost.tick()
+    assert cost.record()["joules"] == pytest.approx(42)
 
 
-def test_a_counter_that_begins_again_never_takes_joules_back(gpu):
-    ledger = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[5_000, 5_000, 6_000, 200, 1_200])))
-    ledger.start_clock()
+def test_energy_never_falls_when_the_counter_begins_again(gpu):
+    cost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[5_000, 5_000, 6_000, 200, 1_200])))
+    cost.start_clock()
     seen = []
     for _ in range(3):
-        ledger.tick()
-        seen.append(ledger.record()["joules"])
+        cost.tick()
+        seen.append(cost.record()["joules"])
     assert seen == pytest.approx([1, 1, 2])
 
 
-def test_a_run_with_an_unmetered_part_has_no_joules(gpu):
-    book = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
+def test_energy_of_a_run_with_an_unmetered_part_is_absent(gpu):
+    state = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
     begun_without = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1, 2, 3])))
-    begun_without.restore(book)
+    begun_without.restore(state)
     continued_without = RunCost()
-    continued_without.restore({**book, "joules": 40.0})
+    continued_without.restore({**state, "joules": 40.0})
     lost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=[1, 2, None, 4])))
-    for ledger in (begun_without, continued_without, lost):
-        ledger.start_clock()
-        ledger.tick()
-        ledger.tick()
-        assert "joules" not in ledger.record() and "joules" not in ledger.state()
+    for cost in (begun_without, continued_without, lost):
+        cost.start_clock()
+        cost.tick()
+        cost.tick()
+        assert "joules" not in cost.record() and "joules" not in cost.state()
 
 
-def test_there_is_no_meter_without_gpu_package_or_counter(gpu, monkeypatch):
+def test_energy_meter_needs_a_gpu_its_package_and_its_counter(gpu, monkeypatch):
     assert open_energy_meter(torch.device("cpu"), FakeNvml(a=[1])) is None
     assert (
         open_energy_meter(CUDA, FakeNvml(b=[1])) is None
@@ -101,14 +101,14 @@ def _spent(rank: int, world_size: int) -> list[float | None]:
     shared = EnergyMeter(FakeNvml(x=[0, 3_000]), "GPU-x").spent()
     own = EnergyMeter(FakeNvml(**{f"own{rank}": [0, 1_000 * (rank + 1)]}), f"GPU-own{rank}").spent()
     broken = EnergyMeter(FakeNvml(**{f"own{rank}": [0, None if rank else 5]}), f"GPU-own{rank}").spent()
-    energy._of_gpu = lambda device, nvml: SimpleNamespace() if rank == 0 else None
+    energy._own_meter = lambda device, nvml: SimpleNamespace() if rank == 0 else None
     opened = open_energy_meter(CUDA)
     return [shared, own, broken, opened]
 
 
-def test_ranks_add_up_and_a_gpu_they_share_counts_once():
+def test_energy_adds_up_ranks_and_counts_a_shared_gpu_once():
     for shared, own, broken, opened in run_ranks(_spent, 2):
         assert shared == pytest.approx(3)
         assert own == pytest.approx(1 + 2)
         assert broken is None
-        assert opened is None, "one rank without a counter, and no rank ticks alone"
+        assert opened is None, "with one rank without a counter, no rank has a meter"

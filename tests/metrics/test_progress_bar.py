@@ -1,4 +1,4 @@
-"""What a watcher sees: a bar at a terminal, aligned lines in a log, and the numbers of the metrics in both."""
+"""A bar at a terminal, aligned lines in a log, and the numbers of the metrics in both."""
 
 import fcntl
 import io
@@ -37,14 +37,6 @@ def no_batch_system(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def lines(*records: dict, total: int = 600, **options) -> list[str]:
     stream = io.StringIO()
     shown = ProgressBar(total, stream=stream, **options)
@@ -55,7 +47,7 @@ def lines(*records: dict, total: int = 600, **options) -> list[str]:
 
 
 def terminal(width: int, show) -> str:
-    """What `show(stream)` writes to a terminal `width` characters wide."""
+    """Return what `show(stream)` writes to a terminal `width` characters wide."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     with os.fdopen(slave, "w") as stream:
@@ -67,7 +59,7 @@ def terminal(width: int, show) -> str:
     return written.decode()
 
 
-def test_a_log_line_has_every_number_as_key_and_value():
+def test_progress_line_has_every_number_as_key_and_value():
     (line,) = lines(RECORD)
     values = dict(re.findall(r"(\S+)=(\S+)", line))
     assert values == {
@@ -82,7 +74,7 @@ def test_a_log_line_has_every_number_as_key_and_value():
     }
 
 
-def test_log_lines_stay_in_columns():
+def test_progress_lines_stay_in_columns():
     wide = RECORD | {"suncet": 123.4}
     shown = lines(wide, RECORD, RECORD | {"suncet": float("nan"), "lr": None})
     for key in RECORD.keys() & progress.FIELDS.keys():
@@ -91,24 +83,23 @@ def test_log_lines_stay_in_columns():
     assert "lr=- " in shown[2]
 
 
-def test_only_what_a_record_has_is_shown():
+def test_progress_line_shows_only_what_a_record_has():
     (line,) = lines({"step": 5, "nt_xent": 1.0})
     assert line.split() == ["step=5/600", "nt_xent=1.0000", "left=00:00"]
 
 
-def test_time_left_follows_the_pace_and_forgets_the_start_up():
-    clock = Clock()
+def test_progress_time_left_follows_the_pace_and_forgets_the_start_up():
+    clock = iter([0.0, 1.0, 101.0, 111.0, 121.0, 131.0, 231.0])
     stream = io.StringIO()
-    shown = ProgressBar(1000, 100, stream=stream, clock=clock)
-    for step, now in [(100, 1.0), (110, 101.0), (120, 111.0), (130, 121.0), (140, 131.0), (150, 231.0)]:
-        clock.now = now
+    shown = ProgressBar(1000, 100, stream=stream, clock=lambda: next(clock))
+    for step in (100, 110, 120, 130, 140, 150):
         shown.update({"step": step})
     left = [line.split("left=")[1] for line in stream.getvalue().splitlines()]
     # No update yet; 10 s each, with the start-up; 1 s each; the same; the same; 1 + (10 - 1) / 5 s each.
     assert left == ["?", "2:28:20", "14:40", "14:30", "14:20", "39:40"]
 
 
-def test_a_terminal_gets_one_bar_that_is_drawn_over():
+def test_progress_at_a_terminal_is_one_bar_that_is_drawn_over():
     def show(stream):
         shown = ProgressBar(600, 100, stream=stream)
         shown.update(RECORD)
@@ -136,7 +127,7 @@ def test_a_terminal_gets_one_bar_that_is_drawn_over():
     assert written.count("\n") == 2
 
 
-def test_eighty_columns_have_room_for_all_the_numbers():
+def test_progress_bar_fits_all_numbers_into_80_columns():
     def show(stream):
         shown = ProgressBar(600, stream=stream)
         shown.update(RECORD)
@@ -149,20 +140,18 @@ def test_eighty_columns_have_room_for_all_the_numbers():
         assert text in frame
 
 
-@pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_ID", "7"), ("CI", "true"), ("TERM", "dumb")])
-def test_under_a_batch_system_a_terminal_gets_lines(monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("width", "name", "value"),
+    # `docker run -t` can give a terminal of 0 columns, on which tqdm draws nothing.
+    [(120, "SLURM_JOB_ID", "7"), (120, "CI", "true"), (120, "TERM", "dumb"), (0, "TERM", "xterm")],
+)
+def test_progress_in_a_batch_job_or_without_a_width_is_lines(monkeypatch, width, name, value):
     monkeypatch.setenv(name, value)
-    written = terminal(120, lambda stream: ProgressBar(600, stream=stream).update(RECORD))
+    written = terminal(width, lambda stream: ProgressBar(600, stream=stream).update(RECORD))
     assert written.startswith("step=120/600 nt_xent=5.4322")
 
 
-def test_a_terminal_without_a_width_gets_lines():
-    """docker run -t: a terminal of 0 columns, on which tqdm draws nothing at all."""
-    written = terminal(0, lambda stream: ProgressBar(600, stream=stream).update(RECORD))
-    assert written.startswith("step=120/600 nt_xent=5.4322")
-
-
-def test_lines_go_to_standard_output(capsys):
+def test_progress_lines_go_to_standard_output(capsys):
     shown = ProgressBar(600)
     shown.update(RECORD)
     shown.say("hello")
@@ -172,11 +161,11 @@ def test_lines_go_to_standard_output(capsys):
     assert err == ""
 
 
-def test_of_all_ranks_the_first_alone_speaks(tmp_path, capsys):
+def test_progress_is_printed_by_the_first_rank_only(tmp_path, capsys):
     config = small_config(tmp_path)
     for rank in (0, 1, 2):
         with RunLogger(
             config, tmp_path, ("loss",), 10, 0, Place(rank, 3, rank, torch.device("cpu"))
-        ) as reporter:
-            reporter.say("suncet has plateaued")
+        ) as logger:
+            logger.say("suncet has plateaued")
     assert capsys.readouterr().out.count("suncet has plateaued") == 1

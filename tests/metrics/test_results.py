@@ -1,4 +1,4 @@
-"""A result is one file under one name: written whole, replaced by its repetition, checked when it is read."""
+"""A result is one file: written atomically, replaced when the evaluation is repeated, checked when it is read."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def record(**changes) -> dict:
     return made | changes
 
 
-def test_what_is_written_is_read_back_in_order_of_the_names(tmp_path):
+def test_results_are_read_back_in_order_of_their_names(tmp_path):
     records = [record(kind=kind) for kind in ("npi", "accuracy", "linear")]
     for one in records:
         write_result(tmp_path, one)
@@ -35,7 +35,7 @@ def test_what_is_written_is_read_back_in_order_of_the_names(tmp_path):
     assert read_results(tmp_path / "nothing here") == []
 
 
-def test_the_same_evaluation_done_again_replaces_its_number(tmp_path):
+def test_results_of_a_repeated_evaluation_replace_the_old_ones(tmp_path):
     first = write_result(tmp_path, record())
     assert first.parent == tmp_path / "results"
     assert first.name.startswith("knn-bernoulli-0.1-step00000010-")
@@ -54,12 +54,12 @@ def test_the_same_evaluation_done_again_replaces_its_number(tmp_path):
         {"encoder": {"source": "runs/a/checkpoints/step_00000020", "step": 20}},
     ],
 )
-def test_another_evaluation_has_a_file_of_its_own(tmp_path, changes):
+def test_results_of_another_evaluation_get_another_file(tmp_path, changes):
     assert write_result(tmp_path, record()) != write_result(tmp_path, record(**changes))
     assert len(read_results(tmp_path)) == 2
 
 
-def test_a_run_keeps_its_names_wherever_it_is_named_from(tmp_path, monkeypatch):
+def test_results_keep_their_names_wherever_the_run_is_named_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     near = write_result(tmp_path / "a", record(encoder={"source": "a/checkpoints/step_00000010", "step": 10}))
     source = str(tmp_path / "a" / "checkpoints" / "step_00000010")
@@ -75,10 +75,11 @@ def test_a_run_keeps_its_names_wherever_it_is_named_from(tmp_path, monkeypatch):
         ({"images": 0}, "1 or more"),
         ({"images": True}, "images"),
         ({"encoder": None}, "encoder"),
-        ({"metrics": {"top1": float("nan")}}, "nan"),
+        ({"metrics": {"top1": float("nan")}}, "top1 is nan"),
+        ({"setting": {"k": float("nan")}}, "JSON"),
     ],
 )
-def test_a_record_that_says_nothing_is_not_written(tmp_path, changes, said):
+def test_results_refuse_a_record_that_read_results_would_refuse(tmp_path, changes, said):
     with pytest.raises(ValueError, match=said):
         write_result(tmp_path, record(**changes))
     assert not (tmp_path / "results").exists()
@@ -95,7 +96,7 @@ def test_a_record_that_says_nothing_is_not_written(tmp_path, changes, said):
         (json.dumps(record(images="many")).encode(), "images is 'many'"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, content, said):
+def test_results_name_a_damaged_file_and_what_is_wrong(tmp_path, content, said):
     path = write_result(tmp_path, record())
     path.write_bytes(content)
     with pytest.raises(ResultError, match=said) as caught:
@@ -104,7 +105,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, content, said):
     assert caught.value.exit_code == 5
 
 
-def test_a_full_disk_leaves_the_old_number(tmp_path, monkeypatch):
+def test_results_on_a_full_disk_stay_the_old_ones(tmp_path, monkeypatch):
     write_result(tmp_path, record())
 
     def full(*_):

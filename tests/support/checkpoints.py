@@ -1,4 +1,4 @@
-"""Small checkpoints for tests, and ways to spoil them."""
+"""Small checkpoints for tests, and ways to damage them."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from fastsuncet.checkpoint import manager
 
 
 def save(folder: Path, step: int, keep: int = 10, **changes) -> Path:
-    contents = {
+    content = {
         "model": {"weight": torch.full((3, 2), float(step))},
         "state": {"step": step, "momentum": [torch.arange(4.0) * step]},
         "meta": {"config": {"criterion": {"temperature": 0.1}}, "ledger": {"images": 7}},
     }
-    return manager.save(folder, step, keep=keep, **contents | changes)
+    return manager.save(folder, step, keep=keep, **content | changes)
 
 
 def steps(folder: Path) -> list[int]:
@@ -21,25 +21,26 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> tuple[int | None, list[str]]:
-    """The step that load_newest finds, and what it says on the way."""
+    """Return the step that load_newest finds, and the lines it prints."""
     lines = []
     loaded = manager.load_newest(folder, say=lines.append)
     return loaded and loaded.step, lines
 
 
+DAMAGE = {
+    "truncated": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "flipped": lambda content: bytes([content[0] ^ 4]) + content[1:],
+    "longer": lambda content: content + b"\0",
+    "zeros": lambda content: bytes(
+        len(content)
+    ),  # what a power cut leaves of an unsynced file on some systems
+}
+
+
 def corrupt(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
+    """Damage the file at `path` in one of the ways of DAMAGE, or remove it ("missing")."""
     if how == "missing":
         path.unlink()
-        return
-    if how == "truncated":
-        content = content[:-1]
-    elif how == "empty":
-        content = b""
-    elif how == "flipped":
-        content[len(content) // 2] ^= 4
-    elif how == "longer":
-        content += b"\0"
-    elif how == "zeros":  # what a power cut leaves of an unsynced file on some file systems
-        content = bytes(len(content))
-    path.write_bytes(content)
+    else:
+        path.write_bytes(DAMAGE[how](path.read_bytes()))
