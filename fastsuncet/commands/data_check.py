@@ -4,78 +4,68 @@ A truncated file can pass for weeks, until a crop reaches the missing rows; this
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.cpu_count import decode_threads
-from fastsuncet.data.dataset import index_path, pack_index_path, packed_index
+from fastsuncet.data.dataset import data_path, image_root, index_path, pack_index_path, packed_index
 from pipelines.data_errors import BadImage
-from pipelines.datasets import cifar
-from pipelines.datasets import folders as datasets
+from pipelines.datasets.cifar import CLASSES, cifar
+from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_io import save_index
 from pipelines.verify import CheckReport, check
 
-Write = Callable[[str], object]
 
-
-def check_config(config: Config, write: Write = print) -> None:
+def check_config(config: Config) -> None:
     """Check the training and the validation images of `config`, and keep the index of both for its runs.
 
-    Training images in a pack are checked there, checksums first; the pack holds its own index.
+    Training images in a pack are checked there, checksums first; the folder that they came from is not checked.
 
     Raises BadImage, which names them all, for more bad images than data.bad_images; DataError for missing folders, a
     CSV that does not fit, and other reasons why images cannot be found.
     """
     data = config.data
-    if data.kind == "digits":
-        _held("digits", digits(train=True), digits(train=False), write)
-        return
-    if data.kind in cifar.CLASSES:
-        root = Path(data.root).expanduser()
-        train = cifar.cifar(data.kind, root, download=data.download)
-        _held(str(root), train, cifar.cifar(data.kind, root, train=False), write)
+    if data.kind == "digits" or data.kind in CLASSES:
+        if data.kind == "digits":
+            name, train, test = "digits", digits(train=True), digits(train=False)
+        else:
+            name = root = data_path(data.root)
+            train, test = cifar(data.kind, root, download=data.download), cifar(data.kind, root, train=False)
+        print(f"{name}: {len(train):,} training and {len(test):,} test images, decoded and held in memory")
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
-    folder = Path(data.root).expanduser() / data.train
-    # As in a run, the index of a CSV's images is kept without its labels, which can change while the pixels do not. A
-    # run reads a pack instead of the folder that it was made from, so that folder is not checked.
+    options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
+    folder = image_root(config, train=True)
     if data.pack is not None:
-        train = packed_index(config)
+        train, kept = packed_index(config), pack_index_path(config)
+        if not kept.exists():
+            kept = None  # the pack holds its index; those of other programs' shards are kept here
     else:
-        train = datasets.image_tree(folder) if data.kind == "csv" else datasets.image_folder(folder)
-    if data.kind == "csv":
-        classes = datasets.with_csv_labels(train, Path(data.csv).expanduser()).classes
-    else:
-        classes = train.classes
-    threads = decode_threads(data.decode_threads)
-    reports = [_checked(train, data.backend, device, threads, write)]
-    if data.pack is None:
-        _keep(reports[0], index_path(config, folder, True), write)
-    elif pack_index_path(config).exists():  # shards of another program, whose index is kept here
-        _keep(reports[0], pack_index_path(config), write)
+        train = image_tree(folder) if data.kind == "csv" else image_folder(folder)
+        kept = index_path(config, folder, True)
+    # The index of a CSV's images is kept without its labels, which can change while the pixels do not.
+    classes = (with_csv_labels(train, data_path(data.csv)) if data.kind == "csv" else train).classes
+    bad = _checked(train, kept, **options).bad
     if data.validation is not None:
-        folder = Path(data.root).expanduser() / data.validation
+        folder = image_root(config, train=False)
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
-            validation = datasets.with_classes(datasets.image_folder(folder), classes)
-            reports.append(_checked(validation, data.backend, device, threads, write))
-            _keep(reports[1], index_path(config, folder, False), write)
+            validation = with_classes(image_folder(folder), classes)
+            bad += _checked(validation, index_path(config, folder, False), **options).bad
         else:
-            write(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
-    bad = [image for report in reports for image in report.bad]
+            print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
-        write(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
+        print(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
 
 
-def check_folder(folder: Path, write: Write = print) -> None:
+def check_folder(folder: Path) -> None:
     """Check every image below `folder`, whatever its layout. Raises BadImage, which names every bad file."""
-    report = _checked(datasets.image_tree(folder), "auto", _device(), 2, write)
+    report = _checked(image_tree(folder), None, device=_device())
     if report.bad:
         raise BadImage(report.bad)
 
@@ -84,23 +74,16 @@ def _device() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _held(name: str, train: ImageIndex, test: ImageIndex, write: Write) -> None:
-    write(f"{name}: {len(train):,} training and {len(test):,} test images, decoded and held in memory")
-
-
-def _checked(index: ImageIndex, backend: str, device: str, threads: int, write: Write) -> CheckReport:
-    terminal = sys.stderr.isatty()
+def _checked(index: ImageIndex, kept: Path | None, **options) -> CheckReport:
+    """Check the images, show progress on a terminal, and keep the index in `kept`."""
 
     def progress(done: int, total: int) -> None:
-        if terminal:
-            print(f"\r{index.root}: {done:,} of {total:,}", end="" if done < total else "\n", file=sys.stderr)
+        print(f"\r{index.root}: {done:,} of {total:,}", end="" if done < total else "\n", file=sys.stderr)
 
-    report = check(index, backend, device=device, threads=threads, progress=progress)
+    report = check(index, progress=progress if sys.stderr.isatty() else None, **options)
     state = f"{len(report.bad):,} bad" if report.bad else "all good"
-    write(f"{index.root}: {len(index):,} images decoded with {report.decoder}, {state}")
+    print(f"{index.root}: {len(index):,} images decoded with {report.decoder}, {state}")
+    if kept is not None:
+        save_index(report.index, kept)
+        print(f"{index.root}: index kept in {kept}")
     return report
-
-
-def _keep(report: CheckReport, path: Path, write: Write) -> None:
-    save_index(report.index, path)
-    write(f"{report.index.root}: index kept in {path}")

@@ -21,8 +21,8 @@ optimization: {epochs: 1, lr: 1.0}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Six images of two classes to train on, two to validate on; the working directory is theirs."""
+def folder(tmp_path, monkeypatch) -> Path:
+    """Six images of two classes to train on, two to validate on, below the working directory."""
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
     for split, number in (("train", 3), ("val", 1)):
@@ -35,17 +35,21 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def run(capsys):
+    def lines(*overrides) -> list[str]:
+        capsys.readouterr()  # what an earlier call printed before it raised
+        check_config(load_config("run.yaml", overrides))
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
 def cut_short(path):
     path.write_bytes(path.read_bytes()[:-400])
 
 
-def run(*overrides) -> list[str]:
-    lines: list[str] = []
-    check_config(load_config("run.yaml", overrides), lines.append)
-    return lines
-
-
-def test_good_images_are_counted_and_their_index_is_the_one_a_run_opens(folder):
+def test_data_check_counts_good_images_and_keeps_the_index_of_a_run(folder, run):
     lines = run()
     config = load_config("run.yaml")
     kept = [index_path(config, folder / "images" / name, name == "train") for name in ("train", "val")]
@@ -54,44 +58,39 @@ def test_good_images_are_counted_and_their_index_is_the_one_a_run_opens(folder):
     assert [len(load_index(path)) for path in kept] == [6, 2]
     assert load_index(kept[0]).classes == ("cat", "dog")
     assert (load_index(kept[0]).sizes == [40, 60]).all()
-
-
-def test_a_file_cut_short_is_named_on_stderr_and_ends_with_3(folder, capsys):
-    cut_short(folder / "images/train/dog/1.jpg")
-    cut_short(folder / "images/val/cat/0.jpg")
-    assert cli.main(["data", "check", "run.yaml"]) == 3
-    said = capsys.readouterr()
-    assert "images/train: 6 images decoded with PIL, 1 bad" in said.out
-    assert said.err.startswith("error: 2 images cannot be decoded:\n  images/train/dog/1.jpg: ")
-    assert "\n  images/val/cat/0.jpg: " in said.err
-    kept = load_index(index_path(load_config("run.yaml"), folder / "images/train", True))
-    assert list(kept.bad) == [4]  # and a run is refused by it, or replaces it
-
-
-def test_as_many_bad_images_as_the_config_allows_are_listed_and_end_with_0(folder):
-    cut_short(folder / "images/train/dog/1.jpg")
-    lines = run("data.bad_images=1")
-    assert lines[-1].startswith("images/train/dog/1.jpg: ")
-    assert lines[-1].endswith("(data.bad_images allows 1)")
-    with pytest.raises(BadImage):
-        run("data.bad_images=0")
-
-
-def test_new_files_are_found_by_checking_again(folder):
-    run()
     Image.new("RGB", (60, 40)).save(folder / "images/train/cat/new.png")
     assert run()[0] == "images/train: 7 images decoded with PIL, all good"
 
 
-def test_a_missing_validation_folder_matters_only_if_an_evaluation_asks_for_it(folder):
+def test_data_check_names_truncated_files_on_stderr_and_exits_with_3(folder, capsys):
+    cut_short(folder / "images/train/dog/1.jpg")
+    cut_short(folder / "images/val/cat/0.jpg")
+    assert cli.main(["data", "check", "run.yaml"]) == 3
+    output = capsys.readouterr()
+    assert "images/train: 6 images decoded with PIL, 1 bad" in output.out
+    assert output.err.startswith("error: 2 images cannot be decoded:\n  images/train/dog/1.jpg: ")
+    assert "\n  images/val/cat/0.jpg: " in output.err
+    kept = load_index(index_path(load_config("run.yaml"), folder / "images/train", True))
+    assert list(kept.bad) == [4]  # a run refuses it, or replaces it
+
+
+def test_data_check_lists_as_many_bad_images_as_the_config_allows(folder, run):
+    cut_short(folder / "images/train/dog/1.jpg")
+    last = run("data.bad_images=1")[-1]
+    assert last.startswith("images/train/dog/1.jpg: ") and last.endswith("(data.bad_images allows 1)")
+    with pytest.raises(BadImage):
+        run("data.bad_images=0")
+
+
+def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run):
     (folder / "images/val").rename(folder / "held_out")
     assert run()[-1] == "images/val: skipped, the folder does not exist and no evaluation needs it"
-    with pytest.raises(DataError, match="no data folder images/val"):
+    with pytest.raises(DataError, match="images/val"):
         run("evaluation.knn_every_epochs=1")
     assert len(run("data.validation=null")) == 2
 
 
-def test_the_labels_of_a_csv_are_checked_with_its_images(folder):
+def test_data_check_compares_the_labels_of_a_csv_with_its_images(folder, run):
     (folder / "labels.csv").write_text("file,label\ncat/0.jpg,tabby\ndog/9.jpg,husky\n")
     overrides = ("data.kind=csv", "data.csv=labels.csv", "data.validation=null")
     with pytest.raises(DataError, match=r"line 3: no image dog/9\.jpg"):
@@ -100,7 +99,7 @@ def test_the_labels_of_a_csv_are_checked_with_its_images(folder):
     assert run(*overrides)[0] == "images/train: 6 images decoded with PIL, all good"
 
 
-def test_a_folder_is_checked_whatever_its_layout(folder, capsys):
+def test_data_check_of_a_folder_ignores_its_layout(folder, capsys):
     assert cli.main(["data", "check", "images"]) == 0
     assert capsys.readouterr().out.startswith("images: 8 images decoded with ")
     cut_short(folder / "images/train/dog/1.jpg")
@@ -108,8 +107,7 @@ def test_a_folder_is_checked_whatever_its_layout(folder, capsys):
         check_folder(folder / "images")
 
 
-def test_images_held_in_memory_are_read_whole():
+def test_data_check_reads_images_in_memory_whole(run):
     pytest.importorskip("sklearn")
-    config = CONFIG.replace("image_folder, root: images, backend: torchvision", "digits")
-    Path("run.yaml").write_text(config)
+    Path("run.yaml").write_text(CONFIG.replace("image_folder, root: images, backend: torchvision", "digits"))
     assert run() == ["digits: 1,442 training and 355 test images, decoded and held in memory"]
