@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fastsuncet.commands.sweep.runs import expand
-from fastsuncet.commands.sweep.spec_reader import read_sweep
+from fastsuncet.commands.sweep.runs import Run, expand
+from fastsuncet.commands.sweep.spec import read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = f"base: {ROOT}/configs/digits_demo.yaml\n"
@@ -19,10 +19,17 @@ set:
 TWO = DIGITS + SMALL + "vary: {data.split.fraction: [0.1, 0.5]}\ncommands: [train, evaluate knn]\n"
 
 
-def written(text: str, name: str = "two.yaml") -> str:
-    Path(name).write_text(text)
-    return name
+def written(text: str) -> str:
+    """Write `text` as two.yaml in the working directory and return the name."""
+    Path("two.yaml").write_text(text)
+    return "two.yaml"
 
 
-def names(text: str, *overrides: str) -> list[str]:
-    return [run.name for run in expand(read_sweep(written(text)), overrides)]
+def expanded(text: str, *overrides: str) -> list[Run]:
+    """Return the runs of the sweep `text`."""
+    return expand(read_sweep(written(text)), overrides)
+
+
+def names(text: str) -> list[str]:
+    """Return the names of the runs of the sweep `text`."""
+    return [run.name for run in expanded(text)]

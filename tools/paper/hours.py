@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, `tools` is not importable yet
 
 from fastsuncet.commands.sweep.runs import Job, Run, expand
-from fastsuncet.commands.sweep.spec_reader import read_sweep
+from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.data.paired_stream import run_macs
 from fastsuncet.models.flops import FLOP_PER_MAC, classifier_macs

@@ -1,26 +1,27 @@
-"""One command after the other as processes of their own, with every signal passed on.
+"""Commands as processes, one after the other, with every signal passed on.
 
-A process each, so that exit codes, signals and memory are what they are when a person types the command. Each has a
-session of its own: a scheduler and a terminal signal a whole group, a child would hear of it twice, and the second time
-breaks off the shutdown of torchrun's agent.
+As processes, their exit codes, signals and memory are the same as when a person types the command. Each has its own
+session: a scheduler or a terminal signals a whole process group, the child would get the signal twice, and the second
+one breaks off the shutdown of torchrun's agent.
 """
 
 import signal
 import subprocess
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 
 from fastsuncet.console import cli_command
 from fastsuncet.distributed.signals import ASKING
 
-REFUSED = (2, 3, 4, 5, 130)  # a child's own reasons, asked to stop or not; see errors.py
+# Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
+REFUSED = (2, 3, 4, 5, 130)
 PREEMPTED = 75
 
 
 class Children:
-    """`with Children() as children:`; `children.run(arguments)` is the exit code of `fastsuncet ARGUMENTS`.
+    """`with Children() as children:`; `children.run(arguments)` returns the exit code of `fastsuncet ARGUMENTS`.
 
-    A signal is passed to the child that runs; `requested` then names it, and nothing should be started any more.
+    A signal is passed to the running child. `requested` is then its name, and nothing more should be started.
     """
 
     def __init__(self) -> None:
@@ -30,13 +31,12 @@ class Children:
         self._before: dict[signal.Signals, object] = {}
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Waits for the child. A child that a signal of its own killed ends with 128 + its number, as in a shell.
+        """Wait for the child and return its exit code, or 128 + the signal that killed it, as a shell does.
 
-        Where we were asked to stop, a child that left without a reason of its own was stopped by that: 75, because the
-        same command starts it again.
+        Return 75 where a stop was requested and the child gives no reason of its own: the same command continues it.
         """
         self._child = subprocess.Popen([*cli_command(), *arguments], start_new_session=True)
-        while self._pending:  # one that came between the check before and this line
+        while self._pending:  # a signal that came just before the child was there
             self._child.send_signal(self._pending.pop(0))
         code = self._child.wait()
         self._child = None
@@ -46,22 +46,21 @@ class Children:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
-        if number == signal.SIGHUP:  # the terminal is gone: to a trainer that would be the end without a save
+        if number == signal.SIGHUP:  # a closed terminal: it would end a trainer without saving
             number = signal.SIGTERM
         if self._child is None:
             self._pending.append(number)
         else:
-            self._child.send_signal(number)  # nothing where it has just ended
+            self._child.send_signal(number)  # does nothing where it has just ended
 
     def __enter__(self) -> "Children":
-        hung_up = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []  # not under nohup
-        for name in [*ASKING, *hung_up]:
+        # Under nohup SIGHUP stays ignored.
+        hang_up = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+        for name in [*ASKING, *hang_up]:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]

@@ -1,20 +1,21 @@
-"""From a sweep's file to its runs: every combination with its name, its config and its command lines."""
+"""From a sweep's file to its runs: every combination with its name, its configs and its command lines."""
 
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from fastsuncet.commands.sweep.spec import TAG, Command, Setting, Spec, Variant
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.messages import ConfigErrors, Origin, Problem
+from fastsuncet.errors import ConfigError
 
-MAX_JOBS = 2_000  # of one sweep: more is a slip of the hand, and nobody waits for it
+MAX_JOBS = 2_000  # of one sweep: more is a mistake
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Job:
 
     command: str  # "train", "evaluate npi"
     arguments: tuple[str, ...]  # behind `fastsuncet`
-    own: tuple[str, ...]  # of `arguments`: what the run's other commands are not given
+    own: tuple[str, ...]  # of `arguments`: those that the run's other commands do not have
     options: tuple[str, ...]  # of `arguments`: those that choose an encoder
     config: Config
 
@@ -37,162 +38,162 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Of all its jobs."""
+        """Folder of all its jobs."""
         return self.jobs[0].config.run_folder
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """A run before its configs are read."""
-
-    name: str
-    base: str
-    settings: tuple[Setting, ...]
-    differs: str  # from the other runs of the sweep, in words
-
-
 def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
-    """The runs of a sweep in the order of its file; `overrides` of the command line are laid on every one.
+    """Return the runs of a sweep in the order of its file, with `overrides` of the command line applied to each.
 
-    Raises ConfigErrors with everything that is wrong with any of their configs, with two runs of one name, or with an
-    override of what varies.
+    Raises ConfigErrors with everything that is wrong with any config, and for two runs of one name or an override of a
+    key that varies.
     """
-    fixed = {setting.key for settings in spec.vary for setting in settings[:1]} | {TAG}
-    clash = [
-        Problem(key, "is what this sweep varies; leave it to the sweep, or choose runs with --only")
+    jobs = math.prod(map(len, spec.vary)) * max(1, len(spec.variants))
+    jobs *= sum(math.prod(map(len, each.vary)) * max(1, len(each.variants)) for each in spec.commands)
+    if jobs > MAX_JOBS:
+        text = f"these are {jobs:,} command lines; a sweep can have at most {MAX_JOBS:,}"
+        raise ConfigErrors([Problem("vary", text, spec.origin("vary"), show_value=False)])
+    problems = [
+        Problem(
+            key,
+            "varies in this sweep; leave it out, or choose runs with --only",
+            Origin(override=f"{key}=..."),
+        )
         for key in (override.partition("=")[0] for override in overrides)
-        if key in fixed
+        if key in spec.keys_varied | {TAG}
     ]
-    _count(spec)
-    drawn = list(_draw(spec))
-    problems = [replace(problem, origin=Origin(override=f"{problem.key}=...")) for problem in clash]
-    runs = []
-    for one in drawn:
-        jobs = []
-        for command, settings in _jobs(spec, one):
-            job, wrong = _job(one, command, settings, overrides)
-            jobs += [job] if job is not None else []
-            problems += _placed(wrong, [*one.settings, *settings], one.name, spec)
-        runs.append(Run(one.name, tuple(jobs)))
-    problems += _same_names(spec, drawn)
+    runs: list[Run] = []
+    differences: dict[str, str] = {}
+    for variant, varied in spec.combinations():
+        name = _name(spec, variant, varied)
+        different = " ".join(filter(None, [variant.name, *(setting.override for setting in varied)]))
+        if name in differences:
+            text = (
+                f"two runs would be called {name} and share a folder: {differences[name]}, and {different}. "
+                "Put what they differ in into name"
+            )
+            problems.append(Problem("name", text, spec.origin("name")))
+        differences.setdefault(name, different)
+        base, settings = variant.base or spec.base, (*spec.settings, *variant.settings, *varied)
+        found: list[Job] = []
+        for command in spec.commands:
+            for case, chosen in command.combinations():
+                own = (*command.settings, *case.settings, *chosen)
+                try:
+                    found.append(_job(base, command, settings, own, overrides, name))
+                except ConfigErrors as error:
+                    problems += _at_the_sweeps_lines(error.problems, [*settings, *own], name, spec)
+        runs.append(Run(name, tuple(found)))
     if problems:
         raise ConfigErrors(_merged(problems))
     return runs
 
 
-def _count(spec: Spec) -> None:
-    of_a_run = sum(
-        max(1, len(command.variants)) * math.prod(len(values) for values in command.vary)
-        for command in spec.commands
-    )
-    jobs = max(1, len(spec.variants)) * math.prod(len(values) for values in spec.vary) * of_a_run
-    if jobs > MAX_JOBS:
-        text = f"these are {jobs:,} command lines; {MAX_JOBS:,} are the most a sweep may have"
-        raise ConfigErrors([Problem("vary", text, spec.at("vary"), show_value=False)])
-
-
-def _draw(spec: Spec) -> Iterator[_Drawn]:
-    for variant in spec.variants or [Variant("", None, ())]:
-        for drawn in product(*spec.vary):
-            said = [variant.name, *(setting.override for setting in drawn)]
-            yield _Drawn(
-                _name(spec, variant, drawn),
-                variant.base or spec.base,
-                (*spec.settings, *variant.settings, *drawn),
-                " ".join(filter(None, said)),
-            )
-
-
-def _jobs(spec: Spec, run: _Drawn) -> Iterator[tuple[Command, tuple[Setting, ...]]]:
-    for command in spec.commands:
-        for variant in command.variants or [Variant("", None, ())]:
-            for drawn in product(*command.vary):
-                yield command, (*command.settings, *variant.settings, *drawn)
-
-
 def _job(
-    run: _Drawn, command: Command, settings: tuple[Setting, ...], overrides: Sequence[str]
-) -> tuple[Job | None, list[Problem]]:
-    """The job, or what is wrong with its config."""
-    # Of a key written twice the last counts: a command line shows each once.
-    chosen = {setting.key: setting.override for setting in (*run.settings, *settings)}
-    written = [*chosen.values(), *overrides, f"{TAG}={run.name}"]
-    try:
-        config = load_config(run.base, written)
-    except ConfigErrors as error:
-        return None, error.problems
-    options: list[str] = []
-    if command.every_checkpoint:
-        options = ["--every-checkpoint"]
+    base: str,
+    command: Command,
+    settings: Sequence[Setting],
+    own: Sequence[Setting],
+    overrides: Sequence[str],
+    name: str,
+) -> Job:
+    """Return the job. Raises ConfigErrors where its config is wrong."""
+    # The last value of a key counts, and the command line shows each key once.
+    chosen = {setting.key: setting.override for setting in (*settings, *own)}
+    words = [*chosen.values(), *overrides, f"{TAG}={name}"]
+    config = load_config(base, words)
+    options = ["--every-checkpoint"] if command.every_checkpoint else []
     if command.encoder is not None:
         options = ["--encoder", os.fspath(config.run_folder / command.encoder)]
-    arguments = (*command.words.split(), run.base, *written, *options)
-    own = tuple(chosen[key] for key in dict.fromkeys(setting.key for setting in settings))
-    return Job(command.words, arguments, own, tuple(options), config), []
+    return Job(
+        command.name,
+        arguments=(*command.name.split(), base, *words, *options),
+        own=tuple(chosen[key] for key in dict.fromkeys(setting.key for setting in own)),
+        options=tuple(options),
+        config=config,
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- names
-def _name(spec: Spec, variant: Variant, drawn: Sequence[Setting]) -> str:
-    values = {setting.key: _in_a_name(setting.value) for setting in drawn}
-    values |= {s.key: _in_a_name(s.value) for s in variant.settings}
-    values |= {"run": variant.name}
-    if spec.name is not None:
-        return re.sub(r"{([^{}]*)}", lambda match: _filled(match[1], values, spec), spec.name)
-    leaves = [setting.key.rpartition(".")[2] for setting in drawn]
-    parts = [Path(spec.file).stem, variant.name]
-    for setting, leaf in zip(drawn, leaves, strict=True):
-        parts.append((leaf if leaves.count(leaf) == 1 else setting.key) + _in_a_name(setting.value))
-    return "-".join(filter(None, parts))
-
-
-def _filled(key: str, values: dict[str, str], spec: Spec) -> str:
-    if key not in values or not values[key]:
-        text = f"{{{key}}} is not what every run has: it can be {{run}}, or a key under vary or in every entry of runs"
-        raise ConfigErrors([Problem("name", text, spec.at("name"))])
-    return values[key]
+def _name(spec: Spec, variant: Variant, varied: Sequence[Setting]) -> str:
+    values = {setting.key: _in_a_name(setting.value) for setting in (*variant.settings, *varied)}
+    values["run"] = variant.name
+    if spec.name is None:
+        leaves = [setting.key.rpartition(".")[2] for setting in varied]
+        keys = [
+            leaf if leaves.count(leaf) == 1 else each.key for leaf, each in zip(leaves, varied, strict=True)
+        ]
+        parts = [key + _in_a_name(setting.value) for key, setting in zip(keys, varied, strict=True)]
+        return "-".join(filter(None, [Path(spec.file).stem, variant.name, *parts]))
+    for key in re.findall(r"{([^{}]*)}", spec.name):
+        if not values.get(key):
+            text = f"{{{key}}} is not in every run: it can be {{run}}, or a key under vary or in every entry of runs"
+            raise ConfigErrors([Problem("name", text, spec.origin("name"))])
+    return re.sub(r"{([^{}]*)}", lambda match: values[match[1]], spec.name)
 
 
 def _in_a_name(value: Any) -> str:
-    """A value as part of a folder's name: letters, digits, dots and dashes stay."""
+    """Return a value as part of a folder's name: letters, digits, dots and dashes stay."""
     items = value if isinstance(value, list) else [value]
     text = "_".join(item if isinstance(item, str) else json.dumps(item) for item in items)
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
 
 
-def _same_names(spec: Spec, drawn: Iterable[_Drawn]) -> Iterator[Problem]:
-    first: dict[str, _Drawn] = {}
-    for run in drawn:
-        other = first.setdefault(run.name, run)
-        if other is not run:
-            text = (
-                f"two runs would be called {run.name} and share a folder: {other.differs}, and {run.differs}. "
-                "Put what they differ in into name"
-            )
-            yield Problem("name", text, spec.at("name"))
-
-
-# ----------------------------------------------------------------------------------------------------------- problems
-def _placed(
-    problems: Iterable[Problem], settings: Sequence[Setting], name: str, spec: Spec
+def _at_the_sweeps_lines(
+    problems: Sequence[Problem], settings: Sequence[Setting], name: str, spec: Spec
 ) -> Iterator[Problem]:
-    """The problems of one config, each at the line of the sweep that wrote the value."""
+    """Yield the problems of one config, each at the line of the sweep that wrote the value."""
     lines = {setting.override: setting.origin for setting in settings}
-    lines[f"{TAG}={name}"] = replace(spec.at("name"), written=name)
+    lines[f"{TAG}={name}"] = replace(spec.origin("name"), written=name)
     for problem in problems:
-        at = lines.get(problem.origin.override)
-        yield problem if at is None else replace(problem, origin=at)
+        yield replace(problem, origin=lines.get(problem.origin.override, problem.origin))
 
 
-def _merged(problems: Iterable[Problem]) -> list[Problem]:
-    """Each problem once, with all the values it was met with: a typo in one line is one mistake in every run."""
-    met: dict[tuple, list[Problem]] = {}
+def _merged(problems: Sequence[Problem]) -> list[Problem]:
+    """Return each problem once, with all values it was found with: one wrong line is wrong in every run."""
+    found: dict[Problem, list[str]] = {}
     for problem in problems:
-        origin = problem.origin
-        met.setdefault((problem.key, problem.text, origin.file, origin.line, origin.override), []).append(
-            problem
+        same = replace(problem, origin=replace(problem.origin, written=""))
+        found.setdefault(same, []).append(problem.origin.written)
+    return [
+        replace(
+            problem, origin=replace(problem.origin, written=", ".join(filter(None, dict.fromkeys(written))))
         )
-    merged = []
-    for same in met.values():
-        written = ", ".join(dict.fromkeys(p.origin.written for p in same if p.origin.written))
-        merged.append(replace(same[0], origin=replace(same[0].origin, written=written)))
-    return merged
+        for problem, written in found.items()
+    ]
+
+
+# ----------------------------------------------------------------------------------------------- which runs are ours
+def runs_named(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
+    """Return the runs whose name matches a pattern (* and ? as in file names); all of them without patterns.
+
+    Raises ConfigError for a pattern that no name matches.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(run.name, pattern) for run in runs):
+            names = ", ".join(run.name for run in runs)
+            raise ConfigError(f"--only {pattern}: no run has such a name; the runs are {names}")
+    return [run for run in runs if not patterns or any(fnmatchcase(run.name, each) for each in patterns)]
+
+
+def runs_of_task(
+    runs: Sequence[Run], task: str | None, environment: Mapping[str, str]
+) -> tuple[list[Run], str]:
+    """Return the runs of this task, and the task in words (empty where all runs are its own).
+
+    `task` is "I/N": every N-th run from the I-th on. Without it, task T of a Slurm array does run T alone, whichever
+    part of the array was submitted, so that a task submitted again is the same run again. Raises ConfigError.
+    """
+    if task is not None:
+        match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", task)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ConfigError(f"--task is I/N with 1 <= I <= N, such as 2/8, not {task}")
+        return list(runs[int(match[1]) - 1 :: int(match[2])]), f"task {task}"
+    number = environment.get("SLURM_ARRAY_TASK_ID")
+    if number is None:
+        return list(runs), ""
+    if not number.isdecimal() or not 1 <= int(number) <= len(runs):
+        raise ConfigError(
+            f"this is task {number} of a Slurm array, and the sweep has {len(runs)} runs: submit it with "
+            f"--array=1-{len(runs)}, or divide the runs with --task I/N"
+        )
+    return [runs[int(number) - 1]], f"task {number} of a Slurm array"

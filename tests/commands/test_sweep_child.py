@@ -1,0 +1,97 @@
+"""A sweep's commands are processes: their exit codes are kept, and signals reach them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.commands.sweep.child import Children
+from tests.test_main import shadow
+
+READY = "pathlib.Path('ready').touch(); time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def scripted(monkeypatch, code: str) -> Children:
+    """Return Children that run `code` instead of fastsuncet."""
+    popen = subprocess.Popen
+    text = f"import os, signal, sys, time, pathlib\n{code}"
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", text], **options)
+    )
+    return Children()
+
+
+def signal_when_ready(number: int) -> None:
+    """Signal this process once the child has made the file `ready`."""
+
+    def wait_and_signal():
+        while not Path("ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait_and_signal, daemon=True).start()
+
+
+def test_children_import_nothing_from_the_working_directory(tmp_path):
+    shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
+    with Children() as children:
+        assert children.run(["train", "absent.yaml"]) == 2  # refused for the file, after all imports
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("pass", 0),
+        ("sys.exit(75)", 75),
+        ("sys.exit(0 if os.getsid(0) == os.getpid() else 3)", 0),  # its own session
+    ],
+)
+def test_children_exit_codes_without_a_signal(monkeypatch, code, ends):
+    with scripted(monkeypatch, code) as children:
+        assert children.run(["version"]) == ends
+        assert children.requested is None
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "ends"),
+    [
+        (READY, signal.SIGTERM, 75),  # dies of the signal: only time is lost
+        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); {READY}", signal.SIGTERM, 75),
+        (
+            f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); {READY}",
+            signal.SIGTERM,
+            5,
+        ),  # could not save
+        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY}", signal.SIGTERM, 0),
+        (
+            f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); {READY}",
+            signal.SIGHUP,
+            75,
+        ),  # closed terminal
+    ],
+)
+def test_children_pass_signals_on(monkeypatch, code, number, ends):
+    before = signal.getsignal(signal.SIGTERM)
+    with scripted(monkeypatch, code) as children:
+        signal_when_ready(number)
+        assert children.run(["train"]) == ends
+        assert children.requested == signal.Signals(number).name
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_children_signal_just_before_the_start(monkeypatch):
+    with scripted(monkeypatch, "time.sleep(60)") as children:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert children.run(["train"]) == 75

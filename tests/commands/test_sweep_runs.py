@@ -1,0 +1,184 @@
+"""Which runs a sweep's file makes, what they are called, which task does them, and what is wrong with a file."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastsuncet import cli
+from fastsuncet.commands.sweep.runs import Run, runs_named, runs_of_task
+from fastsuncet.commands.sweep.spec import COMMANDS, override_value
+from fastsuncet.config import ConfigErrors
+from fastsuncet.config.reader import Document
+from fastsuncet.errors import ConfigError
+from tests.support.configs import wrong_files
+from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
+from tests.test_deploy import calls, command
+
+WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+@pytest.mark.parametrize("case", WRONG)
+def test_sweep_wrong_file(case):
+    digits = f"{ROOT}/configs/digits_demo.yaml"
+    with pytest.raises(ConfigErrors) as refused:
+        expanded(case.text.replace("digits.yaml", digits))
+    case._replace(problems=[(p[0].replace("digits.yaml", digits), *p[1:]) for p in case.problems]).check(
+        refused.value
+    )
+
+
+def test_sweep_reports_all_configs_at_once():
+    text = (
+        f"{DIGITS}vary:\n  criterion.temperature: [0.1, -1, 0]\n  meta.seed: [0, x]\ncommands: [train]\n"
+        "set:\n  optimization.lrr: 3\n"
+    )
+    with pytest.raises(ConfigErrors) as refused:
+        expanded(text)
+    assert str(refused.value) == (
+        "3 problems in the config\n\n"
+        "  two.yaml:3: criterion.temperature: -1, 0\n      must be a number above 0\n"
+        "  two.yaml:4: meta.seed: x\n      must be a whole number from 0 to 2^63 - 1\n"
+        "  two.yaml:7: optimization.lrr: 3\n      there is no such key; did you mean optimization.lr?"
+    )
+
+
+def test_sweep_with_too_many_runs():
+    many = ", ".join(map(str, range(50)))
+    text = f"{DIGITS}vary: {{meta.seed: [{many}], data.split.seed: [{many}]}}\ncommands: [train]\n"
+    with pytest.raises(ConfigErrors, match="these are 2,500 command lines; a sweep can have at most 2,000"):
+        expanded(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "vary: {meta.seed: [0, 1], data.split.fraction: [0.1], data.split.seed: [7]}\ncommands: [train]\n",
+            ["two-meta.seed0-fraction0.1-data.split.seed7", "two-meta.seed1-fraction0.1-data.split.seed7"],
+        ),
+        (
+            "runs: {a: {}, b: {criterion.temperature: 0.5}}\nvary: {meta.seed: [0, 1]}\ncommands: [train]\n",
+            ["two-a-seed0", "two-a-seed1", "two-b-seed0", "two-b-seed1"],
+        ),
+        (
+            'name: "{run}.{data.augmentation.crop_scale}"\nruns: {a: {}, b: {criterion.temperature: 0.5}}\n'
+            "vary: {data.augmentation.crop_scale: [[0.2, 1.0], [0.4, 1.0]]}\ncommands: [train]\n",
+            ["a.0.2_1.0", "a.0.4_1.0", "b.0.2_1.0", "b.0.4_1.0"],
+        ),
+    ],
+)
+def test_sweep_names_of_runs(text, expected):
+    assert names(DIGITS + text) == expected
+
+
+def test_sweep_base_of_a_run_and_settings_of_a_command():
+    text = (
+        DIGITS
+        + f"runs: {{s: {{base: {ROOT}/configs/digits_simclr.yaml}}, d: {{}}}}\n"
+        + "commands:\n  train:\n  evaluate knn:\n    set: {evaluation.knn_k: 3}\n    every_checkpoint: true\n"
+        + "  evaluate npi: {encoder: finetune/x, runs: {a: {npi.views: 1}, b: {npi.views: 2}}}\n"
+    )
+    first, second = expanded(text)
+    assert [run.jobs[0].config.criterion.supervised_epochs for run in (first, second)] == [0, "all"]
+    train, knn, one, two = first.jobs
+    assert (train.config.evaluation.knn_k, knn.config.evaluation.knn_k) == (10, 3)
+    assert knn.arguments[-1] == "--every-checkpoint"
+    assert one.arguments[-2:] == two.arguments[-2:] == ("--encoder", "runs/two-s/finetune/x")
+    assert [job.config.npi.views for job in (one, two)] == [1, 2]
+
+
+def test_sweep_overrides():
+    """Overrides apply to all runs, and cannot set what varies."""
+    runs = expanded(TWO, "meta.seed=3", "logging.folder=elsewhere")
+    assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
+    assert runs[0].folder == Path("elsewhere/two-fraction0.1")
+    with pytest.raises(ConfigErrors, match="varies in this sweep; leave it out, or choose runs with --only"):
+        expanded(TWO, "data.split.fraction=1")
+
+
+def test_sweep_commands_are_those_of_the_command_line():
+    assert set(COMMANDS) <= set(cli.COMMANDS)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=("C", "Z")), max_size=8)
+    | st.sampled_from(["null", "1", "1e-4", "yes", "a b", "#x", "a: b", "-", ""]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(json_values)
+def test_override_value_reads_back(value):
+    back = Document(override_value(value)).values
+    assert back == value and type(back) is type(value)
+
+
+# ------------------------------------------------------------------------------------------------------ which runs
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_runs_of_task_every_run_exactly_once(count, tasks):
+    runs = [Run(f"run{i}", ()) for i in range(count)]
+    parts = [runs_of_task(runs, f"{i}/{tasks}", {})[0] for i in range(1, tasks + 1)]
+    assert sorted((run for part in parts for run in part), key=runs.index) == runs
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    slurm = [runs_of_task(runs, None, {"SLURM_ARRAY_TASK_ID": str(i)})[0] for i in range(1, count + 1)]
+    assert slurm == [[run] for run in runs]
+
+
+@pytest.mark.parametrize("task", ["3/2", "0/2", "1", "1/0", "a/b", "1/2/3"])
+def test_runs_of_task_wrong_task(task):
+    with pytest.raises(ConfigError, match="--task is I/N with 1 <= I <= N, such as 2/8, not"):
+        runs_of_task([Run("a", ()), Run("b", ())], task, {})
+
+
+def test_runs_of_task_in_a_slurm_array():
+    runs = [Run("a", ()), Run("b", ())]
+    with pytest.raises(ConfigError) as refused:
+        runs_of_task(runs, None, {"SLURM_ARRAY_TASK_ID": "0"})
+    assert str(refused.value) == (
+        "this is task 0 of a Slurm array, and the sweep has 2 runs: submit it with --array=1-2, or divide the runs "
+        "with --task I/N"
+    )
+    assert runs_of_task(runs, "2/2", {"SLURM_ARRAY_TASK_ID": "1"})[0] == runs[1:]  # --task takes precedence
+
+
+def test_runs_named():
+    runs = [Run(name, ()) for name in ("a-1", "a-2", "b-1")]
+    assert [run.name for run in runs_named(runs, ["a-*", "b-1"])] == ["a-1", "a-2", "b-1"]
+    assert runs_named(runs, []) == runs
+    with pytest.raises(ConfigError, match="--only c: no run has such a name; the runs are a-1, a-2, b-1"):
+        runs_named(runs, ["a-1", "c"])
+
+
+@pytest.mark.parametrize(
+    ("code", "requeued"),
+    [(0, []), (75, ["scontrol requeue 70_3"]), (5, []), (137, ["scontrol requeue 70_3"])],
+)
+def test_sweep_array_job_requeues_its_own_task(code, requeued):
+    """The Slurm script keeps the exit code, and requeues the task after a signal or a kill."""
+    command(Path.cwd(), "srun", f"exit {code}")
+    command(Path.cwd(), "scontrol", "")
+    environment = {**os.environ, "PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "73"}
+    environment |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    script = ROOT / "tools" / "cluster" / "sweep.sbatch"
+    words = ["bash", str(script), "a sweep.yaml", "data.root=/data"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == code
+    asked, *then = calls(Path.cwd())
+    assert asked.endswith("fastsuncet sweep a sweep.yaml data.root=/data")
+    assert then == requeued
+    assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 2
