@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, describe, join_statistics, synchronise
 from tests.support.ranks import run_ranks
-from tools.bench.common import Counter
+from tools.bench.dispatch_counter import Counter
 
 CHANNELS = 5
 # name: (constructor, its options, shape after the rows, rows on rank r of W)

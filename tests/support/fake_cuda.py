@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.models import resnet as models
-from tools.bench.common import tensors
+from tools.bench.dispatch_counter import tensors
 
 CARD = torch.device("cuda", 0)
 

@@ -1,4 +1,4 @@
-"""bench_norm times equals: every contender, an apex of our making among them, has the values of float32."""
+"""bench_norm compares equals: every contender, a stand-in for apex included, has the values of float32."""
 
 import json
 import sys
@@ -15,25 +15,16 @@ from fastsuncet.models import fused_batchnorm as norm_kernels
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 from tools.bench import bench_norm, norm_contenders
-from tools.bench.norm_contenders import COMPILED, CUDNN, GROUPBN, OPERATORS, OURS, Absent
-from tools.bench.norm_layers import Case, Layer, cases
+from tools.bench.norm_contenders import COMPILED, CUDNN, GROUPBN, OPERATORS, OURS, Unavailable
+from tools.bench.norm_layers import WORDS, LayerShape, NormLayer, resnet50_shapes
 
 HERE = Place(0, 1, 0, torch.device("cpu"))
-KINDS = ("plain", "relu", "add")
 
 
 class NHWC(nn.BatchNorm2d):
-    """What apex.contrib.groupbn.BatchNorm2d_NHWC takes and gives, by torch."""
+    """A stand-in for apex.contrib.groupbn.BatchNorm2d_NHWC, by torch."""
 
-    def __init__(
-        self,
-        num_features,
-        fuse_relu=False,
-        bn_group=1,
-        max_cta_per_sm=2,
-        cta_launch_margin=12,
-        multi_stream=False,
-    ):
+    def __init__(self, num_features, fuse_relu=False, bn_group=1):
         super().__init__(num_features)
         self.fuse_relu = fuse_relu
         assert bn_group == 1
@@ -48,13 +39,11 @@ class NHWC(nn.BatchNorm2d):
 
 
 class Grouped(nn.BatchNorm2d):
-    """What apex.contrib.cudnn_gbn.GroupBatchNorm2d takes and gives, by torch."""
+    """A stand-in for apex.contrib.cudnn_gbn.GroupBatchNorm2d, by torch."""
 
-    def __init__(
-        self, num_features, group_size, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True
-    ):
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        assert dist.get_rank() == 0 and group_size == 1  # as there, only with a process group
+    def __init__(self, num_features, group_size, eps=1e-5, momentum=0.1):
+        super().__init__(num_features, eps, momentum)
+        assert dist.get_rank() == 0 and group_size == 1  # apex too needs a process group
 
     def forward(self, x):
         assert x.dtype == torch.float16 and x.is_contiguous(memory_format=torch.channels_last)
@@ -63,7 +52,7 @@ class Grouped(nn.BatchNorm2d):
 
 @pytest.fixture
 def apex(monkeypatch):
-    """An apex to import, of our making."""
+    """Make stand-ins importable as apex."""
     made = {
         name: ModuleType(name)
         for name in ("apex", "apex.contrib", "apex.contrib.groupbn", "apex.contrib.cudnn_gbn")
@@ -76,113 +65,105 @@ def apex(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_compiled(monkeypatch):
-    """torch.compile takes half a minute for three shapes; gpu_suite's rehearsal calls the real one."""
+def _no_compiler(monkeypatch):
+    """torch.compile takes half a minute for three shapes."""
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
 
 
-def test_a_resnet50_has_53_such_layers_of_11_million_activations():
-    every = cases()
-    assert sum(case.layers for case in every) == 53 and len(every) == 16
-    assert sum(case.layers for case in every if case.kind == "add") == 16
-    assert sum(case.layers * case.channels * case.size**2 for case in every) == 11_113_984
-    assert every[0].layers * every[0].moved(1) == max(case.layers * case.moved(1) for case in every)
+def test_resnet50_has_53_layers_of_11_million_activations():
+    shapes = resnet50_shapes()
+    assert sum(shape.layers for shape in shapes) == 53 and len(shapes) == 16
+    assert sum(shape.layers for shape in shapes if shape.kind == "add") == 16
+    assert sum(shape.layers * shape.channels * shape.size**2 for shape in shapes) == 11_113_984
+    assert shapes[0].layers * shapes[0].moved(1) == max(shape.layers * shape.moved(1) for shape in shapes)
     # 16 bits: forward 2 + 2 + 2 bytes, backward 4 + 4 + 2; the residual is read once and its gradient written once.
-    assert Case("relu", 8, 2).moved(3) == 16 * 3 * 8 * 4 and Case("add", 8, 2).moved(3) == 20 * 3 * 8 * 4
+    assert LayerShape("relu", 8, 2).moved(3) == 16 * 3 * 8 * 4
+    assert LayerShape("add", 8, 2).moved(3) == 20 * 3 * 8 * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "relu", "add"])
 @pytest.mark.parametrize("name", [OPERATORS, COMPILED, OURS, GROUPBN, CUDNN])
 def test_every_contender_has_the_values_and_gradients_of_float32(name, kind, apex):
-    layer = Layer(Case(kind, 16, 5), 3, HERE)
+    layer = NormLayer(LayerShape(kind, 16, 5), 3, HERE)
+    make = norm_contenders.kernels if name == OURS else norm_contenders.CONTENDERS[name]
     with on_the_host(norm_kernels):
-        found = (
-            norm_contenders.CONTENDERS[name](layer)() if name != OURS else norm_contenders.kernels(layer)()
-        )
-    expected = bench_norm.truth(layer)
+        found = make(layer)()
+    expected = bench_norm.reference(layer)
     assert len(found) == len(expected) == 4 + (kind == "add")
     assert [t.shape for t in found] == [t.shape for t in expected]
     assert bench_norm.difference(found, expected) < bench_norm.TOLERANCE
     assert not dist.is_initialized()
 
 
-def test_without_apex_or_a_gpu_a_contender_says_so():
-    layer = Layer(Case("relu", 8, 3), 2, HERE)
-    for name, reason in ((GROUPBN, "not installed"), (CUDNN, "not installed"), (OURS, "this is a CPU")):
-        with pytest.raises(Absent, match=reason):
+def test_contenders_without_apex_or_a_gpu_say_why():
+    layer = NormLayer(LayerShape("relu", 8, 3), 2, HERE)
+    for name, reason in ((GROUPBN, "not installed"), (CUDNN, "not installed"), (OURS, "needs a CUDA device")):
+        with pytest.raises(Unavailable, match=reason):
             norm_contenders.CONTENDERS[name](layer)
 
 
-def test_an_apex_that_was_built_without_the_kernels_is_not_installed(apex):
+def test_apex_built_without_the_kernels_counts_as_not_installed(apex):
     del apex["apex.contrib.groupbn"].BatchNorm2d_NHWC
-    with pytest.raises(Absent, match="not installed"):
-        norm_contenders.groupbn(Layer(Case("relu", 8, 3), 2, HERE))
+    with pytest.raises(Unavailable, match="not installed"):
+        norm_contenders.groupbn(NormLayer(LayerShape("relu", 8, 3), 2, HERE))
 
 
-def test_a_contender_that_is_wrong_or_fails_is_told_and_not_timed(apex, monkeypatch):
+def test_contender_that_is_wrong_or_fails_is_reported_and_not_timed(apex, monkeypatch):
     monkeypatch.setattr(
-        NHWC, "forward", lambda self, x, z=None: x + 0 * self.weight.sum() + 0 * self.bias.sum()
+        NHWC, "forward", lambda self, x, z=None: x + 0 * (self.weight.sum() + self.bias.sum())
     )
     monkeypatch.setattr(Grouped, "forward", lambda self, x: 1 / 0)
-    found = bench_norm.measure(Case("relu", 8, 3), 2, HERE, 2, 1)
-    assert found["said"][GROUPBN].startswith("WRONG: ")
-    assert found["said"][CUDNN] == "failed: ZeroDivisionError: division by zero"
+    found = bench_norm.measure(LayerShape("relu", 8, 3), 2, HERE, 2, 1)
+    assert found["notes"][GROUPBN].startswith("WRONG: ")
+    assert found["notes"][CUDNN] == "failed: ZeroDivisionError: division by zero"
     assert set(found["seconds"]) == {OPERATORS, COMPILED, bench_norm.LIMIT}
     rows = {row["name"]: row for row in bench_norm.totals([found])}
-    assert "seconds" not in rows[GROUPBN] and rows[GROUPBN]["said"].startswith("WRONG: ")
+    assert "seconds" not in rows[GROUPBN] and rows[GROUPBN]["note"].startswith("WRONG: ")
 
 
-def test_a_sum_over_layers_counts_each_as_often_as_the_network_has_it():
-    def found(layers, seconds):
+def test_totals_count_each_layer_as_often_as_the_network_has_it():
+    def layer(layers, seconds):
         both = {OPERATORS: seconds, bench_norm.LIMIT: [1.0, 1.0]}
-        return {"layer": "x", "layers": layers, "seconds": both, "said": {}, "compile_seconds": None}
+        return {"layer": "x", "layers": layers, "seconds": both, "notes": {}, "compile_seconds": None}
 
-    rows = {row["name"]: row for row in bench_norm.totals([found(3, [2.0, 4.0]), found(1, [5.0, 7.0])])}
+    rows = {row["name"]: row for row in bench_norm.totals([layer(3, [2.0, 4.0]), layer(1, [5.0, 7.0])])}
     assert rows[OPERATORS]["seconds"] == [11.0, 19.0] and rows[bench_norm.LIMIT]["seconds"] == [4.0, 4.0]
     assert rows[OPERATORS]["time_to_limit"]["max"] == 19 / 4
 
 
-def test_bench_norm_tells_each_contender_or_why_it_is_not_here(tmp_path, capsys, apex):
+def test_bench_norm_reports_each_contender_or_why_it_is_missing(tmp_path, capsys, apex):
     path = tmp_path / "norm.json"
     assert bench_norm.main(["--quick", "--device", "cpu", "--json", str(path)]) == 0
     report, printed = json.loads(path.read_text()), capsys.readouterr().out
     rows = {row["name"]: row for row in report["points"]}
     assert set(rows) == {*norm_contenders.CONTENDERS, bench_norm.LIMIT}
     for name, row in rows.items():
-        assert name in printed
-        assert name == OURS or min(row["seconds"]) > 0
-    assert (
-        rows[OURS]["said"] == "they run on CUDA devices, and this is a CPU" and rows[OURS]["said"] in printed
-    )
-    assert "s to compile 3 shapes" in rows[COMPILED]["said"]
-    assert {each["layer"].partition(": ")[2] for each in report["layers"]} == {
-        "BatchNorm",
-        "BatchNorm, ReLU",
-        "BatchNorm, residual, ReLU",
-    }
+        assert name in printed and (name == OURS or min(row["seconds"]) > 0)
+    assert rows[OURS]["note"] == "needs a CUDA device" and rows[OURS]["note"] in printed
+    assert "s to compile 3 shapes" in rows[COMPILED]["note"]
+    assert {each["layer"].partition(": ")[2] for each in report["layers"]} == set(WORDS.values())
     assert printed.rstrip().rpartition("fastest: ")[2] in norm_contenders.CONTENDERS
 
 
-def test_a_kernel_of_ours_that_is_wrong_ends_the_command_with_1(monkeypatch, capsys):
-    monkeypatch.setitem(
-        norm_contenders.CONTENDERS,
-        OURS,
-        lambda layer: lambda: [2 * t for t in norm_contenders.operators(layer)()],
-    )
+def test_bench_norm_returns_1_if_our_kernels_are_wrong(monkeypatch, capsys):
+    def doubled(layer):
+        return lambda: [2 * t for t in norm_contenders.operators(layer)()]
+
+    monkeypatch.setitem(norm_contenders.CONTENDERS, OURS, doubled)
     assert bench_norm.main(["--quick", "--device", "cpu"]) == 1
     assert "WRONG: 100.0 % off float32" in capsys.readouterr().out
 
 
-def _on_a_rank(rank, world_size):
+def _measure_on_a_rank(rank, world_size):
     norm_contenders.CONTENDERS.pop(COMPILED)
     place = Place(rank, world_size, rank, torch.device("cpu"))
     norm_contenders.CONTENDERS[OURS] = norm_contenders.kernels
     with on_the_host(norm_kernels):
-        found = bench_norm.measure(Case("add", 8, 2), 2, place, 2, 1)
-    return sorted(found["seconds"]), found["said"]
+        found = bench_norm.measure(LayerShape("add", 8, 2), 2, place, 2, 1)
+    return sorted(found["seconds"]), found["notes"]
 
 
-def test_over_ranks_all_take_the_same_turns_with_the_statistics_of_all():
-    names, said = run_ranks(_on_a_rank, 2)[1]
+def test_bench_norm_on_ranks_uses_the_statistics_of_all():
+    names, notes = run_ranks(_measure_on_a_rank, 2)[1]
     assert names == sorted([OPERATORS, OURS, bench_norm.LIMIT])
-    assert said == {GROUPBN: "not installed", CUDNN: "not installed"}
+    assert notes == {GROUPBN: "not installed", CUDNN: "not installed"}

@@ -21,7 +21,7 @@ from fastsuncet.training.step import PRECISIONS, build
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.training.test_methods import METHODS, small
 from tools.bench import bench_step
-from tools.gpu import steps as gpu_steps
+from tools.gpu.workloads import variants
 
 HERE = Place(0, 1, 0, CARD)
 U, S = 6, 8
@@ -147,10 +147,8 @@ def test_every_rung_of_the_ladder_on_a_gpu_is_a_config_that_steps(tmp_path, monk
     monkeypatch.setattr(bench_step, "build_model", lambda *named: models.build_model(*named))
     config = small(tmp_path, "SimCLR + SuNCEt")
     with fake_card():
-        bench = bench_step.Bench.__new__(bench_step.Bench)
-        bench.config, bench.place, bench.said, bench.classes = config, HERE, [], 10
-        bench.batch, bench.views = batch_of(config, S), 2 * U + S
-        rungs = gpu_steps.rungs(config, bench)
+        bench = bench_step.StepBench(config, HERE, batch_of(config, S), 10)
+        rungs = variants(bench)
         assert len(rungs) >= 12
         for name, make in rungs.items():
             if "torch.compile" not in name:  # compiled for a card, which is not there

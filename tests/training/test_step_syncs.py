@@ -13,7 +13,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.training.step import build, train_step
 from tests.support.ranks import run_ranks
 from tests.training.test_methods import METHODS, small
-from tools.bench.common import Counter
+from tools.bench.dispatch_counter import Counter
 
 CPU = torch.device("cpu")
 U, S = 6, 8

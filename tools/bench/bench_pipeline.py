@@ -1,26 +1,25 @@
-"""SimCLR's two views from JPEG files: the DALI loader and its torchvision twin against torchvision's DataLoader.
+"""Time SimCLR's two views from JPEG files: the DALI loader and its torchvision twin against torchvision's DataLoader.
 
-    python tools/bench/bench_pipeline.py [FOLDER] [--json FILE] [--rounds R] [--images N] [--pack] [--quick]
+    python tools/bench/bench_pipeline.py [FOLDER] [--pack] [--images N] [--json FILE] [--rounds R] [--quick]
 
-FOLDER is any tree of images; without one, pictures are made up and written first. Everyone gets two threads or
-two worker processes, reads the same files, decodes each once and gives two float32 views of 224 pixels in batches
-of 32. Each contender lives in a process of its own; they take turns, and only the one whose turn it is works.
+FOLDER is any tree of images; without one, pictures are generated first. All contenders have two threads or two worker
+processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 32. Each runs
+in its own process; they take turns, and only the one whose turn it is works.
 
-Colour, in the table: "exact" is torchvision's jitter (contrast about the image's mean grey, hue in HSV) in the
-fixed order brightness, contrast, saturation, hue; "fast" is one linear twist in YIQ, another augmentation of about
-the same strength; "stock" is torchvision's jitter in torchvision's random order. "own operator": exact colour by
-`pipelines.dali.plugin`, the same pixels; it must have been built. Blur: Gaussian, 23 pixels wide,
-or as wide as sigma asks for (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used.
+Color, in the table: "exact" is torchvision's jitter (contrast about the image's mean gray, hue in HSV) in the fixed
+order brightness, contrast, saturation, hue; "fast" is one linear twist in YIQ, another augmentation of about the same
+strength; "stock" is torchvision's jitter in torchvision's random order. "own operator" is exact color by
+`pipelines.dali.plugin`, with the same pixels; it must have been built. Blur is Gaussian, 23 pixels wide or as wide as
+sigma needs (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used.
 
-The same files are also read out of a pack (`fastsuncet data pack`). Both are in the page cache by then: this
-tells what a pack costs or saves the processor, and nothing of a disk or a file server.
+The same files are also read from a pack (`fastsuncet data pack`). Both are in the page cache by then: this shows what a
+pack costs or saves the processor, and says nothing about a disk or a file server.
 """
 
-import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, `tools` is not importable yet
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from pipelines.dali.plugin.build import kept
 from pipelines.datasets.folders import image_tree
@@ -41,81 +40,60 @@ from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, blur_windows
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
-from tools.bench.common import (
-    end,
-    environment,
-    print_table,
-    print_targets,
-    ratios,
-    spread,
-    target,
-    told,
-    write_json,
-)
-from tools.bench.turns import in_turns
+from tools.bench import harness
+from tools.bench.harness import format_spread, ratios, spread, target
+from tools.bench.processes import time_batches_in_turns
 
 WORKERS, SIGMA = 2, (0.1, 2.0)
-FILES, PACK = "read files", "read pack"
+# What makes the views, or a part of the work alone, and how the table calls it.
+ENGINES = {
+    "dali": "fastsuncet DALI",
+    "plugin": "fastsuncet DALI, own operator",
+    "pack": "fastsuncet DALI from a pack",
+    "twin": "fastsuncet torchvision twin",
+    "tensors": "DataLoader, v2 on tensors",
+    "PIL": "DataLoader, v2 on PIL",
+    "decode": "limit: DALI, decoding alone",
+    "read files": "reading alone, files",
+    "read pack": "reading alone, pack",
+}
+DATA_LOADERS = ("tensors", "PIL")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who makes the two views, and how."""
+    """What makes the two views, and how."""
 
-    # "dali", from files or from a "pack"; "plugin", with our own operator for colour; "twin"; "decode", "read files",
-    # "read pack": a part of the work alone; or for the DataLoader what its transforms work on: "tensors", "PIL".
-    engine: str
-    color: str
-    blur: str  # "23", "sigma" or "box"
+    engine: str  # a key of ENGINES
+    color: str = ""  # "exact", "fast" or "stock"
+    blur: str = ""  # "23", "sigma" or "box"
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
-        alone = {
-            "decode": "limit: DALI, decoding alone",
-            FILES: "reading alone, files",
-            PACK: "reading alone, pack",
-        }
-        if self.engine in alone:
-            return alone[self.engine]
-        who = {
-            "dali": "fastsuncet DALI",
-            "plugin": "fastsuncet DALI, own operator",
-            "pack": "fastsuncet DALI from a pack",
-            "twin": "fastsuncet torchvision twin",
-        }
-        return f"{who.get(self.engine, f'DataLoader, v2 on {self.engine}')}, {self.color}, blur {self.blur}"
-
-    @property
-    def ours(self) -> bool:
-        return self.engine in ("dali", "plugin", "pack", "twin")
+        """Return the name in the table."""
+        how = f", {self.color}, blur {self.blur}" if self.color else ""
+        return ENGINES[self.engine] + how
 
 
 CONTENDERS = (
-    Contender("dali", "exact", "23"),
-    Contender("dali", "exact", "sigma"),
-    Contender("plugin", "exact", "23"),
-    Contender("plugin", "exact", "sigma"),
+    *(Contender(engine, "exact", blur) for engine in ("dali", "plugin") for blur in ("23", "sigma")),
     Contender("dali", "fast", "23"),
     Contender("dali", "fast", "sigma"),
     Contender("pack", "fast", "sigma"),
     Contender("twin", "exact", "23"),
     Contender("twin", "exact", "sigma"),
-    Contender("tensors", "stock", "23"),
-    Contender("PIL", "stock", "23"),
-    Contender("tensors", "stock", "sigma"),
-    Contender("PIL", "stock", "sigma"),
+    *(Contender(engine, "stock", blur) for blur in ("23", "sigma") for engine in DATA_LOADERS),
     Contender("PIL", "stock", "box"),
-    Contender("decode", "-", "-"),
-    Contender(FILES, "-", "-"),
-    Contender(PACK, "-", "-"),
+    Contender("decode"),
+    Contender("read files"),
+    Contender("read pack"),
 )
-PACKED = (Contender("dali", "fast", "sigma"), *(c for c in CONTENDERS if c.engine in ("pack", FILES, PACK)))
+PACKED = (Contender("dali", "fast", "sigma"), Contender("pack", "fast", "sigma"), *CONTENDERS[-2:])
 QUICK = (Contender("dali", "fast", "23"), Contender("tensors", "stock", "23"), *CONTENDERS[-2:])
 
 
 class SigmaBlur(nn.Module):
-    """torchvision's Gaussian blur with a kernel as wide as its sigma asks for, which v2 itself does not offer."""
+    """torchvision's Gaussian blur with a kernel as wide as its sigma needs, which v2 itself does not offer."""
 
     def forward(self, image: Any) -> Any:
         sigma = float(torch.empty(()).uniform_(*SIGMA))
@@ -131,7 +109,7 @@ class BoxBlur(nn.Module):
 
 
 def stock_transform(kind: str, blur: str, size: int = 224) -> v2.Compose:
-    """The recipe's augmentation in torchvision's own words, on uint8 tensors or on PIL images."""
+    """Return the recipe's augmentation by torchvision's own transforms, for uint8 tensors or PIL images."""
     blurs = {"23": lambda: v2.GaussianBlur(23, SIGMA), "sigma": SigmaBlur, "box": BoxBlur}
     return v2.Compose(
         [
@@ -147,7 +125,7 @@ def stock_transform(kind: str, blur: str, size: int = 224) -> v2.Compose:
 
 
 class TwoViews(Dataset):
-    """A file -> two draws of one transform, the file decoded once."""
+    """A file -> two draws of one transform; the file is decoded once."""
 
     def __init__(self, paths: list[Path], kind: str, blur: str):
         self.paths, self.kind, self.transform = paths, kind, stock_transform(kind, blur)
@@ -156,14 +134,14 @@ class TwoViews(Dataset):
         return len(self.paths)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        image = Image.open(self.paths[i]).convert("RGB")
+        image: Any = Image.open(self.paths[i]).convert("RGB")
         if self.kind == "tensors":
             image = v2.functional.pil_to_tensor(image)
         return self.transform(image), self.transform(image)
 
 
 class Endless(Sampler):
-    """Epoch after epoch in fresh orders, so that workers never start anew."""
+    """Epoch after epoch in new orders, so that workers start only once and no batch is ragged."""
 
     def __init__(self, count: int):
         self.count = count
@@ -173,161 +151,95 @@ class Endless(Sampler):
             yield from torch.randperm(self.count).tolist()
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The same images twice: a tree of files, and those packed."""
-
-    folder: str
-    pack: str
-
-
-def batches(contender: Contender, stored: Stored, batch: int) -> Iterator[Any]:
-    """Batch after batch of two views, without end."""
-    index = open_pack(stored.pack) if contender.engine in ("pack", PACK) else image_tree(stored.folder)
-    if contender.engine in ("tensors", "PIL"):
-        paths = [index.path(i) for i in range(len(index))]
-        data = TwoViews(paths, contender.engine, contender.blur)
-        # drop_last in spirit: an endless sampler leaves no ragged batch.
-        yield from DataLoader(
-            data, batch, sampler=Endless(len(data)), num_workers=WORKERS, multiprocessing_context="fork"
-        )
+def batches(contender: Contender, folder: str, pack: str, batch: int) -> Iterator[Any]:
+    """Yield batches of two views without end; `pack` holds the images of `folder`."""
+    engine, window = contender.engine, 23 if contender.blur == "23" else "auto"
+    index = open_pack(pack) if engine in ("pack", "read pack") else image_tree(folder)
+    if engine in DATA_LOADERS:
+        data = TwoViews([index.path(i) for i in range(len(index))], engine, contender.blur)
+        order = Endless(len(data))
+        yield from DataLoader(data, batch, sampler=order, num_workers=WORKERS, multiprocessing_context="fork")
         return
-    window = 23 if contender.blur == "23" else "auto"
-    color = contender.color if contender.ours else "exact"
-    views = (Augmentation(color=color, blur_window=window),) * 2
+    views = (Augmentation(color=contender.color or "exact", blur_window=window),) * 2
     plan = Plan(index, UnlabeledSampler(len(index), batch, 1, seed=0), views, seed=0, role="bench")
-    if contender.engine == "decode":
-        yield from decoded(plan)
+    if engine not in ("dali", "plugin", "pack", "twin"):
+        yield from part_of_the_work(plan, engine)
         return
-    if contender.engine in (FILES, PACK):
-        yield from read(plan)
-        return
-    backend = "torchvision" if contender.engine == "twin" else "dali"
-    operator = "plugin" if contender.engine == "plugin" else "graph"
+    backend = "torchvision" if engine == "twin" else "dali"
+    operator = "plugin" if engine == "plugin" else "graph"
     pace = {"threads": WORKERS, "prefetch": 2}
     loader = open_loader(index, plan, backend=backend, color_operator=operator, **pace)
     for step in itertools.count():
         yield loader(step)
 
 
-def decoded(plan: Plan) -> Iterator[Any]:
-    """The same files decoded and nothing done with them."""
-    from pipelines.dali import graphs
-    from pipelines.dali.engine import FilePaths, placement
-
-    stored, steps = FilePaths(plan.index), itertools.count()
-    pipeline = graphs.decoded(
-        lambda: stored(plan.sampler.rows(next(steps), 0)),
-        stored=stored.stored,
-        batch_size=plan.batch,
-        num_threads=WORKERS,
-        prefetch_queue_depth=2,
-        **placement("cpu", 0),
-    )
-    while True:
-        yield pipeline.run()
-
-
-def read(plan: Plan) -> Iterator[Any]:
-    """The same files as bytes in DALI's memory, not decoded."""
+def part_of_the_work(plan: Plan, engine: str) -> Iterator[Any]:
+    """Yield the plan's images decoded and nothing else, or only their bytes in DALI's memory."""
     from nvidia.dali import fn, pipeline_def
 
-    from pipelines.dali.engine import FilePaths, PackedBytes
+    from pipelines.dali import graphs
+    from pipelines.dali.engine import FilePaths, PackedBytes, placement
 
-    packed, steps = plan.index.pack is not None, itertools.count()
-    stored = PackedBytes(plan.index.pack) if packed else FilePaths(plan.index)
+    pack, steps = plan.index.pack, itertools.count()
+    stored = FilePaths(plan.index) if pack is None else PackedBytes(pack)
+    pace = {"batch_size": plan.batch, "num_threads": WORKERS, "prefetch_queue_depth": 2}
+
+    def rows() -> Any:
+        return stored(plan.sampler.rows(next(steps), 0))
 
     @pipeline_def(exec_dynamic=True)
     def encoded() -> Any:
-        given = fn.external_source(lambda: stored(plan.sampler.rows(next(steps), 0)))
-        return given if packed else fn.io.file.read(given)  # DALI copies what it is given: one copy each
+        # DALI copies what a source returns, so both cost one copy.
+        source = fn.external_source(rows)
+        return fn.io.file.read(source) if pack is None else source
 
-    pipeline = encoded(batch_size=plan.batch, num_threads=WORKERS, prefetch_queue_depth=2, device_id=None)
+    if engine == "decode":
+        pipeline = graphs.decoded(rows, stored=stored.stored, **pace, **placement("cpu", 0))
+    else:
+        pipeline = encoded(**pace, device_id=None)
     while True:
         yield pipeline.run()
 
 
 def measure(
-    contenders: tuple[Contender, ...], stored: Stored, batch: int, count: int, rounds: int
+    contenders: Sequence[Contender], folder: str, pack: str, batch: int, count: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """One row a contender: seconds of each turn over `count` batches, by the wall and by the CPU."""
-    sources = {contender: (batches, (contender, stored, batch)) for contender in contenders}
-    turns = in_turns(sources, count, rounds)
+    """Return one point per contender: images per wall second and CPU ms per image in each turn of `count` batches."""
+    sources = {contender: (batches, (contender, folder, pack, batch)) for contender in contenders}
+    turns = time_batches_in_turns(sources, count, rounds)
     images = count * batch
-    return [
-        {
-            "name": contender.name,
-            "engine": contender.engine,
-            "color": contender.color,
-            "blur": contender.blur,
-            "images_per_second": [images / wall for wall, _ in turns[contender]],
-            "cpu_ms_per_image": [1e3 * cpu / images for _, cpu in turns[contender]],
-        }
-        for contender in contenders
-    ]
+    points = []
+    for contender in contenders:
+        rates = [images / wall for wall, _ in turns[contender]]
+        cpu = [1e3 * seconds / images for _, seconds in turns[contender]]
+        facts = {"name": contender.name, **vars(contender)}
+        points.append({**facts, "images_per_second": rates, "cpu_ms_per_image": cpu})
+    return points
 
 
-def peers(found: list[dict[str, Any]], blur: str) -> list[dict[str, Any]]:
-    """The DataLoaders with one kind of blur, the fastest first."""
-    rows = [row for row in found if row["engine"] in ("tensors", "PIL") and row["blur"] == blur]
-    return sorted(rows, key=lambda row: -spread(row["images_per_second"])["median"])
+def add_comparisons(points: list[dict[str, Any]]) -> None:
+    """Add each point's speed and CPU time relative to its peer.
 
-
-def compare(found: list[dict[str, Any]]) -> None:
-    """Adds to each row of ours how it stands to the fastest DataLoader with the same blur kernel; a pack, to files."""
-    for row in found:
-        same_blur = peers(found, row["blur"])
-        if row["engine"] in ("dali", "plugin", "twin") and same_blur:
-            row["peer"] = same_blur[0]["name"]
-            row["speed_to_peer"] = ratios(row["images_per_second"], same_blur[0]["images_per_second"])
-            row["cpu_of_peer"] = ratios(same_blur[0]["cpu_ms_per_image"], row["cpu_ms_per_image"])
-    for one, other in ((PACK, FILES), ("pack", "dali")):
-        for row in found:
-            same = [
-                x for x in found if (x["engine"], x["color"], x["blur"]) == (other, row["color"], row["blur"])
-            ]
-            if row["engine"] == one and same:
-                row["peer"] = same[0]["name"]
-                row["speed_to_peer"] = ratios(row["images_per_second"], same[0]["images_per_second"])
-                row["cpu_of_peer"] = ratios(same[0]["cpu_ms_per_image"], row["cpu_ms_per_image"])
-
-
-def targets_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was asked of the DALI loader on a CPU, for both blur kernels."""
-    asked = []
-    for row in found:
-        if row["engine"] in ("dali", "plugin") and "peer" in row:
-            limit = 1.5 if row["color"] == "fast" else 1.0
-            asked.append(
-                target(
-                    f"{row['name']}: images/s over {row['peer']}", row["speed_to_peer"], limit, at_least=True
-                )
-            )
-    return asked
-
-
-def show(found: list[dict[str, Any]]) -> None:
-    """The table."""
-    head = ["", "images/s", "CPU ms/image", "x peer, wall", "x peer, CPU"]
-    print_table(
-        head,
-        [
-            [
-                row["name"],
-                told(spread(row["images_per_second"])),
-                told(spread(row["cpu_ms_per_image"])),
-                told(row["speed_to_peer"]) if "peer" in row else "",
-                told(row["cpu_of_peer"]) if "peer" in row else "",
-            ]
-            for row in found
-        ],
-    )
-    print("x peer: against the fastest DataLoader with the same blur kernel; a pack's against the files")
-    print("files and pack were in the page cache: a cold disk is not measured\n")
+    The peer is the fastest DataLoader with the same blur; for a pack, the same work on files.
+    """
+    from_files = {"pack": "dali", "read pack": "read files"}
+    for point in points:
+        engine, blur = point["engine"], point["blur"]
+        if engine in from_files:
+            peers = [p for p in points if p["engine"] == from_files[engine] and p["color"] == point["color"]]
+            peers = [p for p in peers if p["blur"] == blur]
+        else:
+            peers = [p for p in points if p["engine"] in DATA_LOADERS and p["blur"] == blur]
+        if not peers or engine in DATA_LOADERS:
+            continue
+        peer = max(peers, key=lambda p: spread(p["images_per_second"])["median"])
+        point["peer"] = peer["name"]
+        point["speed_to_peer"] = ratios(point["images_per_second"], peer["images_per_second"])
+        point["cpu_of_peer"] = ratios(peer["cpu_ms_per_image"], point["cpu_ms_per_image"])
 
 
 def write_pictures(folder: Path, count: int, height: int = 375, width: int = 500) -> None:
-    """JPEGs with the detail of photographs, roughly: waves of many lengths, and noise. Sizes of ImageNet's median."""
+    """Write JPEGs with roughly the detail of photographs: waves of many lengths, and noise."""
     y, x = np.mgrid[0:height, 0:width] / 100
     for number in range(count):
         rng = np.random.default_rng(number)
@@ -339,54 +251,60 @@ def write_pictures(folder: Path, count: int, height: int = 375, width: int = 500
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{number:04}.jpg", quality=90)
 
 
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("", "name", str),
+    ("images/s", "images_per_second", harness.scaled(1)),
+    ("CPU ms/image", "cpu_ms_per_image", harness.scaled(1)),
+    ("x peer, wall", "speed_to_peer", format_spread),
+    ("x peer, CPU", "cpu_of_peer", format_spread),
+]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table and writes the JSON. A missed target is a finding, not a failure: 0 either way."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "folder", nargs="?", help="a tree of images (default: 256 pictures made up for the run)"
-    )
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--images", type=int, default=384, help="images in a turn")
-    parser.add_argument(
-        "--quick", action="store_true", help="two contenders, 8 pictures: for a look and for the tests"
-    )
+    """Print the table and write the JSON."""
+    parser = harness.parser(__doc__, rounds=5, quick="four contenders, 8 pictures", devices=())
+    parser.add_argument("folder", nargs="?", help="a tree of images (default: 256 generated pictures)")
+    parser.add_argument("--images", type=int, default=384, help="images in a turn (default: %(default)s)")
     parser.add_argument("--pack", action="store_true", help="only what is read from files and from a pack")
     options = parser.parse_args(arguments)
-    batch, count, rounds, contenders = 32, max(1, options.images // 32), options.rounds, CONTENDERS
-    if options.pack:
-        contenders = tuple(c for c in CONTENDERS if c in PACKED)
+    batch, count, rounds = 32, max(1, options.images // 32), options.rounds
+    contenders: Sequence[Contender] = PACKED if options.pack else CONTENDERS
     if options.quick:
         batch, count, rounds, contenders = 4, 2, 2, QUICK
+    notes = [
+        "x peer: against the fastest DataLoader with the same blur; for a pack, against files",
+        "Files and pack were in the page cache: a cold disk is not measured.",
+    ]
     if kept() is None:
-        print("left out: DALI with our own color operator, which `python -m pipelines.dali.plugin` builds")
-        contenders = tuple(c for c in contenders if c.engine != "plugin")
-    where = environment()
-    with tempfile.TemporaryDirectory() as made_up:
+        notes.append("left out: our own color operator, which `python -m pipelines.dali.plugin` builds")
+        contenders = [c for c in contenders if c.engine != "plugin"]
+    report = harness.Report("bench_pipeline", options.json, made_up=options.folder is None)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.folder or f"{scratch}/pictures")
         if options.folder is None:
-            write_pictures(Path(made_up), 8 if options.quick else 256)
-        index = image_tree(options.folder or made_up)
-        with tempfile.TemporaryDirectory() as packed:
-            stored = Stored(str(index.root), f"{packed}/shards")
-            write_pack(index, Path(stored.pack))
-            found = measure(contenders, stored, batch, count, rounds)
-        files = len(index)
-    compare(found)
-    print(
-        f"two views of 224 pixels from {files} files, batches of {batch}, {WORKERS} threads or workers each"
+            folder.mkdir()
+            write_pictures(folder, 8 if options.quick else 256)
+        index, pack = image_tree(folder), f"{scratch}/shards"
+        write_pack(index, Path(pack))
+        points = measure(contenders, str(folder), pack, batch, count, rounds)
+    add_comparisons(points)
+    # The targets of the DALI loader on a CPU, for both blur kernels.
+    targets = [
+        target(
+            f"{p['name']}: images/s over {p['peer']}",
+            p["speed_to_peer"],
+            1.5 if p["color"] == "fast" else 1.0,
+            at_least=True,
+        )
+        for p in points
+        if p["engine"] in ("dali", "plugin") and "peer" in p
+    ]
+    title = (
+        f"two views of 224 pixels, {len(index)} files, batches of {batch}, {WORKERS} threads or workers each"
     )
-    show(found)
-    targets = targets_of(found)
-    print_targets(targets)
-    report = {
-        "tool": "bench_pipeline",
-        "environment": where,
-        "files": files,
-        "made_up": options.folder is None,
-    }
-    write_json(options.json, {**report, "points": found, "targets": targets})
-    return 0
+    table = harness.table(title, points, COLUMNS)
+    return report.finish([table], notes=notes, targets=targets, points=points, files=len(index))
 
 
 if __name__ == "__main__":
-    end(main)
+    harness.run(main)

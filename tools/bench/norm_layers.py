@@ -19,33 +19,33 @@ EPS, MOMENTUM = 1e-5, 0.1
 
 
 @dataclass(frozen=True)
-class Case:
-    """Layers of one shape and kind, and how many of them a network has."""
+class LayerShape:
+    """Layers of one shape and kind, and how many of them the network has."""
 
     kind: Kind
     channels: int
-    size: int  # pixels of a side
+    size: int  # height and width in pixels
     layers: int = 1
 
     def __str__(self) -> str:
         return f"{self.channels} x {self.size} x {self.size}: {WORDS[self.kind]}"
 
     def moved(self, images: int) -> int:
-        """Bytes that forward and backward must read and write at least, in 16 bits, for one layer.
+        """Return the bytes that forward and backward of one layer must read and write at least, in 16 bits.
 
-        Forward reads x for the statistics, reads it again with the residual, and writes y; backward reads dy and x for
-        the sums and again for the gradient, and writes that, and the residual's.
+        Forward reads x for the statistics, reads it again with the residual, and writes y. Backward reads dy and x for
+        the sums and again for the gradient, and writes that and the residual's.
         """
         return 2 * PASSES[self.kind] * images * self.channels * self.size**2
 
 
-def cases() -> list[Case]:
-    """What torchvision's ResNet-50 has at 224 pixels, by walking it; most bytes first."""
-    seen: Counter[tuple[Kind, int, int]] = Counter()
+def resnet50_shapes() -> list[LayerShape]:
+    """Return the shapes of torchvision's ResNet-50 at 224 pixels, those that move most bytes first."""
+    counts: Counter[tuple[Kind, int, int]] = Counter()
 
-    def note(kind: Kind) -> Callable[..., None]:
-        def hook(module: nn.Module, given: Any, y: Tensor) -> None:
-            seen[kind, y.shape[1], y.shape[2]] += 1
+    def count(kind: Kind) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, y: Tensor) -> None:
+            counts[kind, y.shape[1], y.shape[2]] += 1
 
         return hook
 
@@ -53,35 +53,37 @@ def cases() -> list[Case]:
         network = resnet50()
         for name, module in network.named_modules():
             if isinstance(module, Bottleneck):
-                module.bn3.register_forward_hook(note("add"))
+                module.bn3.register_forward_hook(count("add"))
             elif isinstance(module, nn.BatchNorm2d) and not name.endswith("bn3"):
-                module.register_forward_hook(note("plain" if "downsample" in name else "relu"))
+                module.register_forward_hook(count("plain" if "downsample" in name else "relu"))
         network(torch.empty(1, 3, 224, 224))
-    found = [Case(*key, layers) for key, layers in seen.items()]
-    return sorted(found, key=lambda case: -case.layers * case.moved(1))
+    shapes = [LayerShape(*key, layers) for key, layers in counts.items()]
+    return sorted(shapes, key=lambda shape: -shape.layers * shape.moved(1))
 
 
-class Layer:
-    """One case's tensors on this rank, which all contenders share: channels-last, weight and bias in float32."""
+class NormLayer:
+    """The tensors of one layer on this rank, which all contenders share: channels-last; weight and bias float32."""
 
-    def __init__(self, case: Case, images: int, place: Place, dtype: torch.dtype = torch.bfloat16):
-        self.case, self.place = case, place
+    def __init__(self, shape: LayerShape, images: int, place: Place):
+        self.shape, self.place = shape, place
         generator = torch.Generator(place.device).manual_seed(place.rank)
-        shape = (images, case.channels, case.size, case.size)
+        size = (images, shape.channels, shape.size, shape.size)
 
         def draw(mean: float) -> Tensor:
-            x = torch.empty(shape, dtype=dtype, device=place.device, memory_format=torch.channels_last)
+            x = torch.empty(
+                size, dtype=torch.bfloat16, device=place.device, memory_format=torch.channels_last
+            )
             return x.normal_(mean, generator=generator)
 
-        # A gradient of mean 1: its sums over a layer are then large beside their rounding.
+        # A gradient of mean 1, so that its sums over a layer are large compared with their rounding.
         self.x, self.d_y = draw(0.5).requires_grad_(), draw(1.0)
-        self.residual = draw(0.0).requires_grad_() if case.kind == "add" else None
-        wave = torch.arange(case.channels, device=place.device)
+        self.residual = draw(0.0).requires_grad_() if shape.kind == "add" else None
+        wave = torch.arange(shape.channels, device=place.device)
         self.weight, self.bias = ((1 + 0.5 * torch.sin(wave * step)).requires_grad_() for step in (0.3, 0.7))
 
-    def to(self, dtype: torch.dtype) -> "Layer":
-        """The same activations in another dtype."""
-        other = Layer.__new__(Layer)
+    def to(self, dtype: torch.dtype) -> "NormLayer":
+        """Return the same layer with activations of another dtype."""
+        other = NormLayer.__new__(NormLayer)
         other.__dict__.update(self.__dict__)
         other.d_y = self.d_y.to(dtype)
         other.x = self.x.detach().to(dtype).requires_grad_()
@@ -90,7 +92,7 @@ class Layer:
         return other
 
     def fill(self, norm: nn.Module) -> nn.Module:
-        """A BatchNorm module on this layer's device, with its weight and bias."""
+        """Return a BatchNorm module on this layer's device, with this layer's weight and bias."""
         norm = norm.to(self.place.device)
         with torch.no_grad():
             norm.weight.copy_(self.weight)

@@ -1,0 +1,152 @@
+"""What the bench tools share: turns, ratios, counts, the report, the exit codes; and every tool's --help."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.data_errors import DataError
+from tools.bench import harness
+from tools.bench.dispatch_counter import Counter
+from tools.bench.harness import ratios, spread, target, time_in_turns
+from tools.bench.processes import resident_growth
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(p for p in ROOT.glob("tools/**/*.py") if 'if __name__ == "__main__":' in p.read_text())
+
+
+def test_every_tool_answers_help(tmp_path):
+    """Each script runs from another folder as a user starts it; one process, because importing torch is slow."""
+    assert len(SCRIPTS) >= 9
+    code = """
+import io, runpy, sys
+from contextlib import redirect_stdout
+before = sys.path[:]
+for path in sys.argv[1:]:
+    sys.path[:], sys.argv, text = before, [path, "--help"], io.StringIO()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tools"]:
+        del sys.modules[name]
+    try:
+        with redirect_stdout(text):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as stop:
+        assert stop.code in (0, None), path
+    assert "usage:" in text.getvalue(), path
+"""
+    paths = list(map(str, SCRIPTS))
+    done = subprocess.run([sys.executable, "-c", code, *paths], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """CUDA events on a clock that only work moves forward, in milliseconds."""
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at, self.waited = clock[0], False
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, end):
+            assert end.waited, "read before the device came to the second event"
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return clock
+
+
+def test_time_in_turns_rotates_and_does_not_count_the_warmup(events):
+    calls = []
+
+    def work(name):
+        calls.append(name)
+        events[0] += 100.0 if calls.count(name) <= 2 else 1.0
+
+    contenders = {name: lambda name=name: work(name) for name in "abc"}
+    found = time_in_turns(contenders, "cuda", rounds=3, repeats=1)
+    assert "".join(calls) == "aabbcc" + "abc" + "bca" + "cab"
+    assert found == {name: pytest.approx([1e-3] * 3) for name in "abc"}
+    assert harness.seconds_of(contenders["a"], "cuda", 20) == pytest.approx(1e-3)
+
+
+def test_ratios_are_taken_within_each_round():
+    assert ratios([2, 9, 4], [1, 3, 4]) == {"median": 2, "min": 1, "max": 3}
+
+
+def test_target_is_met_by_the_median_in_the_direction_asked():
+    fast = spread([4, 6, 7])
+    assert target("x", fast, 5, at_least=True)["met"]
+    assert not target("x", fast, 5, at_least=False)["met"]
+
+
+def test_table_leaves_out_empty_columns_and_cells():
+    columns = [("", "name", str), ("s", "seconds", str), ("no", "nothing", str)]
+    made = harness.table("t", [{"name": "a", "seconds": 1}, {"name": "b", "nothing": None}], columns)
+    assert made == {"title": "t", "head": ["", "s"], "rows": [["a", "1"], ["b", ""]]}
+
+
+def test_counter_counts_waits_views_and_bytes():
+    x, mask = torch.ones(1000), torch.ones(1000, dtype=torch.bool)
+    with Counter() as counter:
+        x.view(10, 100).add_(1)  # reads 4,000 bytes and writes 4,000; the view is free
+    assert (counter.operators, counter.waits, counter.moved, counter.peak) == (1, 0, 8000, 0)
+    with Counter() as counter:
+        y = x + x  # 8,000 read, 4,000 written and kept
+        del y
+    assert (counter.operators, counter.moved, counter.peak, counter.now) == (1, 12000, 4000, 0)
+    for question in (lambda: x.sum().item(), lambda: x[mask], lambda: bool(x[0] > 0), lambda: x.nonzero()):
+        with Counter() as counter:
+            question()
+        assert counter.waits == 1
+
+
+def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
+    copy = harness.copy_of(1_000_000, "cpu")
+    with Counter() as counter:
+        copy()
+    assert counter.moved == 1_000_000 and counter.peak == 0
+
+
+def test_resident_growth_is_the_memory_that_the_work_touches():
+    assert 38e6 < resident_growth(lambda: torch.ones(10_000_000).sum()) < 60e6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a graph can be captured")
+def test_capture_graph_without_a_gpu_returns_the_call_and_the_reason():
+    call, why = harness.capture_graph(spread)
+    assert call is spread and why
+
+
+def test_report_is_printed_and_written_and_wrong_results_return_1(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    report = harness.Report("x", path, device="cpu")
+    made = harness.table("title", [{"name": "a"}], [("", "name", str)])
+    assert report.finish([made], notes=["a note"], wrong=["y differs"], points=[1]) == 1
+    written, printed = json.loads(path.read_text()), capsys.readouterr().out
+    assert written["tool"] == "x" and written["points"] == [1] and written["tables"] == [made]
+    assert written["environment"].keys() >= {"date", "commit", "cpu", "cores", "load", "versions", "command"}
+    assert written["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert printed.startswith("title\n") and "a note" in printed and "WRONG   y differs" in printed
+    assert list(tmp_path.iterdir()) == [path]
+    assert report.finish([made]) == 0
+
+
+def test_run_prints_an_error_as_one_line_with_its_exit_code(capsys):
+    def wrong() -> int:
+        raise DataError("no data folder nowhere")
+
+    with pytest.raises(SystemExit) as stop:
+        harness.run(wrong)
+    assert stop.value.code == 3 and capsys.readouterr().err == "error: no data folder nowhere\n"
+    with pytest.raises(SystemExit) as stop:
+        harness.run(lambda: 1)
+    assert stop.value.code == 1
