@@ -1,10 +1,10 @@
-"""CUDA C++ of our own: sources (*.cu), their compiler and their launcher. Each kernel's twin in PyTorch's operators
-stands with its caller, runs everywhere, and is what the kernel is held to.
+"""CUDA C++ kernels: sources (*.cu), their compiler and their launcher. Each kernel's twin in PyTorch's operators
+lies next to its caller, runs everywhere, and is what the kernel must agree with.
 
     LARS            lars.cu        fastsuncet/optim/lars_kernel.py          twin lars_foreach.py
     contrast        contrast.cu    fastsuncet/losses/contrast_kernel.py     twin contrast.py
-    BatchNorm       norm.cu        fastsuncet/models/fused_batchnorm.py               twin in the same file
+    BatchNorm       norm.cu        fastsuncet/models/fused_batchnorm.py     twin in the same file
 
-No kernel here has run on a card yet. They are compiled for every architecture in the tests, and the same sources run
-there on a CPU, with a thread for each of theirs (tests/host_shim).
+No kernel here has run on a GPU yet. The tests compile them for every generation of GPUs and run the same sources on a
+CPU, with a real thread for each CUDA thread (tests/support/host_shim).
 """

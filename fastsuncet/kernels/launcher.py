@@ -1,8 +1,8 @@
-"""Compiled kernels on torch's current stream, with raw pointers: nothing allocated, nothing waited for.
+"""Launch compiled kernels on torch's current stream, with raw pointers: no allocation, no host sync.
 
-The one convention of our sources: an integer parameter is a `long long`, a real one a `float`, everything else a
-pointer or a struct by value. So Python's values need no signature to be packed, and the tests' compiler checks that
-every kernel keeps to it.
+The convention of the sources: an integer parameter is a `long long`, a real one a `float`, everything else a
+pointer or a struct by value. So Python's values can be packed without a signature, and the tests' compiler checks
+that every kernel follows it.
 """
 
 import ctypes
@@ -17,13 +17,14 @@ from pipelines.cuda_compiler import KernelError, bindings, check
 
 
 class Arguments:
-    """A kernel's arguments as the driver wants them: an array of the addresses of their values.
+    """A kernel's arguments as the driver takes them: an array of the addresses of their values.
 
-    Tensor or None: a pointer. int: long long. float: float. A ctypes array or structure: by value. The driver copies
-    them before the launch returns, so this need not outlive it; the tensors must, as for any asynchronous call.
+    Tensor or None: a pointer. int: long long. float: float. A ctypes array or structure: by value. The driver
+    copies them before the launch returns, so this object can be freed then; the tensors must live longer, as for
+    any asynchronous call.
     """
 
-    def __init__(self, *values: Any):
+    def __init__(self, *values: Tensor | float | ctypes.Array | ctypes.Structure | None):
         self.values = [_as_c(value) for value in values]
         self.pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in self.values))
         self.address = ctypes.addressof(self.pointers)
@@ -32,7 +33,7 @@ class Arguments:
 def _as_c(value: Any) -> Any:
     if value is None or isinstance(value, Tensor):
         return ctypes.c_void_p(None if value is None else value.data_ptr())
-    if isinstance(value, int):  # a bool is one
+    if isinstance(value, int):  # a bool is an int
         return ctypes.c_longlong(value)
     if isinstance(value, float):
         return ctypes.c_float(value)
@@ -48,7 +49,7 @@ class Module:
         code = nvrtc.compiled(source, nvrtc.architecture(*torch.cuda.get_device_capability(device)), options)
         self.source, self.device, self.driver = source, device, bindings("driver")
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # so that torch's context exists, and is the current one
+            torch.cuda.current_stream().synchronize()  # creates torch's context and makes it current
             self.context = check(self.driver.cuCtxGetCurrent())
             self.module = check(self.driver.cuModuleLoadData(code))
         self.functions: dict[str, Any] = {}
@@ -56,40 +57,30 @@ class Module:
     def launch(
         self, kernel: str, grid: tuple[int, int], block: int, arguments: Arguments, *, shared: int = 0
     ) -> None:
-        """Queues `kernel` on torch's current stream. `shared`: bytes of dynamic shared memory for each block.
+        """Queue `kernel` on torch's current stream. `shared`: bytes of dynamic shared memory for each block.
 
-        May be captured in a CUDA graph once the kernel was launched outside of one: its loading may not.
+        Can be captured in a CUDA graph once the kernel was launched outside of one: loading cannot be captured.
         """
-        if grid[0] == 0 or grid[1] == 0:
+        if 0 in grid:
             return
-        with torch.cuda.device(self.device):  # no launch of its own, and another device may be current
+        with torch.cuda.device(self.device):  # another device can be current
             stream = torch.cuda.current_stream().cuda_stream
-            function = self.function(kernel)
-            self._bind_thread()
+            if kernel not in self.functions:
+                self.functions[kernel] = check(self.driver.cuModuleGetFunction(self.module, kernel.encode()))
+            # Backward runs in threads of torch. CUDA's runtime binds its context to a thread at its first call; the
+            # driver refuses a thread without one, so a backward pass whose first kernel is this one would fail.
+            if int(check(self.driver.cuCtxGetCurrent())) == 0:
+                check(self.driver.cuCtxSetCurrent(self.context))
             status = self.driver.cuLaunchKernel(
-                function, *grid, 1, block, 1, 1, shared, stream, arguments.address, 0
+                self.functions[kernel], *grid, 1, block, 1, 1, shared, stream, arguments.address, 0
             )
         if int(status[0]) != 0:
             raise KernelError(f"{kernel} of {self.source}, grid {grid}, block {block}: {status[0].name}")
 
-    def _bind_thread(self) -> None:
-        """Gives this thread torch's context where it has none yet.
-
-        Backward runs in threads of torch's own. CUDA's runtime binds its context to a thread at its first call; the
-        driver, which we call, refuses a thread without: a backward pass whose first kernel is ours would fail.
-        """
-        if int(check(self.driver.cuCtxGetCurrent())) == 0:
-            check(self.driver.cuCtxSetCurrent(self.context))
-
-    def function(self, kernel: str) -> Any:
-        if kernel not in self.functions:
-            self.functions[kernel] = check(self.driver.cuModuleGetFunction(self.module, kernel.encode()))
-        return self.functions[kernel]
-
 
 @functools.cache
 def load(source: str, device: torch.device, options: tuple[str, ...] = ()) -> Module:
-    """The kernels of `source` ("lars.cu") on a CUDA device with an index. Raises KernelError."""
+    """Return the kernels of `source` ("lars.cu") on a CUDA device with an index. Raises KernelError."""
     if device.type != "cuda":
-        raise KernelError(f"{source}: our kernels run on CUDA devices, not on {device}")
+        raise KernelError(f"{source}: the kernels run on CUDA devices, not on {device}")
     return Module(source, device, options)

@@ -1,9 +1,8 @@
-"""CUDA sources to machine code at run time, with NVIDIA's compiler library (pipelines/cuda_compiler.py) and no toolkit.
+"""Compile the CUDA sources of this folder at run time (pipelines/cuda_compiler.py), without a CUDA toolkit.
 
-What it made is kept in memory and on the disk, by everything that decides it: source, headers, architecture, options,
-version of the compiler.
-
-The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else ~/.cache/fastsuncet. It may be removed any time.
+The result is kept in memory and on disk, named by everything that decides it: source, headers, architecture,
+options and compiler version. The folder is $FASTSUNCET_CACHE, else $XDG_CACHE_HOME/fastsuncet, else
+~/.cache/fastsuncet. It can be removed at any time.
 """
 
 import contextlib
@@ -16,14 +15,17 @@ from pathlib import Path
 from pipelines.cuda_compiler import KernelError, bindings, cache_folder, check, compile_cuda, version
 
 SOURCES = Path(__file__).parent
-# C++17 for `if constexpr`. No fast math: it would make NaN and infinity undefined, and a diverged run unseen.
+# C++17 for `if constexpr`. No fast math: it would make NaN and infinity undefined, and hide a diverged run.
 OPTIONS = ("--std=c++17",)
 DIGEST = hashlib.sha256().digest_size
 
 
 def architecture(major: int, minor: int) -> str:
-    """What to compile for on a device of this compute capability: its own machine code, or, on a card newer than
-    the compiler, the newest portable code it knows, which the driver finishes."""
+    """Return the architecture to compile for on a device of this compute capability.
+
+    Usually it is the device's own machine code. On a GPU newer than the compiler it is the newest portable code
+    that the compiler knows, which the driver finishes. Raises KernelError for a GPU too old for the compiler.
+    """
     compiler, known = version(), check(bindings("nvrtc").nvrtcGetSupportedArchs())
     asked = 10 * major + minor
     if asked in known:
@@ -31,60 +33,60 @@ def architecture(major: int, minor: int) -> str:
     older = [each for each in known if each < asked]
     if not older:
         raise KernelError(
-            f"NVRTC {compiler} compiles for none as old as sm_{asked}; its oldest is sm_{min(known)}"
+            f"NVRTC {compiler} cannot compile for sm_{asked}: its oldest is sm_{min(known)}. "
+            "Use a torch build for an older CUDA version"
         )
     return f"compute_{max(older)}"
 
 
 @functools.cache
 def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
-    """`source`, a file beside this one, as a cubin for "sm_XX" or as PTX for "compute_XX".
+    """Return `source`, a file of this folder, as a cubin for "sm_XX" or as PTX for "compute_XX".
 
     Raises KernelError with the compiler's log, or with the reason why there is no compiler.
     """
-    texts = {path.name: path.read_bytes() for path in sorted(SOURCES.glob("*.cuh"))}
-    texts[source] = (SOURCES / source).read_bytes()
-    decides = [arch, *OPTIONS, *options, str(version()), *(f"{k}\n{v.decode()}" for k, v in texts.items())]
-    key = hashlib.sha256("\0".join(decides).encode()).hexdigest()[:32]
-    kept = folder() / f"{source}-{arch}-{key}"
-    if (code := _read(kept)) is None:
-        code = _compile(source, texts, arch, (*OPTIONS, *options))
-        _keep(kept, code)
+    headers = {path.name: path.read_bytes() for path in sorted(SOURCES.glob("*.cuh"))}
+    text, options = (SOURCES / source).read_bytes(), (*OPTIONS, *options)
+    inputs = [
+        arch,
+        *options,
+        str(version()),
+        *(f"{k}\n{v.decode()}" for k, v in headers.items()),
+        text.decode(),
+    ]
+    path = folder() / f"{source}-{arch}-{hashlib.sha256(chr(0).join(inputs).encode()).hexdigest()[:32]}"
+    if (code := _read(path)) is None:
+        code = compile_cuda(source, text, headers, arch, options)
+        # A read-only home or a full disk costs half a second at the next start, and nothing else.
+        with contextlib.suppress(OSError):
+            _write(path, code)
     return code
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of compiled kernels."""
     return cache_folder("kernels")
 
 
-def _compile(source: str, texts: dict[str, bytes], arch: str, options: tuple[str, ...]) -> bytes:
-    headers = {name: text for name, text in texts.items() if name != source}
-    return compile_cuda(source, texts[source], headers, arch, options)
-
-
 def _read(path: Path) -> bytes | None:
-    """What was kept, or None where nothing was, or where it is not what was kept (a full disk, a bad one)."""
+    """Return the code in a file, or None if it is absent or damaged (a full disk, a bad one)."""
     try:
-        held = path.read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
-    code = held[DIGEST:]
-    return code if code and hashlib.sha256(code).digest() == held[:DIGEST] else None
+    code = content[DIGEST:]
+    return code if code and hashlib.sha256(code).digest() == content[:DIGEST] else None
 
 
-def _keep(path: Path, code: bytes) -> None:
-    """In one step and under a name of its own: all ranks of a machine compile, and write, at the same time."""
-    # A read-only home or a full disk costs this process half a second at its next start, and nothing else.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(
-            parents=True, exist_ok=True, mode=0o700
-        )  # code that will run: nobody else's to write
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as stream:
-            try:
-                stream.write(hashlib.sha256(code).digest() + code)
-                stream.close()
-                os.replace(stream.name, path)
-            except BaseException:
-                os.unlink(stream.name)
-                raise
+def _write(path: Path, code: bytes) -> None:
+    """Write digest and code under a temporary name and rename: all ranks of a machine write at the same time."""
+    # The file is code that will run, so nobody else can write to its folder.
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as stream:
+        try:
+            stream.write(hashlib.sha256(code).digest() + code)
+            stream.close()
+            os.replace(stream.name, path)
+        except BaseException:
+            os.unlink(stream.name)
+            raise

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastsuncet.kernels import launcher
 from fastsuncet.kernels.self_test import require_close, usable
+from pipelines.cuda_compiler import KernelError
 
 THREADS = 256
 STAGED = 11 << 10  # keys of a row in shared memory: 44 of the 48 KB that a block has on any GPU
@@ -43,7 +44,7 @@ def row_pass(ids: Tensor, every_positive: bool) -> RowPass:
         anchors, keys = logits.shape
         if not (logits.is_contiguous() and weights.is_contiguous() and keys == len(ids)):
             shapes = f"logits {tuple(logits.shape)}, {len(ids)} ids, or not contiguous"
-            raise launcher.KernelError(f"contrast: {shapes}")
+            raise KernelError(f"contrast: {shapes}")
         losses = torch.empty_like(weights)
         staged = min(keys, STAGED)
         arguments = launcher.Arguments(logits, low, ids, weights, losses, first, keys, staged, every_positive)

@@ -1,143 +1,131 @@
-"""The four passes of a BatchNorm over a rank's own activations; what ranks tell each other in between is `norm.py`'s.
+"""The four passes of a BatchNorm over a rank's own activations; sync_batchnorm.py adds the messages between ranks.
 
-    x  (N, C, ...) activations, any layout     dy  their gradient, from behind     numbers of a channel: (C,), float32
+    x  (N, C, ...) activations, any layout     dy  gradient of the output     numbers of a channel: (C,), float32
 
-`Plain` says what each pass is, in operators of any device: about five reads or writes of the activations each, some
-in float32. `Torch` is the same by the CUDA operators under `torch.nn.SyncBatchNorm`, which read every activation once
-and write it once, in its own dtype: 2 + 4 + 4 + 6 bytes an activation in 16 bits. What that module does besides, a
-mask for which the host has to wait, is left out. Not run on a card yet; the arithmetic is tested without one.
+`PlainPasses` uses operators of any device: about five reads or writes of the activations per pass, some in
+float32. `CudaPasses` uses the CUDA operators of `torch.nn.SyncBatchNorm`, which read every activation once and
+write it once, in its own dtype: 2 + 4 + 4 + 6 bytes per activation in 16 bits. That module also masks out empty
+ranks, for which the host has to wait; here that is left out. Not run on a GPU yet; the arithmetic is tested.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Passes(Protocol):
-    """Forward: moments, then normalise. Backward: sums, then gradient. No autograd in any of them."""
+class PlainPasses:
+    """On any device, in any floating dtype: the oracle of `CudaPasses`.
 
-    def moments(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Mean and variance (no correction) of each channel, at least float32."""
-
-    def normalise(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, eps: float
-    ) -> Tensor:
-        """(x - mean) * inverse * weight + bias, shape, dtype and layout of x; `inverse` is 1 / sqrt(variance + eps)."""
-
-    def sums(self, dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
-        """(2, C): the sums of dy and of dy * (x - mean)."""
-
-    def gradient(
-        self, dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
-    ) -> Tensor:
-        """(dy - means[0] - (x - mean) * inverse * means[1]) * weight * inverse, in x's dtype and layout.
-
-        `means` (2, C), over the rows of all ranks: of dy, and of dy * (x - mean) * inverse.
-        """
-
-
-class Plain:
-    """On any device, in any floating dtype. The oracle of `Torch`."""
+    Forward: moments, then normalize. Backward: sums, then gradient. No autograd in any of them.
+    """
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See Passes."""
+        """Return mean and variance (no correction) of each channel, at least float32."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        variance, mean = torch.var_mean(wide, [d for d in range(x.dim()) if d != 1], correction=0)
+        variance, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
         return mean, variance
 
     @staticmethod
-    def normalise(
+    def normalize(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, eps: float
     ) -> Tensor:
-        """See Passes."""
+        """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
+
+        Shape, dtype and layout are those of x.
+        """
         scale = inverse if weight is None else inverse * weight
-        y = (x - channelwise(mean, x)).mul_(channelwise(scale, x))
+        y = (x - _per_channel(mean, x)).mul_(_per_channel(scale, x))
         if bias is not None:
-            y.add_(channelwise(bias, x))
+            y.add_(_per_channel(bias, x))
         return y.to(x.dtype)
 
     @staticmethod
     def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
-        """See Passes."""
-        dims = [d for d in range(x.dim()) if d != 1]
-        dy = dy.to(mean.dtype)
-        return torch.stack([dy.sum(dims), (dy * (x - channelwise(mean, x))).sum(dims)])
+        """Return (2, C): the sums of dy and of dy * (x - mean)."""
+        dims, dy = _all_but_channels(x), dy.to(mean.dtype)
+        return torch.stack([dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)])
 
     @staticmethod
     def gradient(
         dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
     ) -> Tensor:
-        """See Passes."""
+        """Return (dy - means[0] - (x - mean) * inverse * means[1]) * weight * inverse, in x's dtype and layout.
+
+        `means` (2, C), over the rows of all ranks: of dy, and of dy * (x - mean) * inverse.
+        """
         scale = inverse if weight is None else inverse * weight
-        slope = means[1] * inverse
-        centred = (x - channelwise(mean, x)).mul_(channelwise(slope, x))
-        d_x = (dy.to(mean.dtype) - channelwise(means[0], x)).sub_(centred).mul_(channelwise(scale, x))
+        centered = (x - _per_channel(mean, x)).mul_(_per_channel(means[1] * inverse, x))
+        d_x = (dy.to(mean.dtype) - _per_channel(means[0], x)).sub_(centered).mul_(_per_channel(scale, x))
         return d_x.to(x.dtype)
 
 
-class Torch:
-    """On CUDA, for activations of 32 bits or fewer beside float32 weights."""
+class CudaPasses(PlainPasses):
+    """On CUDA, for activations of 32 bits or fewer and float32 weights."""
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See Passes. The operator gives 1 / sqrt(variance + eps); eps must be in it, or no variance would give 0."""
-        mean, inverse = torch.batch_norm_stats(dense(x), eps)
+        """See PlainPasses."""
+        # The operator gives 1 / sqrt(variance + eps); without eps a variance of 0 would give infinity.
+        mean, inverse = torch.batch_norm_stats(_dense(x), eps)
         return mean, (inverse.square().reciprocal() - eps).clamp_(min=0)
 
     @staticmethod
-    def normalise(
+    def normalize(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, eps: float
     ) -> Tensor:
-        """See Passes."""
-        return torch.batch_norm_elemt(dense(x), weight, bias, mean, inverse, eps)
+        """See PlainPasses."""
+        return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
 
     @staticmethod
     def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
-        """See Passes."""
-        x = dense(x)
-        wanted = (True, False, False)  # the sums; from them the weight's and the bias's gradient cost nothing
-        sums = torch.batch_norm_backward_reduce(like(dy, x), x, mean, inverse, weight, *wanted)
+        """See PlainPasses."""
+        x = _dense(x)
+        # Only the sums: the gradients of weight and bias follow from them at no cost.
+        outputs = (True, False, False)
+        sums = torch.batch_norm_backward_reduce(_like(dy, x), x, mean, inverse, weight, *outputs)
         return torch.stack(sums[:2])
 
     @staticmethod
     def gradient(
         dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
     ) -> Tensor:
-        """See Passes."""
-        x = dense(x)
-        # It divides by the count, an int32 for each rank: ours is taken already, and of 334 ranks' first layer at 512
-        # views a single one would overflow.
+        """See PlainPasses."""
+        x = _dense(x)
+        # The operator divides by counts, an int32 for each rank. `means` are divided already, and one count of
+        # 334 ranks' first layer at 512 views would overflow.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         shift, slope = means[0], means[1] / inverse
-        return torch.batch_norm_backward_elemt(like(dy, x), x, mean, inverse, weight, shift, slope, one)
+        return torch.batch_norm_backward_elemt(_like(dy, x), x, mean, inverse, weight, shift, slope, one)
 
 
-def passes_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Passes:
-    """The fastest that takes these tensors."""
+def passes_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> type[PlainPasses]:
+    """Return the fastest passes that take these tensors."""
     single = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
     if x.is_cuda and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return Torch
-    return Plain
+        return CudaPasses
+    return PlainPasses
 
 
-def channelwise(numbers: Tensor, x: Tensor) -> Tensor:
-    """(C,) in a shape that meets the channels of x (N, C, ...)."""
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _per_channel(numbers: Tensor, x: Tensor) -> Tensor:
+    """Return (C,) in a shape that broadcasts to x (N, C, ...)."""
     return numbers.view(-1, *[1] * (x.dim() - 2))
 
 
-def layout(x: Tensor) -> torch.memory_format:
-    """The layout in which torch's operators take `x`: NHWC if it is in that, else plain rows."""
+def _layout(x: Tensor) -> torch.memory_format:
+    """Return the layout in which torch's operators take `x`: NHWC if it has that, else contiguous."""
     nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if nhwc else torch.contiguous_format
 
 
-def dense(x: Tensor) -> Tensor:
-    """`x` in that layout; itself, as a rule."""
-    return x.contiguous(memory_format=layout(x))
+def _dense(x: Tensor) -> Tensor:
+    """Return `x` in that layout; usually it is `x` itself."""
+    return x.contiguous(memory_format=_layout(x))
 
 
-def like(dy: Tensor, x: Tensor) -> Tensor:
-    """`dy` in x's layout and dtype: of two layouts the operators would make a wrong gradient or a slow one."""
-    return dy.to(x.dtype).contiguous(memory_format=layout(x))
+def _like(dy: Tensor, x: Tensor) -> Tensor:
+    """Return `dy` in x's layout and dtype: with two layouts the operators give a wrong gradient or are slow."""
+    return dy.to(x.dtype).contiguous(memory_format=_layout(x))

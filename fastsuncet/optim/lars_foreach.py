@@ -10,6 +10,9 @@ launches are free and fresh memory is not: there the plain step adds g and w str
 moves 52 bytes, needs no extra list, and takes two thirds of the time.
 """
 
+# pyright: reportPrivateImportUsage=false
+# The names of torch's foreach operators begin with an underscore; its optimizers are built on them.
+
 import torch
 from torch import Tensor
 
@@ -38,7 +41,7 @@ def lars_foreach(
     keep = None if found_inf is None else found_inf == 0
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # a float16 norm overflows at 65,504
     if grad_scale is not None:
-        grads = torch._foreach_mul(grads, grad_scale.reciprocal())
+        grads = list(torch._foreach_mul(grads, grad_scale.reciprocal()))
     if s.lars and keep is None and not s.nesterov and params[0].device.type == "cpu":
         ratios = _trust_ratios(params, grads, s, dtype)
         ratios = ratios * lr if s.lr_in_momentum else ratios
@@ -47,7 +50,7 @@ def lars_foreach(
         torch._foreach_addcmul_(buffers, params, list((s.weight_decay * ratios).unbind()))
         _subtract_(params, buffers, 1.0 if s.lr_in_momentum else lr)
         return
-    d = torch._foreach_add(grads, params, alpha=s.weight_decay)
+    d = list(torch._foreach_add(grads, params, alpha=s.weight_decay))
     if keep is not None:
         bits = BITS[d[0].element_size()]
         torch._foreach_mul_([x.view(bits) for x in d], keep.to(bits))

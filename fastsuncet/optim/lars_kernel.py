@@ -13,6 +13,7 @@ from fastsuncet.kernels import launcher
 from fastsuncet.kernels.self_test import require_close, usable
 from fastsuncet.optim.lars_foreach import lars_foreach
 from fastsuncet.optim.lars_reference import LARSSettings
+from pipelines.cuda_compiler import KernelError
 
 THREADS = 256
 # Elements per block: 3,500 blocks for a ResNet-50 are balanced, and its largest tensor has 512 partial sums.
@@ -21,7 +22,7 @@ CHUNK = 8192
 TENSORS = 448
 
 
-class UnsupportedTensors(launcher.KernelError):
+class UnsupportedTensors(KernelError):
     """The kernel cannot take these tensors; nothing was launched."""
 
 

@@ -14,9 +14,9 @@ from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.launch import Place
 from fastsuncet.losses.swav import normalize_prototypes_
-from fastsuncet.models import fused_batchnorm as norm_kernels
 from fastsuncet.models import resnet as models
-from fastsuncet.models import sync_batchnorm as norm
+from fastsuncet.models.fused_batchnorm import fuse
+from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel, Outputs
@@ -99,9 +99,9 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         seed=config.meta.seed,
     )
     if m.fused_batchnorm:
-        model = norm_kernels.fuse(model, shared=m.sync_batchnorm, implementation="kernel")
+        model = fuse(model, shared=m.sync_batchnorm, kernel=True)
     elif m.sync_batchnorm:
-        model = norm.synchronise(model)
+        model = synchronize(model)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     # Torch's stubs lack memory_format.
     model = model.to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""The kernels on a card, each against its twin: `pytest -m gpu tests/kernels/test_on_the_gpu.py`. Never run yet."""
+"""The kernels on a GPU, each against its twin: `pytest -m gpu tests/kernels/test_on_the_gpu.py`. Never run yet."""
 
 import contextlib
 import copy
@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 
-from fastsuncet.kernels import self_test as prove
+from fastsuncet.kernels import self_test
 from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet, sup_con
-from fastsuncet.models import fused_batchnorm as norm_kernels
+from fastsuncet.models import fused_batchnorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
 from tests.support import dense_losses
@@ -20,12 +20,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def _float32_is_float32():
-    """torch convolves in TF32 unless told not to, and an image may turn it on for products too."""
+    """Turn TF32 off: torch convolves in TF32 by default, and an image can turn it on for products too."""
     switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [each.allow_tf32 for each in switches]
     for each in switches:
@@ -37,7 +37,7 @@ def _float32_is_float32():
 
 @contextlib.contextmanager
 def waiting_raises():
-    """Whatever makes the host wait for the device raises."""
+    """Raise where the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -45,28 +45,28 @@ def waiting_raises():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_every_kernel_agrees_with_its_twin_and_may_stand_in():
+def test_every_kernel_agrees_with_its_twin():
     proofs = {
         "lars.cu": lars_kernel.prove,
         "contrast.cu": lambda device: contrast_kernel.prove(device, contrast.row_pass),
-        "norm.cu": norm_kernels.prove,
+        "norm.cu": fused_batchnorm.prove,
     }
     for source, proof in proofs.items():
-        proof(CARD)
-        assert prove.usable(source, torch.zeros(1, device=CARD), proof)
+        proof(GPU)
+        assert self_test.usable(source, torch.zeros(1, device=GPU), proof)
 
 
 def stepped(implementation, steps, *, capture=False):
-    """A ResNet-18's parameters and momentum after `steps` steps of LARS."""
-    network = build_model("resnet18", stem="cifar").to(CARD, memory_format=torch.channels_last)
+    """Return a ResNet-18's parameters and momentum after `steps` steps of LARS."""
+    network = build_model("resnet18", stem="cifar").to(GPU, memory_format=torch.channels_last)
     groups = parameter_groups(network, exclude_bias_and_norm=True)
-    lr = torch.full((), 0.3, device=CARD)
+    lr = torch.full((), 0.3, device=GPU)
     optimizer = LARS(groups, lr, LARSSettings(weight_decay=1e-4), implementation=implementation)
     for p in network.parameters():
         p.grad = torch.zeros_like(p)
 
     def draw(seed):
-        generator = torch.Generator(CARD).manual_seed(seed)
+        generator = torch.Generator(GPU).manual_seed(seed)
         for p in network.parameters():
             p.grad.normal_(generator=generator)
 
@@ -85,7 +85,7 @@ def stepped(implementation, steps, *, capture=False):
     return [x.detach().clone() for x in (*network.parameters(), *state)]
 
 
-def test_lars_steps_as_its_twins_do_and_the_same_bits_in_a_graph():
+def test_lars_equals_its_twin_and_repeats_its_bits_in_a_graph():
     kernel, again, graph, twin = (
         stepped("kernel", 4),
         stepped("auto", 4),
@@ -97,28 +97,28 @@ def test_lars_steps_as_its_twins_do_and_the_same_bits_in_a_graph():
         torch.testing.assert_close(a, d, rtol=1e-4, atol=1e-5 * d.abs().max().item())
 
 
-def test_lars_under_a_scaler_and_without_a_wait():
+def test_lars_under_a_scaler_does_not_sync():
     network = build_model("resnet18", stem="cifar")
     give_gradients(network, 0)
-    network.to(CARD)
-    optimizer = LARS(network.parameters(), torch.full((), 0.1, device=CARD), implementation="kernel")
+    network.to(GPU)
+    optimizer = LARS(network.parameters(), torch.full((), 0.1, device=GPU), implementation="kernel")
     optimizer.step()  # its tables are copied from the host
     before = [p.clone() for p in network.parameters()]
-    optimizer.grad_scale = torch.full((), 8.0, device=CARD)
-    optimizer.found_inf = torch.ones((), device=CARD)
+    optimizer.grad_scale = torch.full((), 8.0, device=GPU)
+    optimizer.found_inf = torch.ones((), device=GPU)
     with waiting_raises():
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters()))
 
 
 @pytest.mark.parametrize("rows", [64, 1000, 3000])
-def test_losses_swept_by_the_kernel_are_the_dense_equations(rows):
+def test_losses_by_the_kernel_are_the_dense_equations(rows):
     z = torch.randn(rows, 128, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(rows) % (rows // 4)
     for loss, arguments in ((nt_xent, ()), (suncet, (labels,)), (sup_con, (labels,))):
-        on_card = [a.to(CARD) for a in arguments]
-        value, slope = gradient(loss, z.to(CARD), *on_card, temperature=0.1)
-        z_on_card = z.to(CARD)
+        on_card = [a.to(GPU) for a in arguments]
+        value, slope = gradient(loss, z.to(GPU), *on_card, temperature=0.1)
+        z_on_card = z.to(GPU)
         with waiting_raises():
             again = gradient(loss, z_on_card, *on_card, temperature=0.1)
         true_value, true_slope = gradient(
@@ -129,11 +129,11 @@ def test_losses_swept_by_the_kernel_are_the_dense_equations(rows):
         assert torch.equal(value, again[0]) and torch.equal(slope, again[1])
 
 
-def test_a_row_longer_than_shared_memory():
+def test_contrast_row_longer_than_shared_memory():
     keys = contrast_kernel.STAGED * 2 + 5
-    ids = torch.arange(keys, device=CARD) % (keys // 4)
-    logits = torch.randn(64, keys, device=CARD) * 10
-    weights = torch.ones(64, device=CARD)
+    ids = torch.arange(keys, device=GPU) % (keys // 4)
+    logits = torch.randn(64, keys, device=GPU) * 10
+    weights = torch.ones(64, device=GPU)
     for every in (False, True):
         found = contrast_kernel.row_pass(ids, every)(logits.clone(), 7, weights)
         expected = contrast.row_pass(ids, every)(logits.double(), 7, weights.double())
@@ -141,24 +141,24 @@ def test_a_row_longer_than_shared_memory():
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", list(norm_kernels.ELEMENTS))
+@pytest.mark.parametrize("dtype", list(fused_batchnorm.ELEMENTS))
 @pytest.mark.parametrize(("images", "channels", "side"), [(32, 64, 56), (64, 2048, 7), (3, 24, 5)])
-def test_batchnorm_with_its_neighbours_is_pytorchs(dtype, images, channels, side):
-    generator = torch.Generator(CARD).manual_seed(0)
+def test_fused_batchnorm_is_pytorchs(dtype, images, channels, side):
+    generator = torch.Generator(GPU).manual_seed(0)
     shape = (images, channels, side, side)
     x, residual, d_y = (
-        torch.randn(shape, device=CARD, generator=generator)
+        torch.randn(shape, device=GPU, generator=generator)
         .to(dtype)
         .contiguous(memory_format=torch.channels_last)
         for _ in range(3)
     )
-    weight, bias = torch.randn(2, channels, device=CARD, generator=generator)
-    running = torch.zeros(channels, device=CARD), torch.ones(channels, device=CARD)
+    weight, bias = torch.randn(2, channels, device=GPU, generator=generator)
+    running = torch.zeros(channels, device=GPU), torch.ones(channels, device=GPU)
     truth = [r.double() for r in running]
     ours = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
     theirs = [t.double().requires_grad_() for t in (x, residual, weight, bias)]
     rule = {"eps": 1e-5, "momentum": 0.1}
-    y = norm_kernels.fused_norm(*ours, *running, relu=True, group=norm_kernels.ALONE, **rule)
+    y = fused_batchnorm.fused_norm(*ours, *running, relu=True, shared=False, **rule)
     y.backward(d_y)
     wide = torch.nn.functional.batch_norm(theirs[0], *truth, *theirs[2:], training=True, **rule)
     ((wide + theirs[1]) * (y.detach() > 0)).backward(d_y.double())
@@ -167,10 +167,10 @@ def test_batchnorm_with_its_neighbours_is_pytorchs(dtype, images, channels, side
         assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
 
 
-def test_a_network_trains_alike_with_its_batchnorms_fused_also_in_a_graph():
-    twin = build_model("resnet50", hidden=64, output=16).to(CARD, memory_format=torch.channels_last)
-    network = norm_kernels.fuse(copy.deepcopy(twin), shared=False, implementation="kernel")
-    x = torch.randn(8, 3, 64, 64, device=CARD).contiguous(memory_format=torch.channels_last)
+def test_fused_network_trains_as_the_plain_one_also_in_a_graph():
+    twin = build_model("resnet50", hidden=64, output=16).to(GPU, memory_format=torch.channels_last)
+    network = fused_batchnorm.fuse(copy.deepcopy(twin), shared=False, kernel=True)
+    x = torch.randn(8, 3, 64, 64, device=GPU).contiguous(memory_format=torch.channels_last)
 
     def gradients(model, dtype):
         model.zero_grad()
@@ -202,7 +202,7 @@ def test_a_network_trains_alike_with_its_batchnorms_fused_also_in_a_graph():
     assert captured.item() == pytest.approx(loss.item(), rel=1e-3)
 
 
-def test_the_bench_tools_time_the_kernels_as_graphs(capsys, monkeypatch):
+def test_bench_tools_time_the_kernels_as_graphs(capsys, monkeypatch):
     # What torch.compile makes is timed elsewhere: it takes its minutes.
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     assert bench_lars.main(["--quick", "--device", "cuda"]) == 0

@@ -20,28 +20,27 @@ CLASH = "FATAL: ThreadSanitizer: unexpected memory mapping"
 
 @functools.cache
 def run(*words):
-    """All kernels once; the sanitizer's exit code is 66 where it saw a race."""
+    """Run all kernels once; the sanitizer exits with 66 if it saw a race."""
     command = [str(built("races.cpp", "-O1", "-fsanitize=thread")), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    if CLASH in done.stderr and shutil.which(
-        "setarch"
-    ):  # addresses drawn at random may be where it keeps its own
+    # Random addresses can collide with the sanitizer's own.
+    if CLASH in done.stderr and shutil.which("setarch"):
         done = subprocess.run(["setarch", "-R", *command], capture_output=True, text=True, timeout=100)
     if CLASH in done.stderr:
         pytest.skip(f"the thread sanitizer does not run here: {done.stderr.splitlines()[0]}")
     return done
 
 
-def test_no_kernel_has_a_race():
+def test_kernels_have_no_race():
     done = run()
     assert done.returncode == 0, done.stderr[:3000]
 
 
 @pytest.mark.parametrize("barrier", BARRIERS)
-def test_every_barrier_is_missed_when_it_is_left_out(barrier):
+def test_kernels_need_every_barrier(barrier):
     done = run(barrier)
     assert done.returncode == 66 and "WARNING: ThreadSanitizer: data race" in done.stderr, barrier
 
 
-def test_a_barrier_that_is_not_there_is_not_missed():
+def test_kernels_have_no_race_without_a_line_that_is_no_barrier():
     assert BARRIERS and run("device.cuh:1").returncode == 0

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsuncet import losses
-from fastsuncet.kernels.launcher import KernelError
 from fastsuncet.losses import contrast, contrast_kernel
+from pipelines.cuda_compiler import KernelError
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.host_kernels import on_the_host

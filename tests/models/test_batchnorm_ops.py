@@ -1,19 +1,18 @@
-"""BatchNorm by the operators under torch's SyncBatchNorm: their arithmetic here, the operators themselves on a card."""
+"""The passes of BatchNorm by torch's CUDA operators: their arithmetic on a CPU, the operators themselves on a GPU."""
 
 import pytest
 import torch
 from torch import nn
 
-from fastsuncet.models import batchnorm_ops as norm_operators
-from fastsuncet.models import sync_batchnorm as norm
+from fastsuncet.models import sync_batchnorm
+from fastsuncet.models.batchnorm_ops import CudaPasses, PlainPasses, passes_for
 
-CARD = torch.device("cuda", 0)
-NEEDS_A_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def operators(monkeypatch):
-    """What torch's CUDA operators compute (aten/src/ATen/native/cuda/Normalization.cuh), on the CPU and in float64."""
+    """Replace torch's CUDA operators (aten/src/ATen/native/cuda/Normalization.cuh) by their formulas in float64."""
 
     def stats(x, eps):
         assert x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
@@ -35,12 +34,12 @@ def operators(monkeypatch):
         assert dy.dtype == x.dtype and dy.stride() == x.stride()
         assert (input_wanted, weight_wanted, bias_wanted) == (True, False, False)
         dims = [d for d in range(x.dim()) if d != 1]
-        centred = x.double() - by_channel(x, mean)[0]
-        return dy.double().sum(dims).float(), (dy.double() * centred).sum(dims).float(), None, None
+        centered = x.double() - by_channel(x, mean)[0]
+        return dy.double().sum(dims).float(), (dy.double() * centered).sum(dims).float(), None, None
 
-    def backward(dy, x, mean, inverse, weight, sum_dy, sum_dy_centred, counts):
+    def backward(dy, x, mean, inverse, weight, sum_dy, sum_dy_centered, counts):
         assert counts.dtype == torch.int32
-        mean, inverse, sum_dy, slope = by_channel(x, mean, inverse, sum_dy, sum_dy_centred)
+        mean, inverse, sum_dy, slope = by_channel(x, mean, inverse, sum_dy, sum_dy_centered)
         total = counts.sum().double()
         d_x = dy.double() - sum_dy / total - (x.double() - mean) * inverse.square() * slope / total
         scale = inverse if weight is None else inverse * by_channel(x, weight)[0]
@@ -49,14 +48,14 @@ def operators(monkeypatch):
     names = ("stats", "elemt", "backward_reduce", "backward_elemt")
     for name, operator in zip(names, (stats, elemt, reduce, backward)):
         monkeypatch.setattr(torch, f"batch_norm_{name}", operator)
-    monkeypatch.setattr(norm, "passes_for", lambda *_: norm_operators.Torch)
+    monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: CudaPasses)
 
 
 def passed(layer, x, dy):
-    """y, mean, variance and the gradients of x, weight and bias by our function, whoever makes its passes."""
+    """Return y, mean, variance and the gradients of x, weight and bias."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     weight, bias = layer.weight, layer.bias
-    y, mean, variance, total = norm._Normalise.apply(x, weight, bias, layer.eps, None)
+    y, mean, variance, total = sync_batchnorm._Normalize.apply(x, weight, bias, layer.eps)
     assert total.item() == x.numel() // x.shape[1]
     y.backward(dy)
     kept = [y.detach(), mean, variance, x.grad]
@@ -81,25 +80,23 @@ def example(shape, layout, affine, dtype=torch.float32, device="cpu"):
         nn.init.uniform_(layer.weight, 0.5, 2, generator=draw)
         nn.init.uniform_(layer.bias, -1, 1, generator=draw)
     x = (3 * torch.randn(shape, generator=draw) + 7).to(device, dtype, memory_format=layout)
-    # The gradient comes in the other layout, as it may from a flatten or a slice.
+    # The gradient has the other layout, as it can after a flatten or a slice.
     dy = torch.randn(shape, generator=draw).to(device, dtype)
     return layer.to(device), x, dy
 
 
 @pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
-def test_torchs_operators_are_called_for_the_same_numbers_as_the_plain_passes(
-    shape, layout, affine, operators, monkeypatch
-):
+def test_cuda_passes_equal_the_plain_ones(shape, layout, affine, operators, monkeypatch):
     layer, x, dy = example(shape, layout, affine)
     found = passed(layer, x, dy)
-    monkeypatch.setattr(norm, "passes_for", lambda *_: norm_operators.Plain)
+    monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: PlainPasses)
     for ours, plain in zip(found, passed(layer, x, dy), strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
     assert found[0].stride() == x.stride() == found[3].stride()
 
 
 @pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
-def test_the_plain_passes_are_batchnorm(shape, layout, affine):
+def test_plain_passes_are_batchnorm(shape, layout, affine):
     layer, x, dy = example(shape, layout, affine)
     found = passed(layer.double(), x.double(), dy.double())
     reference = x.double().requires_grad_()
@@ -113,45 +110,43 @@ def test_the_plain_passes_are_batchnorm(shape, layout, affine):
         torch.testing.assert_close(found[4:], [layer.weight.grad, layer.bias.grad])
 
 
-def test_a_channel_that_is_constant_has_no_variance_by_torchs_operators_either(operators):
+def test_cuda_passes_give_a_constant_channel_no_variance(operators):
     x = torch.full((4, 3, 2, 2), 5.0)
-    mean, variance = norm_operators.Torch.moments(x, 1e-5)
+    mean, variance = CudaPasses.moments(x, 1e-5)
     assert torch.equal(mean, torch.full((3,), 5.0))
     assert torch.all((variance >= 0) & (variance < 1e-11))
 
 
-def test_torchs_operators_are_for_a_gpu_and_float32_weights():
+def test_cuda_passes_are_for_a_gpu_and_float32_weights():
     x = torch.zeros(2, 3, 1, 1)
-    assert norm_operators.passes_for(x, None, None) is norm_operators.Plain
+    assert passes_for(x, None, None) is PlainPasses
 
-    class OnACard:
+    class OnGPU:
         is_cuda, dtype = True, torch.bfloat16
 
-    assert norm_operators.passes_for(OnACard(), torch.ones(3), torch.ones(3)) is norm_operators.Torch
-    assert norm_operators.passes_for(OnACard(), torch.ones(3).double(), None) is norm_operators.Plain
-    OnACard.dtype = torch.float64
-    assert norm_operators.passes_for(OnACard(), None, None) is norm_operators.Plain
+    assert passes_for(OnGPU(), torch.ones(3), torch.ones(3)) is CudaPasses
+    assert passes_for(OnGPU(), torch.ones(3).double(), None) is PlainPasses
+    OnGPU.dtype = torch.float64
+    assert passes_for(OnGPU(), None, None) is PlainPasses
 
 
 @pytest.mark.gpu
-@NEEDS_A_CARD
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
-def test_on_a_card_they_agree_with_the_plain_passes_and_nothing_waits(
-    shape, layout, affine, dtype, monkeypatch
-):
-    layer, x, dy = example(shape, layout, affine, dtype, CARD)
-    assert norm_operators.passes_for(x, layer.weight, layer.bias) is norm_operators.Torch
+def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout, affine, dtype, monkeypatch):
+    layer, x, dy = example(shape, layout, affine, dtype, GPU)
+    assert passes_for(x, layer.weight, layer.bias) is CudaPasses
     x = x.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y, *_ = norm._Normalise.apply(x, layer.weight, layer.bias, layer.eps, None)
+        y, *_ = sync_batchnorm._Normalize.apply(x, layer.weight, layer.bias, layer.eps)
         y.backward(dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     layer.zero_grad()
     found = passed(layer, x, dy)
-    monkeypatch.setattr(norm, "passes_for", lambda *_: norm_operators.Plain)
+    monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: PlainPasses)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     for ours, plain in zip(found, passed(layer, x, dy), strict=True):
         scale = plain.abs().max().float().item() + 1

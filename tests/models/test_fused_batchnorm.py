@@ -1,4 +1,4 @@
-"""BatchNorm, residual and ReLU as one: the kernels run on a CPU thread for thread, beside PyTorch's own in float64."""
+"""BatchNorm, residual and ReLU as one: norm.cu, built for the CPU thread by thread, against PyTorch in float64."""
 
 import copy
 
@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fastsuncet.kernels import launcher as launch
-from fastsuncet.models import fused_batchnorm as norm_kernels
+from fastsuncet.kernels import launcher
+from fastsuncet.models import fused_batchnorm
 from fastsuncet.models.fused_batchnorm import (
-    ALONE,
     FusedBlock,
     FusedNorm,
     fuse,
@@ -20,7 +19,8 @@ from fastsuncet.models.fused_batchnorm import (
     options,
 )
 from fastsuncet.models.resnet import build_model
-from fastsuncet.models.sync_batchnorm import join_statistics, synchronise
+from fastsuncet.models.sync_batchnorm import join_statistics, synchronize
+from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import HostModule, on_the_host
 from tests.support.ranks import run_ranks
 
@@ -29,20 +29,20 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.fixture(scope="module")
 def host():
-    with on_the_host(norm_kernels) as launched:
+    with on_the_host(fused_batchnorm) as launched:
         yield launched
 
 
 @pytest.fixture
 def usable(host, monkeypatch):
-    """`FusedNorm` takes the kernels on a CPU too."""
-    monkeypatch.setattr(norm_kernels, "usable", lambda *_: True)
+    """Let `FusedNorm` use the kernels on a CPU."""
+    monkeypatch.setattr(fused_batchnorm, "usable", lambda *_: True)
     host.clear()
     return host
 
 
 def seen_of(function, leaves, d_y):
-    """What `function` of `leaves` gives, and what d_y asks of each of them."""
+    """Return the value of `function` at `leaves`, and the gradient of each of them for d_y."""
     leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
     y = function(*leaves)
     given = [leaf for leaf in leaves if leaf is not None]
@@ -65,7 +65,7 @@ def draw(shape, dtype, generator, *, mean=0.0, deviation=1.0):
     mean=st.sampled_from([0.0, 100.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_values_gradients_and_running_statistics_are_pytorchs(
+def test_kernels_give_pytorchs_values_gradients_and_statistics(
     host, shape, dtype, relu, residual, affine, mean, seed
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -78,12 +78,12 @@ def test_values_gradients_and_running_statistics_are_pytorchs(
     truth = [r.double() for r in running]
 
     def ours(x, extra, weight, bias):
-        return fused_norm(x, extra, weight, bias, *running, eps=1e-3, momentum=0.3, relu=relu, group=ALONE)
+        return fused_norm(x, extra, weight, bias, *running, eps=1e-3, momentum=0.3, relu=relu, shared=False)
 
     def theirs(x, extra, weight, bias):
         y = F.batch_norm(x, *truth, weight, bias, training=True, momentum=0.3, eps=1e-3)
         y = y if extra is None else y + extra
-        # By what ours let through: where y is within rounding of 0 either is right.
+        # By the signs of ours: where y is within rounding of 0 either is right.
         return y * (found[0] > 0) if relu else y
 
     leaves = (x, extra, weight, bias)
@@ -94,30 +94,31 @@ def test_values_gradients_and_running_statistics_are_pytorchs(
     sharp = x.double().transpose(0, 1).flatten(1).var(1, correction=0).add(1e-3).rsqrt().max().item()
     for a, b in zip((*found, *running), (*expected, *truth)):
         scale = b.abs().max().clamp(min=1).item()
-        # A mean of 100 in float32 is known to 1e-5, and every division by a small deviation makes more of it.
+        # A mean of 100 in float32 is precise to 1e-5, and a division by a small deviation enlarges that.
         tolerance = ROUNDING[dtype] * 4 + 2e-7 * (1 + mean) * sharp**2 * 4 + 1e-6 * rows
         assert (a.double() - b).abs().max().item() <= tolerance * scale
 
 
-def test_what_the_relu_stops_is_what_pytorchs_stops(host):
+def test_kernels_relu_stops_what_pytorchs_stops(host):
     generator = torch.Generator().manual_seed(3)
     x, residual = (draw((4, 16, 5, 3), torch.bfloat16, generator) for _ in range(2))
     for extra in (None, residual):
         leaves = [x, extra, torch.ones(16), torch.zeros(16)]
         d_y = torch.ones_like(x)
         ours = seen_of(
-            lambda *t: fused_norm(*t, None, None, eps=1e-5, momentum=0.1, relu=True, group=ALONE), leaves, d_y
+            lambda *t: fused_norm(*t, None, None, eps=1e-5, momentum=0.1, relu=True, shared=False),
+            leaves,
+            d_y,
         )
         wide = F.batch_norm(x.float(), None, None, training=True) + (0 if extra is None else extra.float())
         assert torch.equal(ours[0] > 0, wide.bfloat16() > 0)
         if extra is not None:
-            assert torch.equal(
-                ours[2], (wide > 0).bfloat16()
-            )  # the residual's gradient is 1 where it got through
+            # The gradient of the residual is 1 where it passed.
+            assert torch.equal(ours[2], (wide > 0).bfloat16())
         assert ours[-1].tolist() == [(wide > 0).transpose(0, 1)[c].sum().item() for c in range(16)]
 
 
-def test_few_blocks_walk_down_many_rows_and_constants_may_lie_anywhere_to_the_same_bits(host, monkeypatch):
+def test_kernels_give_the_same_bits_for_any_grid_and_alignment(host, monkeypatch):
     generator = torch.Generator().manual_seed(5)
     x, residual, d_y = (draw((7, 24, 5, 5), torch.bfloat16, generator) for _ in range(3))
     constants = torch.randn(2, 25, generator=generator)
@@ -130,12 +131,12 @@ def test_few_blocks_walk_down_many_rows_and_constants_may_lie_anywhere_to_the_sa
     monkeypatch.setattr(HostModule, "launch", watched)
     results = []
     for blocks, (weight, bias) in ((2048, constants[:, :24].clone()), (6, constants[:, :24].clone())):
-        if blocks == 6:  # one float behind where 16 bytes begin
+        if blocks == 6:  # one float after a multiple of 16 bytes
             weight, bias = (torch.cat([torch.zeros(1), c])[1:] for c in (weight, bias))
-        monkeypatch.setattr(norm_kernels, "ROW_BLOCKS", blocks)
+        monkeypatch.setattr(fused_batchnorm, "ROW_BLOCKS", blocks)
         results.append(
             seen_of(
-                lambda *t: fused_norm(*t, None, None, eps=1e-5, momentum=0.1, relu=True, group=ALONE),
+                lambda *t: fused_norm(*t, None, None, eps=1e-5, momentum=0.1, relu=True, shared=False),
                 (x, residual, weight, bias),
                 d_y,
             )
@@ -147,20 +148,20 @@ def test_few_blocks_walk_down_many_rows_and_constants_may_lie_anywhere_to_the_sa
     assert all(address % 16 == 0 for address in means)
 
 
-def test_numbers_that_are_none_stay_none(host):
+def test_kernels_keep_nan(host):
     x = draw((2, 8, 3, 3), torch.bfloat16, torch.Generator().manual_seed(0))
     x[0, 3, 1, 1] = torch.nan
-    y = fused_norm(x, None, None, None, None, None, eps=1e-5, momentum=0.1, relu=True, group=ALONE)
+    y = fused_norm(x, None, None, None, None, None, eps=1e-5, momentum=0.1, relu=True, shared=False)
     assert y[:, 3].isnan().all() and not y[:, :3].isnan().any()
 
 
-def test_every_bfloat16_is_rounded_as_pytorch_rounds(host):
+def test_kernels_round_to_bfloat16_as_pytorch_does(host):
     """Mean 0 and variance 1 by construction, so that what is written is x itself times a number."""
     x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
     x = (x - x.mean(0)) / x.std(0, correction=0)
     scale = torch.rand(8) + 0.5
     y = fused_norm(
-        x.bfloat16(), None, scale, None, None, None, eps=1e-12, momentum=0.1, relu=False, group=ALONE
+        x.bfloat16(), None, scale, None, None, None, eps=1e-12, momentum=0.1, relu=False, shared=False
     )
     expected = F.batch_norm(x.bfloat16().double(), None, None, scale.double(), training=True, eps=1e-12)
     apart = (y.double() - expected).abs() / expected.abs()
@@ -179,7 +180,7 @@ def test_every_bfloat16_is_rounded_as_pytorch_rounds(host):
         ("resnet18", "timm"),
     ],
 )
-def test_a_fused_network_is_the_same_network(name, library):
+def test_fused_network_is_the_same_network(name, library):
     stem = "cifar" if name == "resnet_tiny" else "imagenet"
     network = build_model(name, library, stem=stem, hidden=8, output=4, head_batchnorm=True)
     parameters, keys = list(network.parameters()), list(network.state_dict())
@@ -202,9 +203,9 @@ def _everything(network, x):
     return [y.detach(), *(p.grad.clone() for p in network.parameters()), *map(torch.clone, network.buffers())]
 
 
-def test_a_network_trains_on_the_kernels_as_on_its_twin(usable):
+def test_fused_network_trains_on_the_kernels_as_on_the_twin(usable):
     twin = build_model("resnet_tiny", stem="cifar", hidden=8, output=4).to(memory_format=torch.channels_last)
-    network = fuse(copy.deepcopy(twin), shared=False, implementation="kernel")
+    network = fuse(copy.deepcopy(twin), shared=False, kernel=True)
     twin = fuse(twin, shared=False).double()
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = x.contiguous(memory_format=torch.channels_last)
@@ -214,10 +215,10 @@ def test_a_network_trains_on_the_kernels_as_on_its_twin(usable):
     assert len(usable) == 6 * norms and norms == 9
     usable.clear()
     network.eval()(x)
-    assert usable == []  # evaluation is PyTorch's
+    assert usable == []  # evaluation uses PyTorch's operators
 
 
-def test_what_the_kernels_cannot_take_goes_to_the_twin(usable):
+def test_fused_norm_falls_back_to_the_twin(usable):
     norm = FusedNorm(8)
     norm.kernel, norm.shared = True, False
     x = torch.randn(2, 8, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -232,11 +233,9 @@ def test_what_the_kernels_cannot_take_goes_to_the_twin(usable):
     assert usable == ["norm_moments", "norm_join", "norm_apply"]
     with pytest.raises(ValueError, match="more than 1 value"):
         norm(rows[:1, :, :1, :1])
-    with pytest.raises(ValueError, match='it is "torch" or "kernel"'):
-        fuse(norm, shared=False, implementation="apex")
 
 
-def test_a_block_with_more_in_it_keeps_its_form():
+def test_fuse_keeps_the_form_of_a_block_with_more_layers():
     from timm.models import resnet
 
     plain, more = resnet.BasicBlock(8, 8), resnet.BasicBlock(8, 8, attn_layer="se")
@@ -249,49 +248,59 @@ def test_a_block_with_more_in_it_keeps_its_form():
 
 
 def _on_a_rank(rank, world_size):
-    """A step of BatchNorm over ranks by the kernels, and by `synchronise`, from the same tensors."""
+    """Return a step of BatchNorm over ranks by the kernels, and by `synchronize`, from the same tensors."""
     norm = nn.BatchNorm2d(16, momentum=0.3)
     nn.init.normal_(norm.weight)
     seen = {}
-    with on_the_host(norm_kernels), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_kernels, "usable", lambda *_: True)
+    with on_the_host(fused_batchnorm), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_batchnorm, "usable", lambda *_: True)
         for kind in ("kernel", "twin", "own", "mixed"):
             own = copy.deepcopy(norm)
             torch.manual_seed(0)
             own.weight.data.normal_()
             if kind == "twin" or (kind == "mixed" and rank == 0):
-                network = synchronise(nn.Sequential(own))
+                network = synchronize(nn.Sequential(own))
             else:
-                network = fuse(nn.Sequential(own), shared=kind != "own", implementation="kernel")
+                network = fuse(nn.Sequential(own), shared=kind != "own", kernel=True)
             generator = torch.Generator().manual_seed(rank)
             x, d_y = (draw((2 + rank, 16, 3, 3), torch.float32, generator, mean=rank) for _ in range(2))
             x.requires_grad_()
             y = network(x)
             y.backward(d_y)
             seen[kind] = [y.detach(), x.grad, *(p.grad for p in network.parameters()), *network.buffers()]
-        module = launch.load("norm.cu", torch.device("cpu"), options(torch.float32))
+        module = launcher.load("norm.cu", torch.device("cpu"), options(torch.float32))
         seen["far"] = _far_from_zero(module, rank)
     return seen
 
 
 def _far_from_zero(module, rank):
-    """Statistics of moments with a mean of 1e4 deviations, by the kernels' sums and by `join_statistics`."""
+    """Return statistics with a mean of 1e4 deviations, by the kernels' sums and by `join_statistics`."""
     generator = torch.Generator().manual_seed(rank)
     mean, variance = 1e4 + torch.randn(16, generator=generator), 0.5 + torch.rand(16, generator=generator)
     count = 30.0 + rank
     moments = torch.cat([torch.tensor([count]), mean, variance]).unsqueeze(0)
-    sums = norm_kernels.sum_over_ranks_(norm_kernels._sums(module, moments))
-    ours = norm_kernels._join_ranks(module, sums, torch.empty(16), None, None, 1e-5, 0.1)
+    sums = fused_batchnorm.sum_over_ranks_(fused_batchnorm._sums(module, moments))
+    ours = fused_batchnorm._join(module, sums, torch.empty(16), None, None, 1e-5, 0.1)
     return [ours, torch.cat(join_statistics(int(count), mean, variance))]
 
 
-def test_ranks_share_their_statistics_as_rank_batchnorm_does():
+def test_kernels_share_statistics_over_ranks_as_rank_batchnorm_does():
     ranks = run_ranks(_on_a_rank, 2)
     for seen in ranks:
-        for a, b, c in zip(seen["kernel"], seen["twin"], seen["mixed"]):  # mixed: one rank's card may refuse
+        for a, b, c in zip(
+            seen["kernel"], seen["twin"], seen["mixed"]
+        ):  # mixed: on one rank the kernels do not run
             torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-5)
             torch.testing.assert_close(c, b, rtol=2e-5, atol=1e-5)
-        assert (seen["kernel"][0] - seen["own"][0]).abs().max() > 0.1  # and these are not a rank's own
+        assert (seen["kernel"][0] - seen["own"][0]).abs().max() > 0.1  # own: not shared
         torch.testing.assert_close(*seen["far"], rtol=3e-7, atol=0)
     for i in (-3, -2, -1):  # running statistics and the count: the same bits on every rank
         assert torch.equal(ranks[0]["kernel"][i], ranks[1]["kernel"][i])
+
+
+def test_batchnorm_proof_fails_when_kernels_and_twin_differ(host, monkeypatch):
+    here = torch.device("cpu")
+    fused_batchnorm.prove(here)
+    monkeypatch.setattr(F, "relu", lambda x: x)
+    with pytest.raises(KernelError, match="differs from its twin"):
+        fused_batchnorm.prove(here)

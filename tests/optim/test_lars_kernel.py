@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from fastsuncet.kernels.launcher import KernelError
 from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
+from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import SIZES, on_the_host
 from tests.support.networks import give_gradients, tiny_network
 

@@ -1,6 +1,6 @@
-"""All kernels through launch.py, NVIDIA's own bindings and a driver without a card (tests/support/host_shim/libcuda.cpp).
+"""Run all kernels through launcher.py, NVIDIA's bindings and a driver without a GPU (host_shim/libcuda.cpp).
 
-A program of its own, `python -m tests.support.host_driver`, because the driver must be in LD_LIBRARY_PATH from the start.
+A separate program, `python -m tests.support.host_driver`, because LD_LIBRARY_PATH must name the driver at its start.
 """
 
 import contextlib
@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-from fastsuncet.kernels import launcher as launch
-from fastsuncet.kernels import nvrtc
+from fastsuncet.kernels import launcher, nvrtc
 from fastsuncet.losses import contrast, contrast_kernel
-from fastsuncet.models import fused_batchnorm as norm_kernels
+from fastsuncet.models import fused_batchnorm
 from fastsuncet.optim import lars_kernel
 from pipelines.cuda_compiler import KernelError, bindings
 from tests.support.host_kernels import SIZES
@@ -23,16 +22,16 @@ HERE = torch.device("cpu")
 
 
 def main() -> None:
-    for caller in (lars_kernel, contrast_kernel, norm_kernels):
+    for caller in (lars_kernel, contrast_kernel, fused_batchnorm):
         for key, value in SIZES.items():
             if hasattr(caller, key):
                 setattr(caller, key, value)
     contrast_kernel.STAGED = 40
-    pretend_a_card()
+    pretend_a_gpu()
     lars_kernel.prove(HERE)
     contrast_kernel.prove(HERE, contrast.row_pass)
-    norm_kernels.prove(HERE)
-    with ThreadPoolExecutor(1) as elsewhere:  # as backward does: a thread that has asked nothing of CUDA yet
+    fused_batchnorm.prove(HERE)
+    with ThreadPoolExecutor(1) as elsewhere:  # as backward does: a thread without a CUDA context
         elsewhere.submit(lars_kernel.prove, HERE).result()
     torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=1)
     try:
@@ -42,16 +41,16 @@ def main() -> None:
 
 
 def begin() -> None:
-    """What any call of CUDA's runtime does to a thread: it has torch's context from then on."""
+    """Bind torch's context to this thread, as any call of CUDA's runtime does."""
     bindings("driver").cuCtxSetCurrent(0x77)
 
 
-def pretend_a_card() -> None:
-    """Tensors stay on the CPU; what torch.cuda is asked by launch.py is answered, and sources go to NVRTC for sm_90."""
+def pretend_a_gpu() -> None:
+    """Answer what launcher.py asks torch.cuda, with tensors on the CPU; NVRTC compiles the sources for sm_90."""
     torch.cuda.get_device_capability = lambda device: (9, 0)
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=STREAM, synchronize=begin)
-    compiled, load = nvrtc.compiled, launch.load
+    compiled, load = nvrtc.compiled, launcher.load
 
     def compiled_for_whole_warps(source, arch, options):
         threads = f"-DTHREADS={SIZES['THREADS']}"
@@ -62,7 +61,7 @@ def pretend_a_card() -> None:
         os.environ["FASTSUNCET_SPACE"] = element[0] if element else source.removesuffix(".cu")
         return load(source, torch.device("cuda", 0), options)
 
-    nvrtc.compiled, launch.load = compiled_for_whole_warps, loaded
+    nvrtc.compiled, launcher.load = compiled_for_whole_warps, loaded
 
 
 if __name__ == "__main__":

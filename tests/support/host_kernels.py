@@ -1,4 +1,4 @@
-"""The kernels' own sources built by g++ (tests/host_shim) and launched on CPU tensors through the callers' own code."""
+"""Build the kernels' sources by g++ (tests/support/host_shim) and launch them on CPU tensors from their callers."""
 
 import contextlib
 import ctypes
@@ -12,36 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.kernels import launcher as launch
-from fastsuncet.kernels import nvrtc
+from fastsuncet.kernels import launcher, nvrtc
 
 SHIM = Path(__file__).parent / "host_shim"
-SOURCES = Path(launch.__file__).parent
+SOURCES = Path(launcher.__file__).parent
 CACHE = nvrtc.folder().parent / "host_kernels"
-# A small block, and warps of 4: the barriers and exchanges are the same in kind, and a thread is a real one here.
+# A small block, and warps of 4: barriers and exchanges are of the same kind, and each thread is a real one.
 SIZES = {"THREADS": 8, "CHUNK": 32, "TENSORS": 6}
 
 
 @functools.cache
 def built(name: str, *flags: str) -> Path:
-    """A file of tests/host_shim compiled with `flags`; the test is skipped, with the reason, where that cannot be.
+    """Compile a file of host_shim with `flags`, or skip the test with the reason.
 
-    Kept beside the compiled kernels, by all it was made from: the ranks of a test, and the next run, find it there.
+    The result is cached next to the compiled kernels for the ranks of a test and for the next run.
     """
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("no g++ here to build the kernels for the CPU with")
-    command = [
-        compiler,
-        "-std=c++20",
-        "-g",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-unknown-pragmas",
-        "-pthread",
-        *flags,
-    ]
+        pytest.skip("no g++ to build the kernels for the CPU")
+    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+    command = [compiler, "-std=c++20", "-g", *warnings, "-pthread", *flags]
     command += [f"-D{key}={value}" for key, value in SIZES.items()]
     command += [f"-I{SOURCES}", "-include", str(SHIM / "shim.h"), str(SHIM / name), "-o"]
     texts = [path.read_text() for folder in (SHIM, SOURCES) for path in sorted(folder.glob("*.[ch]*"))]
@@ -59,12 +49,12 @@ def built(name: str, *flags: str) -> Path:
 
 
 def library() -> Path:
-    """Every kernel's launcher, and a driver that knows them: one build, of some ten seconds, for all tests."""
+    """Build every kernel's launcher, and a driver that knows them, for all tests: about ten seconds."""
     return built("libcuda.cpp", "-O1", "-shared", "-fPIC")
 
 
 class HostModule:
-    """What `launch.Module` is on a device."""
+    """The counterpart of `launcher.Module` on the host."""
 
     def __init__(self, launched: list[str], source: str, options: tuple[str, ...]):
         self.library = ctypes.CDLL(str(library()))
@@ -84,14 +74,14 @@ class HostModule:
 
 @contextlib.contextmanager
 def on_the_host(*callers):
-    """Kernels run on CPU tensors; yields the list of the names of what is launched.
+    """Run kernels on CPU tensors; yields a growing list of the names of launched kernels.
 
-    `callers`: modules of ours whose THREADS and the like become those of the host's build.
+    `callers`: modules whose THREADS, CHUNK and TENSORS become those of the host's build.
     """
     launched: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            launch, "load", lambda source, device, options=(): HostModule(launched, source, options)
+            launcher, "load", lambda source, device, options=(): HostModule(launched, source, options)
         )
         for caller in callers:
             for key, value in SIZES.items():

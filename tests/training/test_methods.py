@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config, load_config
-from fastsuncet.models import sync_batchnorm as norm
 from fastsuncet.models.resnet import build_model
+from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import in_float32
@@ -62,7 +62,7 @@ def network(config: Config) -> MultiViewModel:
     batchnorm = config.model.head_batchnorm
     model = build_model("resnet_tiny", stem="cifar", hidden=16, output=8, head_batchnorm=batchnorm,
                         classes=classes, prototypes=prototypes)  # fmt: skip
-    return MultiViewModel(norm.synchronise(model)).double()
+    return MultiViewModel(synchronize(model)).double()
 
 
 def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:

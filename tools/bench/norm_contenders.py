@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastsuncet.kernels.self_test import agrees
-from fastsuncet.models.fused_batchnorm import ALONE, fused_norm, prove
+from fastsuncet.models.fused_batchnorm import fused_norm, prove
 from fastsuncet.models.sync_batchnorm import RankBatchNorm
 from tools.bench.norm_layers import EPS, MOMENTUM, NormLayer
 
@@ -58,7 +58,7 @@ def torch_norm(layer: NormLayer) -> nn.Module:
     if layer.place.world_size == 1:
         return norm
     if layer.place.device.type == "cpu":
-        return RankBatchNorm.take_over(norm, None)
+        return RankBatchNorm.take_over(norm)
     return nn.SyncBatchNorm.convert_sync_batchnorm(norm)
 
 
@@ -89,8 +89,7 @@ def ours(layer: NormLayer) -> Pass:
 def kernels(layer: NormLayer) -> Pass:
     """Return our kernels without a check of the device."""
     running = [torch.zeros_like(layer.weight), torch.ones_like(layer.weight)]
-    group = None if layer.place.world_size > 1 else ALONE
-    rest = {"eps": EPS, "momentum": MOMENTUM, "relu": layer.shape.kind != "plain", "group": group}
+    rest = {"eps": EPS, "momentum": MOMENTUM, "relu": layer.shape.kind != "plain", "shared": True}
 
     def forward(x: Tensor, residual: Tensor | None) -> Tensor:
         return fused_norm(x, residual, layer.weight, layer.bias, *running, **rest)

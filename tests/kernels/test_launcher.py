@@ -1,0 +1,56 @@
+"""How arguments are packed, and every kernel through NVIDIA's bindings and a driver without a GPU."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastsuncet.kernels import launcher, self_test
+from fastsuncet.kernels.launcher import Arguments
+from pipelines import cuda_compiler
+from pipelines.cuda_compiler import KernelError
+from tests.support.host_kernels import library
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_arguments_are_packed_by_the_convention():
+    x = torch.zeros(3)
+    array = (ctypes.c_void_p * 2)(5, None)
+    arguments = Arguments(x, None, 7, True, 0.5, array)
+    addresses = (ctypes.c_void_p * 6).from_address(arguments.address)
+    assert ctypes.c_void_p.from_address(addresses[0]).value == x.data_ptr()
+    assert ctypes.c_void_p.from_address(addresses[1]).value is None
+    assert [ctypes.c_longlong.from_address(addresses[i]).value for i in (2, 3)] == [7, 1]
+    assert ctypes.c_float.from_address(addresses[4]).value == 0.5
+    assert ctypes.c_void_p.from_address(addresses[5]).value == 5
+    with pytest.raises(TypeError, match="not str"):
+        Arguments("7")
+
+
+def test_load_refuses_a_cpu():
+    with pytest.raises(KernelError, match="not on cpu"):
+        launcher.load("lars.cu", torch.device("cpu"))
+    assert not self_test.usable("lars.cu", torch.zeros(1), lambda device: None)
+
+
+@pytest.mark.skipif(
+    cuda_compiler.unavailable() is not None, reason=f"no NVRTC: {cuda_compiler.unavailable()}"
+)
+def test_launch_runs_every_kernel_through_nvidias_bindings(tmp_path):
+    (tmp_path / "libcuda.so.1").symlink_to(library())
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.host_driver"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # On another stream than torch's the driver refuses, and the error names the kernel.
+    expected = "lars_norms of lars.cu, grid (7, 1), block 8: CUDA_ERROR_INVALID_VALUE"
+    assert done.stdout.startswith(expected), done.stdout

@@ -1,0 +1,322 @@
+"""BatchNorm over ranks is BatchNorm over the joined batch: values, gradients, running statistics."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastsuncet.models.resnet import build_model
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, describe, join_statistics, synchronize
+from tests.support.ranks import run_ranks
+from tools.bench.dispatch_counter import Counter
+
+CHANNELS = 5
+# name: (constructor, its options, shape after the rows, rows on rank r of W)
+CASES = {
+    "images": (nn.BatchNorm2d, {}, (4, 3), lambda r: 3),
+    "channels_last": (nn.BatchNorm2d, {}, (4, 3), lambda r: 2),
+    "rows": (nn.BatchNorm1d, {"momentum": 0.3, "eps": 1e-3}, (), lambda r: 4),
+    "uneven": (nn.BatchNorm2d, {}, (2, 2), lambda r: 1 + 2 * r),
+    "one_row_a_rank": (nn.BatchNorm1d, {}, (), lambda r: 1),
+    "plain_average": (nn.BatchNorm2d, {"momentum": None}, (2, 3), lambda r: 2),
+    "no_bias": (nn.BatchNorm2d, {}, (2, 3), lambda r: 2),
+    "no_affine": (nn.BatchNorm2d, {"affine": False}, (2, 3), lambda r: 2),
+    "no_running": (nn.BatchNorm1d, {"track_running_stats": False}, (), lambda r: 3),
+}
+STEPS = 2
+DEVIATIONS_AWAY = (0, 1e3, 1e4)  # of a mean from zero
+
+
+def prepared(name, world_size):
+    """Return the module in float64 with random parameters, and each step's (input, loss weights) of each rank."""
+    constructor, options, after, rows = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    norm = constructor(CHANNELS, **options).double()
+    if name == "no_bias":
+        norm.bias = None  # torch 2.11 has no argument for it
+    for p in norm.parameters():
+        nn.init.normal_(p, mean=1)
+    layout = torch.channels_last if name == "channels_last" else torch.contiguous_format
+
+    def draw(rank):
+        x, t = torch.randn(2, rows(rank), CHANNELS, *after).double()
+        return (x * (rank + 1) + rank).to(memory_format=layout), t
+
+    return norm, [[draw(rank) for rank in range(world_size)] for _ in range(STEPS)]
+
+
+def passes(norm, draws):
+    """Return everything visible of forward and backward of (t * y**2).sum() in training mode, then of eval."""
+    seen = {}
+    for step, (x, t) in enumerate(draws):
+        norm.zero_grad()
+        x = x.clone().requires_grad_()
+        y = norm(x)
+        (t * y.square()).sum().backward()
+        seen |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
+        seen |= {f"d_{n}{step}": p.grad.clone() for n, p in norm.named_parameters()}
+        seen |= {f"{n}{step}": b.clone() for n, b in norm.named_buffers()}
+    if norm.track_running_stats:
+        seen["eval"] = norm.eval()(x.detach()).detach()
+    return seen
+
+
+def run_case(name, rank, world_size):
+    norm, draws = prepared(name, world_size)
+    parameters, keys = dict(norm.named_parameters()), list(norm.state_dict())
+    network = synchronize(nn.Sequential(norm.eval(), nn.Identity()))
+    assert not network[0].training
+    network = synchronize(network)  # a second time changes nothing
+    shared = network[0].train()
+    assert isinstance(shared, RankBatchNorm) and list(shared.state_dict()) == keys
+    assert all(p is parameters[n] for n, p in shared.named_parameters())
+    return passes(shared, [step[rank] for step in draws])
+
+
+def far_rows(world_size, away):
+    """Return float32 rows of each rank, 50 and more of 64 channels, `away` deviations from zero."""
+    generator = torch.Generator().manual_seed(int(away))
+    return [
+        (1.3 * (torch.randn(50 + 7 * r, 64, generator=generator).double() + away)).float()
+        for r in range(world_size)
+    ]
+
+
+def run_statistics(rank, world_size):
+    results = {}
+    for away in DEVIATIONS_AWAY:
+        own = far_rows(world_size, away)[rank]
+        variance, mean = torch.var_mean(own, 0, correction=0)
+        with Counter() as counter:
+            joined = [join_statistics(len(own), mean, variance) for _ in range(2)]
+        results[away] = {
+            "own": (mean, variance),
+            "joined": joined,
+            "cost": (counter.operators, counter.moved),
+        }
+    results["equal"] = join_statistics(1_000_003 + rank, torch.linspace(1e6, 2e6, 256), torch.zeros(256))[2]
+    # One rank has an infinity, whose variance is NaN, and a NaN.
+    broken = torch.tensor([1.0, torch.inf if rank == 1 else 1.0, torch.nan if rank == 1 else 1.0])
+    results["broken"] = join_statistics(2, broken, broken - broken)[2]
+    return results
+
+
+def ddp_network():
+    arguments = {"stem": "cifar", "hidden": 12, "output": 6, "head_batchnorm": True, "seed": 1}
+    return build_model("resnet_tiny", **arguments).double()
+
+
+def joined_images(world_size):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(3 * world_size, 3, 16, 16, generator=generator).double()
+    return x, torch.randn(3 * world_size, 6, generator=generator).double()
+
+
+def run_ddp(rank, world_size):
+    network = ddp_network()
+    ddp = nn.parallel.DistributedDataParallel(synchronize(network), broadcast_buffers=False)
+    x, t = (each[3 * rank : 3 * rank + 3] for each in joined_images(world_size))
+    (ddp(x) * t).sum(1).mean().backward()
+    return {n: p.grad for n, p in network.named_parameters()} | dict(network.named_buffers())
+
+
+def far_from_zero():
+    """Return bfloat16 images whose mean bfloat16 cannot hold, and whose deviation sums of squares lose."""
+    return (torch.randn(8, 2, 9, 9, generator=torch.Generator().manual_seed(8)) + 300).bfloat16()
+
+
+def run_autocast(rank, world_size):
+    norm, far = (synchronize(nn.Sequential(nn.BatchNorm2d(2, momentum=m))) for m in (0.1, 1.0))
+    x = far_from_zero()[rank::world_size]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = norm(x)
+    far(x.float() * 100)
+    return {
+        "y": y.detach(),
+        "mean": norm[0].running_mean,
+        "variance": norm[0].running_var,
+        "far": far[0].running_var,
+    }
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators that make the host wait for a device."""
+
+    READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += name in self.READS or mask
+        return function(*args, **(kwargs or {}))
+
+
+def run_bfloat16(momentum):
+    norm = synchronize(nn.Sequential(nn.BatchNorm2d(4, momentum=momentum)))
+    x = torch.randn(3, 4, 5, 2).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with HostReads() as reads, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = norm(x)
+        y.backward(torch.ones_like(y))
+    with HostReads() as control:
+        x[x > 0], x.detach().sum().item(), bool(x.sum() > 0)
+    return {
+        "reads": reads.count,
+        "control": control.count,
+        "strides": [x.stride(), y.stride(), x.grad.stride()],
+        "dtypes": [str(t.dtype) for t in (y, x.grad, norm[0].weight.grad, norm[0].running_var)],
+        "kept": [(str(t.dtype), t.numel()) for t in kept if t.numel() >= x.numel()],
+    }
+
+
+def refusal(shape):
+    with pytest.raises(ValueError) as error:
+        RankBatchNorm(3)(torch.zeros(shape))
+    return str(error.value)
+
+
+def run_everything(rank, world_size):
+    """Compute every case on one set of ranks: starting them costs seconds."""
+    results = {name: run_case(name, rank, world_size) for name in CASES}
+    results |= run_statistics(rank, world_size)
+    results |= {"ddp": run_ddp(rank, world_size), "autocast": run_autocast(rank, world_size)}
+    results |= {f"momentum {momentum}": run_bfloat16(momentum) for momentum in (0.1, None)}
+    results["refusals"] = [refusal(shape) for shape in ((3,), (0, 3))]
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def on_ranks(request):
+    return run_ranks(run_everything, request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batchnorm_on_ranks_equals_one_process(name, on_ranks):
+    norm, draws = prepared(name, len(on_ranks))
+    joined = [tuple(torch.cat([rank[i] for rank in step]) for i in (0, 1)) for step in draws]
+    expected = passes(norm, joined)
+    ranks = [results[name] for results in on_ranks]
+    assert all(seen.keys() == expected.keys() for seen in ranks)
+    for key, value in expected.items():
+        if key.startswith("d_"):  # each rank has its share of the gradient of the sum
+            found = sum(seen[key] for seen in ranks)
+        elif key[:2] in ("y0", "y1", "dx", "ev"):
+            found = torch.cat([seen[key] for seen in ranks])
+        else:  # running statistics: the same bits on every rank, or checkpoints would depend on the rank
+            found = ranks[0][key]
+            assert all(torch.equal(found, seen[key]) for seen in ranks), key
+        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_network_under_ddp_has_the_gradients_and_buffers_of_one_process(on_ranks):
+    alone = ddp_network()
+    x, t = joined_images(len(on_ranks))
+    (alone(x) * t).sum(1).mean().backward()
+    expected = {n: p.grad for n, p in alone.named_parameters()} | dict(alone.named_buffers())
+    for name, value in expected.items():
+        found = on_ranks[0]["ddp"][name]
+        assert all(torch.equal(found, results["ddp"][name]) for results in on_ranks), name
+        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---------------------------------------------------------------------------------------------------- statistics
+def chan(counts, means, variances):
+    """Join statistics by Chan's method, which squares only what is near zero."""
+    mean = (counts * means).sum(0) / counts.sum()
+    return mean, (counts * (variances + (means - mean).square())).sum(0) / counts.sum()
+
+
+def error(found, expected):
+    return ((found.double() - expected) / expected).abs().max().item()
+
+
+@pytest.mark.parametrize("away", DEVIATIONS_AWAY)
+def test_join_statistics_loses_nothing_to_cancellation(away, on_ranks):
+    counts = torch.tensor([[len(own)] for own in far_rows(len(on_ranks), away)])
+    means, variances = (torch.stack([ranks[away]["own"][i] for ranks in on_ranks]) for i in (0, 1))
+    total, mean, variance = on_ranks[0][away]["joined"][0]
+    assert total.tolist() == [counts.sum()] and variance.dtype == torch.float32
+    exact_mean, exact_variance = chan(counts.double(), means.double(), variances.double())
+    assert error(variance, exact_variance) < 2**-24 + 8 * 2**-53 * (1 + away**2)
+    torch.testing.assert_close(mean.double(), exact_mean, rtol=2**-24, atol=1e-15)
+    # The same sums in float32 do lose something.
+    weights = counts / counts.sum()
+    square = (weights * (variances + means.square())).sum(0) - (weights * means).sum(0).square()
+    assert away == 0 or error(square, exact_variance) > 0.05
+
+
+def test_join_statistics_gives_the_same_bits_on_every_rank_and_again(on_ranks):
+    for away in DEVIATIONS_AWAY:
+        results = [torch.cat(joined) for ranks in on_ranks for joined in ranks[away]["joined"]]
+        assert len(results) == 2 * len(on_ranks) and all(torch.equal(each, results[0]) for each in results)
+
+
+def test_join_statistics_costs_the_same_for_any_number_of_ranks(on_ranks):
+    operators, moved = on_ranks[0][0]["cost"]
+    assert operators <= 2 * 12  # small ones, the all-reduce among them
+    assert moved <= 2 * 8 * 129 * 16  # passes over 1 + 2C float64 numbers
+
+
+def test_join_statistics_of_equal_rows_has_no_negative_variance(on_ranks):
+    for ranks in on_ranks:
+        assert (ranks["equal"] >= 0).all() and (ranks["equal"] < 1e-3).all()  # of a mean of 1e6
+
+
+def test_join_statistics_shows_a_nan_on_every_rank(on_ranks):
+    for ranks in on_ranks:
+        assert ranks["broken"].isnan().tolist() == [False, True, True]
+
+
+def test_statistics_under_autocast_are_float32_and_do_not_cancel(on_ranks):
+    x = far_from_zero().double()
+    alone = nn.BatchNorm2d(2).double()
+    expected = alone(x).detach()
+    found = torch.empty_like(expected)
+    for rank, seen in enumerate(each["autocast"] for each in on_ranks):
+        assert seen["y"].dtype == torch.bfloat16
+        found[rank :: len(on_ranks)] = seen["y"].double()
+        torch.testing.assert_close(seen["mean"].double(), alone.running_mean, rtol=1e-6, atol=0)
+        torch.testing.assert_close(seen["variance"].double(), alone.running_var, rtol=1e-5, atol=0)
+        variance = (x * 100).transpose(0, 1).flatten(1).var(1)
+        torch.testing.assert_close(seen["far"].double(), variance, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- host and memory
+@pytest.mark.parametrize("momentum", ["0.1", "None"])
+def test_batchnorm_on_ranks_keeps_layout_dtype_and_only_its_input(momentum, on_ranks):
+    """And the host reads no value."""
+    for seen in (results[f"momentum {momentum}"] for results in on_ranks):
+        assert (seen["reads"], seen["control"]) == (
+            0,
+            3,
+        )  # a mask's indexing, a number and a condition are seen
+        assert seen["strides"] == [(40, 1, 8, 4)] * 3  # channels-last
+        assert seen["dtypes"] == ["torch.bfloat16"] * 2 + ["torch.float32"] * 2
+        assert seen["kept"] == [("torch.bfloat16", 120)]
+
+
+def test_batchnorm_on_ranks_refuses_an_input_without_statistics(on_ranks):
+    one_dimension, empty = on_ranks[0]["refusals"]
+    assert "expected (N, C, ...), got 1 dimensions" in one_dimension
+    assert "batch is empty" in empty
+
+
+def test_synchronize_leaves_a_single_process_unchanged():
+    model = build_model("resnet_tiny", stem="cifar")
+    kinds = [type(module) for module in model.modules()]
+    assert synchronize(model) is model
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_describe_says_whose_statistics_a_run_uses():
+    assert describe(8, shared=True) == "statistics of the whole batch, shared by 8 processes (RankBatchNorm)"
+    assert describe(1, shared=True) == describe(1, shared=False) == "statistics of the whole batch"
+    assert "each process's own images" in describe(2, shared=False)
