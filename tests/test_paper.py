@@ -1,0 +1,381 @@
+"""docs/paper.md is true: its 28 rows have configs that load, commands that parse, and costs that add up."""
+
+import functools
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from fastsuncet import cli
+from fastsuncet.commands.report import paper
+from fastsuncet.commands.sweep.jobs import _mark
+from fastsuncet.commands.sweep.runs import Job, expand, runs_named
+from fastsuncet.commands.sweep.spec import read_sweep
+from fastsuncet.config import Config, load_config
+from fastsuncet.data.paired_stream import run_macs
+from fastsuncet.models.flops import classifier_macs, petaflops
+from fastsuncet.models.resnet import WIDTHS
+from pipelines.datasets.label_splits import bernoulli
+from tests.config.test_shipped_configs import PROFILE, hyper
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "configs" / "paper"
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+SWEEPS = [name for name in FILES if re.search(r"^commands:", (FOLDER / name).read_text(), re.M)]
+DOCUMENT = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+TABLE = [line for line in DOCUMENT.splitlines() if re.match(r"\| (\d+|all) \|", line)]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE]
+# Row number -> its commands
+COMMANDS = {
+    int(number): block.splitlines()
+    for numbers, block in re.findall(r"^Rows? ([\d and]+):\n\n```bash\n(.*?)\n```", DOCUMENT, re.M | re.S)
+    for number in numbers.split(" and ")
+}
+LINES = sorted({line for lines in COMMANDS.values() for line in lines})
+
+GPUS = 8
+# FLOP per second and GPU, the one assumption of the hours: 741 views of 4.09 GMAC, 6 FLOP per MAC.
+SUSTAINED = 741 * 4_091_592_704 * 6
+IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000}
+LISTS = {"10percent.txt": 128_116, "1percent.txt": 12_811}
+TRANSFER_CLASSES = {"cifar10": 10, "cifar100": 100, "voc07": 20}
+
+
+@functools.cache
+def runs_of(path: str, *overrides: str):
+    return expand(read_sweep(ROOT / path), overrides)
+
+
+def jobs_of(command: str) -> list[Job]:
+    """Return the jobs of a command line, none for a report."""
+    _, name, *words = shlex.split(command)
+    patterns = [words.pop(i + 1) for i in reversed(range(len(words))) if words[i] == "--only"]
+    words = [word for word in words if word != "--only"]
+    if name == "sweep":
+        runs = runs_of(words[0], *words[1:])
+        return [job for run in (runs_named(runs, patterns) if patterns else runs) for job in run.jobs]
+    config = [] if name == "report" else [load_config(ROOT / words[0], words[1:])]
+    return [Job(name, (name, *words), (), (), each) for each in config]
+
+
+def jobs_in(name: str) -> list[Job]:
+    """Return the jobs of a file of configs/paper."""
+    return jobs_of(f"fastsuncet {'sweep' if name in SWEEPS else 'train'} configs/paper/{name}")
+
+
+def train_config(name: str, pattern: str) -> Config:
+    """Return the first training config of the runs of a sweep that `pattern` names."""
+    jobs = jobs_of(f"fastsuncet sweep configs/paper/{name} --only '{pattern}'")
+    return next(job.config for job in jobs if job.command == "train")
+
+
+def data_of(config: Config) -> tuple[int, int, int]:
+    """Return (training images, classes, labeled images) without the data."""
+    cifar = config.data.kind == "cifar10"
+    images, split = IMAGES["cifar10" if cifar else "imagenet"], config.data.split
+    labeled = {"none": 0, "all": images}.get(split.kind) or LISTS.get(Path(split.file or "").name, 0)
+    if split.kind == "bernoulli":
+        labeled = len(bernoulli(images, split.fraction, split.seed))
+    return images, 10 if cifar else 1000, labeled
+
+
+def sizes_of(config: Config):
+    """Return the sizes of a run: ImageNet's on 8 GPUs, CIFAR-10's on one (8 cannot share 28 images of a class)."""
+    images, classes, labeled = data_of(config)
+    return config.resolve(1 if config.data.kind == "cifar10" else GPUS, images, classes, labeled or None)
+
+
+def job_cost(job: Job) -> float:
+    """Return the petaFLOPs of a job, 0 for an evaluation without training."""
+    c = job.config
+
+    def supervised(size: int, classes: int, samples: int) -> float:
+        return petaflops(
+            classifier_macs(c.model.name, c.model.stem, size, WIDTHS[c.model.name], classes), samples
+        )
+
+    if job.command == "train":
+        return petaflops(run_macs(c, sizes_of(c)), 1)
+    if job.command == "finetune":
+        _, classes, labeled = data_of(c)
+        samples = c.finetune.epochs * (labeled // c.finetune.batch_size * c.finetune.batch_size)
+        every = "--every-checkpoint" in job.options
+        return (checkpoints(c) if every else 1) * supervised(c.data.augmentation.size, classes, samples)
+    if job.command == "transfer":
+        t = c.transfer
+        # Each cell of the grid, and the chosen one once more.
+        samples = (len(t.learning_rates) * len(t.weight_decays) + 1) * t.steps * t.batch_size
+        return sum(supervised(t.size, TRANSFER_CLASSES[name], samples) for name in t.datasets)
+    return 0.0
+
+
+def checkpoints(config: Config) -> int:
+    """Return how many checkpoints a finished run keeps."""
+    sizes = sizes_of(config)
+    every = config.checkpoint.every_epochs * sizes.steps_per_epoch
+    return min(config.checkpoint.keep, -(-sizes.steps // every))
+
+
+def cost(numbers: Iterable[int]) -> float:
+    """Return the petaFLOPs of rows, with what they share counted once."""
+    jobs = {}
+    for job in (job for number in numbers for line in COMMANDS[number] for job in jobs_of(line)):
+        # The same training in two sweeps is one; an evaluation depends on all of its config.
+        config = "" if job.command == "train" else str(job.config.canonical())
+        jobs[job.command, job.config.run_folder, config] = job
+    return sum(map(job_cost, jobs.values()))
+
+
+def trained(command: str) -> float:
+    return sum(job_cost(job) for job in jobs_of(command) if job.command == "train")
+
+
+def rounded(value: float) -> str:
+    """Format three digits: 62.7, 31,400."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# The document
+
+
+def test_document_has_28_rows_with_commands_and_says_which_were_run():
+    assert [row[0] for row in ROWS] == [*map(str, range(1, 29)), "all"]
+    assert sorted(COMMANDS) == list(range(1, 29))
+    for row in ROWS[:-1]:
+        assert len(row) == 7 and (row[6] == "not run" or "RESULTS.md" in row[6])
+        linked = set(re.findall(r"\(\.\./(configs/[^)]+)\)", row[2]))
+        named = {
+            word for line in COMMANDS[int(row[0])] for word in line.split() if word.startswith("configs/")
+        }
+        assert linked == named
+    assert {word for line in LINES for word in line.split() if word.startswith("configs/")} == {
+        f"configs/paper/{name}" for name in FILES
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_document_costs_are_those_of_the_commands(row):
+    spent = cost(range(1, 29) if row[0] == "all" else [int(row[0])])
+    assert row[3:5] == [rounded(spent), rounded(spent * 1e15 / (GPUS * SUSTAINED) / 3600)]
+
+
+def test_document_states_the_assumption_of_the_hours():
+    text = " ".join(DOCUMENT.split())
+    assert "The hours are arithmetic, not a measurement." in text and "arXiv 2303.01986" in text
+    assert f"{SUSTAINED / 1e12:.1f} teraFLOP/s" in text and "741 views of 224 pixels a second" in text
+    assert "2,078 images a second" in text and round(16_621 / 8) == 2078
+    assert "0.36 of these" in text and round(741 / 2078, 2) == 0.36
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Replace what would touch data; return the names of the commands that were reached."""
+    reached: list[str] = []
+    for function in (
+        "train.run",
+        "finetune.finetune",
+        "transfer.transfer",
+        "evaluate.evaluate",
+        "report.report",
+    ):
+        name = function.split(".")[0]
+        fake = functools.partial(lambda name, *arguments, **options: reached.append(name) or 0, name)
+        monkeypatch.setattr(f"fastsuncet.commands.{function}", fake)
+    monkeypatch.chdir(ROOT)
+    return reached
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_document_command_is_valid(line, started, capsys):
+    _, name, *words = shlex.split(line)
+    dry_run = ["--dry-run"] if name == "sweep" else []
+    assert cli.main([name, *words, *dry_run]) == 0, capsys.readouterr().err
+    assert started == ([] if dry_run else [name])
+    figure = words[words.index("--paper") + 1] if "--paper" in words else paper.TEN
+    assert figure in (paper.TEN, paper.ONE)
+
+
+# The configs
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_header_names_its_rows_and_a_valid_command(name):
+    lines = (FOLDER / name).read_text().split("\n\n")[0].splitlines()
+    page = "\n".join(line.lstrip("#").strip() for line in lines)
+    assert re.match(r"(ImageNet|CIFAR-10)", page)
+    for entry in ("Paper ", "Hardware ", "Hours ", "Accuracy ", "Command "):
+        assert f"\n{entry}" in page
+    (said,) = re.findall(r"rows? ([\d, and]+) of docs/paper.md", " ".join(page.split()))
+    rows = set(map(int, re.findall(r"\d+", said)))
+    assert rows and rows <= {
+        number for number, lines in COMMANDS.items() if any(name in line for line in lines)
+    }
+    commands = re.findall(r"fastsuncet (?:train|sweep|finetune) .*", page.replace("\\\n", " "))
+    assert commands
+    for command in commands:
+        assert jobs_of(command) and Path(shlex.split(command)[2]).name == name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_runs_fit_their_data_and_keep_the_papers_hyper_parameters(name):
+    cifar = name.startswith("cifar10")
+    lr, tau = ((0.125, 1.0, 0.0, 10), 0.5) if cifar else ((0.6, 4.8, 0.0, 10), 0.1)
+    for job in jobs_in(name):
+        c, sizes = job.config, sizes_of(job.config)
+        assert sizes.steps > sizes.warmup_steps >= 0
+        # SwAV's own settings are another paper's.
+        if job.command == "train" and c.optimization.steps is None and name != "in1k_swav.yaml":
+            assert hyper(c) == {**PROFILE, "lr": lr, "tau": tau, "epochs": c.optimization.epochs}
+        if job.command == "finetune":
+            f, (images, _, labeled) = c.finetune, data_of(c)
+            epochs = 90 if cifar else {12_811: 60, 128_116: 30, images: 15}[labeled]
+            assert (f.epochs, f.batch_size, f.lr) == (epochs, 256 if cifar else 4096, None)
+            assert (f.momentum, f.nesterov, f.weight_decay) == (0.9, True, 0.0)
+            assert labeled >= f.batch_size
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "unlabeled", "labeled", "views"),
+    [  # on each of the paper's 64 GPUs
+        ("in1k_simclr.yaml", "*", 64, 0, 128),
+        ("in1k_suncet_10pct.yaml", "*", 44, 40, 128),
+        ("in1k_cross_entropy_1pct.yaml", "*", 44, 40, 128),
+        ("in1k_swav_suncet.yaml", "", 44, 40, 44 * 8 + 40),
+        ("in1k_all_labels.yaml", "*-suncet", 64, 20, 148),
+        ("in1k_labels_alone.yaml", "*-suncet", 0, 250, 250),
+    ],
+)
+def test_a_gpu_of_64_has_the_papers_batch(name, pattern, unlabeled, labeled, views):
+    config = train_config(name, pattern) if pattern else load_config(FOLDER / name)
+    sizes = config.resolve(64, 1_281_167, 1000, 128_116 if config.criterion.instance != "none" else None)
+    assert (sizes.local_unlabeled, sizes.local_labeled, sizes.samples(0)) == (unlabeled, labeled, views * 64)
+
+
+def test_labels_of_every_run_are_the_papers():
+    kinds = {}
+    for number, lines in COMMANDS.items():
+        for job in (job for line in lines for job in jobs_of(line)):
+            split = job.config.data.split
+            labels = Path(split.file).name if split.file else split.fraction or split.kind
+            kinds.setdefault((number, job.command), set()).add(labels)
+    assert kinds[1, "train"] == {"none"} and kinds[1, "finetune"] == {"10percent.txt", "1percent.txt"}
+    assert kinds[3, "train"] == kinds[3, "finetune"] == {"10percent.txt"}
+    assert kinds[6, "train"] == kinds[13, "finetune"] == {"1percent.txt"}
+    shares = {0.01, 0.05, 0.1, 0.2, 0.5, 1.0}
+    assert kinds[17, "train"] == {"none"}
+    assert kinds[17, "finetune"] == kinds[18, "train"] == kinds[23, "finetune"] == shares
+    assert kinds[27, "train"] == kinds[28, "finetune"] == {"all"}
+
+
+def test_labeled_share_changes_the_batch_and_not_the_labeled_passes():
+    for name, epochs in (("in1k_labeled_share_10pct.yaml", 250), ("in1k_labeled_share_1pct.yaml", 30)):
+        for run in runs_of(f"configs/paper/{name}"):
+            config = run.jobs[0].config
+            sizes = sizes_of(config)
+            assert sizes.supervised_steps * sizes.global_labeled == pytest.approx(
+                epochs * 454 * 2560, rel=1e-3
+            )
+            assert sizes.samples(0) == pytest.approx(8192, rel=0.01)
+            share = sizes.global_labeled / sizes.samples(0)
+            assert share == pytest.approx(config.criterion.labeled_share, abs=0.012)
+
+
+@pytest.mark.parametrize(
+    ("here", "run", "there"),
+    [
+        ("in1k_transfer.yaml", "in1k_simclr-500ep", "in1k_simclr.yaml"),
+        ("in1k_transfer.yaml", "in1k_simclr-1000ep", "in1k_simclr.yaml"),
+        ("in1k_transfer.yaml", "in1k_suncet_10pct-500ep", "in1k_suncet_10pct.yaml"),
+        ("in1k_npi.yaml", "in1k_suncet_10pct-400ep", "in1k_suncet_10pct.yaml"),
+    ],
+)
+def test_run_shared_by_two_files_is_the_same_run(here, run, there):
+    ours, theirs = train_config(here, run), train_config(there, run)
+    assert ours.run_folder == theirs.run_folder and ours.changed_keys(theirs.canonical()) == []
+
+
+def finetune_marks(command: str) -> set:
+    return {_mark(job) for job in jobs_of(command) if job.command == "finetune"}
+
+
+def test_evaluations_have_different_marks_unless_they_are_the_same():
+    for name in SWEEPS:
+        marks = [_mark(job) for job in jobs_in(name) if job.command != "train"]
+        assert len(set(marks)) == len(marks), name
+    npi, suncet = (
+        f"fastsuncet sweep configs/paper/{name}.yaml" for name in ("in1k_npi", "in1k_suncet_10pct")
+    )
+    assert finetune_marks(npi) == finetune_marks(f"{suncet} --only *-400ep") != set()
+    two_lists = "fastsuncet sweep configs/paper/in1k_simclr.yaml finetune.epochs=30 --only *-100ep"
+    assert len(finetune_marks(two_lists)) == 2
+
+
+# The costs
+
+
+def test_simclr_costs_what_the_recipe_says():
+    """Recipe, section 6: 62.7 petaFLOPs per epoch of ImageNet's SimCLR, 390 for the CIFAR-10 run."""
+    hundred = trained("fastsuncet sweep configs/paper/in1k_simclr.yaml --only *-100ep")
+    assert hundred == pytest.approx(100 * 312 * 8192 * 6 * 4.0916e9 / 1e15, rel=1e-4)
+    assert trained("fastsuncet sweep configs/paper/cifar10_simclr.yaml") == pytest.approx(390, rel=0.001)
+    for epochs, simclr in ((100, 145.5), (200, 291), (300, 413.8), (400, 513.8), (500, 613.9)):
+        spent = trained(f"fastsuncet sweep configs/paper/in1k_suncet_10pct.yaml --only *-{epochs}ep")
+        assert spent / hundred * 100 == pytest.approx(simclr, abs=0.1)
+
+
+def test_finetuning_and_transfer_cost_what_is_counted_by_hand():
+    def of_kind(command: str, kind: str) -> list[Job]:
+        return [job for job in jobs_of(command) if job.command == kind]
+
+    encoder = 4_087_136_256 + 2048 * 1000  # multiply-adds of one image and the classifier
+    finetune = of_kind("fastsuncet sweep configs/paper/in1k_suncet_10pct.yaml", "finetune")
+    assert job_cost(finetune[0]) == pytest.approx(30 * 31 * 4096 * 6 * encoder / 1e15, rel=1e-9)
+    (transfer,) = of_kind(COMMANDS[14][0], "transfer")
+    fits = 57 * 20_000 * 256 * 6 * (3 * 4_087_136_256 + 2048 * (10 + 100 + 20)) / 1e15
+    assert job_cost(transfer) == pytest.approx(fits, rel=1e-9)
+    cifar = of_kind("fastsuncet sweep configs/paper/cifar10_simclr.yaml", "finetune")
+    assert [checkpoints(job.config) for job in cifar] == [10] * 6
+    one_percent = 10 * 90 * 512 * 6 * (1_297_809_408 + 20_480) / 1e15  # 520 labeled images: 2 batches of 256
+    assert job_cost(cifar[0]) == pytest.approx(one_percent, rel=1e-3)
+
+
+# On real images, in small
+
+TINY = """
+    data.kind=digits data.root=null data.split.kind=all data.split.file=null data.split.fraction=null
+    data.augmentation.size=16 data.augmentation.blur=0 model.name=resnet_tiny model.hidden=32 model.output=16
+    optimization.epochs=11 optimization.warmup=1 meta.precision=fp32 meta.threads=1
+"""
+LABELS = "criterion.classes_per_batch=10 criterion.supervised_imgs_per_class=2"
+UNLABELED = "criterion.unsupervised_batch_size=64"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "overrides", "steps"),
+    [
+        (
+            "in1k_swav_suncet.yaml",
+            "",
+            f"{UNLABELED} {LABELS} swav.small_size=8 criterion.supervised_epochs=3",
+            "22 an epoch, 242 in all; SwAV + SuNCEt for the first 66",
+        ),
+        ("in1k_swav.yaml", "", f"{UNLABELED} swav.small_size=8", "22 an epoch, 242 in all; SwAV"),
+        ("in1k_cross_entropy_10pct.yaml", "*-100ep", f"{UNLABELED} {LABELS}", "; SimCLR + cross-entropy"),
+        ("in1k_all_labels.yaml", "*-sup_con", f"{UNLABELED} {LABELS}", "; SimCLR + L_sup_out"),
+        ("in1k_labels_alone.yaml", "*-suncet", LABELS, "; SuNCEt"),
+        ("in1k_labels_alone.yaml", "*-sup_con-batchnorm", LABELS, "; L_sup_out"),
+        ("cifar10_suncet.yaml", "*-p100", f"{UNLABELED} {LABELS} data.download=false", "; SimCLR + SuNCEt"),
+        ("cifar10_simclr.yaml", "*", f"{UNLABELED} data.download=false", "; SimCLR"),
+    ],
+)
+def test_dry_run_on_digits_names_the_method(name, pattern, overrides, steps, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["train", f"configs/paper/{name}"]
+    if pattern:
+        words = list(jobs_of(f"fastsuncet sweep configs/paper/{name} --only '{pattern}'")[0].arguments)
+    assert cli.main([*words, "--dry-run", *TINY.split(), *overrides.split()]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert re.search(rf"^steps .*{re.escape(steps)}($|,| for the first)", printed, re.M), printed
+    assert "nothing was trained" in printed
