@@ -1,4 +1,4 @@
-"""`fastsuncet evaluate`: from a config and a checkpoint to numbers on the screen and in the run's results."""
+"""`fastsuncet evaluate`: measure a checkpoint, print the numbers and write them into the run's results."""
 
 import os
 from collections.abc import Callable
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[nn.Module, Images, Config, Place], Measured]] = {
     "accuracy": accuracy,
 }
 TITLES = {
-    "knn": "nearest neighbours",
+    "knn": "nearest neighbors",
     "npi": "SuNCEt's non-parametric inference",
     "linear": "linear classifier on frozen representations",
     "accuracy": "the network's own classifier",
@@ -52,10 +52,10 @@ def evaluate(
     step: int | None = None,
     every: bool = False,
 ) -> int:
-    """Measures the chosen checkpoints, says each number, writes each result; returns the exit code."""
+    """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
     if config.data.kind in ("image_folder", "csv") and config.data.validation is None:
         raise config.error(
-            "data.validation", "an evaluation needs validation images: the name of their folder"
+            "data.validation", "an evaluation needs validation images: set the name of their folder"
         )
     if launch.should_start_ranks(config.meta.device):
         # Nothing is resumed, so there is no status to read after a signal.
@@ -70,59 +70,59 @@ def evaluate(
     return 0
 
 
-def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> list[Measured]:
-    """Evaluates each of `chosen` on the config's images. Collective; rank 0 writes and talks.
+def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None:
+    """Evaluate each of `chosen` on the config's images. Collective; rank 0 writes and prints.
 
     Raises what loading, reading and counting raise: ConfigError, CheckpointError, DataError.
     """
-    first = load_encoder(chosen[0], config)  # a file that is none is found before a million images are
-    _require_classifier(first, kind)
+    first = load_encoder(chosen[0], config)
+    _network(first, kind)  # a wrong file is refused before a million images are opened
     images = open_images(config, place, validation=True)
-    told = []
+    layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
+    written = []
     for path in chosen:
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        _require_classifier(encoder, kind)
-        measured = KINDS[kind](_network(encoder, kind, config, place), images, config, place)
+        # Torch's stubs lack memory_format together with a device.
+        network = _network(encoder, kind).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
+        measured = KINDS[kind](network, images, config, place)
         if len(images.train.classes) <= 5:
-            measured.metrics.pop("top5", None)  # all of them are right
-        told.append(measured)
+            measured.metrics.pop("top5", None)  # it would always be 1
         if place.first:
-            foreign = encoder.step is None and _as_stored(config)
-            for line in _heading(kind, measured, images, foreign) if len(told) == 1 else []:
-                say_line(line)
-            say_line(f"{_name(encoder)}  {_number(measured)}")
-            written = write_result(config.run_folder, _record(config, kind, measured, encoder, images))
+            if not written:
+                for line in _heading(kind, measured, images, config, encoder):
+                    say_line(line)
+            say_line(f"{_name(encoder)}  {_accuracy(measured)}")
+            written.append(write_result(config.run_folder, _record(config, kind, measured, encoder, images)))
     if place.first:
-        say_line(f"written  {written if len(chosen) == 1 else f'{written.parent}, {len(told)} files'}")
-    return told
+        several = f"{written[0].parent}, {len(written)} files"
+        say_line(f"written  {written[0] if len(chosen) == 1 else several}")
 
 
-def _require_classifier(encoder: Encoder, kind: str) -> None:
-    if kind == "accuracy" and encoder.classifier is None:
+def _network(encoder: Encoder, kind: str) -> nn.Module:
+    """Return what `kind` measures. Raises ConfigError for an accuracy without a classifier."""
+    if kind != "accuracy":
+        return encoder.module
+    if encoder.classifier is None:
         raise ConfigError(
-            f"{encoder.source} has no classifier, so there is nothing to count: --encoder names a folder that "
-            "`fastsuncet finetune` wrote, or a file of torchvision or timm with its fc. Representations without one "
-            "are measured by `fastsuncet evaluate knn`, npi and linear"
+            f"{encoder.source} has no classifier. Set --encoder to a folder that `fastsuncet finetune` wrote, or to a "
+            "file of torchvision or timm with its fc layer. An encoder without a classifier is measured by "
+            "`fastsuncet evaluate knn`, npi and linear"
         )
-
-
-def _network(encoder: Encoder, kind: str, config: Config, place: Place) -> nn.Module:
-    network = nn.Sequential(encoder.module, encoder.classifier) if kind == "accuracy" else encoder.module
-    return network.to(place.device, memory_format=torch.channels_last if config.meta.channels_last else None)
+    return nn.Sequential(encoder.module, encoder.classifier)
 
 
 def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, images: Images) -> dict:
     a = config.data.augmentation
     size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
-    if config.data.kind in ("image_folder", "csv"):  # of two folders of images each has its own number
+    if config.data.kind in ("image_folder", "csv"):  # each validation folder has its own results
         setting["validation"] = images.validation.fingerprint()[:12]
-    if not _as_stored(config):
+    if not _unnormalized(config):
         setting |= {"mean": list(a.mean), "std": list(a.std)}
     if encoder.tuned is not None:
-        setting["finetuned"] = encoder.tuned  # updates: the same encoder before and after is two evaluations
+        setting["finetuned"] = encoder.tuned  # updates: an encoder before and after them has two results
     return {
         "kind": kind,
         "metrics": measured.metrics,
@@ -135,14 +135,14 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
     }
 
 
-def _as_stored(config: Config) -> bool:
-    """Whether a network is shown pixels in [0, 1]."""
+def _unnormalized(config: Config) -> bool:
+    """Return whether the network sees pixels in [0, 1]."""
     a = config.data.augmentation
     return not any(a.mean) and set(a.std) == {1.0}
 
 
-def _heading(kind: str, measured: Measured, images: Images, foreign: bool) -> list[str]:
-    """What the numbers are of, in the columns of a run's summary."""
+def _heading(kind: str, measured: Measured, images: Images, config: Config, encoder: Encoder) -> list[str]:
+    """Return what the numbers are of, in the columns of a run's summary."""
     setting = [
         f"{key.replace('_', ' ')} {value}" for key, value in measured.setting.items() if key != "converged"
     ]
@@ -150,7 +150,7 @@ def _heading(kind: str, measured: Measured, images: Images, foreign: bool) -> li
     if kind != "accuracy":
         lines.append(f"labels   {images.split}")
     lines.append(f"images   {measured.images:,} for validation, each once")
-    if foreign:
+    if encoder.step is None and _unnormalized(config):
         lines.append(
             "pixels   0 to 1; the weights of torchvision and timm expect data.augmentation.mean=[0.485,0.456,0.406] "
             "data.augmentation.std=[0.229,0.224,0.225]"
@@ -166,8 +166,8 @@ def _name(encoder: Encoder) -> str:
     return f"step {encoder.step:,} ({epoch}{encoder.method}{tuned})"
 
 
-def _number(measured: Measured) -> str:
-    """The accuracy as a person would quote it, and how far chance alone would move it."""
+def _accuracy(measured: Measured) -> str:
+    """Return the accuracies in percent, with the binomial standard error."""
     top1 = measured.metrics["top1"]
     parts = [f"{100 * top1:.2f} %, standard error {100 * standard_error(top1, measured.images):.2f}"]
     if "top5" in measured.metrics:

@@ -1,4 +1,4 @@
-"""The command line: what it says, what it ends with, and how soon."""
+"""The command line: what it prints, its exit codes, and how soon."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet import __version__, cli
-from fastsuncet.commands import help as cli_help
+from fastsuncet.commands import help as texts
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from pipelines.data_errors import BadImage, DataError
 
@@ -33,13 +33,15 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Stands in for fastsuncet.commands.train: records how it was called, and does what `trainer.does` says."""
+    """Replace fastsuncet.commands.train: record the calls, raise `trainer.error`, or return `trainer.code`."""
     module = types.ModuleType("fastsuncet.commands.train")
-    module.calls, module.does = [], lambda: 0
+    module.calls, module.code, module.error = [], 0, None
 
     def run(config, arguments, *, dry_run):
         module.calls.append((config, arguments, dry_run))
-        return module.does()
+        if module.error is not None:
+            raise module.error
+        return module.code
 
     module.run = run
     monkeypatch.setitem(sys.modules, "fastsuncet.commands.train", module)
@@ -47,7 +49,7 @@ def trainer(monkeypatch):
 
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
-    """`python -m fastsuncet words...` as a process of its own."""
+    """Run `python -m fastsuncet words...` as a process."""
     return subprocess.run(
         [sys.executable, "-m", "fastsuncet", *words],
         capture_output=True,
@@ -57,11 +59,11 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-# ------------------------------------------------------------------------------------------------ as a person meets it
-def test_a_wrong_config_is_refused_within_two_seconds_and_before_torch_is_loaded():
+# ------------------------------------------------------------------------------------------------ as a process
+def test_train_refuses_a_wrong_config_before_torch_is_loaded():
     code = (
         "import sys; from fastsuncet.cli import main; code = main(['train', 'run.yaml', 'optimization.lrr=3']);"
-        "print(code, sorted({'torch', 'nvidia', 'numpy', 'timm'} & set(sys.modules)))"
+        "print(code, sorted({'torch', 'nvidia', 'timm'} & set(sys.modules)))"
     )
     before = os.times().children_user
     done = subprocess.run(
@@ -70,7 +72,7 @@ def test_a_wrong_config_is_refused_within_two_seconds_and_before_torch_is_loaded
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    # CPU seconds: the clock on the wall counts the neighbours' work too.
+    # CPU seconds, because other processes delay the wall clock.
     spent = os.times().children_user - before
     assert done.stdout == "2 []\n"
     assert done.stderr == (
@@ -81,21 +83,21 @@ def test_a_wrong_config_is_refused_within_two_seconds_and_before_torch_is_loaded
     assert spent < 2
 
 
-def test_help_ends_with_0_and_no_command_at_all_with_2():
+def test_help_ends_with_0_and_no_command_with_2():
     done = command("--help")
-    assert (done.returncode, done.stdout, done.stderr) == (0, cli_help.OVERVIEW + "\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, texts.OVERVIEW + "\n", "")
     done = command()
-    assert (done.returncode, done.stdout) == (2, cli_help.OVERVIEW + "\n")
+    assert (done.returncode, done.stdout) == (2, texts.OVERVIEW + "\n")
 
 
-def test_missing_images_end_with_3_and_name_the_folder():
+def test_data_check_of_missing_images_ends_with_3():
     Path("run.yaml").write_text(GOOD.replace("digits", "image_folder, root: nowhere"))
     done = command("data", "check", "run.yaml")
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == "error: no data folder nowhere/train\n"
 
 
-def test_a_reader_that_goes_away_gets_no_traceback():
+def test_main_prints_no_traceback_for_a_closed_pipe():
     reading, writing = os.pipe()
     os.close(reading)  # what `| head` does once it has read enough
     done = subprocess.run(
@@ -118,111 +120,76 @@ def test_a_reader_that_goes_away_gets_no_traceback():
         ["optimization.lr=2", "--dry-run", "meta.seed=3", "run.yaml"],
     ],
 )
-def test_overrides_and_options_come_in_any_order(words, trainer):
+def test_train_takes_overrides_and_options_in_any_order(words, trainer):
     assert cli.main(["train", *words]) == 0
     ((config, arguments, dry_run),) = trainer.calls
     assert (config.optimization.lr, config.meta.seed, dry_run) == (2.0, 3, True)
     assert arguments == ["train", *words]  # the same command starts the other ranks
 
 
-def test_without_the_option_it_trains_and_returns_the_code_of_the_run(trainer):
-    trainer.does = lambda: 75
+def test_train_returns_the_exit_code_of_the_run(trainer):
+    trainer.code = 75
     assert cli.main(["train", "run.yaml"]) == 75
     assert trainer.calls[0][2] is False
 
 
-def test_a_config_whose_path_holds_an_equals_sign_is_still_a_config(trainer):
+def test_train_takes_a_config_whose_path_has_an_equals_sign(trainer):
     Path("lr=3").mkdir()
     Path("lr=3/run.yaml").write_text(GOOD)
     assert cli.main(["train", "./lr=3/run.yaml"]) == 0
 
 
+TWO_CONFIGS = "expected one config, not 2 (a.yaml, b.yaml). Write changes to it as section.key=value"
+CONFIG_NEEDED = "which config? For example: fastsuncet train configs/digits_demo.yaml"
+EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "npi", "linear", "accuracy"))
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "command"),
     [
-        (
-            ["trian", "run.yaml"],
-            "there is no command trian; did you mean `fastsuncet train`?\n`fastsuncet --help`",
-        ),
-        (
-            ["check", "run.yaml"],
-            "there is no command check; did you mean `fastsuncet data check`?\n`fastsuncet --help`",
-        ),
-        (
-            ["data"],
-            "there is no command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?\n"
-            "`fastsuncet --help`",
-        ),
-        (
-            ["evaluate", "--help"],
-            "there is no command evaluate; did you mean `fastsuncet evaluate knn` or `fastsuncet evaluate npi` or "
-            "`fastsuncet evaluate linear` or `fastsuncet evaluate accuracy`?\n`fastsuncet --help`",
-        ),
-        (
-            ["data", "chekc"],
-            "there is no command data; did you mean `fastsuncet data check`?\n`fastsuncet --help`",
-        ),
-        (
-            ["run.yaml"],
-            "there is no command run.yaml; did you mean `fastsuncet train run.yaml`?\n`fastsuncet --help`",
-        ),
-        (["frobnicate"], "there is no command frobnicate\n`fastsuncet --help`"),
-        (
-            ["train"],
-            "which config? For example: fastsuncet train configs/digits_demo.yaml\n`fastsuncet train --help`",
-        ),
-        (
-            ["train", "a.yaml", "b.yaml"],
-            "one config at a time, not 2 (a.yaml, b.yaml); what to change in it is written section.key=value\n"
-            "`fastsuncet train --help`",
-        ),
-        (
-            ["train", "run.yaml", "--dryrun"],
-            "--dryrun is not read here; did you mean --dry-run?\n`fastsuncet train --help`",
-        ),
-        (
-            ["train", "run.yaml", "--dry"],
-            "--dry is not read here; did you mean --dry-run?\n`fastsuncet train --help`",
-        ),
-        (["train", "run.yaml", "--zzz"], "--zzz is not read here\n`fastsuncet train --help`"),
-        (["doctor", "me"], "me is not read here\n`fastsuncet doctor --help`"),
-        (
-            ["preview", "run.yaml", "--step", "-1"],
-            "--step is a whole number, 0 or more, not -1\n`fastsuncet preview --help`",
-        ),
-        (
-            ["preview", "run.yaml", "--step", "two"],
-            "argument --step: invalid int value: 'two'\n`fastsuncet preview --help`",
-        ),
-        (
-            ["data", "check", ".", "meta.seed=3"],
-            ". is a folder, and a folder has no keys to override\n`fastsuncet data check --help`",
-        ),
+        ("trian run.yaml", "unknown command trian; did you mean `fastsuncet train`?", ""),
+        ("check run.yaml", "unknown command check; did you mean `fastsuncet data check`?", ""),
+        ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
+        ("evaluate --help", f"unknown command evaluate; did you mean {EVALUATIONS}?", ""),
+        ("data chekc", "unknown command data; did you mean `fastsuncet data check`?", ""),
+        ("run.yaml", "unknown command run.yaml; did you mean `fastsuncet train run.yaml`?", ""),
+        ("frobnicate", "unknown command frobnicate", ""),
+        ("train", CONFIG_NEEDED, "train"),
+        ("train a.yaml b.yaml", TWO_CONFIGS, "train"),
+        ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
+        ("train run.yaml --dry", "unknown argument --dry; did you mean --dry-run?", "train"),
+        ("train run.yaml --zzz", "unknown argument --zzz", "train"),
+        ("doctor me", "unknown argument me", "doctor"),
+        ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
+        ("preview run.yaml --step two", "argument --step: must be a whole number, 0 or more, not two", "preview"),
+        ("demo --seed -1", "argument --seed: must be a whole number, 0 or more, not -1", "demo"),
+        ("data check . meta.seed=3", ". is a folder, and a folder has no keys to override", "data check"),
     ],
-)
-def test_a_command_line_that_cannot_be_understood_ends_with_2_and_a_way_on(words, said, capsys):
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err == f"error: {said} shows what there is\n"
+)  # fmt: skip
+def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, capsys):
+    assert cli.main(words.split()) == 2
+    prog = f"fastsuncet {command}".strip()
+    assert capsys.readouterr().err == f"error: {said}\nSee `{prog} --help`\n"
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_explains_itself(name, capsys):
+def test_help_of_every_command(name, capsys):
     assert cli.main([*name.split(), "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: fastsuncet {name}")
     assert cli.COMMANDS[name][1].purpose in said
-    assert f"\n  {name} " in cli_help.OVERVIEW or f"\n  {name}\n" in cli_help.OVERVIEW
+    assert f"\n  {name} " in texts.OVERVIEW or f"\n  {name}\n" in texts.OVERVIEW
 
 
 @pytest.mark.parametrize("name", ["", *cli.COMMANDS])
-def test_help_fits_a_terminal_of_100_columns(name, capsys):
+def test_help_fits_100_columns(name, capsys):
     assert cli.main([*name.split(), "--help"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 100] == []
 
 
-def test_the_examples_in_the_help_are_sound(trainer, monkeypatch):
+def test_help_examples_run(trainer, monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = "\n".join([cli_help.OVERVIEW, *(text.more for _, text in cli.COMMANDS.values())])
+    text = "\n".join([texts.OVERVIEW, *(text.more for _, text in cli.COMMANDS.values())])
     lines = [
         line.strip().split("    ")[0] for line in text.splitlines() if line.startswith("  fastsuncet train ")
     ]
@@ -232,13 +199,13 @@ def test_the_examples_in_the_help_are_sound(trainer, monkeypatch):
             assert cli.main(shlex.split(line)[1:]) == 0
 
 
-def test_the_exit_codes_in_the_help_are_those_of_the_errors():
+def test_help_exit_codes_are_those_of_the_errors():
     for error in (ConfigError, DataError, NumericalError, CheckpointError, Preempted):
-        assert f"\n  {error.exit_code} " in cli_help.EXIT_CODES
-    assert cli_help.EXIT_CODES in cli_help.TRAIN.more
+        assert f"\n  {error.exit_code} " in texts.EXIT_CODES
+    assert texts.EXIT_CODES in texts.TRAIN.more
 
 
-def test_version_is_one_fact_a_line(capsys):
+def test_version_has_one_fact_on_a_line(capsys):
     assert cli.main(["version"]) == 0
     first, second, *rest = capsys.readouterr().out.splitlines()
     assert (first, second) == (f"fastsuncet {__version__}", f"python {sys.version.split()[0]}")
@@ -258,40 +225,35 @@ def test_version_is_one_fact_a_line(capsys):
         (Preempted("stopped by SIGTERM after step 12"), 75),
     ],
 )
-def test_each_failure_has_its_code_and_its_words_without_a_traceback(error, code, trainer, capsys):
-    def fail():
-        raise error
-
-    trainer.does = fail
+def test_main_prints_a_failure_and_returns_its_code(error, code, trainer, capsys):
+    trainer.error = error
     assert cli.main(["train", "run.yaml"]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
-def test_a_place_that_is_full_or_forbidden_is_a_message_and_any_other_error_of_a_file_is_a_bug(
-    trainer, capsys
-):
-    def fails(number: int):
-        raise OSError(number, os.strerror(number), "runs/x/meta.json")
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EACCES, "Permission denied: runs/x/meta.json. Check the owner and mode of the folder"),
+        (errno.EROFS, "Read-only file system: runs/x/meta.json. Check the owner and mode of the folder"),
+        (errno.ENOSPC, "No space left on device: runs/x/meta.json. Free some disk space"),
+    ],
+)
+def test_main_explains_os_errors_that_the_user_can_fix(number, said, trainer, capsys):
+    trainer.error = OSError(number, os.strerror(number), "runs/x/meta.json")
+    assert cli.main(["train", "run.yaml"]) == 5
+    assert capsys.readouterr().err == f"error: {said}, or choose another folder\n"
 
-    for number, advice in (
-        (errno.EACCES, "This user may not do that"),
-        (errno.EROFS, "This user may not do that"),
-        (errno.ENOSPC, "Free some room"),
-    ):
-        trainer.does = lambda number=number: fails(number)
-        assert cli.main(["train", "run.yaml"]) == 5
-        said = capsys.readouterr().err
-        assert said.startswith("error: [Errno") and "'runs/x/meta.json'. " + advice in said
-    trainer.does = lambda: fails(errno.EIO)
-    with pytest.raises(OSError):
+
+@pytest.mark.parametrize("error", [IndexError("a bug"), OSError(errno.EIO, "Input/output error", "runs/x")])
+def test_main_keeps_the_traceback_of_a_bug(error, trainer):
+    trainer.error = error
+    with pytest.raises(type(error)):
         cli.main(["train", "run.yaml"])
 
 
-def test_a_traceback_is_shown_to_who_asks_for_it(trainer, capsys, monkeypatch):
-    def fail():
-        raise DataError("no such folder")
-
-    trainer.does = fail
+def test_main_prints_a_traceback_if_asked(trainer, capsys, monkeypatch):
+    trainer.error = DataError("no such folder")
     monkeypatch.setenv("FASTSUNCET_TRACEBACK", "1")
     assert cli.main(["train", "run.yaml"]) == 3
     said = capsys.readouterr().err
@@ -299,37 +261,22 @@ def test_a_traceback_is_shown_to_who_asks_for_it(trainer, capsys, monkeypatch):
     assert said.endswith("\nerror: no such folder\n")
 
 
-def test_one_of_several_ranks_says_which_it_is(trainer, capsys, monkeypatch):
-    def fail():
-        raise DataError("no such folder")
-
-    trainer.does = fail
+def test_main_names_the_rank(trainer, capsys, monkeypatch):
+    trainer.error = DataError("no such folder")
     monkeypatch.setenv("RANK", "3")
     assert cli.main(["train", "run.yaml"]) == 3
     assert capsys.readouterr().err == "[rank 3] error: no such folder\n"
 
 
-def test_an_interrupt_ends_with_130(trainer, capsys):
-    def fail():
-        raise KeyboardInterrupt
-
-    trainer.does = fail
+def test_main_ends_with_130_for_an_interrupt(trainer, capsys):
+    trainer.error = KeyboardInterrupt()
     assert cli.main(["train", "run.yaml"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
-def test_a_bug_keeps_its_traceback(trainer):
-    def fail():
-        raise IndexError("a bug")
-
-    trainer.does = fail
-    with pytest.raises(IndexError):
-        cli.main(["train", "run.yaml"])
-
-
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_signal_that_no_command_asks_for_ends_process_1_of_a_container_too(number):
-    # The kernel drops a signal that process 1 does not handle. Here the process is told its number, and looked at.
+def test_main_ends_on_sigterm_also_as_process_1(number):
+    # The kernel drops a signal that process 1 does not handle. Here os.getpid() returns that number.
     script = (
         f"import os, signal\nos.getpid = lambda: {number}\nfrom fastsuncet import cli\n"
         "cli.main(['version'])\n"

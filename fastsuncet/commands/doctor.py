@@ -1,0 +1,266 @@
+"""`fastsuncet doctor`: one page on what is installed here, what is missing, and what to do about it.
+
+Each examination looks at one thing, by using it where that is cheap: DALI decodes an image, NVRTC compiles a kernel.
+"absent" is what a run can do without; "problem" is what would stop one, and makes the exit code 1.
+"""
+
+import importlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from fastsuncet.data import cpu_count
+from fastsuncet.versions import installed
+
+GIGA = 1e9
+# A ResNet-50's weights and momentum are 0.2 GB, and a save holds one set more than it keeps.
+DISK_NEEDED = 1 * GIGA
+# NCCL passes data between the GPUs of one machine through here; Docker's default of 64 MB is too little.
+SHM_NEEDED = 0.25 * GIGA
+EXTRAS = {"scikit-learn": "demo", "tensorboard": "tensorboard", "wandb": "wandb", "nvidia-ml-py": "energy"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of an examination."""
+
+    state: str  # "ok", "absent" or "problem"
+    facts: str
+    advice: str = ""
+
+
+Examinations = list[tuple[str, Callable[[], Finding]]]
+
+
+def doctor(write: Callable[[str], object] = print, examinations: Examinations | None = None) -> int:
+    """Examine this machine, write the page line by line; return the exit code, 1 if something would stop a run."""
+    problems = []
+    for name, look in EXAMINATIONS if examinations is None else examinations:
+        try:
+            finding = look()
+        except Exception as error:  # the page must be finished, whatever is broken about a package
+            words = " ".join(str(error).split())[:200]
+            finding = Finding("problem", f"{type(error).__name__}: {words}", "install it again")
+        write(f"{name:<12} {finding.state:<8} {finding.facts}")
+        if finding.advice:
+            write(f"{'':<21} -> {finding.advice}")
+        if finding.state == "problem":
+            problems.append(name)
+    write("")
+    if problems:
+        write(f"{', '.join(problems)}: follow the advice above; a run would fail there.")
+        return 1
+    write("`fastsuncet train` can run here. What is absent is not needed, or is replaced by something else.")
+    return 0
+
+
+def python() -> Finding:
+    """Compare the interpreter with the versions that the project is tested with."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 10) <= sys.version_info[:2] <= (3, 13):
+        return Finding("ok", version)
+    return Finding("problem", version, "use Python 3.10 to 3.13")
+
+
+def required(name: str) -> Callable[[], Finding]:
+    """Return the examination of a dependency: importable, and within the bounds of pyproject.toml."""
+
+    def look() -> Finding:
+        from packaging.requirements import Requirement
+
+        wanted = _requirement(name)
+        advice = f"pip install '{wanted}'"
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return Finding("problem", f"not installed ({error})", advice)
+        version = installed(name)
+        if version is None:  # files without pip's record: a copy, or half an uninstall
+            return Finding("problem", "importable, but of unknown version", advice)
+        if not Requirement(wanted).specifier.contains(version, prereleases=True):
+            return Finding("problem", f"{version}, tested with {wanted}", advice)
+        return Finding("ok", version)
+
+    return look
+
+
+def _requirement(name: str) -> str:
+    """Return the requirement of pyproject.toml: "torch>=2.11,<2.16"."""
+    try:
+        lines = requires("fastsuncet") or []
+    except PackageNotFoundError:  # a checkout that was not installed
+        return name
+    return next((re.sub(r"\s", "", line) for line in lines if re.match(rf"{name}\b[^;]*$", line, re.I)), name)
+
+
+def cards() -> Finding:
+    """Find the GPUs that torch can use, or the reason why it can use none."""
+    import torch
+
+    driver = Path("/proc/driver/nvidia/version")
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        kinds = {(card.name, card.total_memory, card.major, card.minor) for card in found}
+        described = [f"{name}, {memory / 1e9:.0f} GB, {a}.{b}" for name, memory, a, b in sorted(kinds)]
+        old = min(card.major for card in found) < 8
+        return Finding(
+            "ok",
+            f"{len(found)} x {'; '.join(described)} (CUDA {torch.version.cuda})",
+            "no bfloat16 in hardware: set meta.precision=fp16" if old else "",
+        )
+    if torch.version.cuda is None:
+        return Finding("absent", "this torch is built without CUDA", "training runs on the CPU")
+    if driver.exists():
+        line = driver.read_text().splitlines()[0]
+        facts = f"there is a driver, but torch (CUDA {torch.version.cuda}) cannot use it: {line}"
+        return Finding("problem", facts, "update the driver; start a container with --gpus all")
+    facts = f"no NVIDIA driver (torch is built for CUDA {torch.version.cuda})"
+    return Finding("absent", facts, "training runs on the CPU")
+
+
+def nccl() -> Finding:
+    """Find the library that GPUs communicate with."""
+    import torch
+
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        advice = "needed only for several GPUs; processes on CPUs use gloo"
+        return Finding("absent", "this torch has no NCCL", advice)
+    return Finding("ok", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def nvrtc() -> Finding:
+    """Try the run-time compiler of CUDA sources on a small kernel."""
+    import torch
+
+    from pipelines.cuda_compiler import KernelError, compile_cuda, version
+
+    if torch.version.cuda is None:
+        return Finding("absent", "this torch is built without CUDA", "needed only on a GPU")
+    source = b'extern "C" __global__ void f(float* x) { x[threadIdx.x] *= 2.0f; }'
+    try:
+        major, minor = version()
+        compile_cuda("doctor.cu", source, {}, "compute_80", ())
+    except KernelError as error:
+        return Finding("absent", str(error).splitlines()[0], "PyTorch's kernels are used instead of our own")
+    return Finding("ok", f"{major}.{minor}, compiled a kernel")
+
+
+def dali() -> Finding:
+    """Try DALI on a small JPEG: on the CPU, and on the GPU if there is one."""
+    from pipelines.backend import dali_problem, install_command
+
+    problem = dali_problem()
+    if problem is not None:
+        advice = f"{install_command()}; until then torchvision reads the images, much slower"
+        return Finding("absent", problem, advice)
+    import torch
+    from nvidia import dali
+
+    places = ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
+    for place in places:
+        _decode(place)
+    done = " and the ".join(place.upper() for place in places)
+    return Finding("ok", f"{dali.__version__}, decoded an image on the {done}")
+
+
+def _decode(place: str) -> None:
+    import numpy as np
+    from nvidia.dali import fn, pipeline_def
+    from PIL import Image
+
+    jpeg = io.BytesIO()
+    Image.new("RGB", (24, 16), (200, 30, 30)).save(jpeg, "JPEG")
+    data = np.frombuffer(jpeg.getvalue(), np.uint8)
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=0 if place == "gpu" else None)
+    def graph():
+        encoded = fn.external_source(lambda: [data])
+        return fn.decoders.image(encoded, device="mixed" if place == "gpu" else "cpu")
+
+    pipeline = graph()
+    pipeline.build()
+    shape = tuple(pipeline.run()[0].shape()[0])
+    if shape != (16, 24, 3):
+        raise RuntimeError(f"decoded an image of 16 x 24 pixels to the shape {shape}")
+
+
+def apex() -> Finding:
+    """Distinguish NVIDIA's apex from the other package that `pip install apex` installs."""
+    if importlib.util.find_spec("apex") is None:
+        return Finding("absent", "not needed: torch and fastsuncet have what was used of it")
+    try:
+        module = importlib.import_module("apex")
+    except Exception as error:  # an unknown package can raise anything when it is imported
+        return Finding("absent", f"installed but not importable ({error})", "it is not used")
+    if hasattr(module, "optimizers") or importlib.util.find_spec("apex.optimizers") is not None:
+        return Finding("ok", "NVIDIA's")
+    facts = "the package named apex here is another one, a web toolkit"
+    return Finding("absent", facts, "pip uninstall apex")
+
+
+def extras() -> Finding:
+    """Find the packages that only some commands and settings use."""
+    there = {package: version for package in EXTRAS if (version := installed(package))}
+    missing = {package: extra for package, extra in EXTRAS.items() if package not in there}
+    facts = ", ".join(f"{package} {version}" for package, version in there.items())
+    if not missing:
+        return Finding("ok", facts)
+    facts = ", ".join(missing) + (f" (installed: {facts})" if facts else "")
+    return Finding(
+        "absent", facts, f"if you need them: pip install 'fastsuncet[{','.join(missing.values())}]'"
+    )
+
+
+def disk() -> Finding:
+    """Look for disk space for checkpoints in the current folder."""
+    free = shutil.disk_usage(".").free
+    facts = f"{free / GIGA:,.1f} GB free in {Path.cwd()}"
+    if free < DISK_NEEDED:
+        return Finding(
+            "problem", facts, "free 1 GB: a ResNet-50 checkpoint is 0.2 GB and up to four are kept"
+        )
+    return Finding("ok", facts)
+
+
+def shared_memory() -> Finding:
+    """Look at the size of /dev/shm, which NCCL needs between the GPUs of one machine."""
+    import torch
+
+    if not os.path.isdir("/dev/shm"):
+        return Finding("absent", "no /dev/shm", "needed only for several GPUs in one machine")
+    size = shutil.disk_usage("/dev/shm").total
+    if size < SHM_NEEDED and torch.cuda.device_count() > 1:
+        return Finding("problem", f"{size / 1e6:,.0f} MB", "docker run --shm-size=1g")
+    return Finding("ok", f"{size / GIGA:,.2f} GB")
+
+
+def cores() -> Finding:
+    """Count the CPU cores that this process can use."""
+    import torch
+
+    count, gpus = cpu_count.cores(), torch.cuda.device_count()
+    return Finding("ok", f"{count}, {count / gpus:.0f} a GPU" if gpus else f"{count}")
+
+
+EXAMINATIONS: Examinations = [
+    ("python", python),
+    ("torch", required("torch")),
+    ("torchvision", required("torchvision")),
+    ("timm", required("timm")),
+    ("GPU", cards),
+    ("NCCL", nccl),
+    ("NVRTC", nvrtc),
+    ("DALI", dali),
+    ("apex", apex),
+    ("extras", extras),
+    ("disk", disk),
+    ("/dev/shm", shared_memory),
+    ("cores", cores),
+]
