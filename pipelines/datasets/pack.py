@@ -4,6 +4,7 @@ While it is written, a pack is called FOLDER.part-HASH. A shard in it is whole o
 continues after a kill. FOLDER exists only once everything is on the disk.
 """
 
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -173,16 +174,13 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     part = folder.with_name(f"{folder.name}.part-{digest[:12]}")
     try:
         part.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(part, os.O_RDONLY)
-        try:
-            _lock(descriptor, part)
+        with _locked(part):
             for other in set(folder.parent.glob(f"{glob.escape(folder.name)}.part-{'?' * 12}")) - {part}:
-                shutil.rmtree(other)
+                with _locked(other):
+                    shutil.rmtree(other)
             before, pack = _write_shards(index, index.stamps[:, 0], part, progress)
             save_index(replace(index, root=part, stamps=None, pack=pack), part / INDEX)
             os.rename(part, folder)
-        finally:
-            os.close(descriptor)
         sync_folder(folder.parent)
     except OSError as error:
         raise DataError(
@@ -191,15 +189,22 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     return before
 
 
-def _lock(descriptor: int, part: Path) -> None:
+@contextlib.contextmanager
+def _locked(part: Path) -> Iterator[None]:
+    """Keep other writers out of a folder. Raises DataError when one is in it."""
+    descriptor = os.open(part, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(f"another process is writing {part}") from None
-    except OSError:  # a file system without locks: a second writer is not noticed
-        return
-    if not part.exists():  # finished between our opening and our locking
-        raise DataError(f"another process has just finished {part}")
+        # Some file systems have no locks: a second writer is not noticed there.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"another process is writing {part}") from None
+        if not part.exists():  # it was finished between the opening and the locking
+            raise DataError(f"another process has just finished {part}")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write_shards(
@@ -207,13 +212,15 @@ def _write_shards(
 ) -> tuple[int, Shards]:
     """Write the shards that are not there. Return how many images were there already, and all shards."""
     good = np.setdiff1d(np.arange(len(index)), list(index.bad))
+    if not len(good):
+        raise DataError(f"all {len(index)} images under {index.root} are bad: there is nothing to pack")
     # Bytes in the tar: a header and whole blocks for the image, and two blocks for the label.
     room = 512 + (lengths[good] + 511) // 512 * 512 + np.where(index.labels[good] >= 0, 1024, 0)
     _require_room(part, int(room.sum()))
     shard_of = np.unique((np.cumsum(room) - room) // SHARD_BYTES, return_inverse=True)[1]
     members, before, paths = np.zeros(len(index), MEMBER), 0, []
     members["crc32"] = -1
-    for shard in range(shard_of.max(initial=-1) + 1):
+    for shard in range(shard_of[-1] + 1):
         numbers, path = good[shard_of == shard], part / f"{shard:06d}.tar"
         found = _packed_before(path, lengths[numbers])
         if found is None:

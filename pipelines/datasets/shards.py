@@ -28,7 +28,7 @@ from pipelines.datasets.string_table import leaves_root
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
 # crc32 of the bytes, -1 where the shard has none.
 MEMBER = np.dtype([("shard", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<i8")])
-REMEDY = "Copy it here again, or delete the pack and run `fastsuncet data pack` again"
+REMEDY = "Copy the pack here again, or delete it and run `fastsuncet data pack` again"
 _BLOCK = tarfile.BLOCKSIZE
 _CHECKSUM = re.compile(r"crc32:([0-9a-f]{8})")
 # What tarfile may read into memory for one member's headers. A hostile header can claim any size.
@@ -44,11 +44,13 @@ class Shards:
     """
 
     def __init__(self, paths: Sequence[Path], stamps: np.ndarray, members: np.ndarray):
+        if members.dtype != MEMBER or stamps.shape != (len(paths), 2):
+            raise DataError("the index of a pack is damaged: its tables do not fit each other")
         self.paths, self.stamps, self.members = list(paths), stamps, members
         self._files: list[io.FileIO] = []
         weakref.finalize(self, _close, self._files)
         _allow_open_files(len(self.paths))
-        for path, (size, time) in zip(self.paths, stamps.tolist(), strict=True):
+        for path, (size, time) in zip(self.paths, stamps.tolist()):
             try:
                 self._files.append(io.FileIO(path))
                 status = os.fstat(self._files[-1].fileno())
@@ -62,13 +64,11 @@ class Shards:
                     f"indexed. {REMEDY}"
                 )
         shard, offset, length = (members[key] for key in ("shard", "offset", "length"))
-        if (
-            members.dtype != MEMBER
-            or ((shard < 0) | (shard >= len(self.paths)) | (offset < 0) | (length < 0)).any()
-        ):
-            raise DataError("the index of a pack is damaged: an image lies in no shard")
-        if (length > stamps[shard, 0] - offset).any():
-            raise DataError("the index of a pack is damaged: an image ends after the end of its shard")
+        outside = (shard < 0) | (shard >= len(self.paths)) | (offset < 0) | (length < 0)
+        if outside.any() or (length > stamps[shard, 0] - offset).any():
+            raise DataError(
+                f"the index of the pack {self.paths[0].parent} is damaged: an image lies in no shard. {REMEDY}"
+            )
 
     def __len__(self) -> int:
         return len(self.members)

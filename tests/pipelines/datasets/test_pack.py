@@ -156,7 +156,7 @@ def interrupted(index: ImageIndex, folder: Path) -> Path:
     return part
 
 
-@pytest.mark.parametrize("harm", ["lost bytes", "damaged header", "empty", "gone"])
+@pytest.mark.parametrize("harm", ["lost bytes", "damaged header", "empty", "gone", "exchanged"])
 def test_a_shard_that_a_power_cut_damaged_is_written_again(tmp_path, index, pack, harm):
     folder = tmp_path / "cut"
     shard = interrupted(index, folder) / "000001.tar"
@@ -167,6 +167,8 @@ def test_a_shard_that_a_power_cut_damaged_is_written_again(tmp_path, index, pack
         damage(shard, 0)
     elif harm == "empty":
         os.truncate(shard, 0)
+    elif harm == "exchanged":
+        shard.write_bytes((shard.parent / "000000.tar").read_bytes())
     else:
         shard.unlink()
     numbers = [place(open_pack(pack), i)[0].name for i in range(12)]
@@ -219,7 +221,12 @@ def test_two_writers_do_not_meet(tmp_path, index):
         with pytest.raises(DataError, match=r"another process is writing .*two\.part-"):
             write_pack(index, tmp_path / "two")
 
+        with pytest.raises(DataError, match=r"another process is writing .*two\.part-"):
+            write_pack(replace(index, stamps=index.stamps + 1), tmp_path / "two")
+
     write_pack(index, tmp_path / "two", progress=second)
+    with pytest.raises(DataError, match=r"all 12 images .* are bad"):
+        write_pack(replace(index, bad=dict.fromkeys(range(12), "")), tmp_path / "three")
 
 
 def test_packing_again_does_nothing_and_overwrites_nothing_else(tmp_path, index, pack):

@@ -168,7 +168,7 @@ def test_scan_shard_names_a_shard_cut_short_anywhere(folder):
     whole, end = path.read_bytes(), scan_shard(path).members["offset"][-1]
     for length in (0, 100, 512, 1024, 1536, end, end + 100, len(whole.rstrip(b"\0"))):
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy it here again"):
+        with pytest.raises(DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy the pack here again"):
             open_pack(folder)
 
 
@@ -241,12 +241,14 @@ def test_shards_refuse_members_outside_of_them(folder):
     for key, value in {"shard": 2, "offset": -1, "length": -1, "offset ": 1 << 62}.items():
         members = pack.members.copy()
         members[key.strip()][1] = value
-        with pytest.raises(DataError, match="index of a pack is damaged"):
+        with pytest.raises(DataError, match="is damaged: an image lies in no shard"):
             Shards(pack.paths, pack.stamps, members)
     members = pack.members.copy()
     members["length"][0] = (1 << 63) - 1
-    with pytest.raises(DataError, match="ends after the end of its shard"):
+    with pytest.raises(DataError, match="an image lies in no shard"):
         Shards(pack.paths, pack.stamps, members)
+    with pytest.raises(DataError, match="its tables do not fit each other"):
+        Shards(pack.paths, pack.stamps[:1], pack.members)
 
 
 def test_load_index_refuses_shards_outside_of_a_pack(folder, tmp_path):
