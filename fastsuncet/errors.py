@@ -1,12 +1,12 @@
-"""The ways a run can end other than well, each with the exit code a scheduler can act on.
+"""Errors for the user, each with the exit code that a scheduler can act on.
 
-0 done, 2 the config is wrong (never retry), 3 the data is (`pipelines.data_errors.DataError`), 4 the numbers are, 5 no
-checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue).
+0 done, 2 wrong config (never retry), 3 wrong data (`pipelines.data_errors.DataError`), 4 a loss or weight not finite,
+5 no checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue).
 """
 
 
 class FastSuncetError(Exception):
-    """Base of every error that is for a person: its text says what is wrong, where, and what to do."""
+    """Base of every error for the user. Its text says what is wrong, where, and what to do."""
 
     exit_code = 1
 
@@ -18,7 +18,7 @@ class ConfigError(FastSuncetError):
 
 
 class NumericalError(FastSuncetError):
-    """A loss stopped being a number. The text names the step, the term and the files."""
+    """A loss or a weight is not finite. The text names the step, the loss term and the files."""
 
     exit_code = 4
 
@@ -30,6 +30,6 @@ class CheckpointError(FastSuncetError):
 
 
 class Preempted(FastSuncetError):
-    """A signal asked the run to stop; everything is saved and the same command continues it."""
+    """A signal asked the run to stop. Everything is saved, and the same command continues it."""
 
     exit_code = 75

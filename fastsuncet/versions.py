@@ -1,4 +1,4 @@
-"""Which version of a package is installed, without importing it: DALI's import alone takes a second."""
+"""Look up the installed version of a package without importing it: importing DALI alone takes a second."""
 
 from importlib import metadata
 
@@ -6,7 +6,7 @@ DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")  # two builds of one Pytho
 
 
 def installed(package: str) -> str | None:
-    """The version of `package`, by the name it is installed under; None where it is not installed."""
+    """Return the version of the package of that distribution name, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -14,5 +14,5 @@ def installed(package: str) -> str | None:
 
 
 def dali() -> str | None:
-    """The version of DALI, whichever build; None without one."""
+    """Return the version of DALI, of either build, None if it is not installed."""
     return installed(DALI[0]) or installed(DALI[1])

@@ -1,35 +1,39 @@
-"""A signal asks; the loop answers at the end of its step.
+"""What happens on SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C: the run saves at the end of its step and ends with code 75.
 
-The handler sets a flag and does nothing else: one that saves, prints or takes a lock can interrupt the very
-code that holds that lock, and hangs at random.
+1. The signal handler of this module sets a flag and does nothing else. A handler that saves, prints or takes a lock
+   can interrupt the very code that holds that lock, and hang.
+2. The training loop (training/trainer.py) reads the flag once a step. `StopConsensus` makes all ranks stop after the
+   same step, whichever of them got the signal.
+3. The loop saves a checkpoint and raises `Preempted` (errors.py). The command writes status.json and ends with 75: the
+   same command continues the run.
+
+Who passes signals on: launch.py to the ranks that it started, commands/sweep/child.py to the sweep's command.
 """
 
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
-# Slurm warns with SIGUSR1 or SIGUSR2 before the time limit, everything else stops with SIGTERM, a person with
-# Ctrl-C.
-ASKING = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
-# One Ctrl-C can arrive twice, from the terminal and again through a launcher. Two presses are further apart
-# than this.
+# Slurm warns with SIGUSR1 or SIGUSR2 before the time limit. Other systems stop a job with SIGTERM, people with Ctrl-C.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+# One Ctrl-C can arrive twice, from the terminal and from a launcher. Two presses are further apart than this.
 ONE_PRESS = 0.5  # seconds
 
 
 class SignalFlag:
-    """`with SignalFlag() as signals:`; `signals.requested` is None or the name of the first signal that came.
+    """`with SignalFlag() as signals:`; `signals.requested` is None or the name of the first signal.
 
-    More signals while one is being answered change nothing, so a save goes on to its end; only a second
-    SIGINT raises KeyboardInterrupt where the program stands, for a person who does not want to wait. The
-    handlers from before are back on leaving. Signals are handled in the main thread: entering elsewhere
-    raises ValueError.
+    Further signals change nothing, so that a save is completed. Only a second SIGINT raises KeyboardInterrupt, for a
+    person who does not want to wait. Leaving restores the handlers from before. Only the main thread handles signals:
+    entering in another one raises ValueError.
     """
 
-    def __init__(self, names: tuple[str, ...] = ASKING):
+    def __init__(self, names: tuple[str, ...] = STOP_SIGNALS):
         self.numbers = [signal.Signals[name] for name in names]
         self.requested: str | None = None
         self._interrupted_at: float | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}  # handlers
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -46,17 +50,12 @@ class SignalFlag:
             for number in self.numbers:
                 self._before[number] = signal.signal(number, self._handle)
         except BaseException:
-            self._restore()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # None: the handler was set by C code, which Python can neither name nor put back.
+            # None: C code set the handler, which Python can neither name nor restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()

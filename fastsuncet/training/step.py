@@ -125,5 +125,5 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
         return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
     compiled = config.meta.compile
-    network = parallel(MultiViewModel(model), place, compiled=compiled, static_graph=True, blank=blank)
+    network = parallel(MultiViewModel(model), place, compiled=compiled, static_graph=True, blank_pass=blank)
     return model, network, optimizer, setting

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from fastsuncet.console import cli_command
-from fastsuncet.distributed.signals import ASKING
+from fastsuncet.distributed.signals import STOP_SIGNALS
 
 # Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
 REFUSED = (2, 3, 4, 5, 130)
@@ -56,7 +56,7 @@ class Children:
     def __enter__(self) -> "Children":
         # Under nohup SIGHUP stays ignored.
         hang_up = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
-        for name in [*ASKING, *hang_up]:
+        for name in [*STOP_SIGNALS, *hang_up]:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._handle)
         return self

@@ -152,7 +152,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         # BatchNorm and its running statistics are each rank's own, as in the paper; rank 0's are saved and evaluated.
         # The graph is not static: all passes of an update but the last leave out the exchange of gradients.
         self.network = parallel(
-            self.model, place, compiled=config.meta.compile, static_graph=False, blank=blank
+            self.model, place, compiled=config.meta.compile, static_graph=False, blank_pass=blank
         )
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
