@@ -3,19 +3,19 @@
 //   L_i = log sum_{j != i} exp l_ij - level_i          d_ij = w_i (softmax_{j != i} l_ij - d level_i / d l_ij)
 //
 // One launch for R anchors, a block for each. PyTorch's operators pass over the logits about 14 times; this reads them
-// once and writes them once, 8 bytes a logit, as long as a row of M keys fits the shared memory it is kept in (STAGED
-// floats). What is longer is read three times, from L2 as a rule. Beside them 4 bytes of id a logit, from L1 or L2.
+// once and writes them once, 8 bytes per logit, if a row of M keys fits the shared memory (STAGED floats). Longer rows
+// are read three times, usually from L2. Each logit also needs 4 bytes of id, from L1 or L2.
 //
-// The formula is in fastsuncet/losses/contrast.py, which has the twin; the caller is contrast_kernel.py beside it.
+// The formula and the twin are in fastsuncet/losses/contrast.py; the caller is contrast_kernel.py of that folder.
 #include "device.cuh"
 
 // The caller defines THREADS (of a block).
 
-constexpr float LOWEST = -3.402823466e+38f;  // no logit is as low: a maximum still there has seen none
-constexpr int FLAGS = 64;                    // keys a thread remembers the kind of; of the rest it reads the ids again
+constexpr float LOWEST = -3.402823466e+38f;  // no logit is as low: a maximum with this value has seen none
+constexpr int FLAGS = 64;                    // keys whose kind a thread remembers; it reads the other ids again
 
-// d_ij over l_ij, and L_i. `low` holds the low halves of `ids`: equal ones are looked at whole, and few are equal.
-// every = 0: level_i = log sum_{j in P(i)} exp l_ij; 1: the mean over P(i). A row that weighs nothing, or without a
+// Writes d_ij over l_ij, and L_i. `low` holds the low halves of `ids`: few are equal, and only then is the id compared.
+// every = 0: level_i = log sum_{j in P(i)} exp l_ij; 1: the mean over P(i). A row of weight zero, or without a
 // positive, gets zeros.
 KERNEL(contrast_rows)(float* logits, const int* low, const long long* ids, const float* weights, float* losses,
                       long long first, long long keys, long long staged, long long every) {
@@ -56,9 +56,9 @@ KERNEL(contrast_rows)(float* logits, const int* low, const long long* ids, const
         const float x = j == self ? 0.0f : expf(l - top.a);
         sums.a += x;
         if (remembered(j, k))
-            sums.b += expf(l - top.b);  // a maximum of its own: all positives may be far below the rest
+            sums.b += expf(l - top.b);  // its own maximum: all positives can be far below the rest
         else if (j < staged)
-            kept[j] = x;  // one exponential a logit, not two
+            kept[j] = x;  // one exponential per logit, not two
     }
     sums = block_reduce<Sum, THREADS>(sums);
     const float level = every ? mean.a / mean.b : top.b + logf(sums.b);

@@ -1,13 +1,13 @@
-// What the kernels share. Compiled by NVRTC, which has no headers of its own, and by the tests' host shim.
+// Shared by the kernels. Compiled by NVRTC, which has no headers, and by the tests' host shim.
 #pragma once
 
-#ifdef __CUDACC__  // the shim has its own: an arena a block, names in namespaces
+#ifdef __CUDACC__  // the shim defines these for the host: an arena per block, names in namespaces
 #define SHARED(type, name, size) __shared__ type name[size]
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS) name
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 constexpr int WARP = 32;
 
-// In PTX, because NVRTC has no cuda_fp16.h of its own.
+// In PTX, because NVRTC has no cuda_fp16.h.
 __device__ inline float half_to_float(unsigned bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)bits));
@@ -24,7 +24,7 @@ constexpr unsigned ALL = 0xffffffffu;  // every lane of a warp takes part
 
 __device__ inline bool aligned(const void* x) { return (reinterpret_cast<unsigned long long>(x) & 15) == 0; }
 
-// A pair that is reduced together, so that two sums cost the barriers of one.
+// A pair that is reduced together: two sums for the barriers of one.
 struct Two {
     float a, b;
 };
@@ -34,12 +34,12 @@ struct Sum {
 };
 
 struct Max {
-    // Not fmaxf, which would drop a NaN: a diverged row must show in its loss.
+    // Not fmaxf, which drops a NaN: a diverged row must show in its loss.
     static __device__ float of(float x, float y) { return x > y || x != x ? x : y; }
     static __device__ Two join(Two x, Two y) { return {of(x.a, y.a), of(x.b, y.b)}; }
 };
 
-// `mine` of the block's N threads joined, the same bits in every thread and in every run: no atomics, a fixed tree.
+// Joins `mine` of the block's N threads, with the same bits in every thread and run: no atomics, a fixed tree.
 // All threads of the block must call it. Two barriers.
 template <class Op, int N>
 __device__ Two block_reduce(Two mine) {
@@ -51,6 +51,6 @@ __device__ Two block_reduce(Two mine) {
     __syncthreads();
     Two all = warps[0];
     for (int warp = 1; warp < N / WARP; ++warp) all = Op::join(all, warps[warp]);
-    __syncthreads();  // `warps` may be written again only now
+    __syncthreads();  // only now can `warps` be written again
     return all;
 }

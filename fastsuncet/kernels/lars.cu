@@ -1,18 +1,18 @@
 // LARS (arXiv 1708.03888) in float32 for all tensors of a model at once: two launches.
 //
-//   lars_norms   reads w and g                     8 bytes a parameter
+//   lars_norms   reads w and g                     8 bytes per parameter
 //   lars_update  reads w, g, b and writes w, b    20 bytes
 //
-// Every tensor is cut into chunks of CHUNK elements, one block a chunk. A block leaves its chunk's two sums of squares
-// in a slot of its own; the update's blocks each add up their tensor's slots, in one order: no atomics, so the same
-// bits in every run, and no third launch. For the largest tensor of a ResNet-50 that is 512 slots, 4 KB out of L2.
+// Every tensor is cut into chunks of CHUNK elements, one block per chunk. A block writes its chunk's two sums of
+// squares to its own slot; each block of the update adds up its tensor's slots in a fixed order: no atomics, so the
+// same bits in every run, and no third launch. The largest tensor of a ResNet-50 has 512 slots, 4 KB from L2.
 //
 // fastsuncet/optim/lars_reference.py is the formula; the caller is fastsuncet/optim/lars_kernel.py.
 #include "device.cuh"
 
 // The caller defines THREADS (of a block), CHUNK (elements) and TENSORS (most in one launch).
 
-// What does not change from step to step, in device memory.
+// Constant over all steps, in device memory.
 struct Tensor {
     float* w;
     float* b;
@@ -20,13 +20,13 @@ struct Tensor {
     long long first_chunk;
 };
 
-// Gradients move from step to step (`zero_grad` lets go of them). By value they need no copy of their own, and a
-// captured graph carries those it was captured with.
+// Gradients have new addresses at every step (`zero_grad` frees them). Passed by value they need no extra copy, and a
+// captured graph keeps those of its capture.
 struct Gradients {
     const float* of[TENSORS];
 };
 
-// f(i) for the elements of a chunk that are this thread's, and f4(i) for four from i on where four fit.
+// Calls f(i) for this thread's elements of a chunk, and f4(i) for the four elements from i on where four fit.
 template <class F4, class F>
 __device__ void each(long long begin, long long end, bool by_four, F4 f4, F f) {
     long long rest = by_four ? begin + (end - begin) / 4 * 4 : begin;
@@ -47,7 +47,7 @@ KERNEL(lars_norms)(const Tensor* tensors, const int* tensor_of_chunk, const __gr
 
     Two squares = {0.0f, 0.0f};
     auto add = [&](float w, float g) {
-        g *= unscale;  // before it is squared: a scaled gradient's square may be no float
+        g *= unscale;  // before it is squared: the square of a scaled gradient can overflow
         squares.a += w * w;
         squares.b += g * g;
     };
@@ -65,7 +65,7 @@ KERNEL(lars_update)(const Tensor* tensors, const int* tensor_of_chunk, const __g
                     const float* grad_scale, const float* found_inf, const Two* slots, const float* lr_on_device,
                     float lr, float momentum, float weight_decay, float trust_coefficient, float eps,
                     long long nesterov, long long lr_in_momentum, long long lars) {
-    if (found_inf && *found_inf != 0.0f) return;  // the same for all threads: nobody waits for them
+    if (found_inf && *found_inf != 0.0f) return;  // the same for all threads: none waits at a barrier
     const int number = tensor_of_chunk[blockIdx.x];
     const Tensor t = tensors[number];
     const float* g = gradients.of[number];

@@ -8,11 +8,11 @@
 //   norm_gradient_join   joins those of blocks; ranks are summed outside
 //   norm_gradient_apply  (g - mean g - xhat mean(g xhat)) inverse weight, and g itself    8 with a residual, else 6
 //
-// * in 16 bits: 6 forward and 10 backward, with a residual 8 and 12. There the signs of what the ReLU saw are kept as
-// bits, an eighth of a byte written once and read twice. One by one PyTorch's BatchNorm, + and ReLU move 6, 6 and 4
-// forward and 10, 0 and 6 backward. No atomics: the same bits in every run.
+// * in 16 bits: 6 forward and 10 backward, with a residual 8 and 12. With a residual the signs of the ReLU's input are
+// kept as bits, an eighth of a byte written once and read twice. One by one PyTorch's BatchNorm, + and ReLU move 6, 6
+// and 4 forward and 10, 0 and 6 backward. No atomics: the same bits in every run.
 //
-// n rows of C channels: x[row * C + channel]. A thread holds V neighbouring channels, 16 bytes, and walks down rows;
+// n rows of C channels: x[row * C + channel]. A thread has V neighboring channels, 16 bytes, and goes down the rows;
 // `width` threads lie side by side, a power of two that divides both THREADS and C / V. gridDim.x: groups of rows,
 // gridDim.y: C / V / width.
 //
@@ -68,7 +68,7 @@ using f16 = Halves<F16>;
 
 constexpr int V = ELEMENT::V;
 
-// What a thread stands for: V channels from `channel` on, and the rows from `row` on, every `step`-th.
+// A thread's part: V channels from `channel` on, and every `step`-th row from `row` on.
 struct Place {
     long long row, step;
     int lane, lanes;  // among the block's threads with the same channels
@@ -80,15 +80,15 @@ struct Place {
     }
 };
 
-// What is read of a row by one thread: activations, what lies beside them, and a byte of signs.
+// What one thread reads of a row: activations, the second tensor of the kernel, and a byte of signs.
 struct Read {
     uint4 x, y;
     unsigned signs;
 };
 
-// fetch(element) for N rows of this thread, and only then use(element, what was fetched) for each, and so on down. A
-// multiprocessor has 2 or 4 of these blocks: a row at a time, 16 bytes a thread are not enough on their way to keep the
-// memory busy, and the compiler moves no load over a branch or a store.
+// Calls fetch(element) for N rows of this thread, then use(element, fetched) for each, and so on down the rows. A
+// multiprocessor has 2 or 4 of these blocks: with one row at a time, 16 bytes per thread in flight do not keep the
+// memory busy, and the compiler does not move a load over a branch or a store.
 template <int N, class Fetch, class Use>
 __device__ void walk(const Place& at, long long n, long long channels, Fetch fetch, Use use) {
     const long long step = at.step * channels, end = n * channels;
@@ -109,7 +109,7 @@ __device__ void store(uint4* x, long long element, const float* values) { x[elem
 // How many values, their mean, and the sum of their squared deviations from it.
 struct Moments {
     float n, mean, squares;
-    // Chan's way: sums of squares would cancel where |mean| >> deviation.
+    // By Chan's method: sums of squares would cancel where |mean| >> deviation.
     __device__ void join(const Moments& other) {
         const float total = n + other.n;
         if (total == 0.0f) return;
@@ -127,7 +127,7 @@ KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long chan
     SHARED(float, counts, THREADS);
     const Place at(width);
     float count = 0.0f, origin[V] = {}, sum[V] = {}, square[V] = {}, values[V];
-    // Around this thread's first row, of the size of a deviation: then sums of squares may be taken.
+    // Relative to this thread's first row the values have the size of a deviation, so sums of squares are precise.
     if (at.row < n) load(x, at.row * channels + at.channel, origin);
     walk<4>(
         at, n, channels, [&](long long element) { return Read{x[element / V], {}, 0}; },
@@ -172,8 +172,8 @@ __device__ void keep(float* out, float* inverse, float* running_mean, float* run
     }
 }
 
-// (groups, 1 + 2 C) -> `out`, or into `sums` (1 + 2 C) what ranks add up: n, n mean, n (variance + mean^2), in float64,
-// where squares do not cancel. As `join_statistics` does, which another rank may run.
+// (groups, 1 + 2 C) -> `out`, or -> `sums` (1 + 2 C) that ranks add up: n, n mean, n (variance + mean^2), in float64,
+// where squares do not cancel. The same as `join_statistics`, which another rank can run.
 KERNEL(norm_join)(const float* moments, float* out, double* sums, float* inverse, float* running_mean,
                   float* running_variance, long long groups, long long channels, float eps, float momentum) {
     SHARED(Moments, parts, THREADS);
@@ -201,20 +201,20 @@ KERNEL(norm_join)(const float* moments, float* out, double* sums, float* inverse
          momentum);
 }
 
-// A thread a channel.
+// A thread per channel.
 KERNEL(norm_join_ranks)(const double* sums, float* out, float* inverse, float* running_mean, float* running_variance,
                         long long channels, float eps, float momentum) {
     const long long channel = (long long)(blockIdx.x) * THREADS + threadIdx.x;
     if (channel >= channels) return;
     const double n = sums[0], mean = sums[1 + channel] / n;
     double variance = sums[1 + channels + channel] / n - mean * mean;
-    if (variance < 0.0) variance = 0.0;  // rows all alike, rounded; a NaN stays one
+    if (variance < 0.0) variance = 0.0;  // rounding of equal rows; a NaN stays a NaN
     keep(out, inverse, running_mean, running_variance, channels, channel, float(n), float(mean), float(variance), eps,
          momentum);
 }
 
-// V neighbouring floats. A thread's are 32 bytes from the next one's: one by one each load of a warp would touch as much
-// of the cache as 16 bytes at a time do, and these constants, not activations, would be what the kernels below wait for.
+// Reads V neighboring floats, four at a time. A thread's are 32 bytes from the next one's: one by one, each load of a
+// warp would touch as much of the cache, and the kernels below would wait for these constants, not for activations.
 __device__ void constants(const float* from, float* values) {
     if (!aligned(from)) {
         for (int v = 0; v < V; ++v) values[v] = from[v];
@@ -226,7 +226,7 @@ __device__ void constants(const float* from, float* values) {
     }
 }
 
-// What a thread's channels are normalised with. Forward and backward see the same bits of what the ReLU sees.
+// The constants of a thread's channels. Forward and backward compute the same bits of the ReLU's input.
 struct Norm {
     float mean[V], inverse[V], scale[V], bias[V] = {};
     __device__ Norm(const float* mean_, const float* inverse_, const float* weight_, const float* bias_, int channel) {
@@ -239,8 +239,8 @@ struct Norm {
     __device__ float of(float x, int v) const { return fmaf(x - mean[v], scale[v], bias[v]); }
 };
 
-// `signs`: a byte for V elements, a bit for each that the ReLU lets through; kept where a residual was added, for then
-// it does not follow from x.
+// `signs`: a byte for V elements, a bit for each that passes the ReLU; kept where a residual was added, because then it
+// does not follow from x.
 KERNEL(norm_apply)(const uint4* x, const uint4* residual, const float* mean, const float* inverse, const float* weight,
                    const float* bias, uint4* y, unsigned char* signs, long long n, long long channels, long long width,
                    long long relu) {
@@ -257,7 +257,7 @@ KERNEL(norm_apply)(const uint4* x, const uint4* residual, const float* mean, con
             for (int v = 0; v < V; ++v) {
                 values[v] = norm.of(values[v], v) + other[v];
                 if (!relu) continue;
-                if (values[v] <= 0.0f)  // and not "> 0": NaN must stay
+                if (values[v] <= 0.0f)  // not "> 0": NaN must stay
                     values[v] = 0.0f;
                 else
                     positive |= 1u << v;
@@ -267,7 +267,7 @@ KERNEL(norm_apply)(const uint4* x, const uint4* residual, const float* mean, con
         });
 }
 
-// x and dy, and which of them the ReLU let through where that was kept.
+// x and dy, and which of them passed the ReLU, where that was kept.
 __device__ Read before(const uint4* dy, const uint4* x, const unsigned char* signs, long long element) {
     return {x[element / V], dy[element / V], signs ? signs[element / V] : 0u};
 }

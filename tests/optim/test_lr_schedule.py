@@ -1,4 +1,4 @@
-"""The learning rate, against the authors' two releases and against what the docstring promises."""
+"""The learning rate against the authors' two releases, and its properties."""
 
 import math
 import re
@@ -16,7 +16,7 @@ rates = st.floats(1e-4, 10)
 
 
 @pytest.mark.parametrize(("release", "legacy"), [("v0", True), ("v1", False)])
-def test_every_step_has_the_authors_learning_rate(release, legacy):
+def test_warmup_cosine_is_the_authors_at_every_step(release, legacy):
     vectors = load_vectors(f"vectors_schedule_{release}")
     assert len(vectors) == 4
     for name, expected in vectors.items():
@@ -33,17 +33,17 @@ def test_every_step_has_the_authors_learning_rate(release, legacy):
         assert ours == pytest.approx(expected.tolist(), rel=1e-12, abs=1e-15), name
 
 
-def test_the_papers_imagenet_run_at_its_turning_points():
+def test_warmup_cosine_of_the_papers_imagenet_run():
     def rate(step, legacy=False):
         return warmup_cosine(step, steps=1000, warmup_steps=100, start_lr=0.6, lr=4.8, legacy=legacy)
 
     assert rate(0) == 0.6
     assert rate(50) == pytest.approx(2.7)
     assert rate(100) == 4.8
-    assert rate(550) == pytest.approx(2.4)  # half-way down the cosine
+    assert rate(550) == pytest.approx(2.4)  # the middle of the cosine
     assert rate(1000) == 0.0
     assert 0 < rate(999) < 2e-5
-    # The first release is at zero a warm-up's length too early, and climbs to 0.18 by the end.
+    # The first release reaches zero a warm-up's length too early, and rises to 0.18 by the end.
     assert rate(900, legacy=True) == 0.0
     assert rate(1000, legacy=True) == pytest.approx(2.4 * (1 + math.cos(math.pi * 900 / 800)))
     assert rate(999, legacy=True) == pytest.approx(0.18, abs=0.005)
@@ -62,7 +62,7 @@ def runs(draw):
 
 
 @given(run=runs())
-def test_the_ends_are_exact(run):
+def test_warmup_cosine_is_exact_at_both_ends(run):
     if run["warmup_steps"]:
         assert warmup_cosine(0, **run) == run["start_lr"]
     assert warmup_cosine(run["warmup_steps"], **run) == run["lr"]
@@ -71,7 +71,7 @@ def test_the_ends_are_exact(run):
 
 
 @given(run=runs())
-def test_the_rate_rises_to_its_peak_and_falls_from_it_without_a_jump(run):
+def test_warmup_cosine_rises_and_falls_without_a_jump(run):
     run["start_lr"] = min(run["start_lr"], run["lr"])
     run["final_lr"] = min(run["final_lr"], run["lr"])
     rate = [warmup_cosine(step, **run) for step in range(run["steps"] + 1)]
@@ -86,7 +86,7 @@ def test_the_rate_rises_to_its_peak_and_falls_from_it_without_a_jump(run):
 
 
 @given(run=runs())
-def test_the_first_release_differs_only_by_a_cosine_that_ends_a_warm_up_too_early(run):
+def test_warmup_cosine_legacy_ends_its_cosine_a_warm_up_too_early(run):
     assume(0 < 2 * run["warmup_steps"] < run["steps"])
     length = run["steps"] - run["warmup_steps"]  # as a run that much shorter would have it
     for step in {0, run["warmup_steps"], run["steps"] // 2, length}:
@@ -96,7 +96,7 @@ def test_the_first_release_differs_only_by_a_cosine_that_ends_a_warm_up_too_earl
 
 
 @given(run=runs())
-def test_without_warm_up_both_releases_agree_and_the_start_rate_is_unused(run):
+def test_warmup_cosine_without_warm_up_ignores_legacy_and_start(run):
     run["warmup_steps"] = 0
     for step in {0, run["steps"] // 3, run["steps"]}:
         rate = warmup_cosine(step, **run)
@@ -105,7 +105,7 @@ def test_without_warm_up_both_releases_agree_and_the_start_rate_is_unused(run):
 
 
 @pytest.mark.parametrize(
-    ("step", "change", "told"),
+    ("step", "change", "message"),
     [
         (-1, {}, "step -1 is outside the run, 0 to 100"),
         (101, {}, "step 101 is outside the run, 0 to 100"),
@@ -114,7 +114,7 @@ def test_without_warm_up_both_releases_agree_and_the_start_rate_is_unused(run):
         (0, {"warmup_steps": 50, "legacy": True}, "legacy needs more than 100 steps, got 100"),
     ],
 )
-def test_a_step_or_a_warm_up_outside_the_run_is_refused(step, change, told):
+def test_warmup_cosine_refuses_steps_outside_the_run(step, change, message):
     run = {"steps": 100, "warmup_steps": 10, "start_lr": 0.1, "lr": 1.0, **change}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         warmup_cosine(step, **run)

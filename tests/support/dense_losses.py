@@ -1,4 +1,4 @@
-"""The losses as the paper writes them, dense, no maximum taken out, gradient by autograd. For float64."""
+"""The losses as the paper writes them: dense, without a subtracted maximum, gradient by autograd. For float64."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ def cosines(z: Tensor, keys: str = "attached") -> Tensor:
 
 
 def nt_xent(z: Tensor, temperature: float, keys: str = "attached") -> Tensor:
-    """Equation 1 as a classification: which of the other rows is the other view?"""
+    """Compute equation 1 as a classification: which of the other rows is the other view?"""
     rows = len(z)
     logits = (cosines(z, keys) / temperature).masked_fill(torch.eye(rows, dtype=torch.bool), -torch.inf)
     other_view = (torch.arange(rows) + rows // 2) % rows
@@ -18,7 +18,7 @@ def nt_xent(z: Tensor, temperature: float, keys: str = "attached") -> Tensor:
 
 
 def suncet(z: Tensor, labels: Tensor, temperature: float, average="sample", keys="attached") -> Tensor:
-    """Equation 2 with the anchor left out above and below."""
+    """Compute equation 2 without the anchor above and below."""
     exps = torch.exp(cosines(z, keys) / temperature)
     others, positive = _others_and_positives(labels)
     anchors = positive.any(dim=1)
@@ -27,7 +27,7 @@ def suncet(z: Tensor, labels: Tensor, temperature: float, average="sample", keys
 
 
 def sup_con(z: Tensor, labels: Tensor, temperature: float, average="sample", keys="attached") -> Tensor:
-    """L_sup_out with the anchor left out."""
+    """Compute L_sup_out without the anchor."""
     logits = cosines(z, keys) / temperature
     others, positive = _others_and_positives(labels)
     anchors = positive.any(dim=1)
@@ -37,7 +37,7 @@ def sup_con(z: Tensor, labels: Tensor, temperature: float, average="sample", key
 
 
 def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
-    """Codes (B, K) as SwAV writes them: one exponential of the transposed scores, its rows and columns in turns."""
+    """Return codes (B, K) as SwAV does: one exponential of the transposed scores, rows and columns scaled in turn."""
     q = torch.exp(scores.detach() / epsilon).T
     q = q / q.sum()
     for _ in range(iterations):
@@ -47,7 +47,7 @@ def sinkhorn(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
 
 
 def swav(scores: Tensor, temperature: float, *, crops: int, epsilon=0.05, iterations=3) -> Tensor:
-    """Swapped prediction, pair by pair."""
+    """Compute swapped prediction, pair by pair."""
     parts = scores.chunk(crops)
     total = torch.zeros((), dtype=scores.dtype)
     for a in (0, 1):
@@ -59,11 +59,11 @@ def swav(scores: Tensor, temperature: float, *, crops: int, epsilon=0.05, iterat
 
 
 def gradient(loss, z: Tensor, *arguments, **settings) -> tuple[Tensor, Tensor]:
-    """The value of `loss` at `z` and what it asks of `z`."""
+    """Return the value of `loss` at `z` and its gradient."""
     z = z.detach().clone().requires_grad_()
     value = loss(z, *arguments, **settings)
-    (asked,) = torch.autograd.grad(value, z)
-    return value.detach(), asked
+    (slope,) = torch.autograd.grad(value, z)
+    return value.detach(), slope
 
 
 def _others_and_positives(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _mean(losses: Tensor, labels: Tensor, average: str) -> Tensor:
 
 
 def labeled_batch(rows=24, width=8, classes=5, seed=0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
-    """Rows (rows, width) and a label each (rows,), the same for the same seed."""
+    """Return rows (rows, width) and labels (rows,), the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(rows, width, dtype=torch.float64, generator=generator).to(dtype)
     return z, torch.randint(classes, (rows,), generator=generator)

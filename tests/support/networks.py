@@ -1,4 +1,4 @@
-"""A network small enough for an exact look, and gradients for it without a loss."""
+"""A small network, and gradients for it without a loss."""
 
 import torch
 from torch import nn

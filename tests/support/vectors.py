@@ -1,7 +1,6 @@
-"""Finds the numbered vectors computed with the authors' code, and skips with the reason where they are absent.
+"""Load the numbers computed with the authors' code; skip with the reason where they are absent.
 
-They are not part of the project: every subject they cover has an oracle of its own beside it, so the suite says
-the same without them, with less authority.
+They are not part of the project. Every subject they cover also has an independent oracle in the tests.
 """
 
 import os
@@ -16,7 +15,7 @@ FOLDER = Path(
 
 
 def load_vectors(name: str) -> dict[str, np.ndarray]:
-    """The arrays of `name`.npz, or a skip that says which file was looked for."""
+    """Return the arrays of `name`.npz, or skip and name the missing file."""
     path = FOLDER / f"{name}.npz"
     if not path.exists():
         pytest.skip(f"no {path.name}: set FASTSUNCET_VECTORS to the folder that holds the authors' vectors")

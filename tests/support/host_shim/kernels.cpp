@@ -8,7 +8,7 @@ namespace contrast {
 #include "contrast.cu"
 }
 
-// norm.cu names no type twice, so that it can stand here for each type of activations.
+// norm.cu is included once for each type of activations.
 namespace in_f32 {
 #define ELEMENT f32
 #include "norm.cu"

@@ -1,5 +1,5 @@
-// A driver without a card: the calls that fastsuncet/kernels/launcher.py needs, on the kernels' host build. NVIDIA's own
-// Python bindings load it as libcuda.so.1, so that what is said to them is what a driver would hear.
+// A driver without a GPU: the calls that fastsuncet/kernels/launcher.py needs, on the kernels' host build. NVIDIA's
+// Python bindings load it as libcuda.so.1, so it receives what a driver would receive.
 #include "kernels.cpp"
 
 #include <dlfcn.h>
@@ -10,18 +10,18 @@ using Launcher = int (*)(void**, int, unsigned, unsigned, int, int);
 
 static int init(unsigned) { return 0; }
 
-// As on a card, a thread has no context until somebody gives it one.
+// As on a GPU, a thread has no context until one is set.
 static thread_local void* context = nullptr;
 static int get_context(void** current) { return *current = context, 0; }
 static int set_context(void* wanted) { return context = wanted, 0; }
 
-// The module is no more than whether it was an ELF file, as a cubin is.
+// A module is only checked to be an ELF file, as a cubin is.
 static int load(void** module, const void* image) {
     *module = const_cast<void*>(image);
     return std::memcmp(image, "\177ELF", 4) == 0 ? 0 : 200;
 }
 
-// FASTSUNCET_SPACE names the source, which a host build's launchers begin with.
+// FASTSUNCET_SPACE names the source; the names of a host build's launchers begin with it.
 static int function_of(void** function, void*, const char* name) {
     const std::string full = std::string("launch_") + std::getenv("FASTSUNCET_SPACE") + "_" + name;
     *function = dlsym(RTLD_DEFAULT, full.c_str());

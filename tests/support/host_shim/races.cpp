@@ -1,5 +1,5 @@
-// Every kernel once over sizes that do not divide, for the thread sanitizer. What they compute is tested elsewhere.
-//   races [FILE:LINE]   leaves out the __syncthreads of that line, to see that it is missed
+// Run every kernel once on sizes that do not divide, for the thread sanitizer. Other tests check the results.
+//   races [FILE:LINE]   skips the __syncthreads of that line
 #include "device.cuh"
 #include "kernels.cpp"
 

@@ -1,8 +1,8 @@
-// CUDA's words on a CPU, so that a kernel's source can be run, and its barriers tested, where there is no GPU.
+// CUDA's keywords and built-ins on a CPU, to run a kernel's source and test its barriers without a GPU.
 //
 // The threads of a block are real threads, __syncthreads is a barrier, shared memory an arena of the block, and a
-// warp's shuffle an exchange through an array between two barriers of the warp. Several blocks run at once, and share
-// nothing but what they share on a GPU: global memory. WARP is small here, so that a warp is cheap and a block has two.
+// warp's shuffle an exchange through an array between two barriers of the warp. Several blocks run at once and share
+// only global memory, as on a GPU. WARP is small, so that a warp is cheap and a block has two.
 #pragma once
 
 #include <chrono>
@@ -39,9 +39,9 @@ struct uint4 { unsigned x, y, z, w; };
 namespace shim {
 
 constexpr size_t ARENA = 1 << 16, DYNAMIC = 1 << 16;
-constexpr int ANY = -1;  // arguments that nobody counted
+constexpr int ANY = -1;  // the number of arguments is not checked
 
-// Skips the one __syncthreads at this place ("norm.cu:41"), to see whether anybody notices.
+// Skips the one __syncthreads at this place ("norm.cu:41"): the thread sanitizer must report a race.
 inline std::string skipped;
 
 struct Barrier {
@@ -54,7 +54,7 @@ struct Barrier {
             ++generation;
             everyone.notify_all();
         } else if (!everyone.wait_for(lock, std::chrono::seconds(60), [&] { return generation != now; })) {
-            std::fprintf(stderr, "shim: a barrier was waited at for 60 s, not all threads come to it\n");
+            std::fprintf(stderr, "shim: a thread waited 60 s at a barrier that not all threads reach\n");
             std::abort();
         }
     }
@@ -145,7 +145,7 @@ void call(void (*kernel)(A...), void** values, std::index_sequence<I...>) {
 template <class... A>
 int launch(void (*kernel)(A...), void** values, int count, unsigned grid_x, unsigned grid_y, int threads, int shared,
            int at_once) {
-    static_assert((conventional<std::decay_t<A>> && ...), "a parameter is no pointer, long long, float or struct");
+    static_assert((conventional<std::decay_t<A>> && ...), "a parameter is not a pointer, long long, float or struct");
     if (count != ANY && count != int(sizeof...(A))) return sizeof...(A);
     if (shared > int(DYNAMIC) || threads % WARP) std::abort();
     std::vector<std::unique_ptr<Block>> blocks;
@@ -158,11 +158,11 @@ int launch(void (*kernel)(A...), void** values, int count, unsigned grid_x, unsi
                 threadIdx = {unsigned(thread)};
                 blockDim = {unsigned(threads), 1, 1};
                 gridDim = {grid_x, grid_y, 1};
-                // The last block first: a GPU promises no order either.
+                // The last block first: a GPU does not guarantee an order either.
                 for (long b = long(grid_x) * grid_y - 1 - group; b >= 0; b -= at_once) {
                     blockIdx = {unsigned(b % grid_x), unsigned(b / grid_x)};
                     if (thread == 0) {
-                        std::memset(own->arena, 0xff, ARENA);  // NaN, for whoever reads before anybody wrote
+                        std::memset(own->arena, 0xff, ARENA);  // NaN for a read before a write
                         std::memset(own->dynamic, 0xff, DYNAMIC);
                     }
                     own->end.wait();
