@@ -22,7 +22,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from fastsuncet.config.arithmetic import Arithmetic, arithmetic
 from fastsuncet.config.messages import REMOVED, ConfigErrors, Origin, Problem, field_problems
-from fastsuncet.config.reader import Key, merged, read_layers
+from fastsuncet.config.reader import Key, merged, read_config
 from fastsuncet.config.rules import broken
 from fastsuncet.config.schema import SECTIONS, VALUES, PerRank, Sections
 
@@ -162,15 +162,17 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     The last of several overrides of a key counts. Raises ConfigErrors (exit code 2) with all problems.
     """
     shown = os.fspath(path)
-    layers = read_layers(shown, list(overrides))
-    if not layers.problems:
+    document = read_config(shown, list(overrides))
+    if not document.problems:
         with suppress(ValidationError, ConfigErrors):
-            config = Config.from_values(layers.values)
-            config._origins = layers.origins
+            config = Config.from_values(document.values)
+            config._origins = document.origins
             return config
-    reported = {problem.key for problem in layers.problems}
-    found = [problem for problem in _problems(layers.values, reported) if problem.key not in reported]
-    raise ConfigErrors([*layers.problems, *(_located(problem, layers.origins, shown) for problem in found)])
+    reported = {problem.key for problem in document.problems}
+    found = [problem for problem in _problems(document.values, reported) if problem.key not in reported]
+    raise ConfigErrors(
+        [*document.problems, *(_located(problem, document.origins, shown) for problem in found)]
+    )
 
 
 def _problems(values: dict[str, Any], invalid: set[str]) -> list[Problem]:

@@ -65,21 +65,6 @@ class Arithmetic:
         return on * self.update_samples(True) + (steps - on) * self.update_samples(False)
 
 
-class _Checks:
-    """Gathers problems. `done` raises them all together."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def require(self, holds: bool, key: str, text: str) -> None:
-        if not holds:
-            self.problems.append(Problem(key, text))
-
-    def done(self) -> None:
-        if self.problems:
-            raise ConfigErrors(self.problems)
-
-
 def arithmetic(
     config: Sections,
     world_size: int,
@@ -92,7 +77,16 @@ def arithmetic(
     """
     if world_size < 1:
         raise ValueError(f"a world has at least one process, not {world_size}")
-    c, o, checks = config.criterion, config.optimization, _Checks()
+    c, o = config.criterion, config.optimization
+    problems: list[Problem] = []
+
+    def require(holds: bool, key: str, text: str) -> None:
+        if not holds:
+            problems.append(Problem(key, text))
+
+    def raise_problems() -> None:
+        if problems:
+            raise ConfigErrors(problems)
 
     def sizes(key: str) -> tuple[int, int]:
         """Return a size over all processes and on each."""
@@ -100,7 +94,7 @@ def arithmetic(
         if isinstance(size, PerRank):
             return size.per_rank * world_size, size.per_rank
         if size % world_size:
-            checks.require(False, f"criterion.{key}", _indivisible(size, world_size))
+            require(False, f"criterion.{key}", _indivisible(size, world_size))
         return size, size // world_size
 
     unlabeled, local_unlabeled = sizes("unsupervised_batch_size")
@@ -109,17 +103,17 @@ def arithmetic(
         classes = c.classes_per_batch
         per_class, local_per_class = sizes("supervised_imgs_per_class")
     labels_alone = c.instance == "none"
-    checks.require(
+    require(
         labels_alone or unlabeled >= 2,
         "criterion.unsupervised_batch_size",
         "is 1 image over all processes, which has no negative; at least 2 are needed",
     )
-    checks.require(
+    require(
         not c.contrasts_labels or per_class >= 2,
         "criterion.supervised_imgs_per_class",
         "is 1 image of a class over all processes, which has no positive; at least 2 are needed",
     )
-    checks.require(
+    require(
         num_classes is None or classes <= num_classes,
         "criterion.classes_per_batch",
         f"must be at most {num_classes}: that many classes have a labeled image",
@@ -127,19 +121,19 @@ def arithmetic(
     if labels_alone:
         available, batch = num_images if num_labeled is None else num_labeled, classes * per_class
         steps_per_epoch = available // batch if batch else 0
-        checks.require(
+        require(
             steps_per_epoch > 0,
             "criterion.supervised_imgs_per_class",
             f"a batch of {batch:,} labeled images over all processes is larger than the {available:,} there are",
         )
     else:
         steps_per_epoch = num_images // max(unlabeled, 1)
-        checks.require(
+        require(
             steps_per_epoch > 0,
             "criterion.unsupervised_batch_size",
             f"a batch of {unlabeled:,} images over all processes is larger than the data set of {num_images:,}",
         )
-    checks.done()
+    raise_problems()
     # When a plateau ends supervision is not known before the run: until then it can last to the end.
     on = c.supervised_epochs * steps_per_epoch if isinstance(c.supervised_epochs, int) else None
     if c.labeled_share is not None and on is not None:
@@ -148,28 +142,28 @@ def arithmetic(
         per_class = local_per_class * world_size
         local_unlabeled = max(0, views - classes * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size
-        checks.require(
+        require(
             per_class >= 2 and unlabeled >= 2,
             "criterion.labeled_share",
             f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
             f"processes, and {unlabeled:,} unlabeled ones; at least 2 of both are needed",
         )
-        checks.done()
+        raise_problems()
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
     steps = o.steps if o.steps is not None else (o.epochs or 0) * steps_per_epoch
     warmup_steps = round(o.warmup * steps_per_epoch)
-    checks.require(
+    require(
         steps == 0 or warmup_steps < steps,
         "optimization.warmup",
         f"must be shorter than the run: {o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}",
     )
-    checks.require(
+    require(
         c.labeled_share is None or on is None or on <= steps,
         "criterion.labeled_share",
         f"would need {on or 0:,} updates for as many passes through the labeled images, and the run has {steps:,}",
     )
-    checks.done()
+    raise_problems()
     return Arithmetic(
         world_size=world_size,
         num_images=num_images,

@@ -12,7 +12,7 @@ and not a number in base 60 or a date.
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
@@ -82,38 +82,50 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class Document:
-    """One parsed file or override: `values` in plain types, the `origins` of its keys, and the `problems` found."""
+    """Values in plain types, the origin of each key, and the problems found: of one file or override, or of several."""
 
-    text: str
     file: str = ""
-    override: str = ""
     values: Any = None
     origins: dict[Key, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Parse the text. Raises ConfigErrors where it is not YAML."""
-        try:
-            node = _Loader(self.text).get_single_node()
-        except yaml.reader.ReaderError as error:
-            line = self.text.count("\n", 0, error.position) + 1
-            text = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
-            raise ConfigErrors([Problem("", text, Origin(self.file, line, "", self.override))]) from None
-        except yaml.MarkedYAMLError as error:
-            raise ConfigErrors([self._syntax(error)]) from None
-        if node is not None:
-            self.values = self._build(node, ())
 
-    def _syntax(self, error: Any) -> Problem:
-        mark, context, text = error.problem_mark, error.context or "", error.problem
-        if error.context_mark is not None and mark.index >= len(self.text.rstrip()):
-            mark = error.context_mark  # what is open to the end of the file is reported where it was opened
-        if type(error) is not yaml.MarkedYAMLError:  # PyYAML's message and not ours
-            hint = next((hint for words, hint in HINTS.items() if words in f"{context} {text}"), None)
-            text = f"not valid YAML: {text}" + (f" ({hint})" if hint else "")
-        return Problem("", text, Origin(self.file, mark.line + 1, "", self.override))
+def parse(text: str, file: str = "", override: str = "") -> Document:
+    """Return the document that `text` is. Raises ConfigErrors where it is not YAML."""
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        why = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
+        raise ConfigErrors([Problem("", why, Origin(file, line, "", override))]) from None
+    except yaml.MarkedYAMLError as error:
+        line, why = _syntax(error, text)
+        raise ConfigErrors([Problem("", why, Origin(file, line, "", override))]) from None
+    builder = _Builder(text, file, override)
+    values = None if node is None else builder.build(node, ())
+    return Document(file, values, builder.origins, builder.problems)
 
-    def _origin(self, node: yaml.Node, value: yaml.Node | None = None) -> Origin:
+
+def _syntax(error: Any, source: str) -> tuple[int, str]:
+    """Return the line of a syntax error, and what to do about it."""
+    mark, context, text = error.problem_mark, error.context or "", error.problem
+    if error.context_mark is not None and mark.index >= len(source.rstrip()):
+        mark = error.context_mark  # what is open to the end of the file is reported where it was opened
+    if type(error) is not yaml.MarkedYAMLError:  # PyYAML's message and not ours
+        hint = next((hint for words, hint in HINTS.items() if words in f"{context} {text}"), None)
+        text = f"not valid YAML: {text}" + (f" ({hint})" if hint else "")
+    return mark.line + 1, text
+
+
+class _Builder:
+    """Builds plain values from nodes, and gathers origins and problems."""
+
+    def __init__(self, text: str, file: str, override: str):
+        self.text, self.file, self.override = text, file, override
+        self.origins: dict[Key, Origin] = {}
+        self.problems: list[Problem] = []
+
+    def origin(self, node: yaml.Node, value: yaml.Node | None = None) -> Origin:
         """Return the line of `node`, with the text of `value` as it was written."""
         shown: Any = value or node
         written = self.text[shown.start_mark.index : shown.end_mark.index].strip() or "null"
@@ -121,12 +133,12 @@ class Document:
             written = ""  # a section of several lines is not repeated
         return Origin(self.file, node.start_mark.line + 1, written, self.override)
 
-    def _build(self, node: Any, path: Key) -> Any:
+    def build(self, node: Any, path: Key) -> Any:
         kind = node.tag.removeprefix(CORE)
         if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self._mapping(node, path)
+            return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self._build(item, path) for item in node.value]
+            return [self.build(item, path) for item in node.value]
         if isinstance(node, yaml.ScalarNode) and kind in ("str", "int", "float", "bool", "null"):
             try:
                 return _scalar(kind, node.value)
@@ -139,13 +151,13 @@ class Document:
         text = (
             f"{shorten(tag)} is not read: a config holds text, numbers, true, false, null, lists and sections"
         )
-        self.problems.append(Problem(".".join(path), text, self._origin(node), show_value=False))
+        self.problems.append(Problem(".".join(path), text, self.origin(node), show_value=False))
         return None
 
-    def _mapping(self, node: yaml.MappingNode, path: Key) -> dict[str, Any]:
+    def mapping(self, node: yaml.MappingNode, path: Key) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            origin = self._origin(key_node, value_node)
+            origin = self.origin(key_node, value_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 text = "a key is a plain word, not a list or a section"
                 self.problems.append(Problem(".".join(path), text, origin, show_value=False))
@@ -156,7 +168,7 @@ class Document:
                 self.problems.append(Problem(".".join(key), text, origin))
                 continue
             self.origins[key] = origin
-            values[key_node.value] = self._build(value_node, key)
+            values[key_node.value] = self.build(value_node, key)
         return values
 
 
@@ -190,7 +202,7 @@ def read_file(path: Path, shown: str, origin: Origin | None = None) -> Document:
     if len(raw) > MAX_BYTES:
         raise failed(f"{shown} is larger than {MAX_BYTES // 1_000_000} MB: this is not a config")
     try:
-        return Document(raw.decode("utf-8"), shown)
+        return parse(raw.decode("utf-8"), shown)
     except UnicodeDecodeError as error:
         at = Origin(shown, raw[: error.start].count(b"\n") + 1)
         raise ConfigErrors([Problem("", "not UTF-8 text: save the file as UTF-8", at)]) from None
@@ -208,18 +220,29 @@ def _not_found(path: Path, shown: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------- a file, its base, overrides
-@dataclass
-class Layers:
-    """The values of a config file, its base and the overrides, merged; with the origin of each, and all problems."""
+def read_config(shown: str, overrides: Sequence[str]) -> Document:
+    """Read a file and its base and lay `overrides` on them. The last value of a key counts.
 
-    values: dict[str, Any]
-    origins: dict[Key, Origin]
-    problems: list[Problem]
+    Raises ConfigErrors where nothing can be read: no file, no YAML, no sections.
+    """
+    path = Path(shown).expanduser()
+    document = _sections(read_file(path, shown))
+    base, at = document.values.pop("base", None), document.origins.pop(("base",), None)
+    if at is not None:
+        document = _laid_on(_read_base(base, at, document, path), document)
+    for argument in overrides:
+        document = _laid_on(document, _read_override(argument))
+    logging = document.values.get("logging", {})
+    if isinstance(logging, dict) and logging.get("write_tag") is None:
+        origin = Origin(shown, written=f"{path.stem} (from the name of the file)")
+        name = Document(shown, {"logging": {"write_tag": path.stem}}, {("logging", "write_tag"): origin})
+        document = _laid_on(document, name)
+    return document
 
-    def add(self, values: dict[str, Any], origins: dict[Key, Origin]) -> None:
-        """Lay values on those there are."""
-        self.values = merged(self.values, values)
-        self.origins |= origins
+
+def _laid_on(base: Document, over: Document) -> Document:
+    values = merged(base.values, over.values)
+    return Document(over.file, values, base.origins | over.origins, base.problems + over.problems)
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -231,87 +254,61 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_layers(shown: str, overrides: Sequence[str]) -> Layers:
-    """Read a file and its base and lay `overrides` on them. The last value of a key counts.
-
-    Raises ConfigErrors where nothing can be read: no file, no YAML, no sections.
-    """
-    path = Path(shown).expanduser()
-    document = read_file(path, shown)
-    layers = Layers({}, {}, list(document.problems))
-    values, origins = _sections_of(document), dict(document.origins)
-    if "base" in values:
-        _add_base(layers, values.pop("base"), origins.pop(("base",)), path, shown)
-    layers.add(values, origins)
-    for argument in overrides:
-        layers.problems += _add_override(layers, argument)
-    logging = layers.values.get("logging", {})
-    if isinstance(logging, dict) and logging.get("write_tag") is None:
-        origin = Origin(shown, written=f"{path.stem} (from the name of the file)")
-        layers.add({"logging": {"write_tag": path.stem}}, {("logging", "write_tag"): origin})
-    return layers
+def _read_base(base: Any, at: Origin, document: Document, path: Path) -> Document:
+    """Read the file that `base` names; `at` is the line of the name in `document`."""
+    text = "must be the name of another config file, such as base.yaml"
+    if isinstance(base, str) and base:
+        base = os.path.expanduser(base)
+        # normpath and not resolve(): messages name the file as its reader would type it.
+        shown = os.path.normpath(os.path.join(os.path.dirname(document.file), base))
+        found = _sections(read_file(path.parent / base, shown, at))
+        if "base" not in found.values:
+            return found
+        text = f"{shown} has a base itself, {found.values['base']}; only one level is allowed"
+    raise ConfigErrors([*document.problems, Problem("base", text, at)])
 
 
-def _add_base(layers: Layers, base: Any, at: Origin, path: Path, shown: str) -> None:
-    if not isinstance(base, str) or not base:
-        text = "must be the name of another config file, such as base.yaml"
-        raise ConfigErrors([*layers.problems, Problem("base", text, at)])
-    base = os.path.expanduser(base)
-    # normpath and not resolve(): messages name the file as its reader would type it.
-    shown = os.path.normpath(os.path.join(os.path.dirname(shown), base))
-    document = read_file(path.parent / base, shown, at)
-    layers.problems += document.problems
-    values = _sections_of(document)
-    if "base" in values:
-        text = f"{shown} has a base itself, {values['base']}; only one level is allowed"
-        raise ConfigErrors([*layers.problems, Problem("base", text, at)])
-    layers.add(values, document.origins)
-
-
-def _sections_of(document: Document) -> dict[str, Any]:
-    """Return the values of a document. A section with nothing below it (`logging:`) has no keys."""
+def _sections(document: Document) -> Document:
+    """Return the document with {} for a section with nothing below it (`logging:`)."""
     if document.values is None:
         text = "the file is empty; a config has at least the sections data, criterion and optimization"
         raise ConfigErrors([Problem("", text, Origin(document.file))])
     if not isinstance(document.values, dict):
         text = "this is not a config: it has sections such as data: with indented lines key: value"
         raise ConfigErrors([Problem("", text, Origin(document.file, 1))])
-    return _with_sections(document.values, "")
+
+    def filled(values: dict[str, Any], above: str) -> dict[str, Any]:
+        return {
+            name: filled(value or {}, f"{above}{name}.")
+            if f"{above}{name}" in SECTIONS and isinstance(value, dict | None)
+            else value
+            for name, value in values.items()
+        }
+
+    return replace(document, values=filled(document.values, ""))
 
 
-def _with_sections(values: dict[str, Any], above: str) -> dict[str, Any]:
-    filled = {}
-    for name, value in values.items():
-        key = f"{above}{name}"
-        if key in SECTIONS and (value is None or isinstance(value, dict)):
-            value = _with_sections(value or {}, f"{key}.")
-        filled[name] = value
-    return filled
-
-
-def _add_override(layers: Layers, argument: str) -> list[Problem]:
-    """Lay `section.key=value` on the layers, or return what is wrong with it.
-
-    The value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}.
-    """
+def _read_override(argument: str) -> Document:
+    """Parse `section.key=value`; the value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}."""
     name, equals, text = argument.partition("=")
     key, origin = tuple(name.split(".")), Origin(override=argument)
     if not equals or not all(part and part == part.strip() for part in key):
         what = "an override is written section.key=value, without spaces around the ="
-        return [Problem(name, what, origin)]
+        return Document(values={}, problems=[Problem(name, what, origin)])
     try:
-        over = Document(text, override=argument)
+        over = parse(text, override=argument)
     except ConfigErrors as error:
-        return error.problems
+        return Document(values={}, problems=error.problems)
     if over.problems:
-        return [
-            Problem(".".join(filter(None, (name, each.key))), each.text, origin) for each in over.problems
+        problems = [
+            replace(each, key=f"{name}.{each.key}".strip("."), origin=origin) for each in over.problems
         ]
-    nested: Any = {} if over.values is None and name in SECTIONS else over.values
+        return Document(values={}, problems=problems)
+    values: Any = {} if over.values is None and name in SECTIONS else over.values
     for part in reversed(key):
-        nested = {part: nested}
+        values = {part: values}
     # Sections above the key keep their line: the override is not to blame for what is missing there. A value above
     # it does not: `...batch_size.per_rank=44` replaces all of it.
     above = [key[:length] for length in range(1, len(key)) if ".".join(key[:length]) in VALUES]
-    layers.add(nested, dict.fromkeys([*above, key, *((*key, *below) for below in over.origins)], origin))
-    return []
+    keys = [*above, key, *((*key, *below) for below in over.origins)]
+    return Document(values=values, origins=dict.fromkeys(keys, origin))

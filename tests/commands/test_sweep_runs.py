@@ -12,7 +12,7 @@ from fastsuncet import cli
 from fastsuncet.commands.sweep.runs import Run, runs_named, runs_of_task
 from fastsuncet.commands.sweep.spec import COMMANDS, override_value
 from fastsuncet.config import ConfigErrors
-from fastsuncet.config.reader import Document
+from fastsuncet.config.reader import parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
@@ -124,7 +124,7 @@ json_values = st.recursive(
 
 @given(json_values)
 def test_override_value_reads_back(value):
-    back = Document(override_value(value)).values
+    back = parse(override_value(value)).values
     assert back == value and type(back) is type(value)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fastsuncet.config.messages import ConfigErrors, Origin, Problem, words
-from fastsuncet.config.reader import Document, Key, read_file
+from fastsuncet.config.reader import Document, Key, parse, read_file
 
 COMMANDS = (
     "train",
@@ -111,7 +111,7 @@ def override_value(value: Any) -> str:
     """Return `value` as written in an override: plain where it reads back the same, otherwise in quotes."""
     plain = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
-        back = Document(plain).values
+        back = parse(plain).values
     except ConfigErrors:
         back = None
     same = type(back) is type(value) and back == value and plain == plain.strip()
