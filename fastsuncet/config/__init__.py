@@ -81,18 +81,16 @@ class Config(Sections):
 
         Raises ConfigErrors where a key that was removed since has another value than the one all runs have now.
         """
-        problems = []
+        stored, problems = json.loads(json.dumps(values)), []
         for key, only in REMOVED.items():
             section, _, name = key.rpartition(".")
-            if name in values.get(section, {}):
-                found = values[section][name]
-                if found != only:
-                    text = f"is {found}, and this version has only {only}: use the version that wrote it"
-                    problems.append(Problem(key, text))
-                values = {**values, section: {k: v for k, v in values[section].items() if k != name}}
+            found = stored.get(section, {}).pop(name, only)
+            if found != only:
+                text = f"is {found}, and this version has only {only}: use the version that wrote it"
+                problems.append(Problem(key, text))
         if problems:
             raise ConfigErrors(problems)
-        return cls.from_values(values)
+        return cls.from_values(stored)
 
     def resolve(
         self,

@@ -61,6 +61,15 @@ def _unread(key: str, decider: str, values: tuple[str, ...]) -> Rule:
     return Rule(broken, key, text + as_yaml(default))
 
 
+def _needed(key: str, decider: str, value: str, meaning: str) -> Rule:
+    """Return the rule that a setting is written where another one has `value`."""
+    return Rule(
+        lambda c: _value(c, decider) == value and _value(c, key) is None,
+        key,
+        f"is needed with {decider}: {value}; {meaning}",
+    )
+
+
 def _value(c: Any, key: str) -> Any:
     for name in key.split("."):
         c = getattr(c, name)
@@ -92,34 +101,26 @@ READ_ONLY_WITH = [
     ("criterion.instance", ("swav",), [key for key in VALUES if key.startswith("swav.")]),
 ]
 
+# key, decider, its value with which the key is needed, what the key is
+NEEDED_WITH = [
+    *(
+        ("data.root", "data.kind", kind, "it is the folder that holds the images")
+        for kind in ("image_folder", "csv", "cifar10", "cifar100")
+    ),
+    ("data.csv", "data.kind", "csv", "it is a file of lines file,label"),
+    ("data.split.file", "data.split.kind", "names", "it is a text file of one image name a line"),
+    ("data.split.fraction", "data.split.kind", "bernoulli", "0.1 labels about 10 % of the images"),
+]
+
 RULES = [
     *(_unread(key, decider, values) for decider, values, keys in READ_ONLY_WITH for key in keys),
+    *(_needed(*each) for each in NEEDED_WITH),
     # ---- data
-    Rule(
-        lambda c: c.data.kind != "digits" and c.data.root is None,
-        "data.root",
-        "is needed with data.kind: {c.data.kind}; it is the folder that holds the images",
-    ),
-    Rule(
-        lambda c: c.data.kind == "csv" and c.data.csv is None,
-        "data.csv",
-        "is needed with data.kind: csv; it is a file of lines file,label",
-    ),
-    Rule(
-        lambda c: c.data.split.kind == "names" and c.data.split.file is None,
-        "data.split.file",
-        "is needed with data.split.kind: names; it is a text file of one image name a line",
-    ),
     Rule(
         lambda c: c.data.split.kind == "names" and c.data.kind in CLASSES,
         "data.split.kind",
         "names needs images that are files, and data.kind {c.data.kind} holds them in memory; use bernoulli with a "
         "fraction, or all",
-    ),
-    Rule(
-        lambda c: c.data.split.kind == "bernoulli" and c.data.split.fraction is None,
-        "data.split.fraction",
-        "is needed with data.split.kind: bernoulli; 0.1 labels about 10 % of the images",
     ),
     Rule(
         lambda c: c.data.split.kind == "csv" and c.data.split.file is None and c.data.kind != "csv",

@@ -17,14 +17,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from typing_extensions import Self
 
 from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 # ------------------------------------------------------------------------------------------------------------- types
@@ -108,17 +110,11 @@ class Meta(Section):
 
     seed: Seed = setting(0, "seed of all random numbers but those of data.split")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
-    precision: Literal["bf16", "fp16", "fp32"] = setting(
-        "bf16", "of the network; criterion.products is that of the losses"
-    )
+    precision: Literal["bf16", "fp16", "fp32"] = setting("bf16", "of the network, not of the losses")
     channels_last: Switch = setting(True, "keep images in NHWC memory format")
     compile: Switch = setting(False, "torch.compile of the network; the first step then takes minutes")
-    cuda_graph: Switch = setting(
-        False, "run the step as one CUDA graph; off until it has been measured on a GPU"
-    )
-    deterministic: Switch = setting(
-        True, "false: the fastest kernels; a resumed run then differs in its last bits"
-    )
+    cuda_graph: Switch = setting(False, "run the step as one CUDA graph; off until measured on a GPU")
+    deterministic: Switch = setting(True, "false: fastest kernels; a resumed run differs in its last bits")
     threads: Count | None = setting(None, "threads of torch on a CPU; null: torch decides")
 
 
@@ -129,13 +125,9 @@ class Split(Section):
         "none",
         "none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels",
     )
-    file: Text | None = setting(
-        None, "names: one image name a line; csv: lines file,label (null: those of data.csv)"
-    )
+    file: Text | None = setting(None, "names: one image name a line; csv: lines file,label (null: data.csv)")
     sha256: Sha256 | None = setting(None, "of the file of names; the paper's two lists are known without it")
-    fraction: Share | None = setting(
-        None, "bernoulli: probability that an image is labeled, independently of the others"
-    )
+    fraction: Share | None = setting(None, "bernoulli: probability that an image is labeled")
     seed: Seed = setting(0, "bernoulli: seed of that draw")
 
 
@@ -156,15 +148,11 @@ class Data(Section):
     )
     root: Text | None = setting(None, "folder that holds the images")
     train: Below = setting("train", "folder of the training images, below root")
-    validation: Below | None = setting(
-        "val", "folder of the validation images, below root; null: there is none"
-    )
+    validation: Below | None = setting("val", "folder of the validation images, below root; null: none")
     csv: Text | None = setting(None, "csv: a file of lines file,label")
     download: Switch = setting(False, "cifar10, cifar100: download the images if root does not hold them")
     split: Split = Split()
-    index: Text | None = setting(
-        None, "file that keeps the scanned list of training images; null: a file in logging.folder"
-    )
+    index: Text | None = setting(None, "file with the list of training images; null: one in logging.folder")
     pack: Text | None = setting(
         None,
         "the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files",
@@ -182,7 +170,7 @@ class Data(Section):
         "the pixels are made on a CPU",
     )
     decode_threads: Count | None = setting(
-        None, "of each of a process's streams; null: its share of the machine's cores, at most 16"
+        None, "of each stream of a process; null: its share of the cores, at most 16"
     )
     prefetch: Count = setting(2, "steps whose pixels are made ahead")
     hw_decoder_share: ShareOrZero = setting(
@@ -204,7 +192,7 @@ class Model(Section):
     name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = setting("resnet50", "the encoder")
     library: Literal["torchvision", "timm"] = setting("torchvision", "where the encoder's code is from")
     stem: Literal["imagenet", "cifar"] = setting(
-        "imagenet", "cifar: first convolution 3x3 with stride 1, and no max-pool"
+        "imagenet", "cifar: first convolution 3x3, stride 1; no max-pool"
     )
     hidden: Count = setting(2048, "width of the projection head's hidden layers")
     output: Count = setting(128, "width of the embedding that the losses see")
@@ -224,14 +212,12 @@ class Criterion(Section):
         "nt_xent", "loss of unlabeled images; none: learn from labeled images alone"
     )
     supervision: Literal["suncet", "cross_entropy", "sup_con"] = setting(
-        "suncet", "loss of labeled images; sup_con: L_sup_out"
+        "suncet", "of labels; sup_con: L_sup_out"
     )
     temperature: Positive = Field(description="tau of all contrastive losses and of SwAV")
     unsupervised_batch_size: BatchSize = Field(description="unlabeled images over all processes; 0 with none")
     classes_per_batch: CountOrZero = setting(0, "classes in a labeled batch, the same on all processes")
-    supervised_imgs_per_class: ImagesPerClass = setting(
-        0, "labeled images of each class over all processes, one view each"
-    )
+    supervised_imgs_per_class: ImagesPerClass = setting(0, "labeled images of each class over all processes")
     supervised_epochs: Epochs = setting(
         0,
         "supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of "
@@ -245,14 +231,10 @@ class Criterion(Section):
         "and as many passes through the labeled images as they and supervised_epochs give; null: as written above",
     )
     keys: Literal["attached", "detached"] = setting(
-        "attached", "whether the gradient reaches the other side of a pair"
+        "attached", "detached: the gradient reaches one side of a pair"
     )
-    average: Literal["sample", "class"] = setting(
-        "sample", "of the labeled loss; they differ only where classes are unbalanced"
-    )
-    chunk_size: Count | None = setting(
-        None, "rows of the similarity matrix at a time; null: 128, on a GPU 1,024"
-    )
+    average: Literal["sample", "class"] = setting("sample", "of the labeled loss; differs if unbalanced")
+    chunk_size: Count | None = setting(None, "rows of the losses at a time; null: 128, on a GPU 1,024")
     products: Literal["tf32", "fp32"] = setting(
         "tf32",
         "dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 "
@@ -291,19 +273,13 @@ class Optimization(Section):
     start_lr: NotNegative = setting(0.0, "learning rate at the start of the warm-up")
     final_lr: NotNegative = setting(0.0, "learning rate at the end of the cosine")
     warmup: NotNegative = setting(0.0, "length of the warm-up in epochs; fractions are allowed")
-    legacy_schedule: Switch = setting(
-        False, "the schedule of the authors' first release, whose learning rate rises again at the end"
-    )
+    legacy_schedule: Switch = setting(False, "the authors' first release: lr rises again at the end")
     momentum: Momentum = setting(0.9, "momentum of SGD")
     weight_decay: NotNegative = setting(1e-6, "added to the gradient before LARS scales it")
     trust_coefficient: Positive = setting(0.001, "LARS' local learning rate")
     nesterov: Switch = setting(False, "Nesterov momentum")
-    lr_in_momentum: Switch = setting(
-        False, "true: the classic form, with the learning rate inside the momentum buffer"
-    )
-    exclude_bias_and_norm: Switch = setting(
-        False, "true: plain SGD without weight decay for biases and BatchNorm"
-    )
+    lr_in_momentum: Switch = setting(False, "true: the learning rate is inside the momentum buffer")
+    exclude_bias_and_norm: Switch = setting(False, "true: SGD without weight decay for biases and BatchNorm")
 
 
 class Logging(Section):
@@ -334,21 +310,15 @@ class Evaluation(Section):
 class Finetune(Section):
     """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
 
-    epochs: Count = setting(
-        30, "passes over the labeled images; the paper: 60 for 1 % of ImageNet, 90 for CIFAR-10"
-    )
-    batch_size: BatchSize = setting(4096, "labeled images over all processes; the paper: 256 for CIFAR-10")
+    epochs: Count = setting(30, "passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90")
+    batch_size: BatchSize = setting(4096, "labeled images over all processes; CIFAR-10: 256")
     lr: Positive | None = setting(None, "learning rate; null: 0.05 x batch_size / 256")
     momentum: Momentum = setting(0.9, "momentum of SGD")
     nesterov: Switch = setting(True, "Nesterov momentum")
     weight_decay: NotNegative = setting(0.0, "weight decay of SGD")
-    accumulate: Count = setting(
-        1, "passes for one update: the same batch in less memory, with BatchNorm over smaller parts"
-    )
+    accumulate: Count = setting(1, "passes for one update, to save memory; BatchNorm sees smaller parts")
     crop_scale: AreaShares = setting((0.08, 1.0), "area of the random crop, as a share of the image's")
-    write_tag: Name | None = setting(
-        None, "name of the folder below the run's; null: one from the labels and the checkpoint"
-    )
+    write_tag: Name | None = setting(None, "folder below the run's; null: from labels and checkpoint")
 
 
 class Linear(Section):
@@ -378,18 +348,14 @@ class Transfer(Section):
     steps: Count = setting(20_000, "updates of each run")
     batch_size: BatchSize = setting(256, "images over all processes")
     momentum: Momentum = setting(0.9, "momentum of SGD")
-    learning_rates: Numbers = setting(
-        (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1), "learning rates of the grid"
-    )
+    learning_rates: Numbers = setting((1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1), "of the grid")
     weight_decays: Numbers = setting(
         (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0),
         "weight decays of the grid, each divided by the learning rate",
     )
     size: Count = setting(224, "side of a crop, in pixels")
     resize: Count = setting(256, "shorter side before the center crop, in pixels")
-    validation: Share = setting(
-        0.1, "share of CIFAR's training images for choosing a run; VOC07 has its own validation images"
-    )
+    validation: Share = setting(0.1, "share of CIFAR's training images; VOC07 has a validation set")
 
 
 class Sections(BaseModel):
@@ -412,7 +378,7 @@ class Sections(BaseModel):
     transfer: Transfer = Transfer()
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Self:
+    def from_values(cls, values: Mapping[str, Any]) -> "Self":
         """Return the sections of plain nested values. Raises pydantic's ValidationError."""
         # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
         return cls.model_validate_json(json.dumps(values))
