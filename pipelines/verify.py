@@ -12,7 +12,7 @@ import numpy as np
 
 from pipelines.backend import choose_backend
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import MAX_PIXELS, Headers, Progress, image_size, read_headers
+from pipelines.datasets.image_headers import Progress, image_size, read_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.find_bad_images import CUT_OFF, Decode, diagnosis, is_cut_off, readable
 
@@ -42,7 +42,7 @@ def check(
     threads: int = 2,
     progress: Progress | None = None,
 ) -> CheckReport:
-    """Check every image: header, at most MAX_PIXELS, a JPEG's end marker, a whole decode; of packed ones the checksum.
+    """Check every image: header, at most 100 megapixels, JPEG end marker, whole decode, checksum in a pack.
 
     `backend` "dali" decodes with DALI on `device` ("cpu" or "gpu"), "torchvision" with PIL, "auto" with DALI where it
     is installed. `progress(done, total)` is called after each block. An image that decodes to wrong pixels without an
@@ -55,20 +55,23 @@ def check(
         raise DataError("these data are held in memory: there is no file to check")
     dali = choose_backend(backend) == "dali"
     decode = _decoder(dali, device, threads)
-    packed = index.pack is not None
-    sizes, stamps = np.zeros((len(index), 2), np.int32), np.empty((len(index), 2), np.int64)
+    sizes = np.zeros((len(index), 2), np.int32)
+    stamps = np.empty((len(index), 2), np.int64) if index.pack is None else None
     bad: dict[int, str] = {}
     for first in range(0, len(index), _BLOCK):
         numbers = range(first, min(first + _BLOCK, len(index)))
-        block = slice(numbers.start, numbers.stop)
-        headers = _packed_headers(index, numbers) if packed else read_headers(index.root, index.files[block])
-        sizes[block], stamps[block] = headers.sizes, headers.stamps
-        bad.update((first + row, reason) for row, reason in headers.bad.items())
+        if stamps is None:
+            bad.update(_bad_packed(index, numbers, sizes))
+        else:
+            block = slice(numbers.start, numbers.stop)
+            headers = read_headers(index.root, index.files[block])
+            sizes[block], stamps[block] = headers.sizes, headers.stamps
+            bad.update((first + row, reason) for row, reason in headers.bad.items())
         bad.update(_undecodable(index, [i for i in numbers if i not in bad], sizes, decode))
         if progress is not None:
             progress(numbers.stop, len(index))
     sizes[list(bad)] = 0
-    checked = replace(index, sizes=sizes, stamps=None if packed else stamps, bad=dict(sorted(bad.items())))
+    checked = replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
     return CheckReport(checked, "DALI" if dali else "PIL")
 
 
@@ -83,19 +86,18 @@ def _decoder(dali: bool, device: str, threads: int) -> Decode:
     return partial(pil_decode, threads=threads)
 
 
-def _packed_headers(index: ImageIndex, numbers: range) -> Headers:
-    """Read the sizes of packed images. An image whose bytes are not those that were packed is bad."""
-    sizes, bad = np.zeros((len(numbers), 2), np.int32), {}
-    for row, number in enumerate(numbers):
+def _bad_packed(index: ImageIndex, numbers: range, sizes: np.ndarray) -> dict[int, str]:
+    """Read the sizes of packed images, and return those whose bytes or headers are bad, and why."""
+    bad = {}
+    for number in numbers:
         reason = index.bad.get(number) or index.damage(number)
-        if reason is None:
-            try:
-                sizes[row] = image_size(index.content(number), MAX_PIXELS)
-            except ValueError as problem:
-                reason = str(problem)
-        if reason is not None:
-            bad[row] = reason
-    return Headers(sizes, np.full((len(numbers), 2), -1), bad)
+        try:
+            sizes[number] = (0, 0) if reason else image_size(index.content(number))
+        except ValueError as problem:
+            reason = str(problem)
+        if reason:
+            bad[number] = reason
+    return bad
 
 
 def _undecodable(index: ImageIndex, numbers: list[int], sizes: np.ndarray, decode: Decode) -> dict[int, str]:

@@ -61,8 +61,9 @@ class GivenViews:
 
 
 def levels_of(index, augmentation, views, **options) -> list[torch.Tensor]:
-    """Each view of all images, (N, 3, S, S) in gray levels."""
+    """Each view of all images, (N, 3, S, S) in gray levels, without the plug-in: it is compared with the graph itself."""
     plan = GivenViews(index, augmentation, views)
+    options["color_operator"] = "graph"
     return [255 * view.cpu() for view in open_loader(index, plan, threads=1, prefetch=1, **options)(0)]
 
 
