@@ -2,14 +2,57 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import broadcast_json
-from fastsuncet.errors import CheckpointError
+from fastsuncet.errors import CheckpointError, Preempted
+
+Json = TypeVar("Json")
+
+
+def on_rank_0(place: launch.Place, function: Callable[[], Json]) -> Json:
+    """Return `function()` of rank 0, a JSON value, on every rank. An error there is a CheckpointError on the others.
+
+    Ranks that each looked at the disk could see different files, and a rank that waits for one that failed would wait
+    until the time-out.
+    """
+    value, problem = None, None
+    if place.first:
+        try:
+            value = function()
+        except Exception as error:
+            problem = error
+    value, message = broadcast_json([value, None if problem is None else str(problem)])
+    if message is not None:
+        raise problem or CheckpointError(message)
+    return value
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise CheckpointError, with what to do, for an OSError inside, while `path` is being written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, place: launch.Place) -> Iterator[bool]:
+    """Make `folder` and lock it as long as this process lives; yield False on all ranks if another process has it."""
+    with contextlib.ExitStack() as stack:
+
+        def lock() -> bool:
+            with disk_errors(folder):
+                atomic_files.make_folder(folder)
+                return stack.enter_context(atomic_files.exclusive(folder / ".running"))
+
+        yield on_rank_0(place, lock)
 
 
 @contextlib.contextmanager
@@ -18,20 +61,11 @@ def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
 
     Two runs in one folder would move each other's metrics aside and continue from each other's checkpoints.
     """
-    with contextlib.ExitStack() as stack:
-        problem = None
-        if place.first:
-            try:
-                atomic_files.make_folder(folder)
-                if not stack.enter_context(atomic_files.exclusive(folder / ".running")):
-                    problem = (
-                        f"another process is running in {folder}: stop it, or give this run another write_tag"
-                    )
-            except OSError as error:
-                problem = f"{folder} cannot be written: {error}. {atomic_files.advice(error)}"
-        problem = broadcast_json(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
+    with lock_folder(folder, place) as locked:
+        if not locked:
+            raise CheckpointError(
+                f"another process is running in {folder}: stop it, or give this run another write_tag"
+            )
         yield
 
 
@@ -40,6 +74,22 @@ class RunStatus:
 
     def __init__(self, path: Path, place: launch.Place):
         self.path, self.place = path, place
+
+    @contextlib.contextmanager
+    def recording(self, step: Callable[[], int | None] = lambda: None) -> Iterator[None]:
+        """Write "running" now and, when the block is left, how the run ended and after which `step()`."""
+        self.write("running", step())
+        try:
+            yield
+        except Preempted as stop:
+            self.write("preempted", step(), str(stop))
+            raise
+        # Whatever ended the run, the file must not go on saying that it runs.
+        except BaseException as error:
+            error = launch.explain_error(error)
+            self.write("failed", step(), (str(error) or type(error).__name__).splitlines()[0])
+            raise error
+        self.write("done", step())
 
     def write(self, state: str, step: int | None, message: str = "") -> None:
         """Write `state` (running, done, preempted or failed) and `step`, the updates done or None before a start."""

@@ -54,22 +54,11 @@ def train(config: Config, place: launch.Place) -> Trainer:
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
         images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
         trainer = start(config, place, images, folder)
-        status = RunStatus(folder / "status.json", place)
-        try:
+        with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"
                 raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
-            status.write("running", trainer.step)
             trainer.run(signals)
-        except Preempted as stop:
-            status.write("preempted", trainer.step, str(stop))
-            raise
-        # Whatever ended the run, status.json must not go on saying that it runs.
-        except BaseException as error:
-            error = launch.explain_error(error)
-            status.write("failed", trainer.step, (str(error) or type(error).__name__).splitlines()[0])
-            raise error
-        status.write("done", trainer.step)
         return trainer
 
 

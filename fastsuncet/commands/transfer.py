@@ -14,7 +14,6 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.transfer_grid.grid import grid
 from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
 from fastsuncet.training.determinism import set_determinism
@@ -42,21 +41,13 @@ def transfer(
     with launch.join(config.meta.device) as place, SignalFlag() as signals:
         set_determinism(config, place)
         run_status = RunStatus(status, place)
-        try:
+        with run_status.recording():
             grids = open_grids(config, place, encoder, step, signals)
             # Only now: a refused command leaves nothing behind.
             if place.first:
                 atomic_files.make_folder(status.parent)
             run_status.write("running", None)
             run_grids(grids, cells, shard, signals)
-        except Preempted as stop:
-            run_status.write("preempted", None, str(stop))
-            raise
-        except BaseException as error:
-            error = launch.explain_error(error)
-            run_status.write("failed", None, (str(error) or type(error).__name__).splitlines()[0])
-            raise error
-        run_status.write("done", None)
     return 0
 
 

@@ -11,7 +11,6 @@ once, and the run goes on without a graph.
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +26,8 @@ from fastsuncet.training.step import Setting, train_step
 WARMUP, WARMUP_IN_DDP = 3, 11
 
 
-class Graph(Protocol):
-    """A recorded step, such as torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None:
-        """Run what was recorded, on the same addresses."""
-        ...
-
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
+# Takes a step; returns the graph that repeats it, and the losses that the graph writes.
+Capture = Callable[[Callable[[], Tensor]], tuple[torch.cuda.CUDAGraph, Tensor]]
 
 
 class Step:
@@ -62,7 +54,7 @@ class Step:
         self.warmup = WARMUP_IN_DDP if isinstance(network, nn.parallel.DistributedDataParallel) else WARMUP
         self._seen: dict[tuple, int] = {}  # kind of step -> how many ran kernel by kernel
         # kind of step -> graph, the batch it reads, the losses it writes
-        self._captured: dict[tuple, tuple[Graph, Batch, Tensor]] = {}
+        self._captured: dict[tuple, tuple[torch.cuda.CUDAGraph, Batch, Tensor]] = {}
         self._lr = torch.zeros((), device=setting.device)
 
     def __call__(self, batch: Batch, lr: float) -> Tensor:
@@ -137,7 +129,7 @@ def first_message(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def capture_on_device(step: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+def capture_on_device(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Record what `step` would launch, without running it. RuntimeError for what cannot be recorded, such as a sync.
 
     It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:

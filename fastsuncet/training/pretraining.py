@@ -18,7 +18,7 @@ from fastsuncet.training import methods
 from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.step import build
 from fastsuncet.training.supervision import Supervision
-from fastsuncet.training.trainer import TrainingTask
+from fastsuncet.training.trainer import COST, SPEED, TrainingTask
 
 
 class Pretraining(TrainingTask[Batch]):
@@ -64,7 +64,8 @@ class Pretraining(TrainingTask[Batch]):
         self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.terms = methods.terms(config)
-        self.columns = columns(config)
+        losses = (term for term in self.terms if term != "none")
+        self.columns = ("epoch", "loss", *losses, *SPEED, *COST, "joules")
         self.update_macs = {on: update_macs(config, arithmetic, on) for on in (True, False)}
         self.fingerprint = images.fingerprint()
 
@@ -117,12 +118,3 @@ class Pretraining(TrainingTask[Batch]):
 
     def restore(self, values: dict[str, Any]) -> None:
         self.supervision.restore(values.get("supervision", {}))
-
-
-def columns(config: Config) -> tuple[str, ...]:
-    """Return the keys of a training line, in the order of metrics.csv."""
-    losses = (term for term in methods.terms(config) if term != "none")
-    return (
-        *("epoch", "loss", *losses, "lr", "views_per_second", "data_wait", "replaced_images"),
-        *("images", "updates", "petaflops", "seconds", "joules"),
-    )

@@ -1,21 +1,19 @@
 """Checkpoints of a run on several ranks: rank 0 writes and chooses them, and all ranks agree on the outcome."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.console import Say
-from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
-from fastsuncet.errors import CheckpointError, NumericalError
+from fastsuncet.errors import NumericalError
 
 FOLDER = "checkpoints"  # in the run's folder
-Json = TypeVar("Json")
 
 
 def require_finite_weights(model: nn.Module, step: int) -> None:
@@ -43,20 +41,12 @@ def save(
     say: Say,
 ) -> None:
     """Write `folder`/checkpoints/step_... from rank 0. Every rank leaves together, with or without an error."""
-    problem = None
-    if place.first:
-        try:
-            manager.save(
-                folder / FOLDER, step, model=model.state_dict(), state=state, meta=meta, keep=keep, say=say
-            )
-        # Whatever it is, the other ranks must learn of it, or they wait until the time-out.
-        except Exception as error:
-            problem = error
-    failed = any_rank(problem is not None)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise CheckpointError("rank 0 could not write the checkpoint; see its message")
+
+    def write() -> None:
+        weights = model.state_dict()
+        manager.save(folder / FOLDER, step, model=weights, state=state, meta=meta, keep=keep, say=say)
+
+    on_rank_0(place, write)
 
 
 def load(
@@ -81,29 +71,3 @@ def load(
         return manager.load(path)
     say(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
     return loaded
-
-
-def on_rank_0(place: Place, function: Callable[[], Json]) -> Json:
-    """Return `function()` of rank 0, a JSON value, on every rank. A CheckpointError there is raised on every rank.
-
-    Ranks that each looked at the disk could see different files.
-    """
-    value, problem = None, None
-    if place.first:
-        try:
-            value = function()
-        except CheckpointError as error:
-            problem = error
-    value, message = broadcast_json([value, None if problem is None else str(problem)])
-    if message is not None:
-        raise problem or CheckpointError(message)
-    return value
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, with what to do, for an OSError inside, while `path` is being written."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error

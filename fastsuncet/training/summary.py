@@ -1,4 +1,4 @@
-"""What is about to happen, in ten lines: printed when a run starts, and by --dry-run instead of starting."""
+"""The ten lines that are printed when a run starts, and by --dry-run instead of starting."""
 
 from dataclasses import replace
 
@@ -18,37 +18,33 @@ from pipelines.backend import dali_problem
 def summary(
     config: Config, place: Place, images: Images, arithmetic: Arithmetic, stream: PairedStream | None
 ) -> list[str]:
-    """Lines of "name    what", each a fact about this run. `stream` is None for a run not started."""
+    """Return lines of "name    what", each a fact about this run. `stream` is None for a run that is not started."""
     a, c = arithmetic, config.criterion
-    cost, samples = macs(config), a.samples(0)
-    on = methods.name(config) if a.supervised_steps else f"{methods.name(config)}, without labels"
+    method = methods.name(config) if a.supervised_steps else f"{methods.name(config)}, without labels"
     if 0 < a.supervised_steps < a.steps:
-        on += f" for the first {a.supervised_steps:,}"
+        method += f" for the first {a.supervised_steps:,}"
     elif c.supervised_epochs == "plateau":
-        on += " until that has plateaued"
-    shown = [f"{a.views} x {a.global_unlabeled:,} unlabeled"] if a.views else []
+        method += " until that has plateaued"
+    parts = [f"{a.views} x {a.global_unlabeled:,} unlabeled"] if a.views else []
     if a.small_views:
-        shown = [f"({a.large_views} + {a.small_views} small) x {a.global_unlabeled:,} unlabeled"]
+        parts = [f"({a.large_views} + {a.small_views} small) x {a.global_unlabeled:,} unlabeled"]
     if a.supervised_steps:
-        shown.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled")
+        parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled")
     ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
+    view = f"6 x {macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
     update = petaflops(update_macs(config, a, a.supervised_steps > 0), 1)
-    spent = petaflops(run_macs(config, a), 1)
+    epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a), 1)
+    memory = step_memory(config, a)
+    size = f"{memory.total / 1e9:.3g} GB ({memory.activations / 1e9:.3g} GB of it activations)"
+    loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
     lines = [
         ("run", f"{config.run_folder}"),
         ("data", f"{len(images.train):,} images; {images.split}"),
-        ("batch", f"{' + '.join(shown)} = {samples:,} views an update, on {ranks}"),
-        ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {on}"),
-        (
-            "loss",
-            f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}{cut(config, place)}",
-        ),
-        (
-            "compute",
-            f"6 x {cost / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view: {update:.4g} petaFLOPs an update, "
-            f"{update * a.steps_per_epoch:.4g} an epoch, {spent:.4g} the run",
-        ),
-        ("memory", f"about {in_gigabytes(memory(config, a))} a process for the step (an estimate)"),
+        ("batch", f"{' + '.join(parts)} = {a.samples(0):,} views an update, on {ranks}"),
+        ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {method}"),
+        ("loss", f"{loss}{tf32_note(config, place)}"),
+        ("compute", f"{view}: {update:.4g} petaFLOPs an update, {epoch:.4g} an epoch, {whole:.4g} the run"),
+        ("memory", f"about {size} a process for the step (an estimate)"),
         ("norm", describe(a.world_size, shared=config.model.sync_batchnorm)),
         ("device", f"{device_name(place)}, {config.meta.precision}, torch {torch.__version__}"),
     ]
@@ -58,36 +54,31 @@ def summary(
     return [f"{name:<9}{text}" for name, text in lines]
 
 
-def memory(config: Config, arithmetic: Arithmetic) -> Memory:
-    """Bytes one process needs for a step of its share of the batch."""
+def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
+    """Return the bytes that one process needs for a step of its part of the batch."""
     m, a = config.model, arithmetic
     small = a.small_views * a.local_unlabeled
 
-    def of(size: int, samples: int) -> Memory:
+    def estimate(size: int, samples: int) -> Memory:
         network = (m.name, m.stem, size, m.hidden, m.output)
         precision, batchnorm = config.meta.precision, m.head_batchnorm
         return memory_estimate(*network, samples=samples, precision=precision, head_batchnorm=batchnorm)
 
-    large = of(config.data.augmentation.size, -(-a.samples(0) // a.world_size) - small)
-    activations = of(config.swav.small_size, small).activations if small else 0
+    large = estimate(config.data.augmentation.size, -(-a.samples(0) // a.world_size) - small)
+    activations = estimate(config.swav.small_size, small).activations if small else 0
     return replace(large, activations=large.activations + activations)
 
 
-def cut(config: Config, place: Place) -> str:
-    """What a person should know of the losses' arithmetic: where it is not float32 (criterion.products)."""
+def tf32_note(config: Config, place: Place) -> str:
+    """Return the summary's note on losses that are not computed in float32 (criterion.products), or ""."""
     c = config.criterion
     contrasts = c.instance == "nt_xent" or c.contrasts_labels
-    there = place.device.type == "cuda" and contrasts and methods.tf32(config)
-    return ", products in TF32" if there else ""
-
-
-def in_gigabytes(estimate: Memory) -> str:
-    """A size a person reads: "22.9 GB (22.5 GB of it activations)"."""
-    return f"{estimate.total / 1e9:.3g} GB ({estimate.activations / 1e9:.3g} GB of it activations)"
+    on = place.device.type == "cuda" and contrasts and methods.tf32(config)
+    return ", products in TF32" if on else ""
 
 
 def device_name(place: Place) -> str:
-    """The card by its name, or the CPU with its number of threads."""
+    """Return the name of the GPU, or "CPU" with its number of threads."""
     if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
     threads = torch.get_num_threads()
@@ -95,7 +86,7 @@ def device_name(place: Place) -> str:
 
 
 def pixel_source(stream: PairedStream, asked: str) -> str:
-    """What decodes and augments: "DALI 2.4.0 on the GPU", or torchvision and why. `asked` is the config's backend."""
+    """Return what decodes and augments: "DALI 2.4.0 on the GPU", or torchvision and why. `asked` is data.backend."""
     if stream.backend != "dali":
         why = "as configured" if asked == "torchvision" else f"DALI cannot be used here: {dali_problem()}"
         return f"torchvision on the CPU ({why})"

@@ -13,15 +13,15 @@ from fastsuncet.distributed.collectives import all_gather_rows
 class PlateauRule:
     """Decides, from the mean supervised loss of each epoch, when to switch supervision off.
 
-    It does once the median loss of the last P epochs has, for P epochs, not come a share g below the lowest it had
-    been; or once it is below a share g of the first epoch's, when there is nothing left to learn. Never before 2 P
-    epochs. `epochs` is P, at least 1; `gain` is g, in (0, 1].
+    It switches off once the median loss of the last P epochs has failed, for P epochs, to come a fraction g below its
+    lowest value before them; or once that median is below a fraction g of the first epoch's loss, when there is nothing
+    left to learn. Never before 2 P epochs. `epochs` is P, at least 1; `gain` is g, in (0, 1].
 
     One epoch of few labels is noisy (5 % on the recorded curves of tests/training), so P epochs are compared by their
-    median: a spike is one epoch of many. The lowest value, and for P epochs, so that one lucky stretch ends nothing.
-    The share is of the loss itself. SuNCEt's loss has a floor above 0 that is not known beforehand, and close to it no
-    such share is left to gain. Cross-entropy has none, and falls by a share for ever on images learnt by heart: the
-    second half of the rule is for that.
+    median: a spike is one epoch of many. Comparing with the lowest value, and for P epochs, keeps one lucky stretch
+    from ending anything. The fraction is of the loss itself: SuNCEt's loss has a floor above 0 that is not known
+    beforehand, and close to it no such fraction is left to gain. Cross-entropy has no floor: it falls by a fraction for
+    ever on images learnt by heart. The second half of the rule is for that.
 
     The answer depends on the means alone, so ranks that are given the same ones agree.
     """

@@ -35,6 +35,8 @@ from fastsuncet.training.logger import RunLogger
 
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
+SPEED = ("lr", "views_per_second", "data_wait", "replaced_images")  # columns of metrics.csv
+COST = ("images", "updates", "petaflops", "seconds")
 
 
 class Stream(Protocol):
@@ -58,9 +60,7 @@ class TrainingTask(ABC, Generic[BatchType]):
 
     config: Config
     steps: int  # updates in all
-    lr: Callable[
-        [int], float
-    ]  # learning rate of a step; a function of it alone, so there is no scheduler to save
+    lr: Callable[[int], float]  # learning rate of a step; there is no scheduler to save
     stream: Stream
     model: nn.Module  # what a checkpoint holds
     optimizer: torch.optim.Optimizer
@@ -225,7 +225,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint, unless a loss or a weight is not finite.
 
-        The data have no state: a step's images are a function of its number. Beside weights, momentum and scaler the
+        The data have no state: a step's images are a function of its number. Besides weights, momentum and scaler the
         checkpoint holds the sums of the interrupted metrics interval, so that its line comes out the same.
         """
         sums, first_bad, _ = self.interval.read()

@@ -1,4 +1,4 @@
-"""The grid of a transfer: its values, whose turn a cell is, what is chosen on, and what a person is shown."""
+"""The grid of a transfer: its values, its shards, the validation images, the choice, its table."""
 
 import csv
 import math
@@ -20,24 +20,24 @@ from pipelines.datasets.index import ImageIndex
 from tests.support.runs import CONFIGS
 
 DEMO = str(CONFIGS / "digits_demo.yaml")
+FOUR = ("transfer.learning_rates=[0.1,0.01]", "transfer.weight_decays=[0,0.001]")
 
 
 def cells_of(*overrides: str) -> tuple[Cell, ...]:
     return grid(load_config(DEMO, overrides))
 
 
-def test_the_grid_is_the_papers_seven_by_eight():
+def test_grid_is_the_papers_seven_by_eight():
     cells = cells_of()
-    rates = sorted({cell.lr for cell in cells})
-    decays = sorted({cell.decay for cell in cells})
+    rates, decays = sorted({cell.lr for cell in cells}), sorted({cell.decay for cell in cells})
     assert len(cells) == 56 and len(rates) == 7 and len(decays) == 8
     assert (rates[0], rates[-1], decays[0], decays[1], decays[-1]) == (1e-4, 0.1, 0, 1e-6, 1e-3)
-    for values, step in ((rates, 0.5), (decays[1:], 0.5)):
-        logs = np.log10(values)
-        assert np.allclose(np.diff(logs), step, atol=1e-12), "not evenly spaced in the logarithm"
+    for values in (rates, decays[1:]):
+        steps = np.diff(np.log10(values))
+        assert np.allclose(steps, 0.5, atol=1e-12), "not evenly spaced in the logarithm"
 
 
-def test_weight_decays_are_divided_by_the_learning_rate():
+def test_weight_decay_is_divided_by_the_learning_rate():
     by_name = {cell.name: cell for cell in cells_of()}
     assert by_name["lr0.0001-wd0.001"].weight_decay == pytest.approx(10)
     assert by_name["lr0.1-wd1e-06"].weight_decay == pytest.approx(1e-5)
@@ -45,7 +45,7 @@ def test_weight_decays_are_divided_by_the_learning_rate():
     assert all(math.isclose(cell.lr * cell.weight_decay, cell.decay) for cell in by_name.values())
 
 
-def test_batchnorms_momentum_is_simclrs_in_torchs_convention():
+def test_batchnorm_momentum_is_simclrs_in_torchs_convention():
     assert batchnorm_momentum(45_000, 256) == pytest.approx(
         10 / (45_000 / 256)
     )  # s = 175.8: 1 - 10/s is 0.943
@@ -53,60 +53,50 @@ def test_batchnorms_momentum_is_simclrs_in_torchs_convention():
 
 
 @given(st.integers(0, 200), st.integers(1, 70))
-def test_shares_cover_every_cell_once_and_evenly(count, parts):
-    shares = [shard_of(range(count), part, parts) for part in range(1, parts + 1)]
-    assert sorted(cell for share in shares for cell in share) == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_shards_cover_every_cell_once_and_evenly(count, shards):
+    parts = [shard_of(range(count), number, shards) for number in range(1, shards + 1)]
+    assert sorted(cell for part in parts for cell in part) == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "-1/4", "a/b", "1/4/2", ""])
-def test_a_share_that_is_none_is_refused_with_an_example(text):
+def test_shard_that_is_none_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--cell is I/N, .* such as 3/8"):
         parse_shard(text)
     assert parse_shard("3/8") == (3, 8)
 
 
 def index_of(counts: list[int]) -> ImageIndex:
-    labels = np.repeat(np.arange(len(counts)), counts)
-    labels = np.random.default_rng(0).permutation(labels)
-    n = len(labels)
-    return ImageIndex(
-        None,
-        [f"{i}" for i in range(n)],
-        labels,
-        tuple(map(str, range(len(counts)))),
-        np.ones((n, 2), np.int32),
-    )
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    names, classes = [f"{i}" for i in range(len(labels))], tuple(map(str, range(len(counts))))
+    return ImageIndex(None, names, labels, classes, np.ones((len(labels), 2), np.int32))
 
 
-def test_validation_images_are_a_shard_of_every_class_and_always_the_same():
+def test_stratified_takes_the_same_fraction_of_every_class_each_time():
     index = index_of([50, 30, 2])
-    train, held = stratified(index, 0.1)
-    assert np.bincount(index.labels[held]).tolist() == [5, 3, 1]
-    assert np.array_equal(np.sort(np.concatenate([train, held])), np.arange(82))
-    assert np.array_equal(stratified(index, 0.1)[1], held)
-    assert held.tolist() != sorted(range(82))[: len(held)]
+    train, validation = stratified(index, 0.1)
+    assert np.bincount(index.labels[validation]).tolist() == [5, 3, 1]
+    assert np.array_equal(np.sort(np.concatenate([train, validation])), np.arange(82))
+    assert np.array_equal(stratified(index, 0.1)[1], validation)
+    assert validation.tolist() != list(range(len(validation)))
     with pytest.raises(DataError, match="class 1 has 1 training images"):
         stratified(index_of([5, 1]), 0.5)
 
 
 def record(value: float | None) -> dict:
-    return {
-        "validation": value,
-        "images": 10,
-        "diverged": None if value is not None else "a loss is nan, at step 3",
-    }
+    diverged = None if value is not None else "a loss is nan, at step 3"
+    return {"validation": value, "images": 10, "diverged": diverged}
 
 
-def test_the_best_cell_is_the_first_of_the_highest_and_never_one_that_diverged():
-    cells = cells_of("transfer.learning_rates=[0.1,0.01]", "transfer.weight_decays=[0,0.001]")
+def test_best_cell_is_the_first_of_the_highest_that_did_not_diverge():
+    cells = cells_of(*FOUR)
     records = dict(zip(cells, map(record, [0.5, None, 0.75, 0.75])))
     assert best(cells, records) == cells[2] == Cell(0.01, 0)
     assert best(cells, dict.fromkeys(cells, record(None))) is None
 
 
-def test_the_table_shows_the_chosen_the_diverged_and_the_missing():
-    cells = cells_of("transfer.learning_rates=[0.1,0.01]", "transfer.weight_decays=[0,0.001]")
+def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
+    cells = cells_of(*FOUR)
     records = dict(zip(cells, map(record, [0.5, None, 0.75])))
     assert table(cells, records, cells[2]) == [
         " lr  /  wd        0     0.001 ",
@@ -120,23 +110,23 @@ def test_the_table_shows_the_chosen_the_diverged_and_the_missing():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("override", "message"),
     [
-        (["transfer.root=null"], "transfer.root.*is needed: the folder that holds the data sets"),
-        (["transfer.learning_rates=[0, 0.1]"], "transfer.learning_rates.*must be above 0"),
-        (["transfer.learning_rates=[0.1, 0.1]"], "transfer.learning_rates.*has a value twice"),
-        (["transfer.weight_decays=[0, 0]"], "transfer.weight_decays.*has a value twice"),
-        (["transfer.resize=200"], "transfer.resize.*must not be below transfer.size"),
-        (["transfer.validation=1.0"], "transfer.validation.*must be below 1"),
-        (["transfer.datasets=[voc07, voc07]"], "transfer.datasets.*names a data set twice"),
-        (["transfer.datasets=[imagenet]"], "transfer.datasets.*cifar10"),
-        (["--cell", "9/8"], "--cell is I/N"),
-        (["--step", "-1"], "--step is a whole number, 0 or more"),
-        (["--encoder", "nowhere"], "nowhere does not exist"),
+        ("transfer.root=null", "transfer.root.*is needed: the folder that holds the data sets"),
+        ("transfer.learning_rates=[0, 0.1]", "transfer.learning_rates.*must be above 0"),
+        ("transfer.learning_rates=[0.1, 0.1]", "transfer.learning_rates.*has a value twice"),
+        ("transfer.weight_decays=[0, 0]", "transfer.weight_decays.*has a value twice"),
+        ("transfer.resize=200", "transfer.resize.*must not be below transfer.size"),
+        ("transfer.validation=1.0", "transfer.validation.*must be below 1"),
+        ("transfer.datasets=[voc07, voc07]", "transfer.datasets.*names a data set twice"),
+        ("transfer.datasets=[imagenet]", "transfer.datasets.*cifar10"),
+        ("--cell=9/8", "--cell is I/N"),
+        ("--step=-1", "--step is a whole number, 0 or more"),
+        ("--encoder=nowhere", "nowhere does not exist"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_words_with_exit_code_2(tmp_path, capsys, overrides, said):
+def test_transfer_that_cannot_run_is_refused_with_exit_code_2(tmp_path, capsys, override, message):
     where = [f"logging.folder={tmp_path}", f"transfer.root={tmp_path}", "meta.device=cpu"]
-    assert main(["transfer", DEMO, *where, *overrides]) == 2
-    assert re.search(said, capsys.readouterr().err.replace("\n", " "))
+    assert main(["transfer", DEMO, *where, override]) == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
     assert not (tmp_path / "digits_demo" / "results").exists()

@@ -1,12 +1,12 @@
-"""A GPU that is not there: tensors on cuda:0 with shapes, strides and dtypes and no memory (torch's FakeTensorMode).
+"""A fake GPU: tensors on cuda:0 with shapes, strides and dtypes but without memory (torch's FakeTensorMode).
 
-They refuse what a card would: operands on two devices. And what would make the host wait, for there is no value to wait
-for: `.item()`, a boolean index, `nonzero`. What they cannot show: numbers, kernels of our own (a fake tensor has no
-address, so the twins run), streams, events, graphs, DDP and torch.compile.
+They refuse what a GPU refuses, operands on two devices, and what would make the host wait, since there is no value to
+wait for: `.item()`, a boolean index, `nonzero`. They cannot show numbers, the project's kernels (a fake tensor has no
+address, so the plain twins run), streams, events, graphs, DDP and torch.compile.
 
-Two things of torch ask the driver even so and are replaced. Autocast switches itself off where no card is visible. And
-the C++ engine of `backward` looks for the stream of every device ("hasPrimaryContext expects a valid device index"), so
-`backward` here walks the very same graph node by node from Python, adding up gradients as the engine does.
+Two parts of torch still ask the driver and are replaced. Autocast switches itself off where no GPU is visible. And the
+C++ engine of `backward` looks for the stream of every device ("hasPrimaryContext expects a valid device index"), so
+`backward` here walks the same graph node by node from Python, adding up gradients as the engine does.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ CARD = torch.device("cuda", 0)
 
 @contextlib.contextmanager
 def fake_card() -> Iterator[None]:
-    """Inside, tensors are fake and may be on CARD. Networks are drawn with memory, on the CPU, and become fake as they
+    """Make tensors fake inside, also on CARD. Networks are drawn with memory, on the CPU, and become fake when they
     are moved: PyTorch does not move a module of fake parameters."""
     drawn = models.build_model
 
@@ -48,7 +48,7 @@ def fake_card() -> Iterator[None]:
 
 @torch.no_grad()
 def backward(loss: Tensor) -> None:
-    """`loss.backward()`: each node once all gradients of its outputs are there."""
+    """Do `loss.backward()`: run each node once all gradients of its outputs are there."""
     waiting, seen, look = Counter(), {loss.grad_fn}, [loss.grad_fn]
     while look:
         for after, _ in look.pop().next_functions:
@@ -74,7 +74,7 @@ def backward(loss: Tensor) -> None:
 
 
 def gradients(node, grads: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """What `node` asks of its inputs, given the gradients of its outputs by their number. A leaf keeps its own."""
+    """Return the gradients of a node's inputs, given those of its outputs by their number. A leaf keeps its own."""
     if hasattr(node, "variable"):
         leaf = node.variable
         if 0 in grads:
@@ -86,17 +86,17 @@ def gradients(node, grads: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
 
 
 def as_output(node, number: int, grad: Tensor) -> Tensor:
-    """As the engine hands it on: summed over what was broadcast, in the dtype of the output."""
+    """Return a gradient as the engine hands it on: summed over broadcast dimensions, in the output's dtype."""
     expected = node._input_metadata[number]
     assert grad.device == expected.device, f"{node.name()}: a gradient on {grad.device} for {expected.device}"
     return grad.sum_to_size(tuple(expected.shape)).to(expected.dtype)
 
 
 class Watch(TorchDispatchMode):
-    """What happens inside, backward included.
+    """Records what happens inside, backward included.
 
-    mixed: operators that had tensors on two devices in their hands; every copy from one to another is one of them.
-    convolutions: of each, its dtype, and whether its images and its weights lie in memory channels last.
+    mixed: operators with tensors on two devices, every copy between devices among them.
+    convolutions: of each, its dtype, and whether its images and its weights are channels last in memory.
     """
 
     def __init__(self) -> None:
@@ -117,8 +117,8 @@ class Watch(TorchDispatchMode):
 
 
 def places(network: nn.Module, optimizer: torch.optim.Optimizer, *more: object) -> set[torch.device]:
-    """Where parameters, buffers and all tensors of the optimizer's state and groups are; and those in `more`, which may
-    be tensors or whatever holds some as attributes."""
+    """Return the devices of parameters, buffers, and all tensors of the optimizer's state and groups; and of those in
+    `more`, which are tensors or objects with tensors as attributes."""
     state = [list(optimizer.state.values()), [list(group.values()) for group in optimizer.param_groups]]
     held = [x if isinstance(x, Tensor) else list(vars(x).values()) for x in more]
     return {x.device for x in tensors([list(network.parameters()), list(network.buffers()), state, held])}

@@ -6,10 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands import train as run
+from fastsuncet.commands import train as train_command
 from fastsuncet.config import Config, load_config
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
@@ -26,19 +27,31 @@ SMALL = (
     "evaluation.knn_every_epochs=null",
     "meta.threads=1",
 )
-TIMED = ("seconds", "joules", "views_per_second", "data_wait")  # what another life of a run need not repeat
+TIMED = ("seconds", "joules", "views_per_second", "data_wait")  # of metrics lines, different in every run
+
+
+class Killed(BaseException):
+    """Stands for kill -9: no handler runs and nothing is saved on the way out."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def small_config(folder: Path, *overrides: str) -> Config:
-    """The demo's config, cut to ten steps, with its run in `folder`."""
+    """Return the demo's config, cut to ten steps, with its run in `folder`."""
     return load_config(CONFIGS / "digits_demo.yaml", [*SMALL, f"logging.folder={folder}", *overrides])
 
 
 def train(config: Config, *, stop_at: int | None = None, rank: int | None = None) -> dict[int, str]:
-    """One life of a run; returns a digest of every batch it saw, by step.
+    """Start or continue a run; return a digest of every batch it saw, by step.
 
     `stop_at` sends this process (only `rank`, where given) a real SIGTERM while that step's batch is being read; the
-    run must then save and leave as preempted.
+    run must then save and end as preempted.
     """
     seen: dict[int, str] = {}
     read = PairedStream.__call__
@@ -50,30 +63,37 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
             digest.update(tensor.contiguous().numpy().tobytes())
         seen[step] = digest.hexdigest()
         if step == stop_at and rank in (None, stream.place.rank):
-            os.kill(os.getpid(), signal.SIGTERM)
+            terminate()
         return batch
 
-    PairedStream.__call__ = watched
-    try:
-        with join(config.meta.device) as place:
-            run.train(config, place)
-    except Preempted:
-        assert stop_at is not None
-    finally:
-        PairedStream.__call__ = read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PairedStream, "__call__", watched)
+        try:
+            with join(config.meta.device) as place:
+                train_command.train(config, place)
+        except Preempted:
+            assert stop_at is not None
     return seen
 
 
+def metrics(folder: Path, kind: str | None = None) -> list[dict]:
+    """Return the metrics lines in `folder`, of one kind or all, without what is different in every run."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {key: value for key, value in record.items() if key not in TIMED}
+        for record in records
+        if kind in (None, record["kind"])
+    ]
+
+
 def final_state(config: Config) -> tuple[dict[str, torch.Tensor], dict, list[dict]]:
-    """(weights and statistics, the rest of the state, metrics lines without times) of a run that ended."""
+    """Return (weights and statistics, the rest of the state, metrics lines without times) of a run that ended."""
     loaded = manager.load_newest(config.run_folder / "checkpoints")
-    lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
-    return loaded.model, loaded.state, kept
+    return loaded.model, loaded.state, metrics(config.run_folder)
 
 
 def assert_equal_to_the_bit(ours: object, theirs: object, path: str = "state") -> None:
-    """Compares nested dicts, lists and tensors; a tensor must agree in dtype, shape and every bit."""
+    """Compare nested dicts, lists and tensors; a tensor must agree in dtype, shape and every bit."""
     assert type(ours) is type(theirs), path
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), path

@@ -1,4 +1,4 @@
-"""The step as a graph, with a stand-in for CUDA's: a replay reads today's batch and rate, and a refusal is said."""
+"""The step as a CUDA graph, with a fake graph: a replay reads the present batch and rate; failures are reported."""
 
 import contextlib
 import gc
@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastsuncet.commands import train as run
 from fastsuncet.commands.train import start
+from fastsuncet.commands.train import train as train_command
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import join
-from fastsuncet.training import cuda_graph as captured
+from fastsuncet.training import cuda_graph
 from fastsuncet.training.cuda_graph import WARMUP, Step, capture_on_device
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 from tests.training.test_methods import METHODS, small
@@ -21,15 +21,14 @@ from tests.training.test_methods import METHODS, small
 class FakeGraph:
     """What a CUDA graph does: capturing runs nothing, replaying runs the same on the same tensors."""
 
-    made = 0
+    captured = 0
 
     def __init__(self, step):
-        FakeGraph.made += 1
-        self.step, self.losses, self.replays = step, torch.zeros(2), 0
+        FakeGraph.captured += 1
+        self.step, self.losses = step, torch.zeros(2)
 
     def replay(self) -> None:
         self.losses.copy_(self.step())
-        self.replays += 1
 
 
 def fake(step):
@@ -38,123 +37,118 @@ def fake(step):
 
 
 @pytest.mark.parametrize("method", ["SimCLR + SuNCEt", "SimCLR + cross-entropy", "SwAV + SuNCEt"])
-def test_a_replayed_run_is_the_run_to_the_bit_through_switch_off_and_frozen_prototypes(
-    tmp_path, monkeypatch, method
-):
+def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, monkeypatch, method):
+    """Through the switch-off of supervision and SwAV's frozen prototypes."""
     assert method in METHODS
-    epochs = "criterion.supervised_epochs=2"  # eight steps of sixteen, of which four with prototypes at rest
+    epochs = "criterion.supervised_epochs=2"  # eight steps of sixteen, four of them with frozen prototypes
     options = (epochs, "optimization.steps=16", "optimization.lr=0.5")
     train(small(tmp_path / "plain", method, *options))
-    FakeGraph.made = 0
-    monkeypatch.setattr(
-        captured.Step.__init__, "__kwdefaults__", {**Step.__init__.__kwdefaults__, "capture": fake}
-    )
+    FakeGraph.captured = 0
+    defaults = {**Step.__init__.__kwdefaults__, "capture": fake}
+    monkeypatch.setattr(cuda_graph.Step.__init__, "__kwdefaults__", defaults)
     train(small(tmp_path / "graph", method, *options, "meta.cuda_graph=true"))
-    assert FakeGraph.made == (3 if method.startswith("SwAV") else 2)
+    assert FakeGraph.captured == (3 if method.startswith("SwAV") else 2)
     plain, graph = (final_state(small(tmp_path / name, method, *options)) for name in ("plain", "graph"))
     assert_equal_to_the_bit(graph, plain)
 
 
-def one_step(tmp_path, **options):
-    config = small_config(tmp_path)
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph")
+    config = small_config(folder)
     with join("cpu") as place:
         images = open_images(config, place, validation=False)
-        trainer = start(config, place, images, tmp_path)
+        return start(config, place, images, folder).task
+
+
+def one_step(task, **options) -> tuple[Step, list[str]]:
     said = []
-    step = Step(
-        trainer.task.network,
-        trainer.task.optimizer,
-        trainer.task.setting,
-        graphs=True,
-        say=said.append,
-        **options,
-    )
-    return trainer, step, said
+    step = Step(task.network, task.optimizer, task.setting, graphs=True, say=said.append, **options)
+    return step, said
 
 
-def test_without_a_card_it_is_said_once_and_each_step_runs_by_itself(tmp_path):
-    trainer, step, said = one_step(tmp_path)
-    losses = step(trainer.task.stream(0), 0.1)
+def test_step_without_a_gpu_says_so_once_and_trains(task):
+    step, said = one_step(task)
+    losses = step(task.stream(0), 0.1)
     assert losses.shape == (2,) and torch.isfinite(losses).all()
-    assert said == [
-        "meta.cuda_graph: training without a graph, each step launches its kernels one by one: there is no CUDA device, this is cpu"
-    ]
+    assert len(said) == 1 and said[0].startswith("meta.cuda_graph: training without a graph")
+    assert said[0].endswith("there is no CUDA device, this is cpu")
 
 
-def test_a_step_that_cannot_be_recorded_is_trained_without_a_graph(tmp_path):
-    def refused(step):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+def not_permitted(step):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
-    trainer, step, said = one_step(tmp_path, capture=refused)
-    before = [p.detach().clone() for p in trainer.task.model.parameters()]
+
+def fails_at_its_end_too(step):
+    try:
+        raise RuntimeError("a copy from the host is not permitted")
+    finally:
+        raise RuntimeError("the capture was invalidated")  # as torch's own end of a capture does
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [
+        (not_permitted, "not permitted when stream is capturing"),
+        (fails_at_its_end_too, "a copy from the host is not permitted"),
+    ],
+)
+def test_step_that_cannot_be_captured_trains_without_a_graph(task, capture, reason):
+    """The message is the first error and not the failure of the capture that follows it."""
+    step, said = one_step(task, capture=capture)
+    before = [p.detach().clone() for p in task.model.parameters()]
     for number in range(WARMUP + 2):
-        step(trainer.task.stream(number), 0.1)
-    assert len(said) == 1 and said[0].endswith("not permitted when stream is capturing")
-    assert any((p != old).any() for p, old in zip(trainer.task.model.parameters(), before))
+        step(task.stream(number), 0.1)
+    assert len(said) == 1 and said[0].endswith(reason)
+    assert any((p != old).any() for p, old in zip(task.model.parameters(), before))
 
 
-def test_what_a_replay_returns_is_overwritten_and_what_a_batch_holds_is_not(tmp_path):
-    trainer, step, _ = one_step(tmp_path, capture=fake)
-    batches = [trainer.task.stream(number) for number in range(WARMUP + 2)]
+def test_step_that_another_rank_cannot_capture_is_not_replayed(task, monkeypatch):
+    step, said = one_step(task, capture=fake)
+    monkeypatch.setattr(cuda_graph, "any_rank", lambda mine: not mine)
+    for number in range(WARMUP + 1):
+        step(task.stream(number), 0.1)
+    assert not step._captured and said[0].endswith("another rank could not capture its step")
+
+
+def test_replay_overwrites_its_result_and_no_batch(task):
+    step, _ = one_step(task, capture=fake)
+    batches = [task.stream(number) for number in range(WARMUP + 2)]
     kept = [batch.views[0].clone() for batch in batches]
     results = [step(batch, 0.1) for batch in batches]
     assert results[-1] is results[-2] and results[0] is not results[1]
-    for batch, views in zip(batches, kept):
-        torch.testing.assert_close(batch.views[0], views, rtol=0, atol=0)
+    assert all(torch.equal(batch.views[0], views) for batch, views in zip(batches, kept))
 
 
-def test_a_new_kind_of_step_lets_go_of_the_graphs_of_the_old_and_an_old_one_that_returns_is_captured_anew(
-    tmp_path,
-):
-    trainer, step, said = one_step(tmp_path, capture=fake)
-    FakeGraph.made = 0
-    batch = trainer.task.stream(0)
+def test_new_kind_of_step_frees_the_old_graphs(task):
+    """A kind that returns is captured again."""
+    step, said = one_step(task, capture=fake)
+    FakeGraph.captured = 0
+    batch = task.stream(0)
     half = replace(batch, labeled=batch.labeled[:0], labels=batch.labels[:0])
     for _ in range(WARMUP + 1):
         step(batch, 0.1)
     (graph,) = (held[0] for held in step._captured.values())
     for _ in range(WARMUP + 1):
         step(half, 0.1)
-    assert FakeGraph.made == 2 and graph not in [held[0] for held in step._captured.values()]
+    assert FakeGraph.captured == 2 and graph not in [held[0] for held in step._captured.values()]
     step(batch, 0.1)
-    assert FakeGraph.made == 3 and not said
+    assert FakeGraph.captured == 3 and not said
 
 
-def test_ddp_has_had_the_passes_that_it_times_before_a_step_is_captured(tmp_path):
-    """PyTorch's notes on CUDA graphs: at least eleven; the passes on blank images are not relied on."""
-    trainer, step, _ = one_step(tmp_path, capture=fake)
+def test_ddp_makes_eleven_passes_before_the_capture(task):
+    """PyTorch's notes on CUDA graphs ask for eleven; the passes on blank images are not relied on."""
     ddp = torch.nn.parallel.DistributedDataParallel
     wrapped = ddp.__new__(ddp)
     torch.nn.Module.__init__(wrapped)
-    in_ddp = Step(wrapped, trainer.task.optimizer, trainer.task.setting, graphs=True, capture=fake)
-    assert (step.warmup, in_ddp.warmup) == (WARMUP, 11)
-
-
-def test_what_another_rank_cannot_record_this_one_does_not_replay(tmp_path, monkeypatch):
-    trainer, step, said = one_step(tmp_path, capture=fake)
-    monkeypatch.setattr(captured, "any_rank", lambda mine: not mine)
-    for number in range(WARMUP + 1):
-        step(trainer.task.stream(number), 0.1)
-    assert not step._captured and said[0].endswith("another rank could not capture its step")
-
-
-def test_the_reason_is_what_went_wrong_first_and_not_that_the_capture_then_failed(tmp_path):
-    def refused(step):
-        try:
-            raise RuntimeError("a copy from the host is not permitted")
-        finally:
-            raise RuntimeError("the capture was invalidated")  # as torch's own end of a capture does
-
-    trainer, step, said = one_step(tmp_path, capture=refused)
-    for number in range(WARMUP + 1):
-        step(trainer.task.stream(number), 0.1)
-    assert said[0].endswith("a copy from the host is not permitted")
+    in_ddp = Step(wrapped, task.optimizer, task.setting, graphs=True, capture=fake)
+    assert (one_step(task, capture=fake)[0].warmup, in_ddp.warmup) == (WARMUP, 11)
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_before_it(monkeypatch, own):
-    asked, now = {}, "own" if own else "default"
-    left_on = []
+def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
+    """And leaves other threads alone, and the garbage collector as it was."""
+    asked, now, left_on = {}, "own" if own else "default", []
 
     @contextlib.contextmanager
     def graph(made, **options):
@@ -179,7 +173,7 @@ def test_a_capture_leaves_other_threads_alone_and_is_on_the_stream_of_the_steps_
     assert gc.isenabled() and left_on == [now, now]
 
 
-def test_a_rank_works_on_one_stream_which_is_not_cudas_default_one(monkeypatch):
+def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
     device, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(launch, "pick_device", lambda wanted, local_rank: device)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
@@ -198,17 +192,15 @@ def test_a_rank_works_on_one_stream_which_is_not_cudas_default_one(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_on_a_card_a_replayed_run_is_the_run_to_the_bit(tmp_path, monkeypatch, capfd, precision):
+def test_replayed_run_on_a_gpu_is_the_plain_run_to_the_bit(tmp_path, capfd, precision):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn, which is not here")
-    options = ("criterion.supervised_epochs=2", "optimization.steps=16", "meta.device=cuda")
-    configs = {
-        graph: small_config(
-            tmp_path / graph, *options, f"meta.precision={precision}", f"meta.cuda_graph={graph}"
-        )
-        for graph in ("false", "true")
-    }
-    for config in configs.values():
+    common = ("criterion.supervised_epochs=2", "optimization.steps=16", "meta.device=cuda")
+    options = (*common, f"meta.precision={precision}")
+    configs = [
+        small_config(tmp_path / graph, *options, f"meta.cuda_graph={graph}") for graph in ("false", "true")
+    ]
+    for config in configs:
         with join("cuda") as place:
-            run.train(config, place)
+            train_command(config, place)
     assert "training without a graph" not in capfd.readouterr().out
-    assert_equal_to_the_bit(final_state(configs["true"]), final_state(configs["false"]))
+    assert_equal_to_the_bit(final_state(configs[1]), final_state(configs[0]))

@@ -1,6 +1,6 @@
-"""The training step on a card that is not there: everything it makes is on the card, and nothing comes from the host.
+"""The training step on a GPU that is not there: all its tensors are on the GPU, and nothing comes from the host.
 
-What a CPU cannot tell: there, all tensors are in one place.
+A CPU test cannot tell: there all tensors are on one device.
 """
 
 from functools import partial
@@ -13,9 +13,9 @@ from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.supervised import network as fit_network
+from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step
 from fastsuncet.metrics import interval
-from fastsuncet.models import resnet as models
+from fastsuncet.models import resnet
 from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.step import PRECISIONS, build
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
@@ -25,11 +25,10 @@ from tools.gpu.workloads import variants
 
 HERE = Place(0, 1, 0, CARD)
 U, S = 6, 8
-NOBODY_WAITS = SimpleNamespace(restart=lambda: None)  # in place of events, which ask the driver
 
 
 def pixels(count: int, size: int) -> torch.Tensor:
-    """Images as DALI hands them over: rows of channels, seen as (N, 3, H, W)."""
+    """Return images as DALI hands them over: rows of channels, seen as (N, 3, H, W)."""
     return torch.empty(count, size, size, 3, device=CARD).permute(0, 3, 1, 2)
 
 
@@ -40,8 +39,9 @@ def batch_of(config: Config, labeled: int) -> Batch:
 
 
 def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch, setting: batch) -> Watch:
-    """A step as a run makes it, and the sums of its metrics; what was seen of it."""
-    monkeypatch.setattr(interval, "DataTimer", lambda device: NOBODY_WAITS)
+    """Make a step and the sums of its metrics as a run does; return what was seen of it."""
+    no_events = SimpleNamespace(restart=lambda: None)  # events ask the driver
+    monkeypatch.setattr(interval, "DataTimer", lambda device: no_events)
     with fake_card():
         model, network, optimizer, setting = build(config, HERE, 10)
         sums = interval.MetricsInterval(CARD)
@@ -57,81 +57,70 @@ def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_of_any_method_stays_on_the_card_and_takes_nothing_from_the_host(
-    tmp_path, monkeypatch, method, precision
-):
+def test_step_of_any_method_stays_on_the_gpu(tmp_path, monkeypatch, method, precision):
     config = small(tmp_path, method, f"meta.precision={precision}")
     watch = watched(config, monkeypatch, labeled=S if config.criterion.supervised else 0)
     assert watch.mixed == []
     dtypes, images, weights = zip(*watch.convolutions)
     assert set(dtypes) == {PRECISIONS[precision]} and all(weights)
-    # Without a card torch does not know that cuDNN convolves bfloat16 channels last, and fakes another way.
+    # Without a GPU torch does not know that cuDNN convolves bfloat16 channels last, and fakes another layout.
     assert precision == "bf16" or all(images)
 
 
 @pytest.mark.parametrize(("name", "fused", "labeled"), [("resnet50", "false", S), ("resnet18", "true", 0)])
-def test_so_do_large_networks_channels_last_throughout_also_after_the_switch_off(
-    tmp_path, monkeypatch, name, fused, labeled
-):
+def test_step_of_large_networks_is_channels_last(tmp_path, monkeypatch, name, fused, labeled):
+    """Also after the switch-off, without labeled images."""
     options = ("meta.precision=fp16", f"model.name={name}", f"model.fused_batchnorm={fused}")
     watch = watched(small(tmp_path, "SimCLR + SuNCEt", *options), monkeypatch, labeled=labeled)
     assert watch.mixed == [] and set(watch.convolutions) == {(torch.float16, True, True)}
 
 
-def labels_from_the_host(batch, setting):
+def labels_on_the_host(batch, setting):
     return Batch(batch.step, batch.views, batch.labeled, torch.arange(S) // 2)
 
 
-def a_value_for_the_host(batch, setting):
-    loss = setting.supervised_loss
-    setting.supervised_loss = lambda *given: loss(*given) * (1 if loss(*given).item() > -1 else 2)
-    return batch
+def spoiled_loss(change):
+    def spoil(batch, setting):
+        loss = setting.supervised_loss
+        setting.supervised_loss = lambda *given: change(loss(*given))
+        return batch
+
+    return spoil
 
 
-def a_list_for_the_card(batch, setting):
-    loss = setting.supervised_loss
-    setting.supervised_loss = lambda *given: loss(*given) * torch.tensor([2.0], device=CARD).sum()
-    return batch
-
-
-def a_number_in_a_tensor(batch, setting):
-    loss, two = setting.supervised_loss, torch.tensor(2.0)
-    setting.supervised_loss = lambda *given: loss(*given) * two
-    return batch
-
-
-def test_what_somebody_mixes_or_waits_for_is_seen(tmp_path, monkeypatch):
-    config = small(tmp_path, "SimCLR + SuNCEt")
+def test_watch_sees_what_mixes_devices_or_waits(tmp_path, monkeypatch):
+    config, two = small(tmp_path, "SimCLR + SuNCEt"), torch.tensor(2.0)
     with pytest.raises(ValueError, match="labels are on cpu, the rows on cuda:0"):
-        watched(config, monkeypatch, spoil=labels_from_the_host)
+        watched(config, monkeypatch, spoil=labels_on_the_host)
     with pytest.raises(RuntimeError, match="_local_scalar_dense"):
-        watched(config, monkeypatch, spoil=a_value_for_the_host)
-    assert "aten::_to_copy" in watched(config, monkeypatch, spoil=a_list_for_the_card).mixed
-    assert "aten::mul.Tensor" in watched(config, monkeypatch, spoil=a_number_in_a_tensor).mixed
+        watched(config, monkeypatch, spoil=spoiled_loss(lambda loss: loss * (1 if loss.item() > -1 else 2)))
+    list_to_gpu = spoiled_loss(lambda loss: loss * torch.tensor([2.0], device=CARD).sum())
+    assert "aten::_to_copy" in watched(config, monkeypatch, spoil=list_to_gpu).mixed
+    host_tensor = spoiled_loss(lambda loss: loss * two)
+    assert "aten::mul.Tensor" in watched(config, monkeypatch, spoil=host_tensor).mixed
 
 
-@pytest.mark.parametrize("terms", fit_network.LOSSES)
-def test_a_step_of_fine_tuning_stays_on_the_card_too(terms):
-    drawn = fit_network.Classifier(models.build_model("resnet_tiny").encoder, 64, 10)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_finetuning_step_stays_on_the_gpu(loss):
+    drawn = Classifier(resnet.build_model("resnet_tiny").encoder, 64, 10)
     with fake_card():
         network = drawn.to(CARD, memory_format=torch.channels_last)
-        # Not fused as a fit's: torch's fused step has no fake twin. So in bf16, whose scaler is off: fp16's would ask
-        # the host whether to make a step that is not fused.
+        # Not fused as a fit's is: torch's fused step has no fake twin. So in bf16, whose scaler is off: fp16's would
+        # ask the host whether to make a step that is not fused.
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, nesterov=True)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         autocast = partial(torch.autocast, "cuda", torch.bfloat16)
         targets = torch.arange(4, device=CARD)
-        if terms == "sigmoid":
+        if loss == "sigmoid":
             targets = torch.zeros(4, 10, dtype=torch.int8, device=CARD)
         batch = [(pixels(4, 32), targets)] * 2
         with Watch() as watch:
-            loss = fit_network.LOSSES[terms]
-            told = fit_network.finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1)
-        assert told.shape == (2,) and places(network, optimizer) == {CARD} == {told.device}
+            values = finetune_step(network, optimizer, scaler, autocast, LOSSES[loss], batch, 2, 0.1)
+        assert values.shape == (2,) and places(network, optimizer) == {CARD} == {values.device}
     assert watch.mixed == []
 
 
-def test_nearest_neighbours_are_voted_for_on_the_card():
+def test_nearest_neighbors_stay_on_the_gpu():
     with fake_card(), Watch() as watch:
         queries, supports = (torch.empty(rows, 16, device=CARD) for rows in (2500, 40))
         found = knn_predict(queries, supports, torch.arange(40, device=CARD) // 4, 10)
@@ -139,19 +128,18 @@ def test_nearest_neighbours_are_voted_for_on_the_card():
     assert watch.mixed == []
 
 
-def test_every_rung_of_the_ladder_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        bench_step, "set_determinism", lambda config, place: None
-    )  # switches of the whole process
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)  # put back, then
-    monkeypatch.setattr(bench_step, "build_model", lambda *named: models.build_model(*named))
+def test_every_rung_of_the_gpu_bench_is_a_config_that_steps(tmp_path, monkeypatch):
+    # Switches of the whole process.
+    monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+    monkeypatch.setattr(bench_step, "build_model", lambda *named: resnet.build_model(*named))
     config = small(tmp_path, "SimCLR + SuNCEt")
     with fake_card():
         bench = bench_step.StepBench(config, HERE, batch_of(config, S), 10)
         rungs = variants(bench)
         assert len(rungs) >= 12
         for name, make in rungs.items():
-            if "torch.compile" not in name:  # compiled for a card, which is not there
+            if "torch.compile" not in name:  # compiled for a GPU, which is not there
                 step = make()
                 with Watch() as watch:
                     loss = step()

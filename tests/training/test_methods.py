@@ -16,14 +16,13 @@ from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import in_float32
 from tests.support import dense_losses
 from tests.support.ranks import run_ranks
-from tests.support.runs import CONFIGS, assert_equal_to_the_bit, final_state, small_config, train
+from tests.support.runs import CONFIGS, assert_equal_to_the_bit, final_state, metrics, small_config, train
 
-ALONE = ["criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.supervised_epochs=all"]
+LABELS_ALONE = [
+    *("criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.supervised_epochs=all"),
+]
 SWAV = [
-    "criterion.instance=swav",
-    "swav.prototypes=12",
-    "swav.small_crops=3",
-    "swav.small_size=8",
+    *("criterion.instance=swav", "swav.prototypes=12", "swav.small_crops=3", "swav.small_size=8"),
     "swav.freeze_steps=4",
 ]
 METHODS = {
@@ -31,8 +30,8 @@ METHODS = {
     "SimCLR + SuNCEt": [],
     "SimCLR + cross-entropy": ["criterion.supervision=cross_entropy"],
     "SimCLR + L_sup_out": ["criterion.supervision=sup_con"],
-    "SuNCEt": ALONE,
-    "L_sup_out": [*ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
+    "SuNCEt": LABELS_ALONE,
+    "L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
     "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
     "SwAV + SuNCEt": SWAV,
 }
@@ -40,23 +39,31 @@ U, CLASSES, PER_CLASS = 4, 3, 4  # images over all ranks
 TAU = 0.2
 
 
-def config_of(method: str, *overrides: str) -> Config:
-    return load_config(CONFIGS / "digits_demo.yaml", [*METHODS[method], *overrides])
+def config_of(method: str) -> Config:
+    return load_config(CONFIGS / "digits_demo.yaml", METHODS[method])
+
+
+def small(folder, method: str, *overrides: str) -> Config:
+    """Return a run of ten steps of `method`."""
+    options = METHODS[method]
+    if LABELS_ALONE[0] in options:
+        options = [*options, "optimization.warmup=0"]
+    return small_config(folder, *options, *overrides)
 
 
 def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """A made-up global batch in float64: views, labeled images in the sampler's interleaved order, labels."""
-    draw = torch.Generator().manual_seed(3)
+    """Return a made-up global batch in float64: views, labeled images in the sampler's interleaved order, labels."""
+    generator = torch.Generator().manual_seed(3)
     small = config.swav.small_crops if config.criterion.instance == "swav" else 0
     sizes = [] if config.criterion.instance == "none" else [16, 16, *[8] * small]
-    views = [torch.rand(U, 3, size, size, dtype=torch.float64, generator=draw) for size in sizes]
+    views = [torch.rand(U, 3, size, size, dtype=torch.float64, generator=generator) for size in sizes]
     count = CLASSES * PER_CLASS if config.criterion.supervised else 0
-    labeled = torch.rand(count, 3, 16, 16, dtype=torch.float64, generator=draw)
+    labeled = torch.rand(count, 3, 16, 16, dtype=torch.float64, generator=generator)
     return views, labeled, torch.arange(count) % CLASSES
 
 
 def network(config: Config) -> MultiViewModel:
-    """The model of a run, in float64."""
+    """Return the model of a run, in float64."""
     classes = CLASSES if methods.has_classifier(config) else None
     prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
     batchnorm = config.model.head_batchnorm
@@ -73,9 +80,9 @@ def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled,
     return torch.stack([loss.detach() for loss in losses]), gradients
 
 
-def dense(config: Config, learner: MultiViewModel, views, labeled, labels) -> torch.Tensor:
-    """The two losses as the paper writes them, dense, by autograd, from one pass of the model a resolution."""
-    model, c = learner.model, config.criterion
+def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> torch.Tensor:
+    """Return the two losses as the paper writes them, dense, by autograd, from one pass per resolution."""
+    model, c = network.model, config.criterion
     h = model.encoder(torch.cat([*views[:2], labeled]))
     large = sum(map(len, views[:2]))
     small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []
@@ -95,18 +102,18 @@ def dense(config: Config, learner: MultiViewModel, views, labeled, labels) -> to
 
 
 @pytest.mark.parametrize("labeled", [0, 3])
-def test_the_encoder_sees_channels_last_images_with_labeled_ones_and_without(labeled):
-    learner, seen = network(config_of("SimCLR + SuNCEt")), []
-    learner.model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+def test_model_sees_channels_last_images_with_labels_and_without(labeled):
+    model, seen = network(config_of("SimCLR + SuNCEt")), []
+    model.model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     views = [torch.rand(U, 16, 16, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(2)]
     none = torch.empty(0, 3, 16, 16, dtype=torch.float64)  # as a stream gives them once supervision is off
-    learner(views, views[0][:labeled] if labeled else none)
+    model(views, views[0][:labeled] if labeled else none)
     assert len(seen[0]) == 2 * U + labeled
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_the_sum_of_the_papers_losses_in_value_and_gradient(method):
+def test_method_is_the_sum_of_the_papers_losses_with_its_gradient(method):
     config = config_of(method)
     assert methods.name(config) == method and config.criterion.temperature == TAU
     batch = images(config)
@@ -122,83 +129,72 @@ def test_a_method_is_the_sum_of_the_papers_losses_in_value_and_gradient(method):
         torch.testing.assert_close(gradients[name], wanted, rtol=1e-9, atol=1e-13, msg=name)
 
 
-def one_rank_of(rank: int, world_size: int, method: str) -> tuple:
-    config = config_of(method)
-    views, labeled, labels = images(config)
-    views = [view.chunk(world_size)[rank] for view in views]
-    labeled, labels = labeled.chunk(world_size)[rank], labels.chunk(world_size)[rank]
-    ours = DistributedDataParallel(network(config), static_graph=True)
-    return loss_and_gradients(config, ours, views, labeled, labels)
+def every_method_on_a_rank(rank: int, world_size: int) -> dict:
+    found = {}
+    for method in METHODS:
+        config = config_of(method)
+        views, labeled, labels = images(config)
+        views = [view.chunk(world_size)[rank] for view in views]
+        labeled, labels = labeled.chunk(world_size)[rank], labels.chunk(world_size)[rank]
+        ddp = DistributedDataParallel(network(config), static_graph=True)
+        found[method] = loss_and_gradients(config, ddp, views, labeled, labels)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[dict]:
+    return run_ranks(every_method_on_a_rank, 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method):
+def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method, on_two_ranks):
     config = config_of(method)
     losses, gradients = loss_and_gradients(config, network(config), *images(config))
-    ranks = run_ranks(one_rank_of, 2, method)
-    torch.testing.assert_close(
-        torch.stack([each for each, _ in ranks]).mean(0), losses, rtol=1e-12, atol=1e-14
-    )
+    ranks = [found[method] for found in on_two_ranks]
+    mean = torch.stack([each for each, _ in ranks]).mean(0)
+    torch.testing.assert_close(mean, losses, rtol=1e-12, atol=1e-14)
     for _, theirs in ranks:
         for name, gradient in gradients.items():
             torch.testing.assert_close(theirs[name], gradient, rtol=1e-8, atol=1e-12, msg=name)
 
 
-def small(folder, method: str, *overrides: str) -> Config:
-    alone = config_of(method).criterion.instance == "none"
-    return small_config(folder, *[o for o in METHODS[method] if not (alone and "unsup" in o)],
-                        *(["criterion.unsupervised_batch_size=0", "optimization.warmup=0"] if alone else []),
-                        *overrides)  # fmt: skip
-
-
 @pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "SuNCEt", "SwAV + SuNCEt"])
-def test_a_run_of_any_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
+def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
     whole, parts = small(tmp_path / "whole", method), small(tmp_path / "parts", method)
     train(whole)
     train(parts, stop_at=4)
     train(parts)
     assert_equal_to_the_bit(final_state(parts), final_state(whole))
+    last = metrics(whole.run_folder, "train")[-1]
+    if method == "SuNCEt":  # an epoch is a pass over the 160 labeled digits, 40 an update
+        assert "nt_xent" not in last and last["suncet"] > 0
+        assert (last["images"], last["epoch"]) == (10 * 40, 10 / (160 // 40))
 
 
-def test_prototypes_stay_for_the_first_updates_then_move_and_are_unit_long_in_every_step(tmp_path):
-    config = small(tmp_path, "SwAV + SuNCEt", "checkpoint.every=1", "checkpoint.keep=99")
+def every_step(config: Config, key: str) -> list[torch.Tensor]:
+    """Train, and return one weight after each step."""
     train(config)
-    kept = {
-        loaded.step: loaded.model["prototypes.weight"]
-        for path in (config.run_folder / "checkpoints").glob("step_*")
-        for loaded in [manager.load(path)]
-    }
-    start = kept[1]
-    torch.testing.assert_close(start.norm(dim=1), torch.ones(12))
-    for step in (2, 3, 4):
-        torch.testing.assert_close(kept[step], start, rtol=1e-6, atol=1e-7)
-    assert (kept[5] - start).abs().max() > 1e-5  # the fifth update, after four frozen ones
+    paths = sorted((config.run_folder / "checkpoints").glob("step_*"))
+    return [manager.load(path).model[key] for path in paths]
 
 
-def test_a_classifier_learns_while_it_is_shown_labels_and_rests_afterwards(tmp_path):
-    config = small(
-        tmp_path,
-        "SimCLR + cross-entropy",
-        "criterion.supervised_epochs=1",
-        "checkpoint.every=1",
-        "checkpoint.keep=99",
-        "optimization.momentum=0.0",
-    )
-    train(config)
-    weights = [
-        manager.load(path).model["classifier.weight"]
-        for path in sorted((config.run_folder / "checkpoints").glob("step_*"))
-    ]
+SAVE_ALL = ("checkpoint.every=1", "checkpoint.keep=99")
+
+
+def test_swav_prototypes_are_frozen_first_then_move_and_stay_unit_long(tmp_path):
+    config = small(tmp_path, "SwAV + SuNCEt", *SAVE_ALL)
+    first, *frozen, moved = every_step(config, "prototypes.weight")[:5]
+    torch.testing.assert_close(first.norm(dim=1), torch.ones(12))
+    for weight in frozen:
+        torch.testing.assert_close(weight, first, rtol=1e-6, atol=1e-7)
+    assert (moved - first).abs().max() > 1e-5  # the fifth update, after four frozen ones
+
+
+def test_classifier_learns_while_supervision_is_on_and_rests_afterwards(tmp_path):
+    options = ("criterion.supervised_epochs=1", "optimization.momentum=0.0")
+    config = small(tmp_path, "SimCLR + cross-entropy", *SAVE_ALL, *options)
+    weights = every_step(config, "classifier.weight")
     moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
     assert moved == [True, True, True, *[False] * 6]  # four supervised updates of ten
-    _, _, lines = final_state(config)
-    assert "suncet" not in lines[-1] and lines[-1]["cross_entropy"] == 0
-
-
-def test_labels_alone_need_no_unlabeled_batch_and_an_epoch_is_a_pass_over_them(tmp_path):
-    config = small(tmp_path, "SuNCEt")
-    train(config)
-    _, _, lines = final_state(config)
-    assert "nt_xent" not in lines[-1] and lines[-1]["suncet"] > 0
-    assert lines[-1]["images"] == 10 * 40
-    assert lines[-1]["epoch"] == 10 / (160 // 40)  # 160 labeled digits, 40 an update
+    last = metrics(config.run_folder, "train")[-1]
+    assert "suncet" not in last and last["cross_entropy"] == 0

@@ -1,4 +1,4 @@
-"""The lines before a run say what is so, and why."""
+"""The lines that are printed before a run."""
 
 from types import SimpleNamespace
 
@@ -19,29 +19,30 @@ from tests.support.runs import CONFIGS
         ("auto", "libcuda.so: not found", "DALI cannot be used here: libcuda.so: not found"),
     ],
 )
-def test_torchvisions_pixels_come_with_the_reason_why_it_is_not_dali(monkeypatch, asked, problem, why):
+def test_pixel_source_says_why_it_is_not_dali(monkeypatch, asked, problem, why):
     monkeypatch.setattr(summary, "dali_problem", lambda: problem)
     stream = SimpleNamespace(backend="torchvision")
     assert summary.pixel_source(stream, asked) == f"torchvision on the CPU ({why})"
 
 
+SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", "swav.small_crops=0")
+
+
 @pytest.mark.parametrize(
-    ("device", "precision", "asked", "said"),
+    ("device", "precision", "products", "method", "note"),
     [
-        ("cuda", "bf16", "tf32", ", products in TF32"),
-        ("cuda", "fp32", "tf32", ""),
-        ("cuda", "bf16", "fp32", ""),
-        ("cpu", "bf16", "tf32", ""),
+        ("cuda", "bf16", "tf32", (), ", products in TF32"),
+        ("cuda", "fp32", "tf32", (), ""),
+        ("cuda", "bf16", "fp32", (), ""),
+        ("cpu", "bf16", "tf32", (), ""),
+        ("cuda", "bf16", None, SWAV_ALONE, ""),  # these losses have no such product
     ],
 )
-def test_losses_that_are_not_in_float32_are_said_to_be_so(device, precision, asked, said):
-    config = load_config(
-        CONFIGS / "digits_demo.yaml", [f"meta.precision={precision}", f"criterion.products={asked}"]
+def test_tf32_note_is_there_where_losses_are_not_in_float32(device, precision, products, method, note):
+    asked = (
+        f"meta.precision={precision}",
+        *((f"criterion.products={products}",) if products else ()),
+        *method,
     )
-    place = Place(0, 1, 0, torch.device(device))
-    assert summary.cut(config, place) == said
-    overrides = ["meta.precision=bf16", "criterion.supervision=cross_entropy"]
-    swav = load_config(
-        CONFIGS / "digits_demo.yaml", [*overrides, "criterion.instance=swav", "swav.small_crops=0"]
-    )
-    assert summary.cut(swav, Place(0, 1, 0, torch.device("cuda"))) == ""  # there is no product in these
+    config = load_config(CONFIGS / "digits_demo.yaml", asked)
+    assert summary.tf32_note(config, Place(0, 1, 0, torch.device(device))) == note

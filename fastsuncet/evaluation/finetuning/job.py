@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
-from fastsuncet.checkpoint.run_folder import exclusive_run_folder
+from fastsuncet.checkpoint.run_folder import disk_errors, exclusive_run_folder, on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.console import Say
 from fastsuncet.data.dataset import Images
@@ -22,10 +22,10 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.scoring import accuracies, labels_record, own_rows
-from fastsuncet.evaluation.supervised.fine_tuning import FitResult, FitSettings, fit, resolve_batch
+from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit, resolve_batch
 from fastsuncet.evaluation.supervised.identity import config_values, fit_identity, refuse_changed
 from fastsuncet.metrics.results import write_result
-from fastsuncet.training.state import disk_errors, on_rank_0
+from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 
@@ -141,29 +141,19 @@ class FineTuningJob:
             for line in heading if new else heading[:2]:
                 say(line)
             if record is None:
-                result = fit(
-                    self.encoder,
-                    self.images.train,
-                    indices,
-                    self.validation,
-                    np.arange(len(truth)),
-                    self.settings,
-                    self.place,
-                    self.folder,
-                    self.config,
-                    signals=signals,
-                    identity=self.values(),
-                    remedy=REMEDY,
-                )
-                record = self._record(result, truth)
+                images = (self.images.train, indices)
+                where = (self.place, self.folder, self.config)
+                task = FineTuning(self.encoder, *images, self.settings, *where, identity, REMEDY)
+                logits, trainer = fit(task, self.validation, np.arange(len(truth)), signals)
+                record = self._record(logits, truth, trainer)
                 if self.place.first:
                     self._write_result(identity, record)
             written = write_result(self.config.run_folder, record) if self.place.first else None
         return record, written, new
 
-    def _record(self, result: FitResult, truth: Tensor) -> dict[str, Any]:
+    def _record(self, logits: Tensor, truth: Tensor, trainer: Trainer) -> dict[str, Any]:
         rows, s = own_rows(self.place), self.settings
-        metrics = accuracies(result.logits[rows], truth[rows], len(truth))
+        metrics = accuracies(logits[rows], truth[rows], len(truth))
         if s.num_classes <= 5:
             del metrics["top5"]  # always 1
         setting = {key.split(".")[-1]: value for key, value in self.values().items()}
@@ -179,9 +169,9 @@ class FineTuningJob:
             "setting": setting,
             "finetuned": {
                 "folder": str(self.folder),
-                "train_loss": result.loss,
-                "train_accuracy": result.accuracy,
-                "ledger": result.ledger.record(),
+                "train_loss": trainer.means[0],
+                "train_accuracy": trainer.means[1],
+                "ledger": trainer.ledger.record(),
             },
             "run": self.config.run_folder.name,
             "versions": versions(),

@@ -23,15 +23,14 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.supervised.identity import fit_identity, refuse_changed
+from fastsuncet.evaluation.supervised.identity import refuse_changed
 from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step, set_batchnorm_momentum
 from fastsuncet.evaluation.supervised.stream import ROLE, FineTuningStream
-from fastsuncet.metrics.cost import RunCost
 from fastsuncet.metrics.data_timer import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training.step import PRECISIONS
-from fastsuncet.training.trainer import Trainer, TrainingTask
+from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center
 
@@ -51,12 +50,12 @@ class FitSettings:
     weight_decay: float  # of every parameter
     size: int  # pixels of a crop
     resize: int  # pixels of the shorter side before the center crop of an evaluation
-    crop_scale: tuple[float, float]  # share of the image's area
+    crop_scale: tuple[float, float]  # fraction of the image's area
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     num_classes: int
     loss: Literal["softmax", "sigmoid"]  # sigmoid: several classes an image, of the index's `presence`
-    # torch's, the share of the running statistics that a batch replaces; None: the encoder's
+    # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
     bn_momentum: float | None
     seed: int
     precision: str  # of meta.precision
@@ -97,18 +96,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
 
     stream: FineTuningStream
     terms = ("cross_entropy", "train_accuracy")
-    columns = (
-        *(
-            "epoch",
-            "cross_entropy",
-            "train_accuracy",
-            "lr",
-            "views_per_second",
-            "data_wait",
-            "replaced_images",
-        ),
-        *("images", "updates", "petaflops", "seconds"),
-    )
+    columns = ("epoch", *terms, *SPEED, *COST)
     roles = (ROLE, ROLE)
     keep, keep_at_end = 2, 1
     ledger_key = "fit_ledger"  # "ledger" is that of the pre-training
@@ -119,17 +107,17 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Encoder,  # its module is trained in place
         train: ImageIndex,
-        indices: np.ndarray,
+        indices: np.ndarray,  # int64 - the images of `train` to learn from
         settings: FitSettings,
         place: Place,
-        folder: Path,
-        config: Config,
-        identity: dict[str, Any],
-        remedy: str,
+        folder: Path,  # of checkpoints/, metrics.jsonl and metrics.csv; a fit that was stopped continues from there
+        config: Config,  # how to compute and to read pixels: meta, data, logging
+        identity: dict[str, Any],  # of `fit_identity`: what must not change in `folder`
+        remedy: str = REMEDY,
     ):
-        self.encoder, self.settings, self.config = encoder, settings, config
+        self.encoder, self.settings, self.place, self.config = encoder, settings, place, config
         self.folder, self.identity, self.remedy = folder, identity, remedy
         s = settings
         self.model = Classifier(encoder.module, encoder.width, s.num_classes)
@@ -219,43 +207,21 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         refuse_changed(meta["fit"], self.identity, self.folder, self.remedy)
 
 
-@dataclass(frozen=True, eq=False)
-class FitResult:
-    """A finished fine-tuning."""
-
-    # (N, C) float32 on the device, the same on every rank: every validation image once, in order
-    logits: Tensor
-    loss: float  # mean over the last metrics interval
-    accuracy: float  # on the training images' random crops, over the same interval
-    ledger: RunCost  # of the fine-tuning alone, over all its restarts
-
-
 def fit(
-    encoder: Encoder,  # its module is trained in place
-    train: ImageIndex,
-    indices: np.ndarray,  # int64 - the images of `train` to learn from
-    validation: ImageIndex,
-    validation_indices: np.ndarray,  # (N,) int64
-    settings: FitSettings,
-    place: Place,
-    folder: Path,  # of checkpoints/, metrics.jsonl and metrics.csv; a fit that was stopped continues from there
-    config: Config,  # how to compute and to read pixels: meta, data, logging
-    *,
-    signals: SignalFlag,
-    identity: dict[str, Any],  # settings that must not change in `folder`, by the names that messages use
-    remedy: str = REMEDY,
-) -> FitResult:
-    """Train to `settings.steps` and return the logits of the validation images. Collective.
+    task: FineTuning, validation: ImageIndex, indices: np.ndarray, signals: SignalFlag
+) -> tuple[Tensor, Trainer]:
+    """Train to the last step; return the logits of the images `indices` of `validation`, and the finished trainer.
 
-    A step is a function of (seed, step) and the files, so the same call continues to the same bits after a stop at any
-    step, or a kill. A signal before the evaluation raises Preempted once all is saved. Raises CheckpointError where
-    `folder` holds a fit of other settings or the disk refuses, NumericalError for a loss or a weight that is not
-    finite, BadImage.
+    The logits (N, C) are float32, on the device, the same on every rank: every image once, in order. The trainer's
+    `means` and `ledger` are the last interval's loss and accuracy, and the cost of the fine-tuning alone.
+
+    Collective. A step is a function of (seed, step) and the files, so the same call continues to the same bits after a
+    stop at any step, or a kill. A signal before the evaluation raises Preempted once all is saved. Raises
+    CheckpointError where the folder holds a fit of other settings or the disk refuses, NumericalError for a loss or a
+    weight that is not finite, BadImage.
     """
-    identity = fit_identity(identity, encoder, train, indices, config)
-    task = FineTuning(encoder, train, indices, settings, place, folder, config, identity, remedy)
     try:
-        trainer = Trainer(task, place, folder)
+        trainer = Trainer(task, task.place, task.folder)
         trainer.run(signals)
     finally:
         task.stream.close()
@@ -264,6 +230,6 @@ def fit(
     # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
     for buffer in task.model.buffers():
         broadcast(buffer)
-    view = Center(settings.size, settings.resize, settings.mean, settings.std)
-    logits = outputs(task.model, validation, validation_indices, config, place, view=view)
-    return FitResult(logits, trainer.means[0], trainer.means[1], trainer.ledger)
+    s = task.settings
+    view = Center(s.size, s.resize, s.mean, s.std)
+    return outputs(task.model, validation, indices, task.config, task.place, view=view), trainer

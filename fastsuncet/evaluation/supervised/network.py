@@ -31,20 +31,20 @@ class Classifier(nn.Module):
 
 
 def set_batchnorm_momentum(model: nn.Module, momentum: float) -> None:
-    """Set torch's momentum of every BatchNorm: the share of the running statistics that a batch replaces."""
+    """Set torch's momentum of every BatchNorm: the fraction of the running statistics that a batch replaces."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = momentum
 
 
 def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (mean cross-entropy, share of the images whose highest logit is their class's); labels int64 (m,)."""
+    """Return (mean cross-entropy, fraction of the images whose highest logit is their class's); labels int64 (m,)."""
     right = logits.detach().argmax(1) == labels
     return F.cross_entropy(logits, labels), right.float().mean()
 
 
 def sigmoid_loss(logits: Tensor, presence: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (binary cross-entropy, share of right answers), each a mean over all m C entries of `presence`.
+    """Return (binary cross-entropy, fraction of right answers), each a mean over all m C entries of `presence`.
 
     A class with entry 1 is in the image, one with -1 is not. One with 0 is not annotated: it counts as no loss and no
     right answer, so the parts of a batch have the mean of the whole whatever is annotated in each.
@@ -68,7 +68,7 @@ def finetune_step(
     passes: int,
     lr: float,
 ) -> Tensor:
-    """Make one update. Return this rank's loss and share of right answers, (2,), on the device.
+    """Make one update. Return this rank's loss and fraction of right answers, (2,), on the device.
 
     Gradients of all passes add up, and ranks exchange them in the last pass only. No host sync.
     """

@@ -84,7 +84,7 @@ class FineTuningStream:
         """Return images (m, 3, S, S) and targets: labels int64 (m,), or presence int8 (m, C)."""
         number = step * self.passes + part
         (images,) = self._loader(number)
-        # Asked for after the images: a bad one may be replaced by one of another class.
+        # Asked for after the images: a bad one can be replaced by one of another class.
         visit = self._loader.visit(number)
         targets = visit.labels
         if self._multi_label:
@@ -95,7 +95,7 @@ class FineTuningStream:
         return images, targets
 
     def files(self, step: int, rank: int, role: str = ROLE) -> list[str]:
-        """Return the names of the images of one rank's share of a step."""
+        """Return the names of the images of one rank's part of a step."""
         visits = [self._plans[rank](step * self.passes + part) for part in range(self.passes)]
         return [self._index.name(int(i)) for visit in visits for i in visit.indices]
 

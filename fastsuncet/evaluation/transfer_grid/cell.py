@@ -5,28 +5,27 @@ decay: encoder, images, steps, batch, world size. So a cell of other settings is
 record is one JSON file, which rank 0 writes and reads for all ranks.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder, on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.evaluation.encoder import Encoder
-from fastsuncet.evaluation.supervised.fine_tuning import FitSettings, fit, resolve_batch
-from fastsuncet.evaluation.supervised.identity import indices_digest, module_digest
+from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit, resolve_batch
+from fastsuncet.evaluation.supervised.identity import fit_identity, indices_digest, module_digest
 from fastsuncet.evaluation.transfer_grid.grid import Cell, Record
 from fastsuncet.evaluation.transfer_grid.tasks import TransferTask
-from fastsuncet.training.state import disk_errors, on_rank_0
 from pipelines.datasets.index import ImageIndex
 
 PER_CELL = ("lr", "weight_decay", "bn_momentum")
@@ -82,7 +81,7 @@ class DatasetGrid:
     def _once(self, cell: Cell, path: Path, train: Callable[[Path], Record]) -> tuple[Record | None, bool]:
         """Return the record in `path`, and whether `train` had to make it; (None, False) if another process does."""
         checkpoints = path.parent / "fit"
-        with self._locked(path.parent) as locked:
+        with lock_folder(path.parent, self.place) as locked:
             if not locked:
                 return None, False
             record = on_rank_0(self.place, lambda: self._read(path))
@@ -103,18 +102,6 @@ class DatasetGrid:
                 # 56 cells' checkpoints of a ResNet-50 would be 10 GB. A kill after the record was written leaves some.
                 atomic_files.remove(checkpoints)
             return record, new
-
-    @contextlib.contextmanager
-    def _locked(self, folder: Path) -> Iterator[bool]:
-        """Make `folder` and lock it for all ranks, or yield False on all of them if another process has it."""
-        with contextlib.ExitStack() as stack:
-
-            def lock() -> bool:
-                with disk_errors(folder):
-                    atomic_files.make_folder(folder)
-                    return stack.enter_context(atomic_files.exclusive(folder / ".running"))
-
-            yield on_rank_0(self.place, lock)
 
     def _read(self, path: Path) -> Record | None:
         try:
@@ -137,20 +124,10 @@ class DatasetGrid:
         own = {"lr": cell.lr, "weight_decay": cell.weight_decay, "bn_momentum": momentum}
         # fit trains the module it is given, and every cell begins with the same weights.
         encoder = replace(self.encoder, module=copy.deepcopy(self.encoder.module))
-        result = fit(
-            encoder,
-            self.task.images,
-            chosen,
-            index,
-            evaluated,
-            replace(self.settings, **own),
-            self.place,
-            folder,
-            self.config,
-            signals=self.signals,
-            identity={**self.identity, **own},
-        )
-        logits = result.logits.cpu().numpy()
+        images, where = (self.task.images, chosen), (self.place, folder, self.config)
+        identity = fit_identity({**self.identity, **own}, encoder, *images, self.config)
+        task = FineTuning(encoder, *images, replace(self.settings, **own), *where, identity)
+        logits = fit(task, index, evaluated, self.signals)[0].cpu().numpy()
         if not np.isfinite(logits).all():
             raise NumericalError(f"{self.task.name}, {cell.name}: the outputs are not finite numbers")
         return self.task.metric(logits, index, evaluated)
@@ -198,8 +175,8 @@ def open_grid(
 
 
 def batchnorm_momentum(images: int, batch: int) -> float:
-    """Return torch's BatchNorm momentum: the share of the running statistics that a batch replaces.
+    """Return torch's BatchNorm momentum: the fraction of the running statistics that a batch replaces.
 
-    SimCLR's max(1 - 10/s, 0.9), with s steps an epoch, is TensorFlow's, the share that is kept.
+    SimCLR's max(1 - 10/s, 0.9), with s steps an epoch, is TensorFlow's, the fraction that is kept.
     """
     return 1 - max(1 - 10 * batch / images, 0.9)

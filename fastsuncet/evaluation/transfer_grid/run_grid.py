@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
 from fastsuncet.distributed.collectives import any_rank
@@ -24,7 +25,6 @@ from fastsuncet.evaluation.transfer_grid.cell import DatasetGrid, open_grid
 from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, shard_of, table
 from fastsuncet.evaluation.transfer_grid.tasks import open_task
 from fastsuncet.metrics.results import FOLDER, name_of, read_results, write_result
-from fastsuncet.training.state import disk_errors
 
 IN_RESULT = ("steps", "batch", "momentum", "size", "resize", "precision", "seed", "processes")
 FROM_RETRAINED = ("lr", "weight_decay", "weight_decay_over_lr", "train_images", "images")

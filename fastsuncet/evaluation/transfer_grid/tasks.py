@@ -1,7 +1,7 @@
 """The data sets an encoder is transferred to: their images, the parts to choose and to test on, their metric.
 
 task        chooses on                                     tests on       by
-cifar10     a stratified share of the training images      10,000 test    top-1
+cifar10     a stratified part of the training images       10,000 test    top-1
 cifar100    the same                                       10,000 test    top-1
 voc07       val, trained on train                          4,952 test     11-point mAP
 """
