@@ -121,7 +121,7 @@ def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
         ("transfer.datasets=[voc07, voc07]", "transfer.datasets.*names a data set twice"),
         ("transfer.datasets=[imagenet]", "transfer.datasets.*cifar10"),
         ("--cell=9/8", "--cell is I/N"),
-        ("--step=-1", "--step is a whole number, 0 or more"),
+        ("--step=-1", "--step: must be a whole number, 0 or more"),
         ("--encoder=nowhere", "nowhere does not exist"),
     ],
 )
