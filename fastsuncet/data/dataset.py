@@ -1,6 +1,6 @@
 """The images a config names, found, scanned and split: what every command starts from.
 
-The list of files with their sizes (the index) is scanned once and kept beside the runs. One rank scans, the others
+The list of files with their sizes (the index) is scanned once and kept in logging.folder. One rank scans, the others
 read what it wrote: 64 ranks that ask for a million files at once bring a file server down.
 """
 
@@ -141,7 +141,7 @@ def image_root(config: Config, *, train: bool) -> Path:
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:
-    """Return where the index of `folder` is kept: data.index, or a file of its own beside the runs."""
+    """Return where the index of `folder` is kept: data.index, or a file in logging.folder."""
     if config.data.index is not None and train:
         return data_path(config.data.index)
     # A folder in both roles has two indexes: a CSV's training images have no classes.

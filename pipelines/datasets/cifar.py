@@ -63,12 +63,11 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
         def _load_meta(self) -> None:
             """Skip the authors' file of class names: see CLASSES."""
 
-    archive = root / published.filename
     try:
         found = Files(root, train)
     except RuntimeError:
-        if flat or not (download or check_integrity(archive, published.tgz_md5)):
-            raise DataError(_problem(title, folder, archive, published)) from None
+        if flat or not (download or check_integrity(root / published.filename, published.tgz_md5)):
+            raise DataError(_problem(title, root, folder, published)) from None
         found = _fetched(Files, root, train)
     return ImageIndex(
         root=None,
@@ -87,23 +86,23 @@ def _from_folders(images: Path, title: str, classes: tuple[str, ...]) -> ImageIn
     return resident(index)
 
 
-def _problem(title: str, folder: Path, archive: Path, published) -> str:
-    """Return why the authors' files cannot be used, and what to do."""
+def _problem(title: str, root: Path, folder: Path, published) -> str:
+    """Return why the authors' files in `folder` cannot be used, and what to do."""
     from torchvision.datasets.utils import check_integrity
 
-    remedy = "or set data.download (transfer.download) to true"
+    archive, remedy = root / published.filename, "or set data.download (transfer.download) to true"
     if folder.is_dir():
         files = published.train_list + published.test_list
         wrong = ", ".join(name for name, md5 in files if not check_integrity(folder / name, md5))
         return (
-            f"{folder} is not {title} as published: missing, or with another MD5: {wrong}. Delete the folder and "
-            f"unpack {archive.name} again, {remedy}"
+            f"{folder} is not {title} as published: missing, or with another MD5: {wrong}. Unpack {archive.name} "
+            f"there again" + ("" if folder == root else f", {remedy}")
         )
     if archive.exists():
         return f"{archive} is not {title}'s archive: its MD5 is not {published.tgz_md5}. Delete it, {remedy}"
     return (
-        f"no {title} under {folder.parent}: neither {folder.name}/ nor train/CLASS/ and test/CLASS/ nor "
-        f"{archive.name}. Set data.root (transfer.root) to the folder that holds one of them, {remedy}"
+        f"no {title} under {root}: neither {folder.name}/ nor train/CLASS/ and test/CLASS/ nor {archive.name}. "
+        f"Set data.root (transfer.root) to the folder with one of them, {remedy}"
     )
 
 

@@ -93,7 +93,7 @@ def with_csv_labels(
 
     The table is UTF-8 with the header `file,label`. A file is a path below the index's root with "/"; a label
     is any text, without the spaces around it. Classes are the labels in sorted order, or `classes` where a
-    training set has fixed them. A file may be listed again with the same label.
+    training set has fixed them. A file can be listed again with the same label.
 
     Raises DataError with every wrong line at once, by number.
     """

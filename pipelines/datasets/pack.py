@@ -140,14 +140,16 @@ def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> 
     if packed.fingerprint() == like.fingerprint():
         return
 
-    def told(index: ImageIndex, i: int) -> str:
+    def described(index: ImageIndex, i: int) -> str:
         height, width = index.sizes[i].tolist()
         return f"{index.name(i)} ({width} x {height}, class {index.labels[i]})"
 
     difference = f"{len(packed):,} images in the pack and {len(like):,} in the index"
     for i in range(min(len(packed), len(like))):
-        if told(packed, i) != told(like, i):
-            difference = f"image {i} is {told(packed, i)} in the pack and {told(like, i)} in the index"
+        if described(packed, i) != described(like, i):
+            difference = (
+                f"image {i} is {described(packed, i)} in the pack and {described(like, i)} in the index"
+            )
             break
     raise DataError(
         f"the pack {folder} holds other images than the index: {difference}. Delete it and run "

@@ -413,7 +413,7 @@ def test_data_check_reads_the_pack(here, capsys):
 
 
 def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys):
-    """Their index is kept beside the runs; the check writes down which images are bad."""
+    """Their index is kept in logging.folder; the check writes down which images are bad."""
     (pack / INDEX).unlink()
     images = images_of("data.pack=pack/0000{00..01}.tar")
     assert len(images.train) < 12 and images.train.classes == ("class 0", "class 1")
