@@ -105,7 +105,7 @@ def setting(default: Any, meaning: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------- sections
-class Meta(Section):
+class MetaSection(Section):
     """How to compute. Only the seed is from the paper (its authors used 0)."""
 
     seed: Seed = setting(0, "seed of all random numbers but those of data.split")
@@ -118,7 +118,7 @@ class Meta(Section):
     threads: Count | None = setting(None, "threads of torch on a CPU; null: torch decides")
 
 
-class Split(Section):
+class SplitSection(Section):
     """Which training images count as labeled."""
 
     kind: Literal["none", "names", "bernoulli", "all", "csv"] = setting(
@@ -139,7 +139,7 @@ class AugmentationSection(Augmentation):
         """Leave conflicts between settings to `rules.py`, which reports them with the other problems."""
 
 
-class Data(Section):
+class DataSection(Section):
     """Images, and which of them are labeled."""
 
     kind: Literal["image_folder", "csv", "cifar10", "cifar100", "digits"] = Field(
@@ -151,7 +151,7 @@ class Data(Section):
     validation: Below | None = setting("val", "folder of the validation images, below root; null: none")
     csv: Text | None = setting(None, "csv: a file of lines file,label")
     download: Switch = setting(False, "cifar10, cifar100: download the images if root does not hold them")
-    split: Split = Split()
+    split: SplitSection = SplitSection()
     index: Text | None = setting(None, "file with the list of training images; null: one in logging.folder")
     pack: Text | None = setting(
         None,
@@ -186,7 +186,7 @@ class Data(Section):
     augmentation: AugmentationSection = AugmentationSection()
 
 
-class Model(Section):
+class ModelSection(Section):
     """The encoder and its projection head: 2048-2048-128 without BatchNorm in the paper."""
 
     name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = setting("resnet50", "the encoder")
@@ -205,7 +205,7 @@ class Model(Section):
     )
 
 
-class Criterion(Section):
+class CriterionSection(Section):
     """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
     instance: Literal["nt_xent", "swav", "none"] = setting(
@@ -252,7 +252,7 @@ class Criterion(Section):
         return self.supervised and self.supervision != "cross_entropy"
 
 
-class Swav(Section):
+class SwavSection(Section):
     """Read with criterion.instance: swav. The two large crops are data.augmentation's; the defaults are SwAV's."""
 
     prototypes: Count = setting(3000, "number of prototypes")
@@ -264,7 +264,7 @@ class Swav(Section):
     small_scale: AreaShares = setting((0.05, 0.14), "area of a small crop, as a share of the image's")
 
 
-class Optimization(Section):
+class OptimizationSection(Section):
     """LARS and its schedule. The defaults are the paper's: every parameter is scaled and decayed alike."""
 
     epochs: Count | None = setting(None, "passes over the unlabeled images")
@@ -282,7 +282,7 @@ class Optimization(Section):
     exclude_bias_and_norm: Switch = setting(False, "true: SGD without weight decay for biases and BatchNorm")
 
 
-class Logging(Section):
+class LoggingSection(Section):
     """Where a run lives: `folder`/`write_tag`. The same command finds it again and continues it."""
 
     folder: Text = setting("runs", "folder that holds all runs")
@@ -292,7 +292,7 @@ class Logging(Section):
     wandb: Text | None = setting(None, "project of Weights & Biases; null: none")
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """When to save, apart from the end of the run and a signal. Both intervals can be given."""
 
     every: Count | None = setting(None, "steps between two checkpoints")
@@ -300,14 +300,14 @@ class Checkpoint(Section):
     keep: Count = setting(3, "how many of the newest checkpoints to keep")
 
 
-class Evaluation(Section):
+class EvaluationSection(Section):
     """What is measured while training."""
 
     knn_every_epochs: Count | None = setting(None, "epochs between two k-NN evaluations; null: none")
     knn_k: Count = setting(10, "number of nearest neighbors")
 
 
-class Finetune(Section):
+class FinetuneSection(Section):
     """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
 
     epochs: Count = setting(30, "passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90")
@@ -321,21 +321,21 @@ class Finetune(Section):
     write_tag: Name | None = setting(None, "folder below the run's; null: from labels and checkpoint")
 
 
-class Linear(Section):
+class LinearSection(Section):
     """`fastsuncet evaluate linear`: logistic regression on frozen features."""
 
     strength: Positive = setting(1.0, "inverse of the L2 penalty")
     max_iterations: Count = setting(1000, "iterations of L-BFGS at most")
 
 
-class Npi(Section):
+class NpiSection(Section):
     """`fastsuncet evaluate npi`: SuNCEt's classifier without parameters (paper, appendix G)."""
 
     temperature: Positive | None = setting(None, "null: criterion.temperature")
     views: Count = setting(1, "random crops of each labeled image that join the supports")
 
 
-class Transfer(Section):
+class TransferSection(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
     root: Text | None = setting(
@@ -363,19 +363,19 @@ class Sections(BaseModel):
 
     model_config = Section.model_config
 
-    data: Data
-    criterion: Criterion
-    optimization: Optimization
-    model: Model = Model()
-    meta: Meta = Meta()
-    logging: Logging = Logging()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluation: Evaluation = Evaluation()
-    swav: Swav = Swav()
-    finetune: Finetune = Finetune()
-    linear: Linear = Linear()
-    npi: Npi = Npi()
-    transfer: Transfer = Transfer()
+    data: DataSection
+    criterion: CriterionSection
+    optimization: OptimizationSection
+    model: ModelSection = ModelSection()
+    meta: MetaSection = MetaSection()
+    logging: LoggingSection = LoggingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    swav: SwavSection = SwavSection()
+    finetune: FinetuneSection = FinetuneSection()
+    linear: LinearSection = LinearSection()
+    npi: NpiSection = NpiSection()
+    transfer: TransferSection = TransferSection()
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Self":

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.commands.sweep.spec import TAG, Command, Setting, Spec, Variant
+from fastsuncet.commands.sweep.spec import TAG, Command, Assignment, Spec, Variant
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.messages import ConfigErrors, Origin, Problem
 from fastsuncet.errors import ConfigError
@@ -92,8 +92,8 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
 def _job(
     base: str,
     command: Command,
-    settings: Sequence[Setting],
-    own: Sequence[Setting],
+    settings: Sequence[Assignment],
+    own: Sequence[Assignment],
     overrides: Sequence[str],
     name: str,
 ) -> Job:
@@ -114,7 +114,7 @@ def _job(
     )
 
 
-def _name(spec: Spec, variant: Variant, varied: Sequence[Setting]) -> str:
+def _name(spec: Spec, variant: Variant, varied: Sequence[Assignment]) -> str:
     values = {setting.key: _in_a_name(setting.value) for setting in (*variant.settings, *varied)}
     values["run"] = variant.name
     if spec.name is None:
@@ -139,7 +139,7 @@ def _in_a_name(value: Any) -> str:
 
 
 def _at_the_sweeps_lines(
-    problems: Sequence[Problem], settings: Sequence[Setting], name: str, spec: Spec
+    problems: Sequence[Problem], settings: Sequence[Assignment], name: str, spec: Spec
 ) -> Iterator[Problem]:
     """Yield the problems of one config, each at the line of the sweep that wrote the value."""
     lines = {setting.override: setting.origin for setting in settings}

@@ -43,7 +43,7 @@ TAG = "logging.write_tag"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Assignment:
     """One `section.key: value` of a sweep, and where it is written."""
 
     key: str
@@ -62,18 +62,18 @@ class Variant:
 
     name: str
     base: str | None
-    settings: tuple[Setting, ...]
+    settings: tuple[Assignment, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class SettingsGroup:
     """What is set and what varies, in a sweep or in one of its commands."""
 
-    settings: tuple[Setting, ...]
-    vary: tuple[tuple[Setting, ...], ...]  # for each key, its values
+    settings: tuple[Assignment, ...]
+    vary: tuple[tuple[Assignment, ...], ...]  # for each key, its values
     variants: tuple[Variant, ...]
 
-    def combinations(self) -> Iterator[tuple[Variant, tuple[Setting, ...]]]:
+    def combinations(self) -> Iterator[tuple[Variant, tuple[Assignment, ...]]]:
         """Yield each entry of `runs` (an empty one where there is none) with each combination of `vary`."""
         yield from product(self.variants or [Variant("", None, ())], product(*self.vary))
 
@@ -84,7 +84,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Group):
+class Command(SettingsGroup):
     """One command for each run: its name and what it is given."""
 
     name: str
@@ -93,7 +93,7 @@ class Command(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Group):
+class Spec(SettingsGroup):
     """A sweep's file. Whether its settings give valid configs is checked when the configs are loaded."""
 
     file: str
@@ -183,7 +183,7 @@ class _Reader:
         return os.path.normpath(os.path.join(os.path.dirname(self.document.file), os.path.expanduser(value)))
 
     def group(self, entry: dict[str, Any], at: Key) -> dict[str, Any]:
-        """Return the arguments of a Group."""
+        """Return the arguments of a SettingsGroup."""
         settings = self.settings(self.lines(entry, (*at, "set"), "section.key: value"), (*at, "set"))
         vary = []
         for name, values in self.lines(entry, (*at, "vary"), "section.key: [value, value, ...]").items():
@@ -196,7 +196,7 @@ class _Reader:
             ):
                 line = self.origin(key)
                 each = [
-                    Setting(name, value, replace(line, written=override_value(value))) for value in values
+                    Assignment(name, value, replace(line, written=override_value(value))) for value in values
                 ]
                 vary.append(self.allowed(each))
         variants = []
@@ -225,10 +225,12 @@ class _Reader:
         holds = value is None or (isinstance(value, dict) and (value != {} or at[-1] == "set"))
         return value if self.require(holds, at, f"must be lines {form}") and value else {}
 
-    def settings(self, values: dict[str, Any], at: Key) -> tuple[Setting, ...]:
-        return self.allowed([Setting(key, value, self.origin((*at, key))) for key, value in values.items()])
+    def settings(self, values: dict[str, Any], at: Key) -> tuple[Assignment, ...]:
+        return self.allowed(
+            [Assignment(key, value, self.origin((*at, key))) for key, value in values.items()]
+        )
 
-    def allowed(self, settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    def allowed(self, settings: Sequence[Assignment]) -> tuple[Assignment, ...]:
         """Return the settings, and note a problem for one that names the run."""
         for each in settings:
             if each.key in (TAG, "logging"):
