@@ -60,7 +60,7 @@ def merge(answers: dict[str, dict[str, str]]) -> list[str]:
 
 def main() -> None:
     """Resolve for every interpreter named, then write constraints.txt whole."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pythons", nargs="+", help="interpreters to resolve for, e.g. python3.10 python3.13")
     parser.add_argument("--keep", action="store_true", help="leave every version that is pinned already")
     given = parser.parse_args()

@@ -76,7 +76,7 @@ def contenders(params: list[Tensor], *, kernel: bool = False) -> dict[str, Calla
 
     `kernel` adds our own kernel, which runs only on CUDA.
     """
-    rule = {"momentum": SETTINGS.momentum, "weight_decay": SETTINGS.weight_decay}
+    rule: dict[str, Any] = {"momentum": SETTINGS.momentum, "weight_decay": SETTINGS.weight_decay}
     theirs = {"trust_coeff": SETTINGS.trust_coefficient, "eps": SETTINGS.eps, **rule}
     optimizers: dict[str, Any] = {}
     if kernel:

@@ -167,8 +167,7 @@ def batches(contender: Contender, folder: str, pack: str, batch: int) -> Iterato
         return
     backend = "torchvision" if engine == "twin" else "dali"
     operator = "plugin" if engine == "plugin" else "graph"
-    pace = {"threads": WORKERS, "prefetch": 2}
-    loader = open_loader(index, plan, backend=backend, color_operator=operator, **pace)
+    loader = open_loader(index, plan, backend=backend, color_operator=operator, threads=WORKERS)
     for step in itertools.count():
         yield loader(step)
 

@@ -281,14 +281,14 @@ class Report:
 
 
 def parser(
-    description: str,
+    description: str | None,
     *,
     rounds: int | None = None,
     quick: str = "",
     devices: Sequence[str] = ("auto", "cpu", "cuda"),
 ) -> argparse.ArgumentParser:
     """Return a parser with --json and, where given, --rounds, --device (the first is the default) and --quick."""
-    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     made.add_argument("--json", type=Path, help="also write everything to this file")
     if rounds is not None:
         made.add_argument(

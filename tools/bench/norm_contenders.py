@@ -7,6 +7,7 @@ project's. Both of its group BatchNorms support only float16, which has as many 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def separate(layer: NormLayer, norm: nn.Module) -> Forward:
     return forward
 
 
-def torch_norm(layer: NormLayer) -> nn.Module:
+def torch_norm(layer: NormLayer) -> Any:
     """Return torch's BatchNorm; over several ranks its SyncBatchNorm, or ours on a CPU, where torch's cannot train."""
     norm = layer.fill(nn.BatchNorm2d(layer.shape.channels, eps=EPS, momentum=MOMENTUM))
     if layer.place.world_size == 1:

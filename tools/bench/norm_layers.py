@@ -91,7 +91,7 @@ class NormLayer:
             other.residual = self.residual.detach().to(dtype).requires_grad_()
         return other
 
-    def fill(self, norm: nn.Module) -> nn.Module:
+    def fill(self, norm: Any) -> Any:
         """Return a BatchNorm module on this layer's device, with this layer's weight and bias."""
         norm = norm.to(self.place.device)
         with torch.no_grad():

@@ -150,8 +150,8 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
         output.seek(0)
         text = output.read()
     status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
-    record = {"name": part.name, "what": part.what, "status": status}
-    record["seconds"] = round(time.perf_counter() - started, 1)
+    seconds = round(time.perf_counter() - started, 1)
+    record: dict[str, Any] = {"name": part.name, "what": part.what, "status": status, "seconds": seconds}
     if found.exists():
         record["found"] = json.loads(found.read_text())
     if status != "done" or not part.reports:
@@ -249,7 +249,7 @@ def suite(
 def main(arguments: list[str] | None = None) -> int:
     """Run the suite; return 1 if a part failed or ran out of its time."""
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--output", type=Path, default=Path("gpu_suite"), help="PREFIX of .json and .md")

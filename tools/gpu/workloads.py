@@ -142,8 +142,8 @@ def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
     plan = Plan(index, TwoOrders(len(index), len(rows), 1, 0), (view,), seed=0, role="decoder")
     points = []
     for share in (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0) if device == "cuda" else (0.0,):
-        where = {"device": "gpu" if device == "cuda" else "cpu", "backend": "dali"}
-        loader = open_loader(index, plan, **where, hw_decoder_share=share)
+        where = "gpu" if device == "cuda" else "cpu"
+        loader = open_loader(index, plan, device=where, backend="dali", hw_decoder_share=share)
         (images,), (back,) = loader(0), loader(1)
         changes = (images - back.flip(0)).abs().amax((1, 2, 3)).cpu()
         loader.close()
@@ -161,7 +161,9 @@ def train_to_end(config: Config) -> manager.Checkpoint:
     """Train a run to its end and return its newest checkpoint."""
     with join(config.meta.device) as place:
         train.train(config, place)
-    return manager.load_newest(config.run_folder / "checkpoints")
+    checkpoint = manager.load_newest(config.run_folder / "checkpoints")
+    assert checkpoint is not None
+    return checkpoint
 
 
 def resume(report: Report, folder: Path, device: str, small: bool) -> int:
