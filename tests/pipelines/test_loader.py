@@ -53,14 +53,6 @@ def test_loader_mean_std_and_half_precision_come_last(index, reader):
     torch.testing.assert_close(half.float(), plain, atol=5e-4, rtol=0)
 
 
-def test_loader_two_views_and_two_steps_of_an_image_differ(index, reader):
-    loader = opened(unlabeled(index, batch=24), reader)
-    (first, second), (later, _) = loader(0), loader(1)
-    assert ((first - second).abs().mean((1, 2, 3)) > 0.02).all()
-    order, later_order = (torch.from_numpy(np.argsort(loader.visit(step).indices)) for step in (0, 1))
-    assert ((later[later_order] - first[order]).abs().mean((1, 2, 3)) > 0.02).all()
-
-
 def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
     """Flat images of one color each, in files with unusual names: the color of any crop names the image."""
     (tmp_path / "a").mkdir()

@@ -21,9 +21,10 @@ def index(tmp_path_factory) -> ImageIndex:
     return write_pictures(tmp_path_factory.mktemp("pictures"), count=24, side=40)
 
 
-def test_plan_streams_of_other_roles_seeds_and_views_differ(index):
+def test_plan_streams_of_other_roles_seeds_views_and_steps_differ(index):
     plans = [unlabeled(index), unlabeled(index, seed=1), unlabeled(index, role="other")]
-    boxes = [plan(0).views[0].box for plan in plans] + [plans[0](0).views[1].box]
+    boxes = [plan(0).views[0].box for plan in plans]
+    boxes += [plans[0](0).views[1].box, plans[0](1).views[0].box]
     for i, box in enumerate(boxes):
         assert not any((box == other).all(1).any() for other in boxes[i + 1 :])
 

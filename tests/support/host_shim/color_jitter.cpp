@@ -1,5 +1,5 @@
 // The CPU loops and the GPU kernels of pipelines/dali/plugin side by side on a CPU.
-// Built by tests/pipelines/dali/test_plugin_gpu.py with -include shim.h.
+// Built by tests/pipelines/dali/plugin/test_color_jitter_gpu.py with -include shim.h.
 #include <atomic>
 
 template <class T>
