@@ -7,6 +7,7 @@ import http.client
 import socket
 import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from pipelines.datasets.folders import image_folder
 from pipelines.datasets.in_memory import resident
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10
 
 _FINE_LABELS = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
@@ -86,7 +90,7 @@ def _from_folders(images: Path, title: str, classes: tuple[str, ...]) -> ImageIn
     return resident(index)
 
 
-def _problem(title: str, root: Path, folder: Path, published) -> str:
+def _problem(title: str, root: Path, folder: Path, published: "type[CIFAR10]") -> str:
     """Return why the authors' files in `folder` cannot be used, and what to do."""
     from torchvision.datasets.utils import check_integrity
 
@@ -106,7 +110,7 @@ def _problem(title: str, root: Path, folder: Path, published) -> str:
     )
 
 
-def _fetched(dataset, root: Path, train: bool):
+def _fetched(dataset: "type[CIFAR10]", root: Path, train: bool) -> "CIFAR10":
     """Return torchvision's data set, downloaded if its archive is not in `root` already, and unpacked."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT)  # torchvision sets none: a silent server would hold every rank forever

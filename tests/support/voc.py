@@ -1,4 +1,4 @@
-"""A small made PASCAL VOC 2007: real JPEG files of a few textures, and the lists of ImageSets/Main."""
+"""A small PASCAL VOC 2007 for tests: JPEG files of a few textures, and the lists of ImageSets/Main."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.support.pictures import texture
 def write_voc(
     root: Path, train: int = 6, val: int = 5, test: int = 7, side: int = 40
 ) -> dict[str, np.ndarray]:
-    """Writes VOCdevkit/VOC2007 below `root`; returns part -> presence, int8 (N, 20), in the order of the lists.
+    """Write VOCdevkit/VOC2007 below `root`; return part -> presence, int8 (N, 20), in the order of the lists.
 
     Every class has a positive, a negative and, but in the smallest parts, a difficult image in every part.
     """
