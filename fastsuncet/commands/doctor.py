@@ -132,7 +132,9 @@ def nccl() -> Finding:
     if torch.version.cuda is None or not torch.distributed.is_nccl_available():
         advice = "needed only for several GPUs; processes on CPUs use gloo"
         return Finding("absent", "this torch has no NCCL", advice)
-    return Finding("ok", ".".join(map(str, torch.cuda.nccl.version())))
+    from torch.cuda.nccl import version
+
+    return Finding("ok", ".".join(map(str, version())))
 
 
 def nvrtc() -> Finding:
@@ -172,14 +174,16 @@ def dali() -> Finding:
 
 def _decode(place: str) -> None:
     import numpy as np
-    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali import fn
+    from nvidia.dali.pipeline import pipeline_def
     from PIL import Image
 
     jpeg = io.BytesIO()
     Image.new("RGB", (24, 16), (200, 30, 30)).save(jpeg, "JPEG")
     data = np.frombuffer(jpeg.getvalue(), np.uint8)
 
-    @pipeline_def(batch_size=1, num_threads=1, device_id=0 if place == "gpu" else None)
+    # DALI's stub knows no pipeline without a GPU.
+    @pipeline_def(batch_size=1, num_threads=1, device_id=0 if place == "gpu" else None)  # pyright: ignore[reportArgumentType]
     def graph():
         encoded = fn.external_source(lambda: [data])
         return fn.decoders.image(encoded, device="mixed" if place == "gpu" else "cpu")

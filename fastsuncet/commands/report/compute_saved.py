@@ -56,14 +56,9 @@ class Saving:
     reached: tuple[int, int]  # seeds that reached it, of how many
     baseline_epochs: float | None
 
-    def share(self, linear: bool = True) -> float | None:
-        """Return the cost at the crossing over the baseline's, 1 for no saving; None: never reached."""
-        cost = self.linear if linear else self.checkpoint
-        return None if cost is None else cost / self.total
-
     @property
     def shares(self) -> tuple[float, float] | None:
-        """The shares by both rules, linear first; None: never reached."""
+        """The cost at the crossing over the baseline's, by both rules, linear first; None: never reached."""
         if self.linear is None or self.checkpoint is None:
             return None
         return self.linear / self.total, self.checkpoint / self.total
@@ -71,8 +66,9 @@ class Saving:
     @property
     def equivalent_epochs(self) -> float | None:
         """The crossing in epochs of the baseline, by the same cost."""
-        share = self.share()
-        return None if share is None or self.baseline_epochs is None else share * self.baseline_epochs
+        if self.shares is None or self.baseline_epochs is None:
+            return None
+        return self.shares[0] * self.baseline_epochs
 
 
 def savings(panel: Panel, metric: str) -> list[Saving]:

@@ -133,25 +133,22 @@ def saved_rows(savings: list[Saving]) -> Rows:
     for s, *rest in alike.values():  # the mean curve comes first, where there is one
         start = [s.method, str(s.measurement), s.metric]
         if rest and s.seed != MEAN_CURVE:
-            each = ", ".join(_share_text(one) for one in (s, *rest))
+            each = ", ".join(_share_texts(one)[0] for one in (s, *rest))
             rows.append([*start, "-", HEADS[s.cost], "-", "-", each, "-", "-"])
             continue
         epochs = "-" if s.cost != "petaflops" or s.equivalent_epochs is None else f"{s.equivalent_epochs:.1f}"
-        each = ", ".join(_share_text(one) for one in rest) or "-"
-        shares = [
-            _share_text(s),
-            _share_text(s, linear=False),
-            each,
-            epochs,
-            f"{100 * s.own / s.total:.1f} %",
-        ]
+        each = ", ".join(_share_texts(one)[0] for one in rest) or "-"
+        shares = [*_share_texts(s), each, epochs, f"{100 * s.own / s.total:.1f} %"]
         rows.append([*start, f"{100 * s.target:.1f}", HEADS[s.cost], *shares])
     return rows
 
 
-def _share_text(s: Saving, *, linear: bool = True) -> str:
-    share = s.share(linear)
-    return "never reached" if share is None else f"{'at most ' if s.at_first else ''}{100 * share:.1f} %"
+def _share_texts(s: Saving) -> list[str]:
+    """Return the shares by both rules, linear first."""
+    bound = "at most " if s.at_first else ""
+    return (
+        ["never reached"] * 2 if s.shares is None else [f"{bound}{100 * share:.1f} %" for share in s.shares]
+    )
 
 
 def saved_plain(savings: list[Saving]) -> list[list[Any]]:
