@@ -2,25 +2,25 @@
 # fastsuncet in a container: `docker run --gpus all ... fastsuncet train configs/in1k_10pct.yaml`.
 #
 #   docker build -t fastsuncet --build-arg COMMIT="$(git rev-parse HEAD)" .
-#                                                                   thin: Python, and the exact versions the tests ran with
+#                                                                   small: Python and the exact versions of the tests
 #   docker build -t fastsuncet --build-arg BASE_IMAGE=python:3.12 .
-#                                                                   the same, and a C compiler: meta.compile=true needs one
+#                                                                   the same with a C compiler, for meta.compile=true
 #   docker build -t fastsuncet --build-arg BASE_IMAGE=<NVIDIA PyTorch image, by digest> .
-#                                                                   NVIDIA's torch, cuDNN and apex stay; the rest is pinned
+#                                                                   keeps NVIDIA's torch, cuDNN and apex; pins the rest
 #
 #   mkdir -p runs
 #   docker run --rm --gpus all --shm-size=1g --stop-timeout=180 --user "$(id -u):$(id -g)" \
 #     -v /path/to/imagenet:/data/imagenet:ro -v "$PWD/runs:/runs" \
 #     fastsuncet train configs/in1k_10pct.yaml data.root=/data/imagenet
 #
-# Without --stop-timeout `docker stop` kills after 10 seconds, which a step and a save may outlast. Works under any --user,
-# with --read-only (plus --tmpfs /tmp) and with --network none. No model and no data inside.
+# Without --stop-timeout `docker stop` kills after 10 seconds, and a step and a save can take longer. Any --user works, and
+# so do --read-only (with --tmpfs /tmp) and --network none. The image holds no model and no data.
 ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE}
 
 WORKDIR /opt/fastsuncet
-# Dependencies first, and before them nothing that changes with our own source: editing that, README.md, or building
-# another commit then rebuilds in seconds instead of fetching 4 GB again.
+# Dependencies first, from files that do not change with our source: a build after an edit or of another commit then takes
+# seconds and does not download 4 GB again.
 ARG DALI=nvidia-dali-cuda120
 COPY constraints.txt ./
 COPY tools/docker_install.sh tools/docker_install.sh
@@ -31,18 +31,18 @@ COPY fastsuncet fastsuncet
 COPY pipelines pipelines
 COPY configs configs
 COPY tools tools
-# What stays here is what a person names on the command line. The code is in site-packages: a second copy in the working
-# directory would be the one that `python -m fastsuncet` imports. Modes are those of the checkout, and
-# a careful umask would keep other users out. runs/, the configs' default, is the mounted /runs; without a mount nobody
-# can write there and a run says so, instead of losing everything with the container.
+# Only what users name on the command line stays here. The code is in site-packages, and a second copy in the working
+# directory would be the one that `python -m fastsuncet` imports. chmod: files have the modes of the checkout, and with a
+# strict umask other users could not read them. runs/, the configs' default, is the mounted /runs; without a mount it is
+# not writable and a run reports that, instead of losing its results with the container.
 RUN sh tools/docker_install.sh project \
     && rm -rf fastsuncet pipelines build *.egg-info /root/.cache/pip \
     && chmod -R a+rX . \
     && mkdir /runs \
     && ln -s /runs runs
 
-# Any user may run it: what libraries want to write (kernel caches, plot caches) has a place that is not a home.
-# Of the driver's parts `video` is for the GPU's JPEG decoder: nvJPEG loads libnvcuvid, which Docker leaves out unasked.
+# Any user can run it: libraries write their caches (kernels, plots) outside of a home folder. `video` is the part of the
+# driver for the GPU's JPEG decoder: nvJPEG loads libnvcuvid, which Docker does not mount by default.
 ENV HOME=/tmp \
     XDG_CACHE_HOME=/tmp/cache \
     MPLCONFIGDIR=/tmp/matplotlib \
@@ -53,8 +53,9 @@ ARG COMMIT=unknown
 LABEL org.opencontainers.image.title="fastsuncet" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.revision="${COMMIT}"
-# Nothing here needs root. A mounted /runs must be writable by whoever --user names.
+# Nothing here needs root. A mounted /runs must be writable by the user of --user.
 USER 10001:10001
-# Exec form: the trainer is process 1 and gets SIGTERM itself. A shell in between would swallow it, and the last save.
+# Exec form: the trainer is process 1 and gets SIGTERM. A shell in between would not pass it on, and the last save would be
+# lost.
 ENTRYPOINT ["fastsuncet"]
 CMD ["--help"]

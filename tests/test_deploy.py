@@ -1,9 +1,8 @@
-"""The container and cluster files: no engine and no cluster is needed, they are read, and their shell is run."""
+"""The container and cluster files are read, and their shell is run with stand-ins: no engine, no cluster is needed."""
 
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +15,23 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SBATCH, SWEEP = (ROOT / "tools" / "cluster" / f"{name}.sbatch" for name in ("train", "sweep"))
 INSTALL = ROOT / "tools" / "docker_install.sh"
+scripts = pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
 
 
-def command(folder: Path, name: str, body: str) -> None:
-    """A stand-in for a program: writes its arguments to calls.txt, then runs `body`."""
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Write a program that appends its arguments to calls.txt, then runs `body`."""
     path = folder / name
     path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{folder}/calls.txt"\n{body}\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path.chmod(0o755)
+
+
+def run_script(
+    folder: Path, shell: str, script: Path, *words: str, cwd: Path | None = None, **variables: str
+):
+    """Run a script with the stand-ins of `folder` first in PATH."""
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    command = [shell, str(script), *words]
+    return subprocess.run(command, cwd=cwd or folder, env=environment, capture_output=True, text=True)
 
 
 def calls(folder: Path) -> list[str]:
@@ -31,186 +40,160 @@ def calls(folder: Path) -> list[str]:
 
 
 def batch_job(script: Path, code: int, folder: Path) -> subprocess.CompletedProcess:
-    """Runs a Slurm script in `folder` with stand-ins; its step ends with `code`. Calls are in `folder`'s calls.txt."""
-    command(folder, "srun", f"exit {code}")
-    command(folder, "scontrol", "")
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    arguments = ["configs/in1k_10pct.yaml", "data.root=/data/with space"]
-    return subprocess.run(
-        ["bash", str(script), *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    """Run a Slurm script in `folder`; its srun ends with `code`."""
+    stand_in(folder, "srun", f"exit {code}")
+    stand_in(folder, "scontrol", "")
+    words = ["configs/in1k_10pct.yaml", "data.root=/data/with space"]
+    return run_script(folder, "bash", script, *words, SLURM_JOB_ID="77")
 
 
 @pytest.mark.parametrize(
     ("code", "requeued"),
     [(0, 0), (75, 1), (143, 1), (137, 1), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (139, 0)],
 )
-@pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
-def test_a_batch_job_requeues_what_can_go_on_by_itself_and_keeps_the_exit_code(
-    script, code, requeued, tmp_path
-):
+@scripts
+def test_batch_job_requeues_what_can_continue_and_keeps_the_exit_code(script, code, requeued, tmp_path):
     process = batch_job(script, code, tmp_path)
     assert process.returncode == code
-    asked, *then = calls(tmp_path)
+    started, *then = calls(tmp_path)
     name = "train" if script == SBATCH else "sweep"
-    assert asked.endswith(f"fastsuncet {name} configs/in1k_10pct.yaml data.root=/data/with space")
+    assert started.endswith(f"fastsuncet {name} configs/in1k_10pct.yaml data.root=/data/with space")
     assert then == ["scontrol requeue 77"] * requeued
-    assert ("not requeued" in process.stdout or "submit again" in process.stdout) == (code and not requeued)
+    assert ("not requeued" in process.stdout) == (code != 0 and not requeued)
 
 
-@pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
-def test_a_batch_job_that_is_killed_every_time_gives_up_and_a_save_on_a_signal_counts_anew(script, tmp_path):
+@scripts
+def test_batch_job_gives_up_after_three_kills_in_a_row(script, tmp_path):
+    """Out of memory looks like a short grace period, and would come back for ever. A save on a signal resets it."""
+
     def requeues(code):
         before = len(calls(tmp_path))
         process = batch_job(script, code, tmp_path)
         return len(calls(tmp_path)) - before - 1, process.stdout
 
-    # Out of memory looks like a grace period that was too short, and would come back for ever.
     assert [requeues(code)[0] for code in (137, 143)] == [1, 1]
     count, text = requeues(137)
-    assert count == 0 and "killed three times in a row" in text and "not requeued" in text
+    assert count == 0 and "killed three times in a row; not requeued" in text
     assert [requeues(code)[0] for code in (137, 137, 75, 137, 137, 137)] == [1, 1, 1, 1, 1, 0]
     requeues(137)
     requeues(0)
-    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".killed")] == []
+    assert list(tmp_path.glob("*.killed")) == []
 
 
-def test_a_batch_job_that_cannot_count_its_kills_is_not_requeued_for_one(tmp_path):
-    (
-        tmp_path / "fastsuncet-77.killed"
-    ).mkdir()  # as good as a folder nobody may write, and root is stopped by it too
-    assert "cannot be counted" in batch_job(SBATCH, 137, tmp_path).stdout
+def test_batch_job_that_cannot_count_its_kills_is_not_requeued(tmp_path):
+    # A folder in the file's place stops root too, unlike a folder without write permission.
+    (tmp_path / "fastsuncet-77.killed").mkdir()
+    assert "cannot be written to count kills" in batch_job(SBATCH, 137, tmp_path).stdout
     assert "scontrol requeue 77" not in calls(tmp_path)
 
 
-def test_tasks_that_leave_with_75_are_not_killed_and_a_dead_one_still_ends_the_job(tmp_path):
-    command(tmp_path, "srun", f'echo "$SRUN_CPUS_PER_TASK" > "{tmp_path}/cores"')
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "64"}
-    subprocess.run(["bash", str(SBATCH), "configs/in1k_10pct.yaml"], env=environment, check=True)
-    options = dict(re.findall(r"--([\w-]+)=(\d+)", calls(tmp_path)[0]))
-    # 75 is a bad exit to Slurm: killing on it turns "saved" into 143, which is not requeued.
-    assert options["kill-on-bad-exit"] == "0"
-    grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SBATCH.read_text())[1])
-    assert grace < int(options["wait"]) <= 600  # longer than ranks take to leave; 0 would wait for ever
+def test_batch_job_waits_for_ranks_that_save_and_ends_after_a_dead_one(tmp_path):
+    stand_in(tmp_path, "srun", f'echo "$SRUN_CPUS_PER_TASK" > "{tmp_path}/cores"')
+    run_script(tmp_path, "bash", SBATCH, "configs/in1k_10pct.yaml", SLURM_CPUS_PER_TASK="64")
+    srun = dict(re.findall(r"--([\w-]+)=(\d+)", calls(tmp_path)[0]))
+    # 75 is a bad exit to Slurm: killing on it turns "saved" into 143.
+    assert srun["kill-on-bad-exit"] == "0"
+    grace = int(re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SBATCH.read_text())[0])
+    assert grace < int(srun["wait"]) <= 600  # longer than ranks take to exit; 0 would wait for ever
     assert (tmp_path / "cores").read_text() == "64\n"  # srun does not inherit it
-
-
-def test_the_batch_job_says_how_to_use_it_when_called_without_a_config():
-    process = subprocess.run(["bash", str(SBATCH)], capture_output=True, text=True)
-    assert process.returncode == 2
-    assert "usage: sbatch" in process.stderr
-
-
-def test_the_batch_job_is_warned_before_its_time_limit_and_has_time_to_save():
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", SBATCH.read_text(), re.M))
     signal, seconds = options["signal"].split("@")
-    assert (
-        signal == "TERM"
-    )  # to the tasks (B: would reach the shell alone), and torchrun's agent passes it on
-    assert "requeue" in options and options["open-mode"] == "append"
-    grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SBATCH.read_text())[1])
+    assert signal == "TERM"  # to the tasks; B: would signal only the shell
     assert 60 <= grace < int(seconds)
+    assert "requeue" in options and options["open-mode"] == "append"
 
 
-def test_the_kubernetes_job_gives_up_where_a_retry_cannot_help_and_starts_again_after_75():
+@scripts
+def test_batch_job_without_a_config_prints_its_usage(script, tmp_path):
+    process = run_script(tmp_path, "bash", script)
+    assert process.returncode == 2 and "usage: sbatch" in process.stderr
+
+
+def test_kubernetes_job_fails_where_a_retry_cannot_help_and_restarts_after_75():
     job = yaml.safe_load((ROOT / "tools" / "cluster" / "job.yaml").read_text())
-    rules = {
-        tuple(r["onExitCodes"]["values"]): r["action"]
-        for r in job["spec"]["podFailurePolicy"]["rules"]
-        if "onExitCodes" in r
-    }
-    assert rules == {(2, 3, 4, 5): "FailJob", (75,): "Ignore"}
+    rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in rules}
+    assert actions == {(2, 3, 4, 5): "FailJob", (75,): "Ignore"}
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # a pod failure policy requires it
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["terminationGracePeriodSeconds"] >= 120
     (container,) = pod["containers"]
-    assert container["args"][0] == "train"
-    assert (ROOT / container["args"][1]).exists()
-    mounts, volumes = ({v["name"] for v in vs} for vs in (container["volumeMounts"], pod["volumes"]))
+    assert container["args"][0] == "train" and (ROOT / container["args"][1]).exists()
+    mounts, volumes = ({v["name"] for v in each} for each in (container["volumeMounts"], pod["volumes"]))
     assert mounts == volumes
 
 
-def test_the_container_runs_the_trainer_itself_as_an_ordinary_user():
-    entry = re.search(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.M)[1]
-    assert json.loads(entry) == ["fastsuncet"]  # exec form: a shell as process 1 would swallow SIGTERM
-    user = re.search(r"^USER (\S+)$", DOCKERFILE, re.M)[1]
+def test_container_runs_the_trainer_as_process_1_and_as_an_ordinary_user():
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.M)
+    assert json.loads(entry) == ["fastsuncet"]  # exec form: a shell as process 1 would not pass SIGTERM on
+    (user,) = re.findall(r"^USER (\S+)$", DOCKERFILE, re.M)
     assert user.split(":")[0] not in ("0", "root")
     assert re.search(r"^ARG BASE_IMAGE=\S+\nFROM \$\{BASE_IMAGE\}$", DOCKERFILE, re.M)
 
 
-def test_the_containers_dependencies_stay_built_when_our_own_source_or_the_commit_changes():
+def test_container_asks_the_driver_for_the_jpeg_decoder():
+    (capabilities,) = re.findall(r"NVIDIA_DRIVER_CAPABILITIES=(\S+)", DOCKERFILE)
+    assert {"compute", "utility", "video"} <= set(capabilities.split(","))
+
+
+def test_container_copies_what_exists_and_rebuilds_dependencies_only_when_they_change():
     before = DOCKERFILE[: DOCKERFILE.index("docker_install.sh dependencies")]
     assert re.findall(r"^COPY (.+) \S+$", before, re.M) == ["constraints.txt", "tools/docker_install.sh"]
-    assert re.findall(r"^ARG (\w+)", before, re.M) == [
-        "BASE_IMAGE",
-        "DALI",
-    ]  # all that gives reason to fetch anew
-
-
-def test_the_container_asks_the_driver_for_the_jpeg_decoder_which_docker_leaves_out_unasked():
-    asked = re.search(r"NVIDIA_DRIVER_CAPABILITIES=(\S+)", DOCKERFILE)[1]
-    assert {"compute", "utility", "video"} <= set(asked.split(","))
-
-
-def test_every_file_the_container_copies_exists():
+    assert re.findall(r"^ARG (\w+)", before, re.M) == ["BASE_IMAGE", "DALI"]
     ignored = (ROOT / ".dockerignore").read_text().split()
-    for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M):
-        for source in line.split()[:-1]:
-            assert (ROOT / source).exists(), source
-            assert source.split("/")[0] not in ignored
+    for source in (
+        word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.M) for word in line.split()
+    ):
+        assert (ROOT / source).exists() and source.split("/")[0] not in ignored, source
 
 
 @pytest.mark.parametrize("script", [SBATCH, SWEEP, INSTALL, ROOT / ".ci" / "run"], ids=lambda path: path.name)
-def test_the_shell_scripts_parse(script):
-    subprocess.run(
-        ["bash" if "bash" in script.read_text().splitlines()[0] else "sh", "-n", str(script)], check=True
-    )
+def test_shell_script_parses(script):
+    shell = "bash" if "bash" in script.read_text().splitlines()[0] else "sh"
+    subprocess.run([shell, "-n", str(script)], check=True)
 
 
-@pytest.mark.parametrize("brings_torch", [False, True])
-def test_the_container_pins_dali_and_leaves_an_images_own_torch_alone(brings_torch, tmp_path):
-    # A stand-in that answers whether torch imports, keeps the constraints given to pip, and runs any other program. The
-    # image's records: torch with a version like NVIDIA's, and an older NumPy.
+@pytest.mark.parametrize("has_torch", [False, True])
+def test_container_pins_dali_and_keeps_an_images_own_torch(has_torch, tmp_path):
+    """The stand-in for python3 says whether torch can be imported, and keeps the constraints that pip gets.
+
+    The image has a torch with a version like NVIDIA's, and an older NumPy.
+    """
     for package, version in {"torch": "2.10.0a0+b4e4ee8", "numpy": "1.26.4"}.items():
-        record = tmp_path / "site" / f"{package}-{version}.dist-info"
-        record.mkdir(parents=True)
-        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    command(
+        metadata = tmp_path / "site" / f"{package}-{version}.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    stand_in(
         tmp_path,
         "python3",
         f"""case "$*" in
-        *"import torch"*) exit {0 if brings_torch else 1} ;;
+        *"import torch"*) exit {0 if has_torch else 1} ;;
         *" install "*) while [ "$1" != -c ]; do shift; done; cp "$2" "{tmp_path}/constraints.txt" ;;
         -) PYTHONPATH="{tmp_path}/site" exec "{sys.executable}" -S - ;;
         esac""",
     )
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DALI": "nvidia-dali-cuda120"}
-    subprocess.run(["sh", str(INSTALL), "dependencies"], cwd=ROOT, env=environment, check=True)
+    done = run_script(tmp_path, "sh", INSTALL, "dependencies", cwd=ROOT, DALI="nvidia-dali-cuda120")
+    assert done.returncode == 0, done.stderr
     (install,) = (line for line in calls(tmp_path) if " install " in line)
-    ours = (ROOT / "constraints.txt").read_text()
-    pinned = re.search(r"^nvidia-dali-cuda120==(\S+)", ours, re.M)[1]
-    assert install.endswith(f"nvidia-dali-cuda120=={pinned}")
-    assert (" torch " in install) != brings_torch
-    assert "--no-deps" not in install  # a list of dependencies written by hand is incomplete tomorrow
-    given = (tmp_path / "constraints.txt").read_text()
-    if not brings_torch:
-        assert given == ours
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    (dali,) = (pin for pin in pins if pin.startswith("nvidia-dali-cuda120=="))
+    assert install.endswith(dali.split(" ")[0])
+    assert (" torch " in install) != has_torch and "--no-deps" not in install
+    given = (tmp_path / "constraints.txt").read_text().splitlines()
+    if not has_torch:
+        assert given == pins
         return
-    lines = [str(Requirement(line)) for line in given.splitlines() if not line.startswith("#")]
-    assert lines[-2:] == ["torch==2.10.0a0+b4e4ee8", "numpy==1.26.4"]
-    assert not [
-        x
-        for x in lines[:-2]
-        if re.match(r"(torch(vision)?==|numpy|scipy|triton|nvidia-(?!ml-py)|cuda-|setuptools)", x)
-    ]
-    # nvidia-ml-py is plain Python, and no part of what an image's torch stands on
-    assert re.search(r"^nvidia-ml-py==", ours, re.M)[0] in given
-    assert re.search(r"^timm==", ours, re.M)[0] in given and "huggingface-hub==" in given
+    names = [str(Requirement(line)) for line in given if not line.startswith("#")]
+    assert names[-2:] == ["torch==2.10.0a0+b4e4ee8", "numpy==1.26.4"]
+    of_torch = re.compile(r"(torch(vision)?==|numpy|scipy|triton|nvidia-(?!ml-py)|cuda-|setuptools)")
+    assert not [name for name in names[:-2] if of_torch.match(name)]
+    for package in ("nvidia-ml-py", "timm", "huggingface-hub"):
+        assert next(pin for pin in pins if pin.startswith(f"{package}==")) in given
 
 
-def test_apex_is_named_in_no_requirement_and_imported_by_no_module():
-    # The registry's package of that name is a web toolkit: installing it runs a stranger's code.
+def test_apex_is_neither_installed_nor_imported():
+    """The registry's package of that name is another project's: installing it runs unknown code."""
     for name in ("pyproject.toml", "constraints.txt", "Dockerfile", "tools/docker_install.sh", "Makefile"):
         assert not re.search(r"\binstall\b.*\bapex\b|^\s*\"?apex\b", (ROOT / name).read_text(), re.M), name
     for path in [*(ROOT / "fastsuncet").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:

@@ -1,14 +1,14 @@
 #!/bin/sh
 # The Dockerfile's two installation steps. Usage: DALI=nvidia-dali-cuda120 docker_install.sh dependencies|project
 #
-# On a bare Python image everything comes pinned from constraints.txt. On an image that brings its own torch (NVIDIA's),
-# torch, torchvision and what they stand on are left exactly as they are: replacing them would throw away the reason
-# for choosing that image, and mixing CUDA libraries of two builds in one process is the usual way to break it. The
-# image's own versions of these become constraints, so that pip would rather fail than replace one.
+# On a plain Python image everything is installed pinned from constraints.txt. On an image with its own torch (NVIDIA's),
+# torch, torchvision and their dependencies stay exactly as they are: they are the reason for choosing that image, and
+# CUDA libraries of two builds in one process often break. The image's versions become constraints, so that pip fails
+# rather than replaces one.
 set -eu
 
 PIP="python3 -m pip --disable-pip-version-check --no-cache-dir"
-# NVIDIA's images carry a constraint file that forbids other versions of DALI; the pinned one was the one tested.
+# NVIDIA's images have a constraint file that forbids other versions of DALI; the pinned version is the tested one.
 export PIP_CONSTRAINT=
 
 case "${1:-}" in
@@ -17,15 +17,15 @@ dependencies)
     if python3 -c "import torch, torchvision" 2>/dev/null; then
         constraints=$(mktemp)
         trap 'rm -f "$constraints"' EXIT
-        # Not pinned here: what torch stands on (its own bounds may be older), and what is built against NumPy (our pins
-        # may ask for a newer one than the image's).
-        torch_stands_on='torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z]+|filelock|fsspec|jinja2|markupsafe'
-        torch_stands_on="$torch_stands_on|mpmath|networkx|pillow|setuptools|sympy|typing-extensions"
+        # Not pinned here: the dependencies of torch (its bounds can be older), and what is built against NumPy (our pins
+        # can need a newer NumPy than the image's).
+        of_torch='torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z]+|filelock|fsspec|jinja2|markupsafe'
+        of_torch="$of_torch|mpmath|networkx|pillow|setuptools|sympy|typing-extensions"
         on_numpy='numpy|scipy|scikit-learn|matplotlib|contourpy'
-        grep -Ev "^($torch_stands_on|$on_numpy)==" constraints.txt >"$constraints"
-        grep '^nvidia-ml-py==' constraints.txt >>"$constraints" # plain Python, for joules: torch does not stand on it
-        # From the packages' records, not from `pip freeze`: that names a file for what was built in the image, and pip
-        # takes no such line as a constraint. A version like 2.10.0a0+b4e4ee8 is fine.
+        grep -Ev "^($of_torch|$on_numpy)==" constraints.txt >"$constraints"
+        grep '^nvidia-ml-py==' constraints.txt >>"$constraints" # for energy; torch does not depend on it
+        # From the packages' metadata, not from `pip freeze`, which names a file for what was built in the image: pip
+        # does not accept such a line as a constraint. A version like 2.10.0a0+b4e4ee8 is fine.
         python3 - >>"$constraints" <<'PYTHON'
 from importlib import metadata
 
@@ -35,7 +35,7 @@ for package in ("torch", "torchvision", "numpy", "triton", "pytorch-triton"):
     except metadata.PackageNotFoundError:
         pass
 PYTHON
-        # NVIDIA's DALI goes first: two builds of it would write into one Python package.
+        # Remove NVIDIA's DALI first: two builds of it would write into one Python package.
         $PIP uninstall -y nvidia-dali-cuda120 nvidia-dali-cuda130
         $PIP install -c "$constraints" timm pyyaml pydantic safetensors tqdm matplotlib scikit-learn nvidia-ml-py \
             "${DALI}==${dali_version}"
@@ -45,8 +45,8 @@ PYTHON
     fi
     ;;
 project)
-    # With the setuptools that is there, the pinned one: no network, and not the newest of the day. One that an image
-    # brings may be too old for our pyproject.toml; then pip fetches one for the build.
+    # Use the installed, pinned setuptools: no network, and the same version every day. An image's own can be too old for
+    # our pyproject.toml; then pip downloads one for the build.
     if python3 -c "import setuptools as s; raise SystemExit(int(s.__version__.split('.')[0]) < 77)" 2>/dev/null; then
         isolation=--no-build-isolation
     fi

@@ -1,10 +1,10 @@
-"""Writes constraints.txt: the one exact set of versions that `make demo`, `make test` and the Dockerfile install.
+"""Write constraints.txt: the one exact set of versions that `make demo`, `make test` and the Dockerfile install.
 
     python tools/pin_constraints.py python3.10 python3.11 python3.12 python3.13 [--keep]
 
-Asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev,bench,energy]`, and joins the
-answers: a version all agree on is one line, a version only some can use carries a `python_version` marker. With --keep
-the versions that are there already stay: for a package that was added, without a change of all the others.
+It asks pip (a dry run; nothing is installed) what each interpreter would get for `.[dev,bench,energy]`, and merges the
+answers: a version that all agree on is one line, a version for some gets a `python_version` marker. --keep keeps the
+versions that are pinned already: use it after adding a package.
 """
 
 import argparse
@@ -22,11 +22,11 @@ HEADER = """\
 
 
 def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
-    """What pip would install for `.[dev,bench,energy]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
+    """Return what pip would install for `.[dev,bench,energy]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [f"{folder}/bin/python", "-m", "pip", "-q"]
-        # An old pip resolves differently, and the first thing `make` does is to renew it.
+        # An old pip resolves differently, and `make` upgrades pip first too.
         subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
         report = Path(folder, "report.json")
         known = ["-c", "constraints.txt"] if keep else []
@@ -42,7 +42,7 @@ def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
 
 
 def merge(answers: dict[str, dict[str, str]]) -> list[str]:
-    """Constraint lines; markers only where the interpreters disagree."""
+    """Return the lines of constraints.txt, with markers only where the interpreters disagree."""
     versions: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for python, pins in answers.items():
         for name, version in pins.items():
@@ -59,7 +59,7 @@ def merge(answers: dict[str, dict[str, str]]) -> list[str]:
 
 
 def main() -> None:
-    """Resolve for every interpreter named, then write constraints.txt whole."""
+    """Resolve for every interpreter named, then write constraints.txt."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pythons", nargs="+", help="interpreters to resolve for, e.g. python3.10 python3.13")
     parser.add_argument("--keep", action="store_true", help="leave every version that is pinned already")
