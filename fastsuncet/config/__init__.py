@@ -22,7 +22,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from fastsuncet.config.arithmetic import Arithmetic, arithmetic
 from fastsuncet.config.messages import REMOVED, ConfigErrors, Origin, Problem, field_problems
-from fastsuncet.config.reader import Key, merged, read_config
+from fastsuncet.config.reader import Key, merged, read_config, without_removed
 from fastsuncet.config.rules import broken
 from fastsuncet.config.schema import SECTIONS, VALUES, PerRank, Sections
 
@@ -81,14 +81,13 @@ class Config(Sections):
 
         Raises ConfigErrors where a key that was removed since has another value than the one all runs have now.
         """
-        stored, problems = json.loads(json.dumps(values)), []
-        for key, only in REMOVED.items():
-            section, _, name = key.rpartition(".")
-            found = stored.get(section, {}).pop(name, only)
-            if found != only:
-                text = f"is {found}, and this version has only {only}: use the version that wrote it"
-                problems.append(Problem(key, text))
-        if problems:
+        stored = without_removed(values)
+        kept = flat(stored)
+        if problems := [
+            Problem(key, f"is {kept[key]}, and this version has only {only}: use the version that wrote it")
+            for key, only in REMOVED.items()
+            if key in kept
+        ]:
             raise ConfigErrors(problems)
         return cls.from_values(stored)
 
@@ -161,6 +160,8 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """
     shown = os.fspath(path)
     document = read_config(shown, list(overrides))
+    # A run's config.yaml of an older version can be read.
+    document.values = without_removed(document.values)
     if not document.problems:
         with suppress(ValidationError, ConfigErrors):
             config = Config.from_values(document.values)

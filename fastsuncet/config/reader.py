@@ -11,7 +11,7 @@ and not a number in base 60 or a date.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from fastsuncet.config.messages import ConfigErrors, Origin, Problem, shorten
+from fastsuncet.config.messages import REMOVED, ConfigErrors, Origin, Problem, shorten
 from fastsuncet.config.schema import SECTIONS, VALUES
 
 MAX_BYTES = 1_000_000
@@ -252,6 +252,16 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         below = result.get(name)
         result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
+
+
+def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without the removed keys that have the value of all runs now."""
+    kept = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for key, only in REMOVED.items():
+        section, _, name = key.rpartition(".")
+        if isinstance(kept.get(section), dict) and kept[section].get(name) == only:
+            del kept[section][name]
+    return kept
 
 
 def _read_base(base: Any, at: Origin, document: Document, path: Path) -> Document:

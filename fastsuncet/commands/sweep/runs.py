@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.commands.sweep.spec import TAG, Command, Assignment, Spec, Variant
+from fastsuncet.commands.sweep.spec import TAG, Assignment, Command, Spec, Variant
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.messages import ConfigErrors, Origin, Problem
 from fastsuncet.errors import ConfigError
