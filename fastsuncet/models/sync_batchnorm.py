@@ -134,9 +134,8 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx, gradient: Tensor, *_):
         x, weight, mean, inverse, total = ctx.saved_tensors
         own = ctx.passes.sums(gradient, x, mean, inverse, weight)
-        own[1].mul_(
-            inverse
-        )  # of standardized rows: ranks that run the kernels of fused_batchnorm.py send the same
+        # Of standardized rows, as ranks that run the kernels of fused_batchnorm.py send them.
+        own[1].mul_(inverse)
         means = sum_over_ranks(own) / total
         d_x = ctx.passes.gradient(gradient, x, mean, inverse, weight, means)
         if weight is None:
