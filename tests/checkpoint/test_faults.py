@@ -18,7 +18,7 @@ import torch
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.errors import CheckpointError
-from tests.support.power_cut import watch
+from tests.support.power_cut import CALLS, intercept, watch
 
 # Children are forked from a clean server that has imported torch: a new interpreter for each would take seconds.
 SERVER = multiprocessing.get_context("forkserver")
@@ -77,7 +77,6 @@ def prepare(folder: Path, scenario: str) -> tuple[set[int | None], int, int]:
 
 
 # ------------------------------------------------------------------------------------------------------- kill
-CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 
 
 class Killed(BaseException):
@@ -91,21 +90,15 @@ def save_and_die(folder: Path, step: int, keep: int, fatal: int, half: bool = Fa
     """
     calls = []
 
-    def deadly(name: str, real):
-        def call(*arguments, **keywords):
-            if len(calls) == fatal and half:
-                real(arguments[0], arguments[1][: len(arguments[1]) // 2])
-            if len(calls) >= fatal:
-                calls.append("dead")
-                raise Killed
-            calls.append(name)
-            return real(*arguments, **keywords)
+    def hook(name, call, arguments, keywords):
+        if len(calls) == fatal and half:
+            call(arguments[0], arguments[1][: len(arguments[1]) // 2])
+        calls.append(name)
+        if len(calls) > fatal:
+            raise Killed
+        return call(*arguments, **keywords)
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
-        for name in CALLS:
-            patch.setattr(os, name, deadly(name, getattr(os, name)))
+    with intercept(hook), contextlib.suppress(Killed):
         save(folder, step, keep)
     return calls[:fatal]
 
@@ -306,7 +299,7 @@ def test_limit_on_file_sizes_is_named(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_io_error_at_any_call_leaves_a_good_checkpoint_and_no_rubbish(tmp_path, monkeypatch):
+def test_io_error_at_any_call_leaves_a_good_checkpoint_and_no_rubbish(tmp_path):
     """The save fails with the reason, or (in the cleanup only) succeeds and reports what it could not remove."""
     before = tmp_path / "before"
     before.mkdir()
@@ -316,7 +309,7 @@ def test_io_error_at_any_call_leaves_a_good_checkpoint_and_no_rubbish(tmp_path, 
     while fatal <= len(calls):
         folder = tmp_path / str(fatal)
         shutil.copytree(before, folder)
-        outcome, calls = _save_with_io_error(folder, fatal, monkeypatch)
+        outcome, calls = _save_with_io_error(folder, fatal)
         outcomes.add(outcome)
         assert load_silently(folder).path == folder / "step_00000002"  # not only under its hidden name
         save(folder, 3, keep=1)
@@ -326,22 +319,17 @@ def test_io_error_at_any_call_leaves_a_good_checkpoint_and_no_rubbish(tmp_path, 
     assert outcomes == {"refused", "saved", "saved, and something said"}
 
 
-def _save_with_io_error(folder: Path, fatal: int, monkeypatch) -> tuple[str, list[str]]:
+def _save_with_io_error(folder: Path, fatal: int) -> tuple[str, list[str]]:
     """Save step 2 again with keep=1 while system call number `fatal` fails; return the outcome and the calls."""
     calls, lines = [], []
 
-    def failing(name: str, real):
-        def call(*arguments, **keywords):
-            calls.append(name)
-            if len(calls) == fatal + 1:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real(*arguments, **keywords)
+    def hook(name, call, arguments, keywords):
+        calls.append(name)
+        if len(calls) == fatal + 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(*arguments, **keywords)
 
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in CALLS[1:]:  # opening a file that cannot be opened is tested with the disks
-            patch.setattr(os, name, failing(name, getattr(os, name)))
+    with intercept(hook, CALLS[1:]):  # opening a file that cannot be opened is tested with the disks
         try:
             manager.save(folder, 2, keep=1, say=lines.append, **content(2))
         except CheckpointError as refusal:
