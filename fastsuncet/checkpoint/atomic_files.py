@@ -20,7 +20,7 @@ CHUNK = 8 << 20
 def write_synced(path: Path, payload: bytes) -> None:
     """Write `payload` to `path` and wait until it is on the disk. Raises OSError, also if `path` is a symbolic link."""
     rest = memoryview(payload)
-    # 0o666 less the umask: whoever can read the user's other files can read a checkpoint (mkstemp would forbid it).
+    # 0o666 less the umask: a colleague who can read the user's other files can read a checkpoint (mkstemp forbids it).
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         while rest:

@@ -43,7 +43,7 @@ class Checkpoint:
 
 
 class DamagedCheckpoint(Exception):
-    """The reason why this checkpoint cannot be used. Another one may be good."""
+    """The reason why this checkpoint cannot be used. Another one can be good."""
 
 
 def versions() -> dict[str, str | None]:
@@ -111,7 +111,7 @@ def _sha256(payload: bytes) -> str:
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint in folder `path`. No code in it is run, whoever wrote it. Raises as `verify` does."""
+    """Return the checkpoint in folder `path`. No code in it is run, even if it was forged. Raises as `verify`."""
     meta, model, state = verify(path, step)
     try:
         tensors = safetensors.torch.load(model)

@@ -54,7 +54,7 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` so that it exists completely or not at all; return its folder.
 
-    Tensors may be on any device; copying them to the host waits for it. A checkpoint of the same step is replaced. An
+    Tensors can be on any device; copying them to the host waits for it. A checkpoint of the same step is replaced. An
     older one is removed only after `keep` newer ones have been read back and found good. Raises TypeError or ValueError
     for content that could not be read back, and CheckpointError if the disk refuses: what was half written is then
     removed, and everything older is untouched.

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -74,29 +74,24 @@ def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
     assert float(rows[2][1]) == 5 / 5
 
 
-@settings(max_examples=50)
-@given(value=st.floats())
-def test_writer_keeps_the_bits_of_every_float_in_both_files(value, tmp_path_factory):
+@settings(max_examples=10)
+@given(values=st.lists(st.floats(), max_size=20))
+@example(values=[math.nan, math.inf, -math.inf])
+def test_writer_keeps_the_bits_of_every_float_in_both_files(values, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with MetricsWriter(folder, ("x",)) as writer:
-        writer.write({"step": 1, "x": value})
-    line = strict_json((folder / "metrics.jsonl").read_text())
-    assert line["x"] is None if not math.isfinite(value) else repr(line["x"]) == repr(value)
-    (back,) = read(folder / "metrics.jsonl")
-    cell = (folder / "metrics.csv").read_text().splitlines()[1].split(",")[1]
-    assert repr(back["x"]) == repr(float(cell)) == repr(value)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_writer_writes_nan_and_infinities_as_null_with_a_note(tmp_path, value):
-    with MetricsWriter(tmp_path, COLUMNS) as writer:
-        writer.write({"step": 1, "nt_xent": 1.0, "suncet": value})
-        writer.write({"step": 1, "accuracy": value}, kind="knn")
-    train, knn = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert train["suncet"] is None
-    assert train["nonfinite"] == {"suncet": str(value)}
-    assert knn["nonfinite"] == {"accuracy": str(value)}
-    assert repr(read(tmp_path / "metrics.jsonl", "train")[0]["suncet"]) == repr(value)
+        for step, value in enumerate(values):
+            writer.write({"step": step, "x": value})
+            writer.write({"step": step, "y": value}, kind="knn")
+    lines = [strict_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for value, train, knn in zip(values, lines[::2], lines[1::2]):
+        finite = math.isfinite(value)
+        assert repr(train["x"]) == repr(knn["y"]) == repr(value if finite else None)
+        assert train.get("nonfinite") == (None if finite else {"x": str(value)})
+    cells = [line.split(",")[1] for line in (folder / "metrics.csv").read_text().splitlines()[1:]]
+    for kind, key in (("train", "x"), ("knn", "y")):
+        assert [repr(back[key]) for back in read(folder / "metrics.jsonl", kind)] == list(map(repr, values))
+    assert [repr(float(cell)) for cell in cells] == list(map(repr, values))
 
 
 def test_writer_returns_tensors_and_numpy_scalars_as_numbers(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs a function on real ranks: one spawned process each, talking over gloo, as `torchrun` would have them."""
+"""Run a function on real ranks: one process each, connected by gloo, as `torchrun` starts them."""
 
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ PRELOADED = [
 def _rank_main(rank: int, world_size: int, folder: str, function: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    # A file store needs no free port, so any number of these can run beside each other.
+    # A file store needs no free port, so any number of these can run at the same time.
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         result = function(rank, world_size, *arguments)
@@ -39,9 +39,9 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable, argu
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """Calls the module-level `function(rank, world_size, *arguments)` on every rank; returns results in rank order.
+    """Call the module-level `function(rank, world_size, *arguments)` on every rank; return results in rank order.
 
-    Results may hold tensors and plain Python types. A failing rank fails the caller with that rank's traceback.
+    Results can hold tensors and plain Python types. A failing rank fails the caller with that rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
