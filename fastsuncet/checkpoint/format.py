@@ -32,7 +32,7 @@ MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class LoadedCheckpoint:
     """One verified checkpoint, on the CPU: `model` contiguous, `state` with the strides it was saved with."""
 
     step: int  # updates done
@@ -110,7 +110,7 @@ def _sha256(payload: bytes) -> str:
 # ------------------------------------------------------------------------------------------------------- read
 
 
-def read(path: Path, step: int | None = None) -> Checkpoint:
+def read(path: Path, step: int | None = None) -> LoadedCheckpoint:
     """Return the checkpoint in folder `path`. No code in it is run, even if it was forged. Raises as `verify`."""
     meta, model, state = verify(path, step)
     try:
@@ -125,7 +125,7 @@ def read(path: Path, step: int | None = None) -> Checkpoint:
             "its hashes fit, but it holds something else than tensors and plain types "
             f"({type(error).__name__}). It was not made by fastsuncet; nothing in it was run"
         ) from error
-    return Checkpoint(meta["step"], tensors, plain, meta, path)
+    return LoadedCheckpoint(meta["step"], tensors, plain, meta, path)
 
 
 def verify(path: Path, step: int | None = None) -> tuple[dict[str, Any], bytes, bytes]:

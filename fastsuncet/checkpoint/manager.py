@@ -28,8 +28,8 @@ from fastsuncet.checkpoint.format import (
     META,
     MODEL,
     STATE,
-    Checkpoint,
     DamagedCheckpoint,
+    LoadedCheckpoint,
     encode,
     read,
     verify,
@@ -173,7 +173,7 @@ def _verify_once(path: Path, step: int, changes: tuple[tuple[int, int], ...]) ->
 
 def load_newest(
     folder: str | Path, *, expect: Callable[[dict[str, Any]], None] | None = None, say: Say = say_line
-) -> Checkpoint | None:
+) -> LoadedCheckpoint | None:
     """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 
     Each one that is passed over is reported in one line. `expect(meta)` is called for the chosen one, and what it
@@ -209,7 +209,7 @@ def load_newest(
     )
 
 
-def load(path: str | Path) -> Checkpoint:
+def load(path: str | Path) -> LoadedCheckpoint:
     """Return the one checkpoint in folder `path`, whatever its name. Raises CheckpointError if it is not good."""
     try:
         return read(Path(path))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import META, Checkpoint
+from fastsuncet.checkpoint.format import META, LoadedCheckpoint
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
@@ -144,7 +144,7 @@ def load_encoder(where: Path, config: Config) -> Encoder:
     )
 
 
-def _from_checkpoint(loaded: Checkpoint, shown: Config) -> Encoder:
+def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config) -> Encoder:
     source = str(loaded.path)
     try:
         config = Config.from_checkpoint(loaded.meta["config"])

@@ -51,13 +51,13 @@ def save(
 
 def load(
     folder: Path, *, place: Place, check: Callable[[dict[str, Any]], None], say: Say
-) -> manager.Checkpoint | None:
+) -> manager.LoadedCheckpoint | None:
     """Return the newest good checkpoint in `folder`/checkpoints, the same on every rank; None if there is none.
 
     Rank 0 chooses it, verifies it and calls `check(meta)`; the other ranks read what it chose. Raises CheckpointError
     on every rank where all checkpoints are damaged, and what `check` raises.
     """
-    loaded: manager.Checkpoint | None = None
+    loaded: manager.LoadedCheckpoint | None = None
 
     def newest() -> str | None:
         nonlocal loaded

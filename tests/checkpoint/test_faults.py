@@ -39,7 +39,7 @@ def save(folder: Path, step: int, keep: int = 2) -> Path:
     return manager.save(folder, step, keep=keep, **content(step))
 
 
-def assert_whole(loaded: manager.Checkpoint) -> None:
+def assert_whole(loaded: manager.LoadedCheckpoint) -> None:
     wanted = content(loaded.step)
     assert loaded.model.keys() == wanted["model"].keys()
     assert all(torch.equal(loaded.model[name], wanted["model"][name]) for name in loaded.model)
@@ -48,7 +48,7 @@ def assert_whole(loaded: manager.Checkpoint) -> None:
     assert loaded.meta["ledger"] == wanted["meta"]["ledger"]
 
 
-def load_silently(folder: Path) -> manager.Checkpoint:
+def load_silently(folder: Path) -> manager.LoadedCheckpoint:
     """Return the newest checkpoint, which must be whole and found without passing over a damaged one."""
     loaded = manager.load_newest(folder, say=pytest.fail)
     assert_whole(loaded)

@@ -157,7 +157,7 @@ def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], points=points)
 
 
-def train_to_end(config: Config) -> manager.Checkpoint:
+def train_to_end(config: Config) -> manager.LoadedCheckpoint:
     """Train a run to its end and return its newest checkpoint."""
     with join(config.meta.device) as place:
         train.train(config, place)
