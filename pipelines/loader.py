@@ -60,7 +60,7 @@ def open_loader(
 
     Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that do not exist.
     """
-    exact = any(isinstance(a, Augmentation) and a.recolors and a.color == "exact" for a in plan.augmentations)
+    exact = any(isinstance(view, Augmentation) and view.recolors_exactly for view in plan.augmentations)
     backend = _open_backend(
         color_operator=color_operator if exact else "graph",
         hw_decoder_share=hw_decoder_share,

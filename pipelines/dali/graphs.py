@@ -77,7 +77,7 @@ def one_view(
 def augmented(image, augmentation: Augmentation, view: SimpleNamespace, plugin: bool):
     """SimCLR's list: crop and resize, color, gray, blur. (Flip and normalization come last, in `normalize`.)"""
     image = crop_resize(image, view.corner, view.extent, augmentation.size)
-    if plugin and has_exact_color(augmentation):
+    if plugin and augmentation.recolors_exactly:
         image = color.plugin_jitter(image, augmentation, view)
     else:
         if augmentation.recolors:
@@ -160,11 +160,6 @@ def normalize(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
         dtype=DTYPES[dtype],
         output_layout="HWC",
     )
-
-
-def has_exact_color(augmentation: Augmentation | Center) -> bool:
-    """Return whether the plug-in can make the colors of this view."""
-    return isinstance(augmentation, Augmentation) and augmentation.recolors and augmentation.color == "exact"
 
 
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:

@@ -220,7 +220,7 @@ def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index
     assert capfd.readouterr().out.count(f"step 2: {own.name(bad)} cannot be decoded") == 1
 
 
-def test_loader_stand_in_gets_a_crop_of_its_own_size_and_the_rows_other_draws(own, reader):
+def test_loader_stand_in_gets_its_own_crop_and_the_rows_other_draws(own, reader):
     plan = unlabeled(own)
     bad = int(plan(0).indices[0])
     spoil(own.path(bad), "empty")

@@ -61,7 +61,7 @@ class GivenViews:
 
 
 def levels_of(index, augmentation, views, **options) -> list[torch.Tensor]:
-    """Each view of all images, (N, 3, S, S) in gray levels, without the plug-in: it is compared with the graph itself."""
+    """Each view of all images, (N, 3, S, S) in gray levels, by the graph itself and not by the plug-in."""
     plan = GivenViews(index, augmentation, views)
     options["color_operator"] = "graph"
     return [255 * view.cpu() for view in open_loader(index, plan, threads=1, prefetch=1, **options)(0)]
@@ -157,7 +157,7 @@ def test_graph_fast_color_differs_from_exact_as_documented(compared, index):
     assert mean(fast, compared.torchvision["hue"][strong]) < mean(fast, opposite[strong])
 
 
-def test_graph_crop_differs_by_two_levels_at_most_but_for_the_outermost_pixels(compared):
+def test_graph_crop_differs_by_two_levels_but_at_the_border(compared):
     difference = (compared.dali["crop"] - compared.torchvision["crop"]).abs()
     assert difference[:, :, 1:-1, 1:-1].max() <= 2.001
     assert difference.max() < 30  # a region of interest inside the resize operator: 40

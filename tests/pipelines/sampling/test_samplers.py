@@ -52,7 +52,7 @@ def test_permutation_depends_on_seed_role_and_both_counters(change):
         lambda ranks: ClassSampler(*labeled([1, 5, 9, 60]), 3, 12, ranks, seed=3),
     ],
 )
-def test_samplers_give_the_same_batch_at_any_step_in_any_order_on_any_number_of_ranks(make):
+def test_samplers_batch_is_the_same_in_any_order_and_on_any_number_of_ranks(make):
     alone = make(1)
     for step in [0, 9, 3, 250, 4, 3, 0, 10**9]:
         expected = make(1).rows(step, 0).tolist()
@@ -72,7 +72,7 @@ def test_samplers_give_the_same_batch_at_any_step_in_any_order_on_any_number_of_
     extra=st.sampled_from([-1, 0, 1]),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_unlabeled_epoch_uses_each_image_at_most_once_and_drops_less_than_a_batch(
+def test_unlabeled_epoch_uses_each_image_once_and_drops_less_than_a_batch(
     local, world_size, batches, extra, seed
 ):
     batch = local * world_size
@@ -151,7 +151,7 @@ def test_unlabeled_refuses_an_impossible_batch_with_its_numbers(images, batch, r
     step=st.integers(0, 500),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_class_rows_are_interleaved_shared_and_as_distinct_as_the_class_allows(
+def test_class_rows_are_interleaved_shared_and_distinct_where_possible(
     counts, chosen, n, world_size, step, seed
 ):
     C = min(chosen, len(counts))

@@ -54,7 +54,7 @@ def test_plugin_any_image_with_any_factors_has_dalis_bits(seed):
     assert not all(np.array_equal(one, image) for one, image in zip(made, images))
 
 
-def test_plugin_every_seventh_level_of_each_channel_has_dalis_bits_in_each_factor():
+def test_plugin_every_seventh_level_has_dalis_bits_in_each_factor():
     values = {
         "brightness": (0, BELOW_HALF, 0.2, 1.001, 1.8, 1e6),
         "contrast": (0, 0.2, 0.999, 1.001, 1.8, 1e6),
