@@ -57,12 +57,11 @@ def suncet(
         ValueError: `z` is not (N, D) floating, `labels` not (N,) integers on its device, a setting is out
             of range, or the ranks' shapes differ.
     """
-    return labeled_contrast("suncet", False, z, labels, temperature, group, keys, average, chunk_size)
+    return labeled_contrast("suncet", z, labels, temperature, group, keys, average, chunk_size)
 
 
 def labeled_contrast(
     loss: str,
-    every_positive: bool,
     z: Tensor,
     labels: Tensor,
     temperature: float,
@@ -70,8 +69,9 @@ def labeled_contrast(
     keys: str,
     average: str,
     chunk_size: int | None,
+    every_positive: bool = False,
 ) -> Tensor:
-    """Compute a loss whose positives are the rows of the same label, as `suncet` describes its arguments."""
+    """Compute the loss named `loss`, whose positives are the rows of the same label; arguments as of `suncet`."""
     check_rows(loss, z, temperature, keys, chunk_size, group)
     check_labels(loss, z, labels, average)
     all_labels = all_gather_rows(labels.long(), group)

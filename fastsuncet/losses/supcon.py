@@ -31,4 +31,6 @@ def sup_con(
 
     Arguments, the returned share, gradient and errors are those of `suncet`.
     """
-    return labeled_contrast("sup_con", True, z, labels, temperature, group, keys, average, chunk_size)
+    return labeled_contrast(
+        "sup_con", z, labels, temperature, group, keys, average, chunk_size, every_positive=True
+    )
