@@ -14,6 +14,7 @@ from fastsuncet.commands.report.curves import Measurement
 from fastsuncet.commands.report.figures import unit
 from fastsuncet.commands.report.groups import Panel, arrange
 from fastsuncet.commands.report.reading import read_runs
+from fastsuncet.config import ConfigErrors
 from fastsuncet.metrics.results import write_result
 from tests.support.runs import small_config
 
@@ -156,6 +157,18 @@ def test_read_runs_recognizes_a_run_that_was_moved(tmp_path):
     moved = run.rename(tmp_path / "new" / "a")
     (found,) = read_runs([moved])[0]
     assert found.run == str(moved)
+
+
+def test_read_runs_reads_a_config_of_an_older_version(tmp_path):
+    run = make_run(tmp_path, "a", 0.5)
+    path = run / "config.yaml"
+    config = path.read_text()
+    assert "\nmodel:\n" in config
+    path.write_text(config.replace("\nmodel:\n", "\nmodel:\n  batchnorm_communicator: shared\n"))
+    assert [curve.run for curve in read_runs([run])[0]] == [str(run)]
+    path.write_text(config.replace("\nmodel:\n", "\nmodel:\n  tomorrow: 1\n"))
+    with pytest.raises(ConfigErrors, match=r"config\.yaml:\d+: model\.tomorrow"):
+        read_runs([run])
 
 
 def test_report_compares_no_runs_of_other_settings(tmp_path):
