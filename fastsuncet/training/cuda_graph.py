@@ -19,7 +19,7 @@ from fastsuncet.console import Say, say_line
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.optim import LARS
-from fastsuncet.training.step import Setting, train_step
+from fastsuncet.training.step import StepSettings, train_step
 
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
 # PyTorch asks for eleven passes before it.
@@ -40,7 +40,7 @@ class Step:
         self,
         network: nn.Module,
         optimizer: LARS,
-        setting: Setting,
+        setting: StepSettings,
         *,
         graphs: bool,  # meta.cuda_graph
         say: Say = say_line,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint.format import LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.console import Say
 from fastsuncet.distributed.launch import Place
@@ -51,13 +52,13 @@ def save(
 
 def load(
     folder: Path, *, place: Place, check: Callable[[dict[str, Any]], None], say: Say
-) -> manager.LoadedCheckpoint | None:
+) -> LoadedCheckpoint | None:
     """Return the newest good checkpoint in `folder`/checkpoints, the same on every rank; None if there is none.
 
     Rank 0 chooses it, verifies it and calls `check(meta)`; the other ranks read what it chose. Raises CheckpointError
     on every rank where all checkpoints are damaged, and what `check` raises.
     """
-    loaded: manager.LoadedCheckpoint | None = None
+    loaded: LoadedCheckpoint | None = None
 
     def newest() -> str | None:
         nonlocal loaded

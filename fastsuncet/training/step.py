@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from fastsuncet.config import Config
-from fastsuncet.data import paired_stream as data
-from fastsuncet.data.paired_stream import Batch
+from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.launch import Place
 from fastsuncet.losses.swav import normalize_prototypes_
-from fastsuncet.models import resnet as models
+from fastsuncet.models import resnet
 from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
@@ -25,7 +24,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 
 def train_step(
-    network: nn.Module, optimizer: LARS, batch: Batch, lr: float | torch.Tensor, setting: "Setting"
+    network: nn.Module, optimizer: LARS, batch: Batch, lr: float | torch.Tensor, setting: "StepSettings"
 ) -> torch.Tensor:
     """Make one update of SimCLR + SuNCEt (paper section 3, equations 1 and 2), or of another method, on one rank.
 
@@ -51,10 +50,10 @@ def in_float32(out: Outputs) -> Outputs:
     return Outputs._make(x if x is None or x.dtype == torch.float64 else x.float() for x in out)
 
 
-class Setting:
+class StepSettings:
     """What a step needs besides network, optimizer and batch: the method's losses, learning rate, precision."""
 
-    def __init__(self, config: Config, model: models.Model, device: torch.device):
+    def __init__(self, config: Config, model: resnet.Model, device: torch.device):
         self.instance_loss = methods.instance_loss(config)
         self.supervised_loss = methods.supervised_loss(config)
         self.prototypes = model.prototypes.weight if model.prototypes is not None else None
@@ -80,14 +79,14 @@ class Setting:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
 
-def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.Module, LARS, Setting]:
+def build(config: Config, place: Place, classes: int) -> tuple[resnet.Model, nn.Module, LARS, StepSettings]:
     """Return the model, the network that trains it (a MultiViewModel, or DDP around it), its optimizer, the setting.
 
     `classes` of the data set are for a method with a classifier. Weights depend on the seed alone: every rank builds
     the same ones, on any device.
     """
     m, o = config.model, config.optimization
-    model = models.build_model(
+    model = resnet.build_model(
         m.name,
         library=m.library,
         stem=m.stem,
@@ -105,7 +104,7 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     # Torch's stubs lack memory_format.
     model = model.to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-    setting = Setting(config, model, place.device)
+    setting = StepSettings(config, model, place.device)
     settings = LARSSettings(
         momentum=o.momentum,
         weight_decay=o.weight_decay,
@@ -117,11 +116,12 @@ def build(config: Config, place: Place, classes: int) -> tuple[models.Model, nn.
     optimizer = LARS(groups, setting.lr, settings)
 
     def blank(network: nn.Module) -> torch.Tensor:
-        sizes = [view.size for view in data.views(config)]
-        views = tuple(torch.zeros(1, 3, size, size, device=place.device) for size in sizes)
-        size = config.data.augmentation.size
+        def zeros(count: int, size: int) -> torch.Tensor:
+            return torch.zeros(count, 3, size, size, device=place.device)
+
+        unlabeled = tuple(zeros(1, view.size) for view in views(config))
         with setting.autocast():
-            out = network(views, torch.zeros(2, 3, size, size, device=place.device))
+            out = network(unlabeled, zeros(2, config.data.augmentation.size))
         return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
     compiled = config.meta.compile

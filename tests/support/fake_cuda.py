@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsuncet.models import resnet as models
+from fastsuncet.models import resnet
 from tools.bench.dispatch_counter import tensors
 
 CARD = torch.device("cuda", 0)
@@ -30,14 +30,14 @@ CARD = torch.device("cuda", 0)
 def fake_card() -> Iterator[None]:
     """Make tensors fake inside, also on CARD. Networks are drawn with memory, on the CPU, and become fake when they
     are moved: PyTorch does not move a module of fake parameters."""
-    drawn = models.build_model
+    drawn = resnet.build_model
 
-    def build_model(*arguments, **settings) -> models.Model:
+    def build_model(*arguments, **settings) -> resnet.Model:
         with unset_fake_temporarily():
             return drawn(*arguments, **settings)
 
     with (
-        patch.object(models, "build_model", build_model),
+        patch.object(resnet, "build_model", build_model),
         patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         patch.object(Tensor, "backward", backward),

@@ -65,7 +65,7 @@ def test_crop_areas_are_those_of_their_scales(index, reader):
 
 
 @readers
-def test_crops_are_the_same_from_any_step_on_two_ranks_and_without_small_ones(index, reader):
+def test_crops_are_the_same_from_any_step_on_ranks_and_without_small_ones(index, reader):
     loader, resumed = loader_of(index, reader), loader_of(index, reader)
     ranks = [loader_of(index, reader, CROPS, 2, rank) for rank in range(2)]
     large = loader_of(index, reader, (LARGE, LARGE))

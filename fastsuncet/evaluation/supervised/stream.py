@@ -72,13 +72,8 @@ class FineTuningStream:
             AccumulationPlan(index, sampler, view, rank=rank, **settings) for rank in range(place.world_size)
         ]
         plan = self._plans[place.rank]
-        self._loader = open_loader(
-            index,
-            plan,
-            prefetch=config.data.prefetch,
-            bad_images=config.data.bad_images,
-            **loader_options(config, place),
-        )
+        options = loader_options(config, place) | {"prefetch": config.data.prefetch}
+        self._loader = open_loader(index, plan, bad_images=config.data.bad_images, **options)
 
     def __call__(self, step: int, part: int) -> tuple[Tensor, Tensor]:
         """Return images (m, 3, S, S) and targets: labels int64 (m,), or presence int8 (m, C)."""
