@@ -109,7 +109,7 @@ def test_batch_job_without_a_config_prints_its_usage(script, tmp_path):
     assert process.returncode == 2 and "usage: sbatch" in process.stderr
 
 
-def test_kubernetes_job_fails_where_a_retry_cannot_help_and_restarts_after_75():
+def test_kubernetes_job_restarts_after_75_and_fails_after_errors():
     job = yaml.safe_load((ROOT / "tools" / "cluster" / "job.yaml").read_text())
     rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     actions = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in rules}
@@ -137,7 +137,7 @@ def test_container_asks_the_driver_for_the_jpeg_decoder():
     assert {"compute", "utility", "video"} <= set(capabilities.split(","))
 
 
-def test_container_copies_what_exists_and_rebuilds_dependencies_only_when_they_change():
+def test_container_copies_what_exists_and_keeps_dependencies_cached():
     before = DOCKERFILE[: DOCKERFILE.index("docker_install.sh dependencies")]
     assert re.findall(r"^COPY (.+) \S+$", before, re.M) == ["constraints.txt", "tools/docker_install.sh"]
     assert re.findall(r"^ARG (\w+)", before, re.M) == ["BASE_IMAGE", "DALI"]

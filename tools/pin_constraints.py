@@ -22,7 +22,7 @@ HEADER = """\
 
 
 def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
-    """Return what pip would install for `.[dev,bench,energy]` under that interpreter: ("3.11", {"torch": "2.15.0", ...})."""
+    """Return ("3.11", {"torch": "2.15.0", ...}), what pip would install for `.[dev,bench,energy]` there."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [f"{folder}/bin/python", "-m", "pip", "-q"]

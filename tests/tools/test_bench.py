@@ -135,8 +135,8 @@ def test_bench_lars_reports_time_operators_waits_and_bytes(report_of):
 # The step
 
 
-def test_bench_step_reports_speed_operators_and_waits_and_goes_on_without_a_compiler(report_of, monkeypatch):
-    """torch.compile is replaced: the real one takes a minute."""
+def test_bench_step_reports_its_figures_without_a_compiler(report_of, monkeypatch):
+    """Speed, operators and waits. torch.compile is replaced: the real one takes a minute."""
 
     def compiled(network, dynamic):
         raise RuntimeError("no compiler here\nat all")
