@@ -228,7 +228,9 @@ def test_scan_shard_ends_on_impossible_sizes(tmp_path, size):
         scan_shard(tmp_path / "a.tar")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a tar at all", gzip.compress(bytes(10240))])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a tar at all", gzip.compress(bytes(10240))], ids=["empty", "text", "gzip"]
+)
 def test_scan_shard_refuses_what_is_no_tar(tmp_path, content):
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.tar cannot be used"):
