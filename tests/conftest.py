@@ -1,10 +1,24 @@
-"""Hypothesis without a clock: on a busy machine a slow example says nothing about the code."""
+"""Settings of all tests."""
 
 import contextlib
+import signal
 
+import pytest
+
+# Hypothesis without a clock: on a busy machine a slow example says nothing about the code.
 # A bare GPU machine may lack it. The tests that use it import it by themselves and say so; those for the GPU do not.
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
     settings.register_profile("fastsuncet", deadline=None)
     settings.load_profile("fastsuncet")
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers():
+    """Restore the handlers after a test: what was asked to stop ignores further signals from then on."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)

@@ -114,6 +114,9 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # torchrun's own default, without its warning: as many OpenMP threads as cores in every rank would slow all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        # Under nohup the agent's default would handle the SIGHUP that its ranks ignore, and then kill them.
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         # The agent passes on SIGTERM, but would die of these.
         signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))

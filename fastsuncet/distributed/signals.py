@@ -1,11 +1,11 @@
-"""What happens on SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C: the run saves at the end of its step and ends with code 75.
+"""What happens on STOP_SIGNALS, SIGTERM for example: the run saves at the end of its step and ends with code 75.
 
 1. The signal handler of this module sets a flag and does nothing else. A handler that saves, prints or takes a lock
    can interrupt the very code that holds that lock, and hang.
 2. The training loop (training/trainer.py) reads the flag once a step. `StopConsensus` makes all ranks stop after the
    same step, whichever of them got the signal.
 3. The loop saves a checkpoint and raises `Preempted` (errors.py). The command writes status.json and ends with 75: the
-   same command continues the run.
+   same command continues the run. Until the process has ended it ignores further signals.
 
 Who passes signals on: launch.py to the ranks that it started, commands/sweep/child.py to the sweep's command.
 """
@@ -15,8 +15,12 @@ import time
 from types import FrameType
 from typing import Any
 
+from typing_extensions import Self
+
 # Slurm warns with SIGUSR1 or SIGUSR2 before the time limit. Other systems stop a job with SIGTERM, people with Ctrl-C.
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+# A terminal that is closed sends SIGHUP; a process that was started under nohup ignores it, and stays so.
+_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ("SIGHUP",)
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", *_HANG_UP)
 # One Ctrl-C can arrive twice, from the terminal and from a launcher. Two presses are further apart than this.
 ONE_PRESS = 0.5  # seconds
 
@@ -25,8 +29,9 @@ class SignalFlag:
     """`with SignalFlag() as signals:`; `signals.requested` is None or the name of the first signal.
 
     Further signals change nothing, so that a save is completed. Only a second SIGINT raises KeyboardInterrupt, for a
-    person who does not want to wait. Leaving restores the handlers from before. Only the main thread handles signals:
-    entering in another one raises ValueError.
+    person who does not want to wait. Leaving restores the handlers from before; once a stop was requested it ignores
+    the signals instead, because a repeated one must not change the exit code of a run that has saved. Only the main
+    thread handles signals: entering in another one raises ValueError.
     """
 
     def __init__(self, names: tuple[str, ...] = STOP_SIGNALS):
@@ -45,7 +50,7 @@ class SignalFlag:
         if self.requested is None:
             self.requested = signal.Signals(number).name
 
-    def __enter__(self) -> "SignalFlag":
+    def __enter__(self) -> Self:
         try:
             for number in self.numbers:
                 self._before[number] = signal.signal(number, self._handle)
@@ -54,8 +59,12 @@ class SignalFlag:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        # After a second Ctrl-C, a third one must be able to end the process.
+        ignore = self.requested is not None and kind is not KeyboardInterrupt
         for number, handler in self._before.items():
             # None: C code set the handler, which Python can neither name nor restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            after = signal.SIG_DFL if handler is None else handler
+            # Python would restore the default of a handler of its own before the process has ended.
+            signal.signal(number, signal.SIG_IGN if ignore else after)
         self._before.clear()

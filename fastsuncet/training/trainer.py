@@ -4,7 +4,7 @@ A step is a pure function of (seed, step, rank) and of the weights, so a run tha
 one that was not. The loop never asks an iterator whether there is more, derives no schedule from a loader's length, and
 reads from the device once per metrics interval.
 
-What happens on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2: the handler (distributed/signals.py) only sets a flag. After each
+What happens on SIGTERM and the other stop signals: the handler (distributed/signals.py) only sets a flag. After each
 step the ranks agree whether any of them has it set (distributed/stop_consensus.py). If so, `Trainer.run` saves a
 checkpoint and raises Preempted. The command writes that to a status file and exits with code 75; the same command
 continues the run.

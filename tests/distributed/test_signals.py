@@ -121,20 +121,52 @@ with SignalFlag() as signals:
         time.sleep(0.01)
     print("saving", flush=True)
     sys.stdin.readline()  # a save, as long as the test wants it to take
-    print(f"saved after {signals.requested}", flush=True)
+print(f"saved after {signals.requested}", flush=True)
+sys.stdin.readline()  # what comes after a save: status.json, the end of the interpreter
 sys.exit(75)
 """
+HANG_UPS = {"terminal": signal.SIG_DFL, "nohup": signal.SIG_IGN}
 
 
-def test_signal_flag_lets_a_process_finish_its_save_after_a_second_signal():
+def started(hang_up: str = "terminal") -> subprocess.Popen:
+    """Return a process that waits for a signal; it was started from a terminal or under nohup."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, HANG_UPS[hang_up]),
     )
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
+    return process
+
+
+def answer(process: subprocess.Popen) -> str:
+    """Let the process go on to its next line, and return that line."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_signal_flag_ignores_repeated_signals_until_the_process_has_ended(name):
+    process = started()
+    process.send_signal(signal.Signals[name])
     assert process.stdout.readline() == "saving\n"
-    process.send_signal(signal.SIGTERM)
+    for repeated in STOP_SIGNALS:
+        process.send_signal(signal.Signals[repeated])
+    assert answer(process) == f"saved after {name}\n"
+    for repeated in STOP_SIGNALS:
+        process.send_signal(signal.Signals[repeated])
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 75
+
+
+def test_signal_flag_under_nohup_does_not_hear_sighup():
+    process = started("nohup")
+    process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate("\n", timeout=60)
-    assert output == "saved after SIGTERM\n"
+    assert process.stdout.readline() == "saving\n"
+    assert answer(process) == "saved after SIGUSR1\n"
+    process.communicate("\n", timeout=60)
     assert process.returncode == 75

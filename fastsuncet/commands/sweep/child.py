@@ -11,24 +11,23 @@ from collections.abc import Sequence
 from types import FrameType
 
 from fastsuncet.console import cli_command
-from fastsuncet.distributed.signals import STOP_SIGNALS
+from fastsuncet.distributed.signals import SignalFlag
 
 # Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
 REFUSED = (2, 3, 4, 5, 130)
 PREEMPTED = 75
 
 
-class Children:
+class Children(SignalFlag):
     """`with Children() as children:`; `children.run(arguments)` returns the exit code of `fastsuncet ARGUMENTS`.
 
     A signal is passed to the running child. `requested` is then its name, and nothing more should be started.
     """
 
     def __init__(self) -> None:
-        self.requested: str | None = None
+        super().__init__()
         self._child: subprocess.Popen | None = None
         self._pending: list[int] = []
-        self._before: dict[signal.Signals, object] = {}
 
     def run(self, arguments: Sequence[str]) -> int:
         """Wait for the child and return its exit code, or 128 + the signal that killed it, as a shell does.
@@ -46,21 +45,7 @@ class Children:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
-        if number == signal.SIGHUP:  # a closed terminal: it would end a trainer without saving
-            number = signal.SIGTERM
         if self._child is None:
             self._pending.append(number)
         else:
             self._child.send_signal(number)  # does nothing where it has just ended
-
-    def __enter__(self) -> "Children":
-        # Under nohup SIGHUP stays ignored.
-        hang_up = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
-        for name in [*STOP_SIGNALS, *hang_up]:
-            number = signal.Signals[name]
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
