@@ -64,7 +64,7 @@ def test_batch_job_requeues_what_can_continue_and_keeps_the_exit_code(script, co
 
 @scripts
 def test_batch_job_gives_up_after_three_kills_in_a_row(script, tmp_path):
-    """Out of memory looks like a short grace period, and would come back for ever. A save on a signal resets it."""
+    """Out of memory looks like a short grace period, and would come back each time. A save on a signal resets it."""
 
     def requeues(code):
         before = len(calls(tmp_path))
@@ -94,7 +94,7 @@ def test_batch_job_waits_for_ranks_that_save_and_ends_after_a_dead_one(tmp_path)
     # 75 is a bad exit to Slurm: killing on it turns "saved" into 143.
     assert srun["kill-on-bad-exit"] == "0"
     grace = int(re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SBATCH.read_text())[0])
-    assert grace < int(srun["wait"]) <= 600  # longer than ranks take to exit; 0 would wait for ever
+    assert grace < int(srun["wait"]) <= 600  # longer than ranks take to exit; 0 would wait without end
     assert (tmp_path / "cores").read_text() == "64\n"  # srun does not inherit it
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", SBATCH.read_text(), re.M))
     signal, seconds = options["signal"].split("@")

@@ -163,7 +163,9 @@ def _read_meta(path: Path) -> dict[str, Any]:
     sums = meta.get("files")
     complete = isinstance(sums, dict) and all(isinstance(sums.get(name), dict) for name in (MODEL, STATE))
     if type(meta.get("step")) is not int or not complete:
-        raise DamagedCheckpoint(f"{META} lacks its step, or the size and sha256 of {MODEL} and {STATE}")
+        raise DamagedCheckpoint(
+            f"{META} is incomplete: no step, or no size and sha256 of {MODEL} and {STATE}"
+        )
     return meta
 
 

@@ -57,7 +57,7 @@ def check_section(config: Config) -> None:
     if t.root is None:
         raise config.error(
             "transfer.root",
-            "is needed: the folder that holds the data sets to transfer to (cifar-10-batches-py, cifar-100-python, "
+            "must name the folder that holds the data sets to transfer to (cifar-10-batches-py, cifar-100-python, "
             "VOCdevkit)",
         )
     if t.resize < t.size:

@@ -212,7 +212,7 @@ class CriterionSection(Section):
         "nt_xent", "loss of unlabeled images; none: learn from labeled images alone"
     )
     supervision: Literal["suncet", "cross_entropy", "sup_con"] = setting(
-        "suncet", "of labels; sup_con: L_sup_out"
+        "suncet", "loss of labeled images; sup_con: L_sup_out of the paper"
     )
     temperature: Positive = Field(description="tau of all contrastive losses and of SwAV")
     unsupervised_batch_size: BatchSize = Field(description="unlabeled images over all processes; 0 with none")
@@ -227,13 +227,16 @@ class CriterionSection(Section):
     plateau_gain: Share = setting(0.01, "share of the loss by which it must have fallen over plateau_epochs")
     labeled_share: Share | None = setting(
         None,
-        "share of an update's views that are labeled (appendix D), with as many views as the batch sizes above give "
-        "and as many passes through the labeled images as they and supervised_epochs give; null: as written above",
+        "share of an update's views that are labeled (appendix D). The number of views an update and the number of "
+        "passes over the labeled images stay those of the settings above; null: the settings above as written",
     )
     keys: Literal["attached", "detached"] = setting(
-        "attached", "detached: the gradient reaches one side of a pair"
+        "attached", "detached: no gradient flows through the keys"
     )
-    average: Literal["sample", "class"] = setting("sample", "of the labeled loss; differs if unbalanced")
+    average: Literal["sample", "class"] = setting(
+        "sample",
+        "mean of the labeled loss; the two differ if classes are unbalanced",
+    )
     chunk_size: Count | None = setting(None, "rows of the losses at a time; null: 128, on a GPU 1,024")
     products: Literal["tf32", "fp32"] = setting(
         "tf32",

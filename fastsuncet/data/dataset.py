@@ -90,7 +90,7 @@ def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
         index = file_index(config, train=train, scan=scan)
     if data.kind == "csv" and train:
         index = with_csv_labels(index, data_path(data.csv))
-    # An accuracy over other images is another accuracy.
+    # Accuracies are comparable only on the same images.
     index.require_good(data.bad_images if train else 0)
     return index
 

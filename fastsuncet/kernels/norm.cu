@@ -1,4 +1,4 @@
-// BatchNorm with its neighbours, a residual added before and a ReLU after, for training in channels-last memory.
+// BatchNorm with its neighbors, a residual added before and a ReLU after, for training in channels-last memory.
 //
 //   norm_moments         x -> mean and variance of each block's rows                       reads 2 bytes an element*
 //   norm_join            joins those of blocks: into statistics, or into sums that are added over ranks

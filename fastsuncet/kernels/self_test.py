@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from pipelines.cuda_compiler import KernelError
 
-Proof = Callable[
-    [torch.device], None
-]  # runs kernel and twin on something small; raises KernelError if they differ
+# Runs a kernel and its twin on a small input; raises KernelError if they differ.
+Proof = Callable[[torch.device], None]
 
 # Why the kernels of a source stay off on a device, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}

@@ -37,6 +37,5 @@ def warmup_cosine(
     length = steps - (2 if legacy else 1) * warmup_steps
     progress = (step - warmup_steps) / max(1, length)
     fraction = 0.5 * (1 + math.cos(math.pi * progress))
-    return (
-        fraction * lr + (1 - fraction) * final_lr
-    )  # exact at both ends, unlike final + (lr - final) fraction
+    # Exact at both ends, unlike final_lr + (lr - final_lr) * fraction.
+    return fraction * lr + (1 - fraction) * final_lr

@@ -5,12 +5,17 @@
       swav     clusters (section 5, Table 3)           cross_entropy  a linear classifier on h (section 4.1, App. F)
       none     labels alone (appendix H)               sup_con        L_sup_out (appendix H)
 
-Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. The temperature is
-`criterion.temperature`, which this module hands to them.
+Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. This module passes
+`criterion.temperature` to them. It divides the rows in `losses/contrast.py`, or in `losses/contrast_symmetric.py` where
+one CPU process has all rows.
 
-To add a loss: write it in `fastsuncet/losses/` and export it there, add a function and its name below, add the name to
-`criterion.instance` or `criterion.supervision` in `fastsuncet/config/schema.py`, and a dense float64 twin to
-`tests/support/dense_losses.py`, which `tests/training/test_methods.py` compares every method with.
+To add a loss:
+1. Write it in `fastsuncet/losses/` and export it there.
+2. Add a function and its name below; `CriterionSection.contrasts_labels` says whether it contrasts labeled images.
+3. Add the name to `criterion.instance` or `criterion.supervision` in `fastsuncet/config/schema.py`.
+4. Add the name to `FIELDS` in `fastsuncet/metrics/progress_bar.py`.
+5. Add a dense float64 twin to `tests/support/dense_losses.py`, and a row to `METHODS` in
+   `tests/training/test_methods.py`, which fails while one of these is missing.
 """
 
 from collections.abc import Callable

@@ -35,6 +35,9 @@ FACTORS = ("brightness", "contrast", "saturation", "hue")
 def jitter(image, augmentation, view):
     """Apply the four color factors that `view` holds as nodes (see `pipelines.dali.graphs.view_inputs`).
 
+    The order is brightness, contrast, saturation, hue. It is written three more times: in `jitter` of
+    `pipelines/torchvision_engine.py`, and in the plug-in's color_jitter.h and color_jitter.cu.
+
     Images that are not to be jittered come with neutral factors, which change no pixel. That is cheaper than sorting
     these images out and back in.
     """
@@ -53,7 +56,7 @@ def jitter(image, augmentation, view):
         if view.hue != 0:  # the one operator slow enough to be worth a condition
             image = hue(image, view.hue)
         else:
-            image = image  # both branches must name the result
+            image = image  # DALI requires that both branches assign the result
     return image
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import (  # noqa: F401 -- importing registers a parser; left to PIL, that happens in the worker threads
+
+# Importing a parser registers it. PIL itself would do that later, in the worker threads.
+from PIL import (  # noqa: F401
     BmpImagePlugin,
     GifImagePlugin,
     Image,

@@ -158,7 +158,7 @@ def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:
         for i in chosen[labeled.labels[chosen] != index.labels[chosen]]
     ]
     if others:
-        raise DataError(f"{file} labels {len(others)} images otherwise than the data: {_some(others)}")
+        raise DataError(f"{file}: {len(others)} labels differ from those of the data set: {_some(others)}")
     return chosen
 
 

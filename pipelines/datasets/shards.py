@@ -45,7 +45,9 @@ class Shards:
 
     def __init__(self, paths: Sequence[Path], stamps: np.ndarray, members: np.ndarray):
         if members.dtype != MEMBER or stamps.shape != (len(paths), 2):
-            raise DataError("the index of a pack is damaged: its tables do not fit each other")
+            raise DataError(
+                "the index of a pack is damaged: its tables have different lengths. Delete it; it is made again"
+            )
         self.paths, self.stamps, self.members = list(paths), stamps, members
         self._files: list[io.FileIO] = []
         weakref.finalize(self, _close, self._files)

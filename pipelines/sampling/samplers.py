@@ -167,9 +167,8 @@ class ClassSampler:
         self.steps_per_cycle = len(self._labels) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
         self._images = np.split(indices[np.lexsort((indices, labels))], np.cumsum(self._counts)[:-1])
-        self._orders: list[tuple[int, np.ndarray] | None] = [None] * len(
-            self._labels
-        )  # of each class' images
+        # The present order of the images of each class, with its pass.
+        self._orders: list[tuple[int, np.ndarray] | None] = [None] * len(self._labels)
         self._cycle: tuple[int, np.ndarray] | None = None
 
     def _slots(self, step: int) -> np.ndarray:

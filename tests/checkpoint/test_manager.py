@@ -28,7 +28,10 @@ def test_load_newest_names_a_damaged_checkpoint_and_uses_the_one_before(tmp_path
     assert (step, len(lines)) == (1, 2)
     assert str(path) in lines[0] and name in lines[0]
     assert "step_00000001" in lines[1]
-    if name != "meta.json" and how in ("truncated", "longer"):  # the message tells a full disk from a broken one
+    if name != "meta.json" and how in (
+        "truncated",
+        "longer",
+    ):  # the message tells a full disk from a broken one
         assert "bytes were written" in lines[0]
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         manager.load(path)

@@ -64,22 +64,24 @@ def test_children_exit_codes_without_a_signal(monkeypatch, code, ends):
         assert children.requested is None
 
 
+EXIT = "signal.signal(signal.{}, lambda *_: sys.exit({})); " + READY
+NOHUP = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 @pytest.mark.parametrize(
     ("code", "number", "ends"),
     [
-        (READY, signal.SIGTERM, 75),  # dies of the signal: only time is lost
-        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); {READY}", signal.SIGTERM, 75),
-        (
-            f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); {READY}",
-            signal.SIGTERM,
-            5,
-        ),  # could not save
-        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {READY}", signal.SIGTERM, 0),
-        (
-            f"signal.signal(signal.SIGHUP, lambda *_: sys.exit(75)); {READY}",
+        pytest.param(READY, signal.SIGTERM, 75, id="dies-of-the-signal"),
+        pytest.param(EXIT.format("SIGTERM", 75), signal.SIGTERM, 75, id="saves"),
+        pytest.param(EXIT.format("SIGTERM", 5), signal.SIGTERM, 5, id="cannot-save"),
+        pytest.param(EXIT.format("SIGTERM", 0), signal.SIGTERM, 0, id="was-done"),
+        pytest.param(
+            EXIT.format("SIGHUP", 75),
             signal.SIGHUP,
             75,
-        ),  # closed terminal
+            id="closed-terminal",
+            marks=pytest.mark.skipif(NOHUP, reason="started under nohup, which ignores SIGHUP"),
+        ),
     ],
 )
 def test_children_pass_signals_on(monkeypatch, code, number, ends):

@@ -16,7 +16,7 @@ from fastsuncet.config.reader import parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
-from tests.test_deploy import calls, command
+from tests.test_deploy import calls, stand_in
 
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 
@@ -170,8 +170,8 @@ def test_runs_named():
 )
 def test_sweep_array_job_requeues_its_own_task(code, requeued):
     """The Slurm script keeps the exit code, and requeues the task after a signal or a kill."""
-    command(Path.cwd(), "srun", f"exit {code}")
-    command(Path.cwd(), "scontrol", "")
+    stand_in(Path.cwd(), "srun", f"exit {code}")
+    stand_in(Path.cwd(), "scontrol", "")
     environment = {**os.environ, "PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "73"}
     environment |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
     script = ROOT / "tools" / "cluster" / "sweep.sbatch"

@@ -129,9 +129,8 @@ def test_config_removed_key():
     assert config.changed_keys(saved) == []
     assert Config.from_checkpoint(saved) == config
     assert Config.from_checkpoint(config.canonical()) == config
-    assert (
-        load(GOOD + "model: {batchnorm_communicator: shared}\n") == config
-    )  # as in an older run's config.yaml
+    # As in an older run's config.yaml.
+    assert load(GOOD + "model: {batchnorm_communicator: shared}\n") == config
     saved["model"]["batchnorm_communicator"] = "own"
     assert config.changed_keys(saved) == [
         ("model.batchnorm_communicator", "own", "shared (the only value in this version)")

@@ -112,7 +112,7 @@ def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("transfer.root=null", "transfer.root.*is needed: the folder that holds the data sets"),
+        ("transfer.root=null", "transfer.root.*must name the folder that holds the data sets"),
         ("transfer.learning_rates=[0, 0.1]", "transfer.learning_rates.*must be above 0"),
         ("transfer.learning_rates=[0.1, 0.1]", "transfer.learning_rates.*has a value twice"),
         ("transfer.weight_decays=[0, 0]", "transfer.weight_decays.*has a value twice"),

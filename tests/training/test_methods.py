@@ -1,6 +1,7 @@
 """Every method through the real network and the real run: against dense float64 losses, and on two ranks as on one."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config, load_config
+from fastsuncet.config.schema import CriterionSection
+from fastsuncet.metrics.progress_bar import FIELDS
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.training import methods
@@ -49,6 +52,16 @@ def small(folder, method: str, *overrides: str) -> Config:
     if LABELS_ALONE[0] in options:
         options = [*options, "optimization.warmup=0"]
     return small_config(folder, *options, *overrides)
+
+
+def test_methods_every_loss_of_the_schema_is_compared_here_and_shown_in_the_console():
+    fields = CriterionSection.model_fields
+    names = {name for key in ("instance", "supervision") for name in get_args(fields[key].annotation)}
+    compared = {
+        getattr(config_of(method).criterion, key) for method in METHODS for key in ("instance", "supervision")
+    }
+    assert names == compared
+    assert names - {"none"} <= FIELDS.keys()
 
 
 def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

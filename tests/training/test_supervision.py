@@ -80,7 +80,7 @@ def test_plateau_of_a_slower_curve_is_later():
 
 
 def test_plateau_of_a_loss_without_a_floor_is_where_next_to_nothing_is_left():
-    """Cross-entropy on images learnt by heart falls by the same share for ever."""
+    """Cross-entropy on memorized images keeps falling by the same share."""
     geometric = 2.3 * 0.95 ** np.arange(2000)
     end = ends_after(geometric)
     assert np.median(geometric[end - 10 : end]) < 0.023 < np.median(geometric[end - 11 : end - 1])

@@ -248,7 +248,9 @@ class _Reader:
             return ()
         entries = dict.fromkeys(value) if isinstance(value, list) else dict(value or {})
         self.require(
-            len(entries) == len(value or ()), at, "has a command twice; vary and runs below it repeat it"
+            len(entries) == len(value or ()),
+            at,
+            "lists a command twice. List it once, and use vary or runs below it",
         )
         found = [self.command(name, entry, (*at, name)) for name, entry in entries.items()]
         return tuple(command for command in found if command is not None)

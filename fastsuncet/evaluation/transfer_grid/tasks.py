@@ -72,7 +72,7 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
         )
         train, validation = stratified(images, t.validation)
     for index in (images, test):
-        index.require_good()  # an accuracy over other images is another accuracy
+        index.require_good()  # accuracies are comparable only on the same images
     parts = (name, images, np.sort(train), np.sort(validation), test)
     if name == "voc07":
         return TransferTask(*parts, "sigmoid", "11-point mAP", mean_ap)

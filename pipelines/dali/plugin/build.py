@@ -34,10 +34,8 @@ FLAGS = (
 NVRTC_FLAGS = ("--std=c++17", "--fmad=false")
 # Code for the oldest card that torch's wheels support; the driver translates it for newer ones.
 PTX_ARCH = "compute_75"
-CUDA_HEADERS = (
-    "crt/host_config.h",
-    "nv/target",
-)  # DALI's headers include them; wheels hold them in two places
+# DALI's headers include them; wheels hold them in two places.
+CUDA_HEADERS = ("crt/host_config.h", "nv/target")
 DALI_HEADER = "dali/core/geom/mat.h"
 DIGEST = hashlib.sha256().digest_size
 
@@ -63,9 +61,8 @@ def build(prove: Callable[[Path], None], device: str = "cpu") -> Path:
                 prove(library)
             except RuntimeError as error:  # from DALI
                 raise DataError(f"the color operator compiles, but DALI cannot run it: {error}") from error
-            os.replace(
-                library, target
-            )  # atomic: another process that builds at the same time writes the same
+            # Atomic: another process that builds at the same time writes the same file.
+            os.replace(library, target)
     except OSError as error:
         raise DataError(
             f"the color operator cannot be kept in {target.parent}: {error.strerror or error}; set FASTSUNCET_CACHE to "

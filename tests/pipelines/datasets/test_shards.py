@@ -249,7 +249,7 @@ def test_shards_refuse_members_outside_of_them(folder):
     members["length"][0] = (1 << 63) - 1
     with pytest.raises(DataError, match="an image lies in no shard"):
         Shards(pack.paths, pack.stamps, members)
-    with pytest.raises(DataError, match="its tables do not fit each other"):
+    with pytest.raises(DataError, match="its tables have different lengths"):
         Shards(pack.paths, pack.stamps[:1], pack.members)
 
 
