@@ -3,6 +3,7 @@
 Shapes: N images in all, n of them on this rank, V views of each, E the width of the network's output.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -35,11 +36,13 @@ def outputs(
     *,
     batch: int = 256,
     view: Center | None = None,  # None: the config's
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Return the network's output for each image, (N, E) float32 on the device, in the order of `indices`.
 
     Single center crop, BatchNorm in evaluation mode, float32; the network keeps its mode. Each rank computes a block of
-    the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. Raises BadImage for an image that
+    the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. `before_batch` is called equally
+    often on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for an image that
     cannot be decoded, since the accuracy would be another one without it.
     """
     a = config.data.augmentation
@@ -47,7 +50,7 @@ def outputs(
     mine, _ = _block(indices, place)
     plan = EvaluationPlan(index, mine, min(batch, len(mine)), (view,))
     loader = open_evaluation_loader(index, plan, **loader_options(config, place))
-    rows = _forward(network, loader, len(mine), 1, place)
+    rows = _forward(network, loader, len(mine), 1, place, before_batch)
     return all_gather_rows(rows[:, 0])[: len(indices)]  # blocks in rank order are the images' order
 
 
@@ -91,13 +94,21 @@ def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
 
 
 @torch.no_grad()
-def _forward(network: nn.Module, loader: EvaluationLoader, images: int, views: int, place: Place) -> Tensor:
+def _forward(
+    network: nn.Module,
+    loader: EvaluationLoader,
+    images: int,
+    views: int,
+    place: Place,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Return (n, V, E) of the loader's n images, and close the loader."""
     training = network.training
     network.eval()
     rows, done = None, 0
     try:
         for shown, _, indices in loader:
+            before_batch()
             for view, pixels in enumerate(shown):
                 h = network(pixels.to(place.device)).float()
                 # One block from the start: joining a list of batches would hold every row twice.

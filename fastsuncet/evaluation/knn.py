@@ -3,7 +3,7 @@
 Shapes: N labeled support images, Q query images, E the width of the encoder's output, C classes.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -78,7 +78,12 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
 
 
 def online_knn(
-    model: Model, images: Images, config: Config, place: Place, bad: Collection[int] = ()
+    model: Model,
+    images: Images,
+    config: Config,
+    place: Place,
+    bad: Collection[int] = (),
+    before_batch: Callable[[], None] = lambda: None,  # of `outputs`
 ) -> float:
     """Return the share of validation images that their k nearest training images classify correctly, during training.
 
@@ -92,8 +97,9 @@ def online_knn(
         chosen = spread_over_classes(images.train.labels, MOST_SUPPORTS)
     known_bad = {i for rank in gather_json([int(i) for i in bad]) for i in rank}.union(images.train.bad)
     chosen = chosen[~np.isin(chosen, list(known_bad))]
-    rows = outputs(model.encoder, images.validation, np.arange(len(images.validation)), config, place)
-    columns = outputs(model.encoder, images.train, chosen, config, place)
+    queries = np.arange(len(images.validation))
+    rows = outputs(model.encoder, images.validation, queries, config, place, before_batch=before_batch)
+    columns = outputs(model.encoder, images.train, chosen, config, place, before_batch=before_batch)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     truth = torch.from_numpy(images.validation.labels).to(place.device)
     mine = own_rows(place)

@@ -6,7 +6,8 @@
 
 `step` is the number of updates done when the line was written, and the lines of a step are written before its
 checkpoint. So a run that continues from the checkpoint of step k keeps every line up to k and writes the later ones
-again. Both files then equal those of a run without a stop, byte for byte, except for columns that measure time.
+again; where the evaluation of step k was still due, only its "train" line stays. Both files then equal those of a run
+without a stop, byte for byte, except for columns that measure time.
 
 Floats are written with the digits that give the same float back. JSON has no NaN: such a value is null, and
 "nonfinite": {"suncet": "nan"} keeps it; the table has nan, inf and -inf. `read` restores them.
@@ -34,8 +35,9 @@ class MetricsWriter:
 
     `columns` are the keys that a training record can have, without "step", in the table's order. With `resume_step` the
     files continue from there: lines of later steps, and a line cut by a kill, are moved aside, and one line reports it.
-    None is a fresh start: all lines are moved aside. `tensorboard` and `wandb` (a project's name) add those trackers;
-    ConfigError if their packages are missing. Raises CheckpointError if the disk is full.
+    If that step is not `evaluated`, so is the line of its evaluation, which will be written again. None is a fresh
+    start: all lines are moved aside. `tensorboard` and `wandb` (a project's name) add those trackers; ConfigError if
+    their packages are missing. Raises CheckpointError if the disk is full.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class MetricsWriter:
         columns: Sequence[str],
         *,
         resume_step: int | None = None,
+        evaluated: bool = True,
         tensorboard: bool = False,
         wandb: str | None = None,
         say: Say = say_line,
@@ -58,7 +61,7 @@ class MetricsWriter:
                 self._trackers.append(TensorBoard(self.folder, resume_step))
             if wandb:
                 self._trackers.append(WeightsAndBiases(wandb, self.folder, say))
-            kept = _move_later_lines(self.folder, resume_step, say)
+            kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, _table([["step", *self.columns], *rows]))
             self._jsonl = open(self.folder / JSONL, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
@@ -136,8 +139,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _move_later_lines(folder: Path, resume_step: int | None, say: Say) -> list[dict[str, Any]]:
+def _move_later_lines(
+    folder: Path, resume_step: int | None, evaluated: bool, say: Say
+) -> list[dict[str, Any]]:
     """Move the lines after `resume_step` (None: all) and cut ones to SUPERSEDED; return the records that stay."""
+
+    def stays(record: dict[str, Any]) -> bool:
+        if resume_step is None or record["step"] > resume_step:
+            return False
+        return evaluated or record["step"] < resume_step or record["kind"] == "train"
+
     path = folder / JSONL
     content = path.read_bytes() if path.exists() else b""
     kept_lines, kept, moved, cut = [], [], [], 0
@@ -147,11 +158,11 @@ def _move_later_lines(folder: Path, resume_step: int | None, say: Say) -> list[d
         if record is None:
             cut += 1
             moved.append(json.dumps({"torn": line.decode("utf-8", "backslashreplace")}).encode() + b"\n")
-        elif resume_step is None or record["step"] > resume_step:
-            moved.append(line)
-        else:
+        elif stays(record):
             kept_lines.append(line)
             kept.append(record)
+        else:
+            moved.append(line)
     if moved:
         # Write them there before removing them here: a kill in between leaves them twice, and loses none.
         with open(folder / SUPERSEDED, "ab", buffering=0) as stream:

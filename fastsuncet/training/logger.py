@@ -12,7 +12,14 @@ class RunLogger:
     """`write(kind, record)` on every rank; only rank 0 has files and a bar. Leaving the context closes them."""
 
     def __init__(
-        self, config: Config, folder: Path, columns: tuple[str, ...], steps: int, step: int, place: Place
+        self,
+        config: Config,
+        folder: Path,
+        columns: tuple[str, ...],
+        steps: int,
+        step: int,
+        place: Place,
+        evaluated: bool = True,
     ):
         self.writer = self.progress = None
         if not place.first:
@@ -22,6 +29,7 @@ class RunLogger:
             folder,
             columns,
             resume_step=step or None,
+            evaluated=evaluated,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb,
             say=self.progress.say,

@@ -87,12 +87,13 @@ class Pretraining(TrainingTask[Batch]):
             return f"{self.terms[1]} has plateaued: off from step {step + 1:,} on"
         return None
 
-    def evaluate(self, bad: set[int]) -> dict[str, float]:
+    def evaluate(self, bad: set[int], before_batch: Callable[[], None]) -> dict[str, float]:
         if not self.config.model.sync_batchnorm:
             # Each rank has its own statistics. Those of rank 0 are saved, so they are evaluated.
             for buffer in self.model.buffers():
                 broadcast(buffer)
-        accuracy = self.evaluate_online(self.model, self.images, self.config, self.place, bad=bad)
+        what = (self.model, self.images, self.config, self.place)
+        accuracy = self.evaluate_online(*what, bad=bad, before_batch=before_batch)
         return {"knn_accuracy": accuracy}
 
     def meta(self, epoch: float) -> dict[str, Any]:

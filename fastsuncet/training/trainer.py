@@ -5,9 +5,9 @@ one that was not. The loop never asks an iterator whether there is more, derives
 reads from the device once per metrics interval.
 
 What happens on SIGTERM and the other stop signals: the handler (distributed/signals.py) only sets a flag. After each
-step the ranks agree whether any of them has it set (distributed/stop_consensus.py). If so, `Trainer.run` saves a
-checkpoint and raises Preempted. The command writes that to a status file and exits with code 75; the same command
-continues the run.
+step, and before each batch of an evaluation, the ranks agree whether any of them has it set
+(distributed/stop_consensus.py). If so, `Trainer.run` saves a checkpoint and raises Preempted. The command writes that
+to a status file and exits with code 75; the same command continues the run.
 """
 
 from abc import ABC, abstractmethod
@@ -92,8 +92,11 @@ class TrainingTask(ABC, Generic[BatchType]):
     def after_step(self, step: int, values: Tensor) -> str | None:
         """Take the `values` of `train_step`; return a message for the user, if there is one."""
 
-    def evaluate(self, bad: set[int]) -> dict[str, float]:
-        """Evaluate the model without the images `bad`; return the metrics of a "knn" line. Collective."""
+    def evaluate(self, bad: set[int], before_batch: Callable[[], None]) -> dict[str, float]:
+        """Evaluate the model without the images `bad`; return the metrics of a "knn" line. Collective.
+
+        Every rank calls `before_batch` equally often; it raises Preempted once a stop was requested.
+        """
         return {}
 
     @abstractmethod
@@ -135,12 +138,17 @@ class Trainer:
         if self.step == task.steps and self.evaluated:
             return
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
-        with RunLogger(*settings) as self.logger:
+        with RunLogger(*settings, evaluated=self.evaluated) as self.logger:
             consensus = StopConsensus()
+
+            def stop_if_requested() -> None:
+                if consensus.agree(signals.requested is not None):
+                    raise self.preempted(signals)
+
             self.ledger.start_clock()
             self.interval.start_clock()
-            if not self.evaluated:  # the run was stopped between the end of a step and its evaluation
-                self.evaluate()
+            if not self.evaluated:  # the run ended between the end of a step and the end of its evaluation
+                self.evaluate(stop_if_requested)
                 self.save()
             while self.step < task.steps:
                 # ------------------------------------------------------------------------------------------ hot region
@@ -159,11 +167,19 @@ class Trainer:
                     self.log()
                 due = task.evaluate_every and (last or self.step % task.evaluate_every == 0)
                 self.evaluated = not due
+                # Before the evaluation, which can take longer than the time that a stopped run is given.
+                save = last or stop or any(self.step % every == 0 for every in task.save_every)
+                if save:
+                    self.save()
                 # Skip the evaluation when a stop was requested: the run does it first when it continues.
                 if not self.evaluated and not stop:
-                    self.evaluate()
-                if last or stop or any(self.step % every == 0 for every in task.save_every):
-                    self.save()
+                    try:
+                        self.evaluate(stop_if_requested)
+                    except Preempted:
+                        stop = True
+                    # With the evaluation; without it only if nothing was saved above.
+                    if save != stop:
+                        self.save()
                 if stop:
                     raise self.preempted(signals)
             consensus.close()
@@ -209,18 +225,22 @@ class Trainer:
             self.replaced.update(i for rank in gather_json(sorted(self.task.stream.replaced)) for i in rank)
         return len(self.replaced)
 
-    def evaluate(self) -> None:
+    def evaluate(self, before_batch: Callable[[], None]) -> None:
         """Write a metrics line with the task's evaluation. It draws nothing from the run's random numbers.
+
+        Before each batch it calls `before_batch`; what that raises leaves the evaluation due.
 
         Its time and energy are not in the ledger: they depend on how many labels a method has and are not its cost.
         """
         self.interval.read()  # waits for the steps under way, which are in the ledger
         progress = self.progress()
         self.count_replaced()
-        self.logger.write("knn", {**progress, **self.task.evaluate(self.replaced)})
-        self.evaluated = True
-        self.ledger.start_clock()
-        self.interval.start_clock()
+        try:
+            self.logger.write("knn", {**progress, **self.task.evaluate(self.replaced, before_batch)})
+            self.evaluated = True
+        finally:
+            self.ledger.start_clock()
+            self.interval.start_clock()
 
     def save(self) -> None:
         """Write a checkpoint, unless a loss or a weight is not finite.

@@ -109,7 +109,7 @@ def test_online_knn_without_labels_limits_its_supports(tmp_path, monkeypatch):
     images = open_images(config, ALONE, validation=True)
     asked = {}
 
-    def remembered(network, index, indices, *rest):
+    def remembered(network, index, indices, *_, **__):
         asked[id(index)] = indices
         return torch.zeros(len(indices), 2)
 

@@ -1,6 +1,7 @@
 """A run that was stopped and continued is the run that was not, to the bit: weights, momentum, metrics, pixels."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,19 @@ import pytest
 from fastsuncet.commands import train as train_command
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import Preempted
+from fastsuncet.evaluation import features
+from fastsuncet.metrics.writer import MetricsWriter
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_to_the_bit, final_state, metrics, small_config, terminate, train
+from tests.support.runs import (
+    Killed,
+    assert_equal_to_the_bit,
+    final_state,
+    kill,
+    metrics,
+    small_config,
+    terminate,
+    train,
+)
 
 
 # Of ten steps, four an epoch: inside an epoch; after the first step, at an epoch's end and begin, before the last.
@@ -78,6 +90,75 @@ def test_stop_skips_an_evaluation_and_the_continued_run_does_it_first(tmp_path):
     assert [line["kind"] for line in metrics(stopped.run_folder)] == ["train"]
     train(stopped)
     assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+
+
+def in_next_evaluation(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
+    """Call `what` when the next evaluation opens its images."""
+    opened = features.open_evaluation_loader
+
+    def opening(*arguments, **keywords):
+        patch.setattr(features, "open_evaluation_loader", opened)
+        what()
+        return opened(*arguments, **keywords)
+
+    patch.setattr(features, "open_evaluation_loader", opening)
+
+
+def evaluations(config) -> list[int]:
+    return [line["step"] for line in metrics(config.run_folder, "knn")]
+
+
+# The evaluations are after steps 4, 8 and 10.
+@pytest.mark.parametrize("every", [3, 4])  # no checkpoint is due with the first evaluation; one is
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(every, world_size, tmp_path):
+    rows = run_ranks(stopped_in_an_evaluation, world_size, str(tmp_path), every)
+    assert rows == [[[4], [], [4, 8, 10]]] * world_size
+
+
+def stopped_in_an_evaluation(rank: int, world_size: int, folder: str, every: int) -> list:
+    overrides = ("evaluation.knn_every_epochs=1", f"checkpoint.every={every}")
+    straight, stopped = (small_config(Path(folder, part), *overrides) for part in ("straight", "stopped"))
+    train(straight)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world_size - 1:  # only one rank gets the signal
+            in_next_evaluation(patch, terminate)
+        with pytest.raises(Preempted, match="saved after step 4"), join("cpu") as place:
+            train_command.train(stopped, place)
+    steps, before = saved_steps(stopped)[-1:], evaluations(stopped)
+    train(stopped)
+    if rank == 0:
+        assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+    return [steps, before, evaluations(stopped)]
+
+
+def saved_steps(config) -> list[int]:
+    return sorted(int(path.name[-8:]) for path in (config.run_folder / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, tmp_path, monkeypatch):
+    overrides = ("evaluation.knn_every_epochs=1", "checkpoint.every=4")
+    straight, killed = (small_config(tmp_path / part, *overrides) for part in ("straight", "killed"))
+    train(straight)
+    write = MetricsWriter.write
+
+    def written(writer, record, kind="train"):
+        shown = write(writer, record, kind)
+        if kind == "knn":
+            kill()
+        return shown
+
+    with monkeypatch.context() as patch:
+        if when == "during":
+            in_next_evaluation(patch, kill)
+        else:  # its line is there, and the checkpoint does not know it
+            patch.setattr(MetricsWriter, "write", written)
+        with pytest.raises(Killed):
+            train(killed)
+    assert saved_steps(killed) == [4]
+    assert min(train(killed)) == 4
+    assert_equal_to_the_bit(final_state(killed), final_state(straight))
 
 
 SEVEN = "optimization.steps=7"
