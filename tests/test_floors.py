@@ -53,6 +53,7 @@ def imports(path: Path) -> set[str]:
 SOURCES = sorted(path for package in ("pipelines", "fastsuncet") for path in (ROOT / package).rglob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SOURCES, ids=[module_name(path) for path in SOURCES])
 def test_imports_go_down(path):
     module = module_name(path)

@@ -20,6 +20,7 @@ def shadow(folder: Path, *names: str) -> None:
         path.write_text("raise RuntimeError('imported from the working directory')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "names", "pythonpath"),
     [

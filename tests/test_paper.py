@@ -150,6 +150,7 @@ def test_document_has_28_rows_with_commands_and_says_which_were_run():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_document_costs_are_those_of_the_commands(row):
     spent = cost(range(1, 29) if row[0] == "all" else [int(row[0])])
@@ -182,6 +183,7 @@ def started(monkeypatch):
     return reached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
 def test_document_command_is_valid(line, started, capsys):
     _, name, *words = shlex.split(line)
@@ -195,6 +197,7 @@ def test_document_command_is_valid(line, started, capsys):
 # The configs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_config_header_names_its_rows_and_a_valid_command(name):
     lines = (FOLDER / name).read_text().split("\n\n")[0].splitlines()
@@ -213,6 +216,7 @@ def test_config_header_names_its_rows_and_a_valid_command(name):
         assert jobs_of(command) and Path(shlex.split(command)[2]).name == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_runs_fit_their_data_and_keep_the_papers_hyper_parameters(name):
     cifar = name.startswith("cifar10")

@@ -20,6 +20,8 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.errors import CheckpointError
 from tests.support.power_cut import CALLS, intercept, watch
 
+pytestmark = pytest.mark.slow
+
 # Children are forked from a clean server that has imported torch: a new interpreter for each would take seconds.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.checkpoint.test_faults"])

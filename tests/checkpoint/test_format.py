@@ -113,6 +113,7 @@ def test_format_refuses_a_state_that_is_not_a_dict(tmp_path):
         manager.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

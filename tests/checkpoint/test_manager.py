@@ -18,6 +18,7 @@ def test_load_newest_finds_none_where_there_never_was_one(tmp_path):
     assert newest(tmp_path) == (None, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", *DAMAGE])
 @pytest.mark.parametrize("name", ["model.safetensors", "train_state.pt", "meta.json"])
 def test_load_newest_names_a_damaged_checkpoint_and_uses_the_one_before(tmp_path, name, how):

@@ -71,6 +71,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(state=st.dictionaries(st.text(), plain))
 def test_serialization_keeps_any_nest_of_plain_types(state):

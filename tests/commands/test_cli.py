@@ -60,6 +60,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 # ------------------------------------------------------------------------------------------------ as a process
+@pytest.mark.slow
 def test_train_refuses_a_wrong_config_before_torch_is_loaded():
     code = (
         "import sys; from fastsuncet.cli import main; code = main(['train', 'run.yaml', 'optimization.lrr=3']);"
@@ -90,6 +91,7 @@ def test_help_ends_with_0_and_no_command_with_2():
     assert (done.returncode, done.stdout) == (2, texts.OVERVIEW + "\n")
 
 
+@pytest.mark.slow
 def test_data_check_of_missing_images_ends_with_3():
     Path("run.yaml").write_text(GOOD.replace("digits", "image_folder, root: nowhere"))
     done = command("data", "check", "run.yaml")

@@ -107,6 +107,7 @@ def test_data_check_of_a_folder_ignores_its_layout(folder, capsys):
         check_folder(folder / "images")
 
 
+@pytest.mark.slow
 def test_data_check_reads_images_in_memory_whole(run):
     pytest.importorskip("sklearn")
     Path("run.yaml").write_text(CONFIG.replace("image_folder, root: images, backend: torchvision", "digits"))

@@ -10,6 +10,8 @@ from fastsuncet.commands.demo import METHODS, DemoCurve, demo, table, verdict
 from fastsuncet.config import load_config
 from tests.support.runs import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 
 def curves(baseline: list[float], ours: list[float]) -> dict[str, DemoCurve]:
     updates = [60 * (i + 1) for i in range(len(baseline))]

@@ -15,6 +15,8 @@ from fastsuncet.models.resnet import build_model
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, small_config
 
+pytestmark = pytest.mark.slow
+
 CONFIG = str(CONFIGS / "digits_demo.yaml")
 LABELS = r"labels   160 labeled images, \d+ to \d+ in each of 10 classes \(Bernoulli\(0\.1\)"
 

@@ -17,6 +17,8 @@ from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, SMALL, Killed, kill, small_config, terminate, train
 
+pytestmark = pytest.mark.slow
+
 QUICK = (
     "data.backend=torchvision",
     "data.decode_threads=1",

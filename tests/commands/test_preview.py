@@ -13,6 +13,8 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from tests.support.runs import small_config
 
+pytestmark = pytest.mark.slow
+
 
 def pictures(row: list) -> np.ndarray:
     return np.stack([picture for picture, _ in row])

@@ -171,6 +171,7 @@ def test_read_runs_reads_a_config_of_an_older_version(tmp_path):
         read_runs([run])
 
 
+@pytest.mark.slow
 def test_report_compares_no_runs_of_other_settings(tmp_path):
     ours, theirs = make_run(tmp_path, "a"), make_run(tmp_path, "b", suncet=False)
     result(ours, 10, 0.6, epochs=90, precision="bf16")
@@ -184,6 +185,7 @@ def test_report_compares_no_runs_of_other_settings(tmp_path):
     assert "at least 0 % of FLOPs" in text, "and they are compared"
 
 
+@pytest.mark.slow
 def test_report_notes_checkpoints_that_some_seeds_lack(tmp_path):
     runs = [make_run(tmp_path, "a", 0.5, 0.6, seed=0), make_run(tmp_path, "b", 0.7, seed=1)]
     (panel,) = panels_of(*runs).values()
@@ -195,6 +197,7 @@ def test_report_notes_checkpoints_that_some_seeds_lack(tmp_path):
     assert "averaged at" not in report([runs[0]], tmp_path / "out").read_text()
 
 
+@pytest.mark.slow
 def test_report_has_no_mean_saving_if_a_baseline_seed_lacks_checkpoints(tmp_path):
     runs = [
         make_run(tmp_path, "simclr_0", 0.4, 0.5, 0.6, seed=0, suncet=False),
@@ -219,6 +222,7 @@ def test_read_runs_knows_all_labels_however_they_were_chosen(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- files
+@pytest.mark.slow
 def test_report_holds_table_savings_and_pictures(runs, tmp_path, capsys):
     path = report(runs, tmp_path / "out")
     text = path.read_text()
@@ -248,6 +252,7 @@ def test_report_holds_table_savings_and_pictures(runs, tmp_path, capsys):
     assert {seed for _, seed in saved} == {"mean curve", "0", "1", "mean of seeds"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "said"), [([0.5], "| never reached |"), ([0.4, 0.6], "| 100 % more FLOPs, 100 % more updates |")]
 )
@@ -265,6 +270,7 @@ def test_report_lists_an_encoder_from_a_file_without_costs(tmp_path):
     assert "| resnet50.pth | 10 % labels | fine-tuning | 1 | - | - | - | - | - | 70.0 | - |" in text
 
 
+@pytest.mark.slow
 def test_report_of_the_same_numbers_has_the_same_bytes(runs, tmp_path):
     for name in ("one", "two"):
         report(runs, tmp_path / name, figures=["imagenet-10pct"])
@@ -276,6 +282,7 @@ def test_report_of_the_same_numbers_has_the_same_bytes(runs, tmp_path):
     assert "SimCLR + SuNCEt (paper)" in svg and "SimCLR + SuNCEt, mean of 2 seeds" in svg
 
 
+@pytest.mark.slow
 def test_report_draws_the_papers_points_only_next_to_their_kind_and_labels(tmp_path):
     run = make_run(tmp_path, "a", 0.5)
     result(run, 10, 0.3, labels={"kind": "bernoulli", "fraction": 0.01, "count": 16})
@@ -286,6 +293,7 @@ def test_report_draws_the_papers_points_only_next_to_their_kind_and_labels(tmp_p
     assert "| SimCLR + SuNCEt (paper) | 10 % labels | SuNCEt's own classifier | 1 | 400 | 181,600 |" in text
 
 
+@pytest.mark.slow
 def test_report_of_the_paper_alone_has_its_percentages(tmp_path, capsys):
     assert main(["report", "--paper", "--output", str(tmp_path / "paper")]) == 0
     out = capsys.readouterr().out
@@ -332,6 +340,7 @@ def test_report_refuses_with_a_message_and_writes_nothing(runs, tmp_path, capsys
     assert "broken.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_report_notes_a_run_without_results_and_takes_a_baseline(runs, tmp_path, capsys):
     out = ["--output", str(tmp_path / "out")]
     new = make_run(tmp_path, "new")

@@ -19,6 +19,8 @@ from fastsuncet.console import cli_command
 from fastsuncet.errors import ConfigError
 from tests.support.sweeps import ROOT, TWO, expanded, written
 
+pytestmark = pytest.mark.slow
+
 FIRST, SECOND = "two-fraction0.1", "two-fraction0.5"
 
 

@@ -42,6 +42,7 @@ def signal_when_ready(number: int) -> None:
     threading.Thread(target=wait_and_signal, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_children_import_nothing_from_the_working_directory(tmp_path):
     shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
     with Children() as children:
@@ -68,6 +69,7 @@ EXIT = "signal.signal(signal.{}, lambda *_: sys.exit({})); " + READY
 NOHUP = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "number", "ends"),
     [

@@ -24,6 +24,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, Killed, kill, small_config, terminate
 from tests.support.voc import write_voc
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "transfer.datasets=[cifar10]",
     "transfer.steps=5",

@@ -6,6 +6,8 @@ import torch
 from fastsuncet.distributed import collectives
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 
 

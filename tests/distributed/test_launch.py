@@ -16,6 +16,8 @@ from tests.support.ranks import PRELOADED
 from tests.support.runs import CONFIGS, SMALL
 from tests.test_main import shadow
 
+pytestmark = pytest.mark.slow
+
 SLURM = {
     "SLURM_PROCID": "13",
     "SLURM_LOCALID": "5",

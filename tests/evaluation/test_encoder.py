@@ -156,6 +156,7 @@ def wrapped(state: dict, how: str) -> dict:
     return {key: inner, "optimizer": optimizer, "epoch": 3} if key else inner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
 def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name, library):
@@ -170,6 +171,7 @@ def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name
     torch.testing.assert_close(outputs(encoder.module), outputs(network))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -197,6 +199,7 @@ def test_load_encoder_reads_safetensors_and_float16_as_float32(tmp_path, config)
 HEADS = {"v0": ["fc.0", "fc.2"], "v1": ["fc.fc1", "fc.bn1", "fc.fc2", "fc.bn2", "fc.fc3", "pred.fc1"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, prefix):
@@ -229,6 +232,7 @@ def test_load_encoder_places_every_key_of_the_authors_lists(tmp_path, config, la
     assert load_encoder(tmp_path / "authors.pth.tar", config).name == "resnet50"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [{}, {"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 512, 1)}],
@@ -287,6 +291,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SPOILED)
 def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     spoil, said = SPOILED[what]

@@ -41,6 +41,7 @@ def evaluate_on_rank(rank: int, world_size: int, folder: str) -> list:
     return [right, untrained, online_knn(model, images, config, place), rows, views]
 
 
+@pytest.mark.slow
 def test_evaluations_count_each_image_once_on_any_number_of_ranks(tmp_path):
     """11 validation images: 4, 4 and 3 on three ranks."""
     write_colors(tmp_path)

@@ -102,6 +102,7 @@ def test_spread_over_classes_is_even_over_and_within_classes(labels, most):
         assert len(set(np.diff(taken))) <= 2
 
 
+@pytest.mark.slow
 def test_online_knn_without_labels_limits_its_supports(tmp_path, monkeypatch):
     config = small_config(
         tmp_path, "data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0"

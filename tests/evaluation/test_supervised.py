@@ -25,6 +25,8 @@ from pipelines.sampling.augmentation import Augmentation
 from tests.support.ranks import run_ranks
 from tests.support.runs import Killed, assert_equal_to_the_bit, kill, metrics, small_config, terminate
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ALONE = Place(0, 1, 0, CPU)
 CLASSES = 3

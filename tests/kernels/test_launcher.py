@@ -15,6 +15,8 @@ from pipelines import cuda_compiler
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import library
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -46,6 +46,7 @@ def test_nvrtc_tests_list_every_source():
     assert sorted(OPTIONS) == sorted(path.name for path in nvrtc.SOURCES.glob("*.cu"))
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("source", OPTIONS)
@@ -75,6 +76,7 @@ def test_compiled_reports_the_compilers_log(empty_cache):
     assert not empty_cache.exists()
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_compiled_caches_by_architecture_and_options_and_repairs(empty_cache, monkeypatch):
     calls = []

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.host_kernels import SOURCES, built
 
+pytestmark = pytest.mark.slow
+
 BARRIERS = [
     f"{path.name}:{number}"
     for path in sorted(SOURCES.glob("*.cu*"))

@@ -70,6 +70,7 @@ def test_suncet_is_equation_2_anchor_by_anchor():
     assert dense_losses.suncet(z, labels, temperature).item() == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     batch=batches,

@@ -49,6 +49,7 @@ def run_kernel(logits, ids, first, weights, every_positive, staged):
         return contrast_kernel.row_pass(ids, every_positive)(logits.clone(), first, weights)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     keys=st.integers(1, 90),

@@ -60,12 +60,14 @@ def live_bytes(loss, rows: int) -> LiveBytes:
     return live
 
 
+@pytest.mark.slow
 def test_memory_counter_sees_the_dense_matrix():
     live = live_bytes(dense_losses.suncet, 1024)
     assert live.peak > 3 * 4 * 1024**2 and live.most_elements == 1024**2
     assert live.now < 1 * MB  # only the gradient is left
 
 
+@pytest.mark.slow
 def test_memory_grows_linearly_and_stays_under_40_mb_at_4096_rows():
     peaks = {rows: live_bytes(suncet, rows).peak for rows in (1024, 2048, 4096)}
     assert peaks[4096] < 40 * MB, peaks
@@ -73,6 +75,7 @@ def test_memory_grows_linearly_and_stays_under_40_mb_at_4096_rows():
     assert max(growth) < 1.05, peaks  # 1 is linear, 2 is the dense matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [suncet, nt_xent, sup_con])
 def test_memory_holds_no_matrix_of_all_pairs(loss):
     live = live_bytes(loss, 2048)
@@ -91,6 +94,7 @@ def test_memory_is_freed_after_backward():
     assert live.now == z.grad.nbytes
 
 
+@pytest.mark.slow
 def test_memory_of_the_process_grows_by_less_than_40_mb_at_4096_rows():
     """A count of tensors does not see what operators allocate inside, so a fresh process measures its own peak."""
     program = f"""

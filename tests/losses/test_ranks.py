@@ -21,6 +21,8 @@ from tests.support import dense_losses, vectors
 from tests.support.dense_losses import gradient
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 F32, F64 = torch.float32, torch.float64
 NEAR = {F32: 3e-6, F64: 1e-12}
 LABELED = {"suncet": suncet, "sup_con": sup_con}

@@ -34,6 +34,7 @@ def counted(config, arithmetic, supervised: bool) -> int:
     return counter.get_total_flops() // 2 - prototypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "overrides", "ranks", "images"),
     [
@@ -55,6 +56,7 @@ def test_cost_of_simclr_on_cifar10_is_390_petaflops():
     assert FLOP_PER_MAC * run_macs(config, arithmetic) / 1e15 == pytest.approx(390, abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["SimCLR + SuNCEt", "SwAV + SuNCEt"])
 def test_cost_in_the_metrics_is_that_of_all_updates_across_a_stop(tmp_path, method):
     config = small(tmp_path, method, "criterion.supervised_epochs=1")
@@ -74,6 +76,7 @@ def test_cost_of_a_checkpoint_without_macs_continues_its_petaflops():
     assert again.macs == cost.macs
 
 
+@pytest.mark.slow
 def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
     """k-NN searches all images for SimCLR and the labeled ones for SuNCEt: that is no cost of the method."""
     later = [0.0]

@@ -106,6 +106,7 @@ def _spent(rank: int, world_size: int) -> list[float | None]:
     return [shared, own, broken, opened]
 
 
+@pytest.mark.slow
 def test_energy_adds_up_ranks_and_counts_a_shared_gpu_once():
     for shared, own, broken, opened in run_ranks(_spent, 2):
         assert shared == pytest.approx(3)

@@ -157,6 +157,7 @@ def test_restart_without_a_step_moves_all_lines_aside(tmp_path):
     assert "a fresh start" in said[0]
 
 
+@pytest.mark.slow
 def test_restart_of_a_file_cut_at_any_byte_keeps_the_whole_lines(tmp_path):
     """kill -9 or a full disk in the middle of a line, at every third byte of it."""
     run(tmp_path / "whole", 0, 4)

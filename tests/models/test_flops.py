@@ -31,6 +31,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", RECORDED, ids=str)
 def test_network_cost_is_the_recorded_number(network):
     cost = network_cost(*network)
@@ -72,6 +73,7 @@ def parameter_bytes(network, *kinds):
     return 4 * sum(p.numel() for m in modules for p in m.parameters(recurse=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stem", "size", "head_batchnorm"),
     [

@@ -54,6 +54,7 @@ def draw(shape, dtype, generator, *, mean=0.0, deviation=1.0):
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 5), st.sampled_from([8, 16, 24, 40]), st.integers(1, 4), st.integers(2, 5))
@@ -171,6 +172,7 @@ def test_kernels_round_to_bfloat16_as_pytorch_does(host):
 # Networks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "library"),
     [

@@ -10,6 +10,8 @@ from fastsuncet.models.sync_batchnorm import RankBatchNorm, describe, join_stati
 from tests.support.ranks import run_ranks
 from tools.bench.dispatch_counter import Counter
 
+pytestmark = pytest.mark.slow
+
 CHANNELS = 5
 # name: (constructor, its options, shape after the rows, rows on rank r of W)
 CASES = {

@@ -92,6 +92,7 @@ def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, read
 # -- any step, any number of threads and ranks
 
 
+@pytest.mark.slow
 def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
     loader = opened(unlabeled(index), reader)
     run = [[view.clone() for view in loader(step)] for step in range(6)]
@@ -114,6 +115,7 @@ def test_loader_threads_and_prefetching_change_no_bit(index, reader):
             assert_same(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["unlabeled", "labeled"])
 def test_loader_two_ranks_rows_are_one_processes_rows(index, reader, stream):
     def plan(world_size, rank):
@@ -168,6 +170,7 @@ def own(index, tmp_path) -> ImageIndex:
     return replace(index, root=root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", REASONS)
 def test_loader_bad_file_raises_at_its_step_with_name_and_reason(own, reader, how):
     plan = unlabeled(own)
@@ -238,6 +241,7 @@ def test_loader_stand_in_gets_its_own_crop_and_the_rows_other_draws(own, reader)
         np.testing.assert_array_equal(before[first:], after[first:])
 
 
+@pytest.mark.slow
 def test_loader_replacements_agree_on_every_rank_and_after_a_restart(own, reader):
     plan = unlabeled(own, 24)
     spoiled = [3, 11]

@@ -169,6 +169,7 @@ def test_check_decodes_fewer_large_images_at_a_time():
     assert list(verify._batches([], sizes)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypatch):
     Image.new("1", (11000, 10000)).save(tmp_path / "large.png")

@@ -12,6 +12,8 @@ from tools.bench import bench_lars, bench_loss, bench_pipeline, bench_step
 from tools.bench.bench_loss import LISTING, OURS, contenders, forward_backward, inputs
 from tools.bench.dispatch_counter import Counter
 
+pytestmark = pytest.mark.slow
+
 
 def is_spread(figure):
     return figure["min"] <= figure["median"] <= figure["max"]

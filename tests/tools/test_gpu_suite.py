@@ -16,6 +16,8 @@ from tools.gpu import suite as gpu_suite
 from tools.gpu import workloads
 from tools.gpu.suite import PARTS, Options, Part, suite
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

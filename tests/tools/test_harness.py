@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(p for p in ROOT.glob("tools/**/*.py") if 'if __name__ == "__main__":' in p.read_text())
 
 
+@pytest.mark.slow
 def test_every_tool_answers_help(tmp_path):
     """Each script runs from another folder as a user starts it; one process, because importing torch is slow."""
     assert len(SCRIPTS) >= 9
@@ -115,6 +116,7 @@ def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
     assert counter.moved == 1_000_000 and counter.peak == 0
 
 
+@pytest.mark.slow
 def test_resident_growth_is_the_memory_that_the_work_touches():
     """In a fresh process: this one can reuse memory that an earlier test freed."""
     text = (

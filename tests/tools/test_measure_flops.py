@@ -23,6 +23,7 @@ def cost_of(capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [(), ("model.library=timm", "model.head_batchnorm=true", "model.name=resnet18")]
 )
@@ -34,6 +35,7 @@ def test_training_flops_are_6_per_mac_with_the_gradient_of_the_images(overrides)
     assert 0.97 < training_flops(config) / (FLOP_PER_MAC * macs) < 1
 
 
+@pytest.mark.slow
 def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
     rows = cost_of("in1k_simclr.yaml", "optimization.epochs=100")
     assert rows["epoch"] == ["2,555,904", "62.746"] and rows["run of 31,200 updates"][1] == "6274.6"
@@ -42,6 +44,7 @@ def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
     assert float(rows["run of 45,400 updates"][1]) / 6274.6 == pytest.approx(1.455, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_measure_flops_counts_small_crops_by_their_size(cost_of):
     rows = cost_of("paper/in1k_swav.yaml")
     views, spent = (float(cell.replace(",", "")) for cell in rows["update"])
@@ -49,6 +52,7 @@ def test_measure_flops_counts_small_crops_by_their_size(cost_of):
     assert spent == pytest.approx(views / 8 * 6 * (2 * large + 6 * small) / 1e15, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_measure_flops_of_other_images_changes_the_epoch_and_not_the_update(cost_of):
     rows = cost_of("cifar10_simclr.yaml", "--images", "2560", "optimization.epochs=20")
     assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"

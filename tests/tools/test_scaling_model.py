@@ -94,6 +94,7 @@ def recorded(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "case"), [*((2, case) for case in CASES), *((4, case) for case in FEW), (8, FEW[0])]
 )
@@ -202,6 +203,7 @@ def documented_commands() -> list[tuple[str, str]]:
     return re.findall(pattern, DOCUMENT.read_text(), re.M)
 
 
+@pytest.mark.slow
 def test_tables_of_the_document_are_what_the_commands_print(capsys):
     assert len(documented_commands()) == 4
     for words, table in documented_commands():

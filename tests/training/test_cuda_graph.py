@@ -17,6 +17,8 @@ from fastsuncet.training.cuda_graph import WARMUP, Step, capture_on_device
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 from tests.training.test_methods import METHODS, small
 
+pytestmark = pytest.mark.slow
+
 
 class FakeGraph:
     """What a CUDA graph does: capturing runs nothing, replaying runs the same on the same tensors."""

@@ -23,6 +23,8 @@ from tests.training.test_methods import METHODS, small
 from tools.bench import bench_step
 from tools.gpu.workloads import variants
 
+pytestmark = pytest.mark.slow
+
 HERE = Place(0, 1, 0, CARD)
 U, S = 6, 8
 

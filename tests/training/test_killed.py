@@ -12,6 +12,8 @@ import pytest
 from tests.support.ranks import PRELOADED
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 
+pytestmark = pytest.mark.slow
+
 KILLS = 6
 LONG = ("optimization.steps=90", "criterion.unsupervised_batch_size=96", "checkpoint.every=4")
 

@@ -33,6 +33,7 @@ def test_labeled_share_of_the_config_itself_changes_nothing():
     assert same.resolve(64, IMAGENET) == imagenet().resolve(64, IMAGENET)
 
 
+@pytest.mark.slow
 @given(share=st.floats(0.1, 0.9), world_size=st.sampled_from([1, 2, 8, 64]), epochs=st.integers(1, 60))
 def test_any_labeled_share_keeps_an_updates_cost_and_each_labels_passes(share, world_size, epochs):
     config = imagenet(f"criterion.labeled_share={share}", f"criterion.supervised_epochs={epochs}")

@@ -159,6 +159,7 @@ def on_two_ranks() -> list[dict]:
     return run_ranks(every_method_on_a_rank, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method, on_two_ranks):
     config = config_of(method)
@@ -171,6 +172,7 @@ def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method, on_two_ra
             torch.testing.assert_close(theirs[name], gradient, rtol=1e-8, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "SuNCEt", "SwAV + SuNCEt"])
 def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
     whole, parts = small(tmp_path / "whole", method), small(tmp_path / "parts", method)
@@ -194,6 +196,7 @@ def every_step(config: Config, key: str) -> list[torch.Tensor]:
 SAVE_ALL = ("checkpoint.every=1", "checkpoint.keep=99")
 
 
+@pytest.mark.slow
 def test_swav_prototypes_are_frozen_first_then_move_and_stay_unit_long(tmp_path):
     config = small(tmp_path, "SwAV + SuNCEt", *SAVE_ALL)
     first, *frozen, moved = every_step(config, "prototypes.weight")[:5]
@@ -203,6 +206,7 @@ def test_swav_prototypes_are_frozen_first_then_move_and_stay_unit_long(tmp_path)
     assert (moved - first).abs().max() > 1e-5  # the fifth update, after four frozen ones
 
 
+@pytest.mark.slow
 def test_classifier_learns_while_supervision_is_on_and_rests_afterwards(tmp_path):
     options = ("criterion.supervised_epochs=1", "optimization.momentum=0.0")
     config = small(tmp_path, "SimCLR + cross-entropy", *SAVE_ALL, *options)

@@ -64,6 +64,7 @@ def test_crop_areas_are_those_of_their_scales(index, reader):
     assert 0.045 < small.min() < 0.07 and 0.12 < small.max() < 0.15
 
 
+@pytest.mark.slow
 @readers
 def test_crops_are_the_same_from_any_step_on_ranks_and_without_small_ones(index, reader):
     loader, resumed = loader_of(index, reader), loader_of(index, reader)

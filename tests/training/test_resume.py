@@ -23,6 +23,8 @@ from tests.support.runs import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 
 # Of ten steps, four an epoch: inside an epoch; after the first step, at an epoch's end and begin, before the last.
 @pytest.mark.parametrize("stops", [(1,), (0, 3, 4, 8)])

@@ -75,6 +75,7 @@ def waits_on_a_rank(rank: int, world_size: int, folder) -> int:
     return counted(config, place=Place(rank, world_size, rank, CPU), counts=RankCounter).waits
 
 
+@pytest.mark.slow
 def test_step_on_two_ranks_does_not_wait(tmp_path):
     assert run_ranks(waits_on_a_rank, 2, tmp_path) == [0, 0]
 

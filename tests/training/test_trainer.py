@@ -21,6 +21,8 @@ from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, assert_equal_to_the_bit, final_state, metrics, small_config, train
 
+pytestmark = pytest.mark.slow
+
 
 def images_per_step(lines: list[dict]) -> list[int]:
     return [b["images"] - a["images"] for a, b in pairwise([{"images": 0}, *lines])]

@@ -144,6 +144,7 @@ def require_documented_fast(compared: Compared) -> None:
 # -- every operator
 
 
+@pytest.mark.slow
 def test_graph_every_operator_is_close_to_torchvisions_and_does_something(compared):
     require_close(compared)
 

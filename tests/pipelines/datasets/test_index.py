@@ -141,6 +141,7 @@ def bad_files(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_read_headers_lists_unusable_files_with_reasons(tmp_path):
     reasons = bad_files(tmp_path)

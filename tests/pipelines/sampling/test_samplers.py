@@ -195,6 +195,7 @@ def test_class_permutation_serves_its_visits_before_an_image_returns(count):
         assert len(set(seen.tolist())) == min(count, 8 * visits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "counts", [[128, 129, 128], [13, 12, 13], [1300, 1290, 1000], [3, 17, 64], [9, 9, 9]]
 )

@@ -47,6 +47,7 @@ def cube(step: int, first: int) -> np.ndarray:
     return np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), 3).reshape(len(levels), -1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_plugin_any_image_with_any_factors_has_dalis_bits(seed):
     images, given = check_equal.random_batch(seed)
@@ -132,6 +133,7 @@ def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
 # -- in a loader
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:The external source node")
 @pytest.mark.parametrize(
     ("extra", "used"), [({}, True), ({"grey": 0}, True), ({"jitter": 0}, False), ({"color": "fast"}, False)]

@@ -52,6 +52,7 @@ def batch(seed: int) -> tuple[list[np.ndarray], list[dict]]:
     return images, draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 8), (3, 8), (2, 16)])
 def test_kernels_make_the_pixels_of_the_cpus_loops(blocks, threads):
     texts = "\0".join(path.read_text() for path in build.sources())
@@ -79,6 +80,7 @@ def test_kernels_make_the_pixels_of_the_cpus_loops(blocks, threads):
     assert any(not np.array_equal(ours, image) for ours, image in zip(written[True], images))
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
 def test_kernels_compile_for_every_card_that_torch_supports(arch):
