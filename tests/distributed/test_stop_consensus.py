@@ -12,6 +12,7 @@ def _answers(rank: int, world_size: int) -> list:
     return gather_json(answers)
 
 
+@pytest.mark.slow
 def test_stop_consensus_of_a_signal_to_one_rank_is_the_same_step_on_all():
     for answers in run_ranks(_answers, 3):
         assert answers == [[False, False, True, True, True]] * 3

@@ -286,6 +286,7 @@ def _far_from_zero(module, rank):
     return [ours, torch.cat(join_statistics(int(count), mean, variance))]
 
 
+@pytest.mark.slow
 def test_kernels_share_statistics_over_ranks_as_rank_batchnorm_does():
     ranks = run_ranks(_on_a_rank, 2)
     for seen in ranks:
