@@ -20,6 +20,16 @@ from fastsuncet.training.step import build
 from fastsuncet.training.supervision import Supervision
 from fastsuncet.training.trainer import COST, SPEED, TrainingTask
 
+# Sizes that a run keeps on any number of processes, and their names in messages.
+SIZES = {
+    "global_unlabeled": "unlabeled images an update",
+    "global_images_per_class": "labeled images of each class an update",
+    "steps_per_epoch": "updates an epoch",
+    "steps": "updates of the run",
+    "supervised_steps": "updates with labels",
+    "warmup_steps": "updates of the warm-up",
+}
+
 
 class Pretraining(TrainingTask[Batch]):
     """SimCLR + SuNCEt, or the config's other method, on `images`. `training.step.train_step` is the update."""
@@ -68,6 +78,7 @@ class Pretraining(TrainingTask[Batch]):
         self.columns = ("epoch", "loss", *losses, *SPEED, *COST, "joules")
         self.update_macs = {on: update_macs(config, arithmetic, on) for on in (True, False)}
         self.fingerprint = images.fingerprint()
+        self.sizes = {name: getattr(arithmetic, name) for name in SIZES}
 
     def batch(self, step: int, timer: DataTimer) -> Batch:
         timer.begin()
@@ -97,7 +108,8 @@ class Pretraining(TrainingTask[Batch]):
         return {"knn_accuracy": accuracy}
 
     def meta(self, epoch: float) -> dict[str, Any]:
-        return {"config": self.config.canonical(), "epoch": epoch, "images": self.fingerprint}
+        described = {"config": self.config.canonical(), "epoch": epoch, "images": self.fingerprint}
+        return {**described, "sizes": self.sizes}
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         changed = self.config.changed_keys(meta["config"])
@@ -112,6 +124,20 @@ class Pretraining(TrainingTask[Batch]):
                 "the training images or their labels differ from those this run was started with (files added, "
                 "removed, resized or labeled otherwise). Bring them back, or give the new run another "
                 "logging.write_tag."
+            )
+        before = meta.get("sizes", self.sizes)  # earlier versions saved none
+        lines = [
+            f"{text}: {before[name]:,} in the checkpoint, {self.sizes[name]:,} now"
+            for name, text in SIZES.items()
+            if before[name] != self.sizes[name]
+        ]
+        if lines:
+            count = meta["world_size"]
+            number = f"with another number of processes ({self.place.world_size} instead of {count})"
+            raise CheckpointError(
+                "\n  ".join([f"{number} this is another run:", *lines])
+                + f"\nContinue with {count}, or give the new run another logging.write_tag. Batch sizes without "
+                "per_rank and without criterion.labeled_share are the same on any number."
             )
 
     def state(self) -> dict[str, Any]:

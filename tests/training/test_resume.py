@@ -1,6 +1,7 @@
 """A run that was stopped and continued is the run that was not, to the bit: weights, momentum, metrics, pixels."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from fastsuncet.commands import train as train_command
 from fastsuncet.distributed.launch import join
-from fastsuncet.errors import Preempted
+from fastsuncet.errors import CheckpointError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.metrics.writer import MetricsWriter
 from tests.support.ranks import run_ranks
@@ -161,6 +162,42 @@ def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, tmp_path
     assert saved_steps(killed) == [4]
     assert min(train(killed)) == 4
     assert_equal_to_the_bit(final_state(killed), final_state(straight))
+
+
+PER_RANK = (
+    "criterion.unsupervised_batch_size={per_rank: 180}",
+    "criterion.supervised_imgs_per_class={per_rank: 2}",
+)
+
+
+def stop_on_a_rank(rank: int, world_size: int, folder: str, overrides: tuple[str, ...]) -> None:
+    train(small_config(Path(folder), *overrides), stop_at=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (
+            PER_RANK,
+            ["unlabeled images an update: 360 in the checkpoint, 180 now", "updates an epoch: 4 .*, 8 now"],
+        ),
+        (
+            ("criterion.labeled_share=0.25", "criterion.supervised_epochs=1"),
+            ["labeled images of each class an update: 20 .*, 19 now"],
+        ),
+    ],
+)
+def test_other_world_size_that_changes_a_size_is_refused(overrides, changed, tmp_path):
+    run_ranks(stop_on_a_rank, 2, str(tmp_path), overrides)
+    with pytest.raises(CheckpointError, match=r"processes \(1 instead of 2\) this is another run") as error:
+        train(small_config(tmp_path, *overrides))
+    for line in changed:
+        assert re.search(line, str(error.value))
+
+
+def test_other_world_size_with_global_batch_sizes_continues(tmp_path):
+    run_ranks(stop_on_a_rank, 2, str(tmp_path), ())
+    assert sorted(train(small_config(tmp_path))) == list(range(4, 10))  # two ranks stop a step later than one
 
 
 SEVEN = "optimization.steps=7"
