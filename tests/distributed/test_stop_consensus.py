@@ -1,5 +1,7 @@
 """All ranks stop after the same step."""
 
+import pytest
+
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.stop_consensus import StopConsensus
 from tests.support.ranks import run_ranks
