@@ -4,13 +4,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pipelines.output import say_line, survive_lost_output
+
+__all__ = ["Say", "cli_command", "say_line", "survive_lost_output"]
+
 # A function that prints one line. ProgressBar.say keeps lines clear of the bar.
 Say = Callable[[str], None]
-
-
-def say_line(line: str) -> None:
-    """Print `line` and flush it: in a batch log it must come before the traceback that it explains."""
-    print(line, flush=True)
 
 
 def cli_command() -> list[str]:

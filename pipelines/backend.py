@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from pipelines.data_errors import DataError
+from pipelines.output import say_line
 
 
 def choose_backend(backend: str) -> str:
@@ -54,6 +55,4 @@ def require_gpu() -> None:
         )
 
 
-@cache  # a run opens several loaders
-def _print_once(line: str) -> None:
-    print(line, flush=True)
+_print_once = cache(say_line)  # a run opens several loaders

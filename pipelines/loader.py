@@ -19,6 +19,7 @@ from pipelines.dali.plugin.use import choose as use_plugin
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.find_bad_images import Decode, find_bad_images
+from pipelines.output import say_line
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan, StepPlan, Visit
 
@@ -224,10 +225,9 @@ class Loader:
         self.replace(found)
         for i, reason in found.items():
             name, stand_in = self._index.name(i), self._index.name(self.replaced[i])
-            print(
+            say_line(
                 f"step {visit.step}: {name} cannot be decoded ({reason}); {stand_in} is shown instead "
-                f"({len(self.replaced)} of {self._allowed} bad images allowed)",
-                flush=True,
+                f"({len(self.replaced)} of {self._allowed} bad images allowed)"
             )
 
     def replace(self, found: Mapping[int, str]) -> None:

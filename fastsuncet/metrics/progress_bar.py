@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from fastsuncet.console import say_line, survive_lost_output
+
 # Key of a metrics record -> the format of its value in a line, and its text in the bar.
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "nt_xent": (".4f", lambda loss: f"nt_xent {loss:.2f}"),
@@ -69,14 +71,15 @@ class ProgressBar:
             cell = f"{key}={value}"
             self._widths[key] = max(self._widths.get(key, 0), len(cell))
             cells.append(cell.ljust(self._widths[key]))
-        print(" ".join(cells).rstrip(), file=self._stream, flush=True)
+        say_line(" ".join(cells).rstrip(), self._stream)
 
     def say(self, line: str) -> None:
         """Print `line` without breaking the bar."""
         if self._bar is not None:
-            self._bar.write(line, file=self._stream)
+            with survive_lost_output(self._stream):
+                self._bar.write(line, file=self._stream)
         else:
-            print(line, file=self._stream, flush=True)
+            say_line(line, self._stream)
 
     def close(self) -> None:
         """Leave the bar as it is, with the cursor below it."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pipelines.dali.plugin.build import kept, unavailable
 from pipelines.data_errors import DataError
+from pipelines.output import say_line
 
 CHOICES = ("auto", "graph", "plugin")
 COMMANDS = {"cpu": "python -m pipelines.dali.plugin", "gpu": "python -m pipelines.dali.plugin --gpu"}
@@ -34,10 +35,9 @@ def choose(color_operator: str, device: str) -> bool:
     except RuntimeError as error:
         if color_operator == "plugin":
             raise DataError(f"the color operator {path} cannot be loaded: {error}") from error
-        print(
+        say_line(
             f"The color operator cannot be loaded ({error}). Falling back to DALI's own operators: same pixels, "
-            f"slower. Delete {path} and run: {COMMANDS[device]}",
-            flush=True,
+            f"slower. Delete {path} and run: {COMMANDS[device]}"
         )
         return False
     return True

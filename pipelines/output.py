@@ -1,0 +1,35 @@
+"""Print lines, and go on without the output once nobody can read it."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+
+def say_line(line: str, stream: TextIO | None = None) -> None:
+    """Print `line` on standard output, or on `stream`, and flush it.
+
+    Flushed, because in a batch log it must come before the traceback that it explains.
+    """
+    stream = stream or sys.stdout
+    if stream is None:  # the process was started without one
+        return
+    with survive_lost_output(stream):
+        print(line, file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def survive_lost_output(stream: TextIO) -> Iterator[None]:
+    """Go on if `stream` cannot be written inside: its reader has ended (`| head`), or its disk is full.
+
+    A run of days must not end for its log. From then on the stream is discarded; one line on standard error says so.
+    """
+    try:
+        yield
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        # Standard error can be lost as well. Then this discards it, before Python's last flush of it fails (code 120).
+        say_line(f"the output cannot be written any more ({error.strerror}): going on without it", sys.stderr)
