@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fastsuncet.console import cli_command
+from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import ConfigError, FastSuncetError, Preempted
 
 PORT = 29511
@@ -114,12 +115,17 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # torchrun's own default, without its warning: as many OpenMP threads as cores in every rank would slow all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        # Under nohup the agent's default would handle the SIGHUP that its ranks ignore, and then kill them.
-        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        # The agent passes on SIGTERM, but would die of these.
-        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    def stop_once(*_: object) -> None:
+        # Only once: the agent passes it on and waits for the ranks' save, and a second exception would end that wait.
+        for name in stops:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
+        raise SignalException("a stop was requested", sigval=signal.SIGTERM)
+
+    # The agent would raise for each repeated SIGTERM, die of SIGUSR1, and hear a SIGHUP that its ranks ignore.
+    stops = [name for name in STOP_SIGNALS if name != "SIGINT"]
+    for name in stops:
+        signal.signal(signal.Signals[name], stop_once)
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -129,6 +135,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         rdzv_endpoint=endpoint,
         max_restarts=0,
         monitor_interval=0.5,
+        signals_to_handle="SIGINT,SIGQUIT",
     )
     python, *words = cli_command()
     try:

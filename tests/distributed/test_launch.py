@@ -154,6 +154,33 @@ def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, s
     assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
 
 
+SAVING = """
+def save(*_):
+    open(f"saving {os.environ['RANK']}", "w").close()
+    time.sleep(3)
+    open("status.json", "w").write('{"state": "preempted"}')
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open(os.environ['RANK'], 'w').close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_start_ranks_ignores_a_repeated_signal_while_the_ranks_save(name, tmp_path):
+    process = job_of_two(tmp_path, SAVING)
+    for files in (("0", "1"), ("saving 0", "saving 1")):
+        while not all((tmp_path / file).exists() for file in files):
+            assert process.is_alive(), (tmp_path / "errors").read_text()
+            time.sleep(0.05)
+        os.kill(process.pid, signal.Signals[name])
+    for _ in range(3):
+        time.sleep(0.3)
+        os.kill(process.pid, signal.Signals[name])
+    process.join(120)
+    assert process.exitcode == 75, (tmp_path / "errors").read_text()[-2000:]
+
+
 def test_start_ranks_trains_in_a_folder_with_packages_of_our_names(tmp_path):
     shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
     overrides = ["data.backend=torchvision", "optimization.warmup=0", "optimization.steps=2"]
