@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-fast lint format clean help
+.PHONY: demo test test-fast results lint format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -33,6 +33,10 @@ test: $(READY)  ## the whole test suite, CPU only
 
 test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra processes, under a minute
 	$(PYTEST) -m "not slow"
+
+results: $(READY)  ## recompute the tables and figures of RESULTS.md's paired experiments
+	@for points in docs/results/*/rules.md; do folder=$$(dirname $$points); \
+	  $(BIN)/python tools/results.py show $$folder/points.csv --figure $$folder/accuracy.png; done
 
 lint: $(READY)  ## ruff (check and format) and pyright
 	$(BIN)/ruff check .
