@@ -9,14 +9,15 @@ its output with RESULTS.md.
 
 import argparse
 import csv
-import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from statistics import mean, stdev
 
-COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
+from fastsuncet.commands.report.compute_saved import crossing
+from fastsuncet.metrics.results import read_results
+
 # Two-sided 95 % quantiles of Student's t by degrees of freedom (pairs - 1); NIST/SEMATECH e-Handbook, 1.3.6.7.2.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 BASELINE, METHOD, CONTROL = "simclr", "suncet", "untrained"
@@ -38,8 +39,7 @@ def collect(runs: Sequence[Path]) -> list[Point]:
     points = []
     for run in runs:
         _, method, seed = run.name.rsplit("-", 2)
-        for path in sorted((run / "results").glob("*.json")):
-            result = json.loads(path.read_text())
+        for result in read_results(run):
             cost = result["encoder"]["ledger"]
             top1 = round(100 * result["metrics"]["top1"], 2)
             number = int(seed.removeprefix("seed"))
@@ -65,8 +65,8 @@ def read(path: Path) -> list[Point]:
 def write(path: Path, points: Sequence[Point]) -> None:
     with path.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(COLUMNS)
-        rows.writerows([getattr(point, column) for column in COLUMNS] for point in points)
+        rows.writerow(field.name for field in fields(Point))
+        rows.writerows(astuple(point) for point in points)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -75,17 +75,14 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return mean(differences), T95[n - 1] * stdev(differences) / n**0.5
 
 
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of some accuracies with their range."""
+    return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def cost_to_reach(curve: Sequence[Point], target: float) -> float | None:
     """Return the petaFLOPs at which a curve first has `target`, between checkpoints on straight lines; or None."""
-    before = None
-    for point in curve:
-        if point.top1 >= target:
-            if before is None:
-                return point.petaflops
-            share = (target - before.top1) / (point.top1 - before.top1)
-            return before.petaflops + share * (point.petaflops - before.petaflops)
-        before = point
-    return None
+    return crossing([p.petaflops for p in curve], [p.top1 for p in curve], target, linear=True)
 
 
 def decision(center: float, half: float) -> str:
@@ -136,9 +133,8 @@ def show(points: Sequence[Point]) -> str:
     for i, at in enumerate(base[seeds[0]]):
         a, b = ([by_seed[s][i].top1 for s in seeds] for by_seed in (base, ours))
         center, half = interval([y - x for x, y in zip(a, b)])
-        cells = [f"{mean(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in (a, b)]
         lines.append(
-            f"| {at.updates} | {at.petaflops:.5f} | {cells[0]} | {cells[1]} | {center:+.2f} ± {half:.2f} |"
+            f"| {at.updates} | {at.petaflops:.5f} | {spread(a)} | {spread(b)} | {center:+.2f} ± {half:.2f} |"
         )
     lines += [
         "",
@@ -160,7 +156,7 @@ def show(points: Sequence[Point]) -> str:
             m: [curve[-1].top1 for _, curve in sorted(curves(points, evaluation, m).items())] for m in NAMES
         }
         center, half = interval([y - x for x, y in zip(last[BASELINE], last[METHOD])])
-        cells = " | ".join(f"{mean(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in last.values())
+        cells = " | ".join(map(spread, last.values()))
         lines.append(f"| {title} | {cells} | {center:+.2f} ± {half:.2f} |")
     return "\n".join(lines)
 
