@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import META, LoadedCheckpoint
+from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
@@ -85,15 +86,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
 
 def choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool) -> list[Path]:
     """Return on every rank what `choose` finds on rank 0: while a run trains, ranks can find different checkpoints."""
-    found, problem = [], None
-    if place.first:
-        try:
-            found = [str(path) for path in choose(where, step=step, every=every)]
-        except FastSuncetError as error:
-            problem = error
-    found = broadcast_json(found)
-    if not found:
-        raise problem or CheckpointError("rank 0 found nothing to evaluate; its own message says why")
+    found = on_rank_0(place, lambda: [str(path) for path in choose(where, step=step, every=every)])
     return [Path(path) for path in found]
 
 
