@@ -150,7 +150,7 @@ def nvrtc() -> Finding:
         major, minor = version()
         compile_cuda("doctor.cu", source, {}, "compute_80", ())
     except KernelError as error:
-        return Finding("absent", str(error).splitlines()[0], "PyTorch's kernels are used instead of our own")
+        return Finding("absent", str(error).splitlines()[0], "PyTorch's kernels are used instead")
     return Finding("ok", f"{major}.{minor}, compiled a kernel")
 
 

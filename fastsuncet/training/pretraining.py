@@ -108,8 +108,8 @@ class Pretraining(TrainingTask[Batch]):
         return {"knn_accuracy": accuracy}
 
     def meta(self, epoch: float) -> dict[str, Any]:
-        described = {"config": self.config.canonical(), "epoch": epoch, "images": self.fingerprint}
-        return {**described, "sizes": self.sizes}
+        config = self.config.canonical()
+        return {"config": config, "epoch": epoch, "images": self.fingerprint, "sizes": self.sizes}
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         changed = self.config.changed_keys(meta["config"])

@@ -143,5 +143,5 @@ def test_nvrtc_that_is_missing_is_absent(monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda_compiler, "version", fails)
-    advice = "PyTorch's kernels are used instead of our own"
+    advice = "PyTorch's kernels are used instead"
     assert page.nvrtc() == Finding("absent", "NVRTC: libnvrtc.so.13 was not found", advice)

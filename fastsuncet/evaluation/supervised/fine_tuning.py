@@ -196,8 +196,13 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         """
         config = self.config.canonical()
         config["model"] |= {"name": self.encoder.name, "stem": self.encoder.stem}
-        described = {"config": config, "ledger": self.encoder.ledger, "epoch": self.encoder.epoch}
-        return {**described, "encoder": self.encoder.record(), "fit": self.identity}
+        return {
+            "config": config,
+            "ledger": self.encoder.ledger,
+            "epoch": self.encoder.epoch,
+            "encoder": self.encoder.record(),
+            "fit": self.identity,
+        }
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         if "fit" not in meta:
