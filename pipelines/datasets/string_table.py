@@ -64,6 +64,17 @@ class Names(Sequence[str]):
         for first in range(0, len(self), _CHUNK):
             yield from self._text(first, min(first + _CHUNK, len(self))).split("\n")
 
+    def right_aligned(self, indices: np.ndarray, fill: str) -> np.ndarray:
+        """Return the names at `indices`, int (B,), as the rows of a uint8 array as wide as the longest one of them.
+
+        Shorter names have `fill`, an ASCII character, before them.
+        """
+        ends = self._ends[indices]
+        lengths = ends - np.where(indices == 0, 0, self._ends[indices - 1] + 1)
+        before_end = np.arange(lengths.max(initial=0), 0, -1)
+        letters = self.lines.take(ends[:, None] - before_end, mode="clip")
+        return np.where(before_end <= lengths[:, None], letters, np.uint8(ord(fill)))
+
     def find(self, wanted: Sequence[str]) -> np.ndarray:
         """Return the position of each wanted name, int64 (len(wanted),); -1 where it is not in the list."""
         # One pass over all names with a dictionary of the few wanted: a dictionary of all would be the 1 GB again.

@@ -166,9 +166,10 @@ class ClassSampler:
         self.local_batch = self.global_batch // world_size
         self.steps_per_cycle = len(self._labels) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
-        self._images = np.split(indices[np.lexsort((indices, labels))], np.cumsum(self._counts)[:-1])
-        # The present order of the images of each class, with its pass.
-        self._orders: list[tuple[int, np.ndarray] | None] = [None] * len(self._labels)
+        self._images = indices[np.lexsort((indices, labels))]
+        # The images of each class in its present order, and the number of the permutation that made it.
+        self._ordered, self._numbers = self._images.copy(), np.full(len(self._labels), -1)
+        self._firsts = np.cumsum(self._counts) - self._counts
         self._cycle: tuple[int, np.ndarray] | None = None
 
     def _slots(self, step: int) -> np.ndarray:
@@ -184,27 +185,25 @@ class ClassSampler:
         """Return labels, int64 (C,), of the classes of `step`, on every rank; row i of a rank is of class i % C."""
         return self._labels[self._slots(step)]
 
-    def _order(self, slot: int, number: int) -> np.ndarray:
-        """Return the images of one class in the order of its permutation `number`."""
-        cached = self._orders[slot]
-        if cached is None or cached[0] != number:
-            images, label = self._images[slot], int(self._labels[slot])
-            # Keyed by the label, not by the slot: labeling images of a new class does not change this one's order.
-            order = permutation(len(images), seed=self.seed, role=IMAGE_ROLE, counter=(label, number))
-            self._orders[slot] = cached = (number, images[order])
-        return cached[1]
-
     def rows(self, step: int, rank: int) -> np.ndarray:
         """Return image indices, int64 (local_batch,), of `rank` at `step`, interleaved [a, b, c, a, b, c, ...]."""
-        n, m = self._n, self.images_per_class
-        visit = step // self.steps_per_cycle
-        mine = np.arange(rank * n, (rank + 1) * n)
-        rows = np.empty((n, self.classes_per_batch), np.int64)
-        for column, slot in enumerate(self._slots(step)):
-            count = int(self._counts[slot])
-            number, turn = divmod(visit, max(1, count // m))
-            rows[:, column] = self._order(slot, number)[(turn * m + mine) % count]
-        return rows.reshape(-1)
+        n, m, slots = self._n, self.images_per_class, self._slots(step)
+        counts = self._counts[slots]
+        numbers, turns = np.divmod(step // self.steps_per_cycle, np.maximum(1, counts // m))
+        # Few classes begin a permutation at a step, unless they are too small for two visits.
+        stale = self._numbers[slots] != numbers
+        for slot, number in zip(slots[stale].tolist(), numbers[stale].tolist()):
+            self._shuffle(slot, number)
+        mine = np.arange(rank * n, (rank + 1) * n)[:, None]
+        return self._ordered[self._firsts[slots] + (turns * m + mine) % counts].reshape(-1)
+
+    def _shuffle(self, slot: int, number: int) -> None:
+        """Put the images of one class into the order of its permutation `number`."""
+        own = slice(self._firsts[slot], self._firsts[slot] + self._counts[slot])
+        # Keyed by the label, not by the slot: labeling images of a new class does not change this one's order.
+        counter = (int(self._labels[slot]), number)
+        order = permutation(int(self._counts[slot]), seed=self.seed, role=IMAGE_ROLE, counter=counter)
+        self._ordered[own], self._numbers[slot] = self._images[own][order], number
 
     def notes(self) -> list[str]:
         """Return sentences to print once before a run: which classes are too few, or too small, for this batch."""

@@ -1,7 +1,10 @@
 """How an engine builds its graph: the GPU's graph up to the driver, its decoder's options, streams and memory."""
 
 import contextlib
-from dataclasses import fields
+import os
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +19,9 @@ from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
 from pipelines.dali import graphs
-from pipelines.dali.engine import PADDING, DaliEngine, PixelsInMemory, decoder_options
+from pipelines.dali.engine import PADDING, DaliEngine, FilePaths, PixelsInMemory, decoder_options
 from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
 from pipelines.sampling.step_plan import Visit
 from tests.support.pictures import write_pictures
@@ -100,6 +104,24 @@ def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path,
     decoders = arguments_of("image", monkeypatch)
     next(iter(evaluation(index, labeled, "dali")))
     assert [call["hw_decoder_load"] for call in decoders] == [0]
+
+
+def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
+    names = ["a", "a much longer name.jpg", "deep/er/é 図.png", "b.jpg", "a"]
+    sizes = np.ones((len(names), 2), np.int32)
+    paths = FilePaths(ImageIndex(tmp_path, names, np.full(len(names), -1), (), sizes))
+    for wanted in ([0, 3], [4, 2, 1, 0, 0]):
+        found = [Path(os.fsdecode(row.tobytes())) for row in paths(np.array(wanted))]
+        assert found == [tmp_path / names[i] for i in wanted]
+
+
+def test_engine_reads_files_whose_names_differ_in_length(index, tmp_path):
+    expected = opened(unlabeled(index), "dali")(0)
+    names = [f"{i * 'x'}{i}.jpg" for i in range(len(index))]
+    for i, name in enumerate(names):
+        shutil.copy(index.path(i), tmp_path / name)
+    renamed = replace(index, root=tmp_path, files=Names.of(names))
+    assert_same(opened(unlabeled(renamed), "dali")(0), expected)
 
 
 def test_engine_hands_a_step_over_on_the_stream_of_torch(index, monkeypatch):
