@@ -18,10 +18,10 @@ from pipelines.backend import choose_backend, require_gpu
 from pipelines.dali.plugin.use import choose as use_plugin
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.find_bad_images import Decode, find_bad_images
 from pipelines.output import say_line
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan, StepPlan, Visit
+from pipelines.verify import Decode, find_bad_images
 
 STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
 

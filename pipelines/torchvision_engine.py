@@ -14,13 +14,10 @@ from PIL import Image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from pipelines.datasets.image_headers import readable_by_pil
+from pipelines.datasets.image_headers import FORMATS, readable_by_pil
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import Visit
-
-# PIL reads more (GIF, EPS, ...), but a folder that trains here must train with DALI too.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 
 # DALI's linear color space: luma, and a plane in which hue is an angle and saturation a radius.
 YIQ = torch.tensor(
@@ -133,14 +130,13 @@ def jitter(
     image: torch.Tensor, brightness: float, contrast: float, saturation: float, hue: float
 ) -> torch.Tensor:
     """Apply torchvision's ColorJitter in the fixed order brightness, contrast, saturation, hue (in turns)."""
-    if brightness != 1:
-        image = F.adjust_brightness(image, brightness)
-    if contrast != 1:
-        image = F.adjust_contrast(image, contrast)
-    if saturation != 1:
-        image = F.adjust_saturation(image, saturation)
-    if hue != 0:
-        image = F.adjust_hue(image, hue)
+    for adjust, factor, neutral in (
+        (F.adjust_brightness, brightness, 1),
+        (F.adjust_contrast, contrast, 1),
+        (F.adjust_saturation, saturation, 1),
+        (F.adjust_hue, hue, 0),
+    ):
+        image = image if factor == neutral else adjust(image, factor)
     return image
 
 
@@ -176,7 +172,7 @@ def read_rgb(file: os.PathLike | bytes) -> np.ndarray:
 
 
 def pil_decode(images: Sequence[Path | bytes], threads: int = 1) -> list[tuple[int, int] | Exception]:
-    """Return, for each image, (height, width) as PIL decodes it, or the error. See `pipelines.find_bad_images`."""
+    """Return, for each image, (height, width) as PIL decodes it, or the error. See `pipelines.verify.Decode`."""
 
     def decode(image: Path | bytes) -> tuple[int, int] | Exception:
         try:

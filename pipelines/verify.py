@@ -1,24 +1,32 @@
-"""Decode every image once with the decoder that trains, and report those that cannot be used and why.
+"""Find the images that cannot be used, and say why: all files before training, or those of a step that failed.
 
 A clean first epoch proves nothing: a truncated file can fail only once a crop reaches the missing rows, and DALI can
-refuse what PIL reads. So this check goes over all files before training.
+refuse what PIL reads, often without naming the file. So `check` decodes every image once, with the decoder that trains.
 """
 
-from collections.abc import Iterator
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from pipelines.backend import choose_backend
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import Progress, image_size, read_headers
+from pipelines.datasets.image_headers import Progress, image_size, read_headers, read_sizes, readable_by_pil
 from pipelines.datasets.index import ImageIndex
-from pipelines.find_bad_images import CUT_OFF, Decode, diagnosis, is_cut_off, readable
 
+_CUT_OFF = "a truncated JPEG: its end is missing"
+_TAIL = 65536  # bytes searched for a JPEG's end; what cameras and editors append is shorter
 _BLOCK = 1024  # files between two progress reports; their pixels are then read from the disk's cache
 _BATCH = 32  # images decoded at a time ...
 _BATCH_PIXELS = 64_000_000  # ... fewer where they are large: 200 MB of uint8 RGB
+
+# Gives, for each file or packed content, (height, width) as decoded, or the error. It must decode as training does.
+Decode = Callable[[Sequence[Path | bytes]], list[tuple[int, int] | Exception]]
 
 
 @dataclass(frozen=True)
@@ -59,20 +67,47 @@ def check(
     stamps = np.empty((len(index), 2), np.int64) if index.pack is None else None
     bad: dict[int, str] = {}
     for first in range(0, len(index), _BLOCK):
-        numbers = range(first, min(first + _BLOCK, len(index)))
+        block = slice(first, first + _BLOCK)
+        numbers = range(len(index))[block]
         if stamps is None:
-            bad.update(_bad_packed(index, numbers, sizes))
+            sizes[block], unusable = read_sizes(
+                lambda row, first=first: _packed_size(index, first + row), len(numbers)
+            )
         else:
-            block = slice(numbers.start, numbers.stop)
-            headers = read_headers(index.root, index.files[block])
-            sizes[block], stamps[block] = headers.sizes, headers.stamps
-            bad.update((first + row, reason) for row, reason in headers.bad.items())
+            sizes[block], stamps[block], unusable = read_headers(index.root, index.files[block])
+        bad.update((first + row, reason) for row, reason in unusable.items())
         bad.update(_undecodable(index, [i for i in numbers if i not in bad], sizes, decode))
         if progress is not None:
             progress(numbers.stop, len(index))
     sizes[list(bad)] = 0
     checked = replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
     return CheckReport(checked, "DALI" if dali else "PIL")
+
+
+def find_bad_images(index: ImageIndex, indices: Iterable[int], decode: Decode) -> dict[int, str]:
+    """Return the images among `indices` that training cannot use: index -> reason, in the order given.
+
+    An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is not found.
+    """
+    distinct = list(dict.fromkeys(map(int, indices)))
+    found, refused = {}, []
+    for i in distinct:
+        if (damage := index.damage(i)) is not None:
+            found[i] = damage
+            continue
+        image, (height, width) = index.content(i), index.sizes[i].tolist()
+        (outcome,) = decode([image])
+        if isinstance(outcome, Exception):
+            refused.append(image)
+            found[i] = _diagnosis(image, outcome)
+        elif outcome != (height, width):
+            found[i] = (
+                f"is {outcome[1]} x {outcome[0]} now, in the index {width} x {height}: make the index again"
+            )
+    if len(refused) == len(distinct) > 1 and all(map(_readable, refused)):
+        # A GPU that has failed refuses every file. Nobody should delete a good data set because of that.
+        return {}
+    return found
 
 
 def _decoder(dali: bool, device: str, threads: int) -> Decode:
@@ -86,18 +121,10 @@ def _decoder(dali: bool, device: str, threads: int) -> Decode:
     return partial(pil_decode, threads=threads)
 
 
-def _bad_packed(index: ImageIndex, numbers: range, sizes: np.ndarray) -> dict[int, str]:
-    """Read the sizes of packed images, and return those whose bytes or headers are bad, and why."""
-    bad = {}
-    for number in numbers:
-        reason = index.bad.get(number) or index.damage(number)
-        try:
-            sizes[number] = (0, 0) if reason else image_size(index.content(number))
-        except ValueError as problem:
-            reason = str(problem)
-        if reason:
-            bad[number] = reason
-    return bad
+def _packed_size(index: ImageIndex, i: int) -> tuple[int, int]:
+    if reason := index.bad.get(i) or index.damage(i):
+        raise ValueError(reason)
+    return image_size(index.content(i))
 
 
 def _undecodable(index: ImageIndex, numbers: list[int], sizes: np.ndarray, decode: Decode) -> dict[int, str]:
@@ -107,19 +134,19 @@ def _undecodable(index: ImageIndex, numbers: list[int], sizes: np.ndarray, decod
         images = [index.content(i) for i in batch]
         outcomes = decode(images)
         refused = [image for image, outcome in zip(images, outcomes) if isinstance(outcome, Exception)]
-        if len(refused) == _BATCH and all(map(readable, refused)):
+        if len(refused) == _BATCH and all(map(_readable, refused)):
             raise DataError(
                 f"the decoder refuses {len(refused)} files in a row that PIL reads, the first {index.path(batch[0])}: "
                 f"the decoder or its device has failed, or does not know this kind of file ({outcomes[0]})"
             )
         for i, image, outcome in zip(batch, images, outcomes):
             if isinstance(outcome, Exception):
-                bad[i] = diagnosis(image, outcome)
+                bad[i] = _diagnosis(image, outcome)
             elif outcome != tuple(sizes[i]):
                 (height, width), (h, w) = outcome, sizes[i]
                 bad[i] = f"decodes to {width} x {height} pixels, but its header says {w} x {h}"
-            elif is_cut_off(image):
-                bad[i] = CUT_OFF
+            elif _is_cut_off(image):
+                bad[i] = _CUT_OFF
     return bad
 
 
@@ -134,3 +161,38 @@ def _batches(numbers: list[int], sizes: np.ndarray) -> Iterator[list[int]]:
         pixels += more
     if batch:
         yield batch
+
+
+def _readable(image: Path | bytes) -> bool:
+    """Return whether PIL reads the whole file."""
+    try:
+        with Image.open(readable_by_pil(image)) as opened:
+            opened.load()
+    except Exception:  # PIL's parsers raise many kinds of errors
+        return False
+    return True
+
+
+def _diagnosis(image: Path | bytes, error: Exception) -> str:
+    """Return the plainest true sentence about a file that the decoder refused with `error`."""
+    try:
+        image_size(image)
+        if _is_cut_off(image):
+            return _CUT_OFF
+    except ValueError as problem:  # absent, empty, no image, a GIF, too many pixels
+        return str(problem)
+    except OSError as problem:
+        return f"cannot be read: {problem.strerror or problem}"
+    # The line that names the cause: DALI's errors begin with a traceback of the graph's definition.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line or "ailed" in line or "ailure" in line]
+    return f"damaged: {(telling or lines or [type(error).__name__])[-1]}"
+
+
+def _is_cut_off(image: Path | bytes) -> bool:
+    """Return whether a JPEG lacks its end marker, which a lenient decoder can forgive; pixels never contain one."""
+    with io.BytesIO(image) if isinstance(image, bytes) else open(image, "rb") as stream:
+        if stream.read(2) != b"\xff\xd8":
+            return False
+        stream.seek(-min(_TAIL, stream.seek(0, os.SEEK_END)), os.SEEK_END)
+        return b"\xff\xd9" not in stream.read()

@@ -44,7 +44,7 @@ def images_of(config: Config) -> tuple[int, str]:
 
         return len(digits(train=True)), "scikit-learn's digits, the training part"
     if config.data.index is not None and Path(config.data.index).expanduser().exists():
-        from pipelines.datasets.index_io import load_index
+        from pipelines.datasets.index import load_index
 
         return len(load_index(Path(config.data.index).expanduser(), refresh=False)), config.data.index
     return IMAGENET_TRAIN, "ImageNet's training set; --images N for another"

@@ -15,8 +15,7 @@ from pipelines.data_errors import BadImage
 from pipelines.datasets.cifar import CLASSES, cifar
 from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_io import save_index
+from pipelines.datasets.index import ImageIndex, save_index
 from pipelines.verify import CheckReport, check
 
 

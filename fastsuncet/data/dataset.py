@@ -16,8 +16,7 @@ from pipelines.data_errors import DataError
 from pipelines.datasets import cifar
 from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_io import load_index, save_index
+from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.label_splits import Split, labeled_split
 from pipelines.datasets.pack import open_pack
 

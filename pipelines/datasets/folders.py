@@ -35,13 +35,12 @@ def image_folder(root: str | Path) -> ImageIndex:
         )
     if set(folders) <= {"train", "val", "valid", "validation", "test"}:
         raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")
-    images = {folder: list(_images(root, folder)) for folder in folders}
-    if empty := [folder for folder in folders if not images[folder]]:
+    files = sorted(name for folder in folders for name in _images(root, folder))
+    inside = [name.split("/", 1)[0] for name in files]
+    if empty := sorted(set(folders) - set(inside)):
         raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
-    files = sorted(name for folder in folders for name in images[folder])
     number = {name: label for label, name in enumerate(folders)}
-    labels = np.fromiter((number[name.split("/", 1)[0]] for name in files), np.int64, len(files))
-    return with_headers(root, files, labels, tuple(folders))
+    return with_headers(root, files, np.array([number[name] for name in inside], np.int64), tuple(folders))
 
 
 def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
@@ -71,7 +70,7 @@ def class_numbers(count: int) -> tuple[str, ...]:
 def image_tree(root: str | Path) -> ImageIndex:
     """Return every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
     root = _existing(root)
-    files = sorted(_images(root, ""))
+    files = sorted(_images(root))
     if not files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
     return with_headers(root, files, np.full(len(files), -1), ())
@@ -81,8 +80,7 @@ def with_headers(
     root: Path, files: Sequence[str], labels: np.ndarray, classes: tuple[str, ...]
 ) -> ImageIndex:
     """Return the index of `files` below `root`, with the sizes that their headers give."""
-    names = Names.of(files)
-    sizes, stamps, bad = read_headers(root, names)
+    sizes, stamps, bad = read_headers(root, names := Names.of(files))
     return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad)
 
 
@@ -122,13 +120,11 @@ def with_csv_labels(
 
 def refuse_wrong_lines(path: str | Path, wrong: Sequence[tuple[int, str]]) -> None:
     """Raise DataError, with the first 20 (line, problem) pairs in order, if there are any."""
-    if not wrong:
-        return
-    lines = [f"  line {line}: {problem}" for line, problem in sorted(wrong)[:_SHOWN]]
-    if len(wrong) > _SHOWN:
-        lines.append(f"  and {len(wrong) - _SHOWN} more")
-    noun = "line" if len(wrong) == 1 else "lines"
-    raise DataError("\n".join([f"{path} has {len(wrong)} wrong {noun}:", *lines]))
+    if wrong:
+        lines = [f"  line {line}: {problem}" for line, problem in sorted(wrong)[:_SHOWN]]
+        lines += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
+        noun = "line" if len(wrong) == 1 else "lines"
+        raise DataError("\n".join([f"{path} has {len(wrong)} wrong {noun}:", *lines]))
 
 
 def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str]]]:
@@ -183,14 +179,14 @@ def _is_folder(entry: os.DirEntry, root: Path) -> bool:
     return entry.is_dir()
 
 
-def _images(root: Path, folder: str) -> Iterator[str]:
+def _images(root: Path, folder: str = "") -> Iterator[str]:
     """Yield the paths below root, with "/", of the images below root/folder, in no order."""
     inside = os.path.realpath(root) + os.sep
     waiting = [folder]
     while waiting:
         below = waiting.pop()
         for entry in _entries(root / below):
-            name = f"{below}/{entry.name}" if below else entry.name
+            name = f"{below}/{entry.name}".lstrip("/")
             if _is_folder(entry, root):
                 waiting.append(name)
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:

@@ -1,5 +1,6 @@
 """Sizes of image files from their headers, many files at a time, without decoding a pixel."""
 
+import contextlib
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -8,23 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
-# Importing a parser registers it. PIL itself would do that later, in the worker threads.
-from PIL import (  # noqa: F401
-    BmpImagePlugin,
-    GifImagePlugin,
-    Image,
-    JpegImagePlugin,
-    MpoImagePlugin,
-    PngImagePlugin,
-    TiffImagePlugin,
-    WebPImagePlugin,
-)
-
+# Otherwise PIL would load its parsers later, in the worker threads.
+Image.init()
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"))
-# PIL's forty other parsers are kept away from files that a stranger made. GIF is recognized only to be named in the
-# message: PIL reads it, the decoder does not.
-_RECOGNIZED = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+# What the decoders read. PIL's forty other parsers are kept away from files that a stranger made.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 MAX_PIXELS = 100_000_000
 # More than cores: on a network disk a header is nearly all waiting.
 THREADS = 16
@@ -50,14 +41,15 @@ def readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.
     return io.BytesIO(image) if isinstance(image, bytes) else image
 
 
-def image_size(file: os.PathLike | str | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def image_size(file: os.PathLike | str | bytes) -> tuple[int, int]:
     """Return (height, width) from the header. Raises ValueError with the reason why the image cannot be used.
 
-    `max_pixels` keeps out decompression bombs: a 20000 x 20000 JPEG of 1 MB takes 4.5 GB to decode.
+    MAX_PIXELS keeps out decompression bombs: a 20000 x 20000 JPEG of 1 MB takes 4.5 GB to decode.
     """
-    too_many = f"more than {max_pixels / 1e6:g} megapixels"
+    too_many = f"more than {MAX_PIXELS / 1e6:g} megapixels"
     try:
-        with Image.open(readable_by_pil(file), formats=_RECOGNIZED) as image:
+        # GIF is recognized only to be named in the message: PIL reads it, the decoder does not.
+        with Image.open(readable_by_pil(file), formats=(*FORMATS, "GIF")) as image:
             (width, height), kind = image.size, image.format
     except FileNotFoundError:
         raise ValueError("no such file") from None
@@ -70,7 +62,7 @@ def image_size(file: os.PathLike | str | bytes, max_pixels: int = MAX_PIXELS) ->
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
     if kind == "GIF":
         raise ValueError("a GIF, which the decoder does not read: convert it to PNG or JPEG")
-    if width * height > max_pixels:
+    if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels, {too_many}")
     return height, width
 
@@ -83,42 +75,44 @@ def in_threads(work: Callable[[int], None], count: int, threads: int = THREADS) 
             work(row)
 
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(chunk, range(0, count, _CHUNK)):
-            pass
+        list(pool.map(chunk, range(0, count, _CHUNK)))
 
 
-def _stamp(path: str) -> tuple[int, int]:
-    try:
-        status = os.stat(path)
-    except OSError:  # no file, or a folder without access: reading the header gives the reason
-        return -1, -1
+def read_sizes(size_of: Callable[[int], tuple[int, int]], count: int) -> tuple[np.ndarray, dict[int, str]]:
+    """Return size_of(row) of all rows, int32 (count, 2), and row -> why where it raised ValueError: size 0, 0."""
+    sizes, bad = np.zeros((count, 2), np.int32), {}
+
+    def work(row: int) -> None:
+        try:
+            sizes[row] = size_of(row)
+        except ValueError as reason:
+            bad[row] = str(reason)
+
+    in_threads(work, count)
+    return sizes, dict(sorted(bad.items()))
+
+
+def stamp(status: os.stat_result) -> tuple[int, int]:
+    """Return the bytes and the modification time (ns) of a file."""
     return status.st_size, status.st_mtime_ns
 
 
 def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:
     """Return the bytes and the modification time (ns) of every file, int64 (n, 2); -1, -1 where there is none."""
-    stamps = np.empty((len(names), 2), np.int64)
+    stamps = np.full((len(names), 2), -1, np.int64)
 
     def work(row: int) -> None:
-        stamps[row] = _stamp(os.path.join(root, names[row]))
+        # No file, or a folder without access: reading the header gives the reason.
+        with contextlib.suppress(OSError):
+            stamps[row] = stamp(os.stat(os.path.join(root, names[row])))
 
     in_threads(work, len(names))
     return stamps
 
 
-def read_headers(root: Path, names: Sequence[str], *, max_pixels: int = MAX_PIXELS) -> Headers:
+def read_headers(root: Path, names: Sequence[str]) -> Headers:
     """Read the header of every file. A file that cannot be used is listed in `bad`; none raises."""
-    sizes, stamps = np.zeros((len(names), 2), np.int32), np.empty((len(names), 2), np.int64)
-    bad: dict[int, str] = {}
-
-    def work(row: int) -> None:
-        path = os.path.join(root, names[row])
-        # The stamp first: a file that changes while it is read is then seen as changed the next time.
-        stamps[row] = _stamp(path)
-        try:
-            sizes[row] = image_size(path, max_pixels)
-        except ValueError as reason:
-            bad[row] = str(reason)
-
-    in_threads(work, len(names))
-    return Headers(sizes, stamps, dict(sorted(bad.items())))
+    # The stamps first: a file that changes while it is read is then seen as changed the next time.
+    stamps = file_stamps(root, names)
+    sizes, bad = read_sizes(lambda row: image_size(os.path.join(root, names[row])), len(names))
+    return Headers(sizes, stamps, bad)

@@ -1,10 +1,14 @@
-"""A data set as an index: which files, which labels, which sizes, which images are bad.
+"""A data set as an index: which files, which labels, which sizes, which images are bad; in memory and on disk.
 
 Training reads nothing but the index: no folder is listed at start, no header opened, and every rank has the same
-images under the same numbers. Random crops are drawn from its sizes before anything is decoded.
+images under the same numbers. Random crops are drawn from its sizes before anything is decoded. On disk it is one .npz
+without pickles, replaced atomically and verified when it is read.
 """
 
+import contextlib
 import hashlib
+import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +18,10 @@ import numpy as np
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.image_headers import file_stamps, read_headers
 from pipelines.datasets.shards import Shards
-from pipelines.datasets.string_table import Names
+from pipelines.datasets.string_table import Names, leaves_root
+
+_KIND, _VERSION = "fastsuncet image index", 1
+_MAKE = "`fastsuncet data check CONFIG` makes one"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +47,20 @@ class ImageIndex:
     def __post_init__(self):
         if not isinstance(self.files, Names):
             object.__setattr__(self, "files", Names.of(self.files))
-        n = len(self.files)
-        _check(self.labels, "labels", (n,), np.int64)
-        _check(self.sizes, "sizes", (n, 2), np.int32)
-        if self.stamps is not None:
-            _check(self.stamps, "stamps", (n, 2), np.int64)
-        if self.pixels is not None:
-            _check(self.pixels, "pixels", (n, *self.pixels.shape[1:3], 3), np.uint8)
-        if self.presence is not None:
-            _check(self.presence, "presence", (n, len(self.classes)), np.int8)
-            if n and not -1 <= self.presence.min() <= self.presence.max() <= 1:
-                raise DataError("presence of the index must be 1 (there), -1 (not there) or 0 (difficult)")
+        n, side = len(self.files), () if self.pixels is None else self.pixels.shape[1:3]
+        for name, shape, dtype in (
+            ("labels", (n,), np.int64),
+            ("sizes", (n, 2), np.int32),
+            ("stamps", (n, 2), np.int64),
+            ("pixels", (n, *side, 3), np.uint8),
+            ("presence", (n, len(self.classes)), np.int8),
+        ):
+            array = getattr(self, name)
+            if array is not None and (array.shape != shape or array.dtype != dtype):
+                wanted = f"{np.dtype(dtype)} {shape}"
+                raise DataError(f"{name} of the index must be {wanted}, not {array.dtype} {array.shape}")
+        if self.presence is not None and n and not -1 <= self.presence.min() <= self.presence.max() <= 1:
+            raise DataError("presence of the index must be 1 (there), -1 (not there) or 0 (difficult)")
         if self.pack is not None and len(self.pack) != n:
             raise DataError(f"the pack holds {len(self.pack)} images, the index {n}")
         if n and not -1 <= self.labels.min() <= self.labels.max() < len(self.classes):
@@ -85,10 +95,17 @@ class ImageIndex:
     def fingerprint(self) -> str:
         """Return the sha256 of what decides a run: names, labels, classes, sizes, pixels, presence."""
         digest = hashlib.sha256()
-        arrays = [self.files.lines, self.labels, Names.of(self.classes).lines, self.sizes]
-        for array in [*arrays, *(held for held in (self.pixels, self.presence) if held is not None)]:
-            digest.update(f"{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+        for array in (
+            self.files.lines,
+            self.labels,
+            Names.of(self.classes).lines,
+            self.sizes,
+            self.pixels,
+            self.presence,
+        ):
+            if array is not None:
+                digest.update(f"{array.shape}".encode())
+                digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
         return digest.hexdigest()
 
     def require_good(self, allowed: int = 0) -> None:
@@ -116,17 +133,101 @@ class ImageIndex:
         if not changed:
             return self
         headers = read_headers(self.root, [self.name(i) for i in changed])
-        sizes, bad = self.sizes.copy(), dict(self.bad)
+        sizes = self.sizes.copy()
         # The stamps stay those from before the headers: a file that changed in between is read again next time.
         sizes[changed] = headers.sizes
-        for row, number in enumerate(changed):
-            bad.pop(number, None)
-            if row in headers.bad:
-                bad[number] = headers.bad[row]
+        bad = {i: reason for i, reason in self.bad.items() if i not in set(changed)}
+        bad |= {changed[row]: reason for row, reason in headers.bad.items()}
         return replace(self, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
 
 
-def _check(array: np.ndarray, name: str, shape: tuple[int, ...], dtype: type) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        wanted = f"{np.dtype(dtype)} {shape}"
-        raise DataError(f"{name} of the index must be {wanted}, not {array.dtype} {array.shape}")
+def save_index(index: ImageIndex, path: Path) -> None:
+    """Write an index of files or of tar shards to `path`. Raises DataError when the disk refuses."""
+    if index.root is None or (index.stamps is None and index.pack is None):
+        raise DataError("only an index of files is kept on disk; data in memory are read again each time")
+    arrays = {
+        "kind": np.array(_KIND),
+        "version": np.array(_VERSION),
+        "fingerprint": np.array(index.fingerprint()),
+        "root": np.array(str(index.root)),
+        "files": index.files.lines,
+        "labels": index.labels,
+        "classes": Names.of(index.classes).lines,
+        "sizes": index.sizes,
+        "bad": np.fromiter(index.bad, np.int64, len(index.bad)),
+        "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
+        "stamps": index.stamps,
+        "presence": index.presence,
+    }
+    if index.pack is not None:
+        arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
+        arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
+    # Under another name until every byte is on the disk: a reader, or a run after a power cut, finds the old
+    # index or the new one, never half of one.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as stream:
+            np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise DataError(f"cannot write the index {path}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems order renames themselves and refuse
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) -> ImageIndex:
+    """Read what `save_index` wrote; `root` is where the files lie now, by default where they lay then.
+
+    With `refresh`, the size and time of every file are compared, and changed files have their headers read again
+    (`ImageIndex.refreshed`). That is one stat for each file: let one rank of a job do it. New files are not looked
+    for; that takes a new scan. Raises DataError: no such file, damaged, another version, files gone or shards changed.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except FileNotFoundError:
+        raise DataError(f"there is no index {path}: {_MAKE}") from None
+    except Exception as error:  # a damaged archive fails in as many ways as zip, zlib and NumPy have
+        raise DataError(f"the index {path} cannot be read ({error}): delete it; {_MAKE}") from error
+    if str(arrays.get("kind")) != _KIND:
+        raise DataError(f"{path} is not an image index; {_MAKE}")
+    try:
+        if (version := int(arrays["version"])) != _VERSION:
+            raise ValueError(f"it has version {version}, not {_VERSION}")
+        folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", ()))
+        index = ImageIndex(
+            root=folder,
+            files=Names(arrays["files"]),
+            labels=arrays["labels"],
+            classes=tuple(Names(arrays["classes"])),
+            sizes=arrays["sizes"],
+            stamps=None if shards else arrays["stamps"],
+            bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
+            presence=arrays.get("presence"),
+        )
+        if index.fingerprint() != str(arrays["fingerprint"]):
+            raise ValueError("its content does not match its fingerprint")
+        # Whoever wrote the file, it must not lead out of the data folder.
+        for name in itertools.chain(index.files, shards):
+            if leaves_root(name):
+                raise ValueError(f"{name!r} leads out of the data folder")
+        places = (arrays["shard_stamps"], arrays["members"]) if shards else ()
+    except Exception as error:
+        raise DataError(f"the index {path} cannot be used: {error}. Delete it; {_MAKE}") from error
+    if places:
+        return replace(index, pack=Shards([folder / name for name in shards], *places))
+    return index.refreshed() if refresh else index

@@ -5,6 +5,7 @@ which 1 % it was. A split has counts and a fingerprint, so that two runs can be 
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ IMAGENET_LISTS = {
     "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17": ("ImageNet 1%", 12_811),
     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091": ("ImageNet 10%", 128_116),
 }
+_REMEDY = "; data.root and data.train must lead to the images the list was made for"
 _SHOWN = 5  # names that a message shows; the rest are counted
 
 
@@ -61,14 +63,13 @@ def labeled_split(
     with `file` those of another CSV, which must agree with them. An image without a label is never in a split. Raises
     DataError.
     """
-    if kind == "names":
-        if file is None:
-            raise DataError("a split by names needs data.split.file, a list of image names")
+    if kind == "names" and file is not None:
         chosen, source = listed(index, Path(file), sha256)
-    elif kind == "bernoulli":
-        if fraction is None:
-            raise DataError("a Bernoulli split needs data.split.fraction, from 0 to 1")
+    elif kind == "bernoulli" and fraction is not None:
         chosen, source = bernoulli(len(index), fraction, seed), f"Bernoulli({fraction:g}), seed {seed}"
+    elif kind in ("names", "bernoulli"):
+        needed = "file, a list of image names" if kind == "names" else "fraction, from 0 to 1"
+        raise DataError(f"a split by {kind} needs data.split.{needed}")
     elif kind == "csv" and file is not None:
         chosen, source = _in_table(index, file), Path(file).name
     elif kind in ("all", "csv"):
@@ -115,9 +116,7 @@ def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np
     if sha256 is not None and digest != sha256.lower():
         ends = "its lines end in CR LF, which an editor or git can have done"
         why = ends if b"\r\n" in data else "another list"
-        lists = "; ".join(
-            f"{name} ({count} names) {known}" for known, (name, count) in IMAGENET_LISTS.items()
-        )
+        lists = "; ".join(f"{name} ({n} names) {known}" for known, (name, n) in IMAGENET_LISTS.items())
         raise DataError(f"{file} has sha256 {digest}, not {sha256}: {why}. Known lists: {lists}")
     try:
         lines = data.decode().splitlines()
@@ -129,19 +128,17 @@ def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np
     if wrong:
         raise DataError(f"{file}: {_some(wrong)} does not name an image below the data folder")
     names = [line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}" for line in lines]
-    seen: set[str] = set()
-    if twice := [name for name in names if name in seen or seen.add(name)]:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{file} names images more than once: {_some(twice)}")
     found = index.files.find(names)
-    if missing := [line for line, place in zip(lines, found) if place < 0]:
-        raise DataError(
-            f"{file} names {len(missing)} images (of {len(lines)}) that are not under {index.root}: "
-            f"{_some(missing)}; data.root and data.train must lead to the images the list was made for"
-        )
-    if unlabeled := [line for line, place in zip(lines, found) if index.labels[place] < 0]:
-        raise DataError(
-            f"{file} names {len(unlabeled)} images (of {len(lines)}) without a label: {_some(unlabeled)}"
-        )
+    for without, what, remedy in (
+        (found < 0, f"that are not under {index.root}", _REMEDY),
+        (index.labels[found] < 0, "without a label", ""),
+    ):
+        if some := [line for line, is_without in zip(lines, without) if is_without]:
+            raise DataError(
+                f"{file} names {len(some)} images (of {len(lines)}) {what}: {_some(some)}{remedy}"
+            )
     return np.sort(found), IMAGENET_LISTS.get(digest, (f"{file.name}, sha256 {digest[:12]}",))[0]
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tarfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,16 +23,14 @@ import numpy as np
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import class_numbers
-from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_io import load_index, save_index, sync_folder
-from pipelines.datasets.shards import MEMBER, Shards, checksum_text, scan_shard
+from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads, read_sizes, stamp
+from pipelines.datasets.index import ImageIndex, load_index, save_index, sync_folder
+from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, scan_shard
 from pipelines.datasets.string_table import Names
 
 INDEX = "index.npz"
 SHARD_BYTES = 1 << 30  # what a kill costs at most; ImageNet makes 142 shards
 BLOCK = 256  # files read at a time, in threads: on a network disk a file is nearly all waiting
-_FORMER = b"fastsuncet packed images"
 _HEAD = 1 << 16  # bytes of an image that nearly always hold its size
 _MAKE = "`fastsuncet data pack CONFIG --output FOLDER` makes one"
 
@@ -52,13 +51,12 @@ def open_pack(pack: str | Path, *, kept: Path | None = None, like: ImageIndex | 
             _require_same_images(folder, index, like)
         return index
     paths = _shard_paths(str(folder))
-    if kept is not None and kept.exists():
-        try:
+    # An index that cannot be used is made again: a shard has changed or moved, or it is damaged.
+    with contextlib.suppress(DataError):
+        if kept is not None and kept.exists():
             index = load_index(kept)
             if index.pack is not None and index.pack.paths == paths:
                 return index
-        except DataError:  # a shard has changed or moved, or the index is damaged
-            pass
     index = _scanned(paths)
     if kept is not None:
         save_index(index, kept)
@@ -66,22 +64,12 @@ def open_pack(pack: str | Path, *, kept: Path | None = None, like: ImageIndex | 
 
 
 def _shard_paths(pattern: str) -> list[Path]:
-    path = Path(pattern)
-    if path.is_dir():
-        paths = sorted(path.glob("*.tar"))
-    else:
-        paths = [Path(name) for part in _expanded(pattern) for name in sorted(glob.glob(part)) or [part]]
-    if not paths:
-        raise DataError(f"{pattern} holds no tar shards: {_MAKE}")
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"there is no pack or shard {path}: {_MAKE}")
-        with open(path, "rb") as stream:
-            if stream.read(len(_FORMER)) == _FORMER:
-                raise DataError(
-                    f"{path} is a pack in the former format of one file. Pack the images again: {_MAKE}"
-                )
-    return [Path(os.path.abspath(path)) for path in dict.fromkeys(paths)]
+    if Path(pattern).is_dir():
+        pattern = f"{glob.escape(pattern)}/*.tar"
+    names = [name for part in _expanded(pattern) for name in sorted(glob.glob(part)) or [part]]
+    if missing := [name for name in names if not os.path.isfile(name)]:
+        raise DataError(f"there is no pack or shard {missing[0]}: {_MAKE}")
+    return [Path(os.path.abspath(name)) for name in dict.fromkeys(names)]
 
 
 def _expanded(pattern: str) -> Iterator[str]:
@@ -90,9 +78,8 @@ def _expanded(pattern: str) -> Iterator[str]:
     if found is None:
         yield pattern
         return
-    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
     options = found[1].split(",")
-    if numbers:
+    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
         options = [f"{n:0{len(numbers[1])}}" for n in range(int(numbers[1]), int(numbers[2]) + 1)]
     for option in options:
         yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
@@ -101,42 +88,30 @@ def _expanded(pattern: str) -> Iterator[str]:
 def _scanned(paths: list[Path]) -> ImageIndex:
     """Return the index of shards that another program wrote."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
-    stamps = np.array([(path.stat().st_size, path.stat().st_mtime_ns) for path in paths], np.int64)
+    stamps = np.array([stamp(path.stat()) for path in paths], np.int64)
     with ThreadPoolExecutor(THREADS) as pool:
         scans = list(pool.map(scan_shard, paths))
     members = np.concatenate([scan.members for scan in scans])
     members["shard"] = np.repeat(np.arange(len(paths)), [len(scan.names) for scan in scans])
-    labels = np.array([label for scan in scans for label in scan.labels], np.int64)
     if not len(members):
         raise DataError(f"{paths[0]} and the {len(paths) - 1} other shards hold no image (KEY.jpg, KEY.png)")
+    labels = np.array([label for scan in scans for label in scan.labels], np.int64)
     pack = Shards(paths, stamps, members)
-    sizes, bad = np.zeros((len(members), 2), np.int32), {}
 
-    def work(i: int) -> None:
+    def size_of(i: int) -> tuple[int, int]:
         try:
-            try:
-                sizes[i] = image_size(pack.read(i, _HEAD))
-            except ValueError:  # the header is longer than that, or there is none
-                sizes[i] = image_size(pack.read(i))
-        except ValueError as reason:
-            bad[i] = str(reason)
+            return image_size(pack.read(i, _HEAD))
+        except ValueError:  # the header is longer than that, or there is none
+            return image_size(pack.read(i))
 
-    in_threads(work, len(members))
-    return ImageIndex(
-        root=root,
-        files=Names.of(
-            f"{p.relative_to(root)}/{name}" for p, scan in zip(paths, scans) for name in scan.names
-        ),
-        labels=labels,
-        classes=class_numbers(int(labels.max()) + 1),
-        sizes=sizes,
-        bad=dict(sorted(bad.items())),
-        pack=pack,
-    )
+    sizes, bad = read_sizes(size_of, len(members))
+    names = (f"{path.relative_to(root)}/{name}" for path, scan in zip(paths, scans) for name in scan.names)
+    classes = class_numbers(int(labels.max()) + 1)
+    return ImageIndex(root, Names.of(names), labels, classes, sizes, bad=bad, pack=pack)
 
 
 def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> None:
-    """Raise DataError, with the first image that differs, unless both indexes say the same."""
+    """Raise DataError, with the first image that differs, unless both indexes name the same images."""
     if packed.fingerprint() == like.fingerprint():
         return
 
@@ -144,12 +119,11 @@ def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> 
         height, width = index.sizes[i].tolist()
         return f"{index.name(i)} ({width} x {height}, class {index.labels[i]})"
 
+    pairs = ((described(packed, i), described(like, i)) for i in range(min(len(packed), len(like))))
     difference = f"{len(packed):,} images in the pack and {len(like):,} in the index"
-    for i in range(min(len(packed), len(like))):
-        if described(packed, i) != described(like, i):
-            difference = (
-                f"image {i} is {described(packed, i)} in the pack and {described(like, i)} in the index"
-            )
+    for i, (ours, theirs) in enumerate(pairs):
+        if ours != theirs:
+            difference = f"image {i} is {ours} in the pack and {theirs} in the index"
             break
     raise DataError(
         f"the pack {folder} holds other images than the index: {difference}. Delete it and run "
@@ -218,31 +192,29 @@ def _write_shards(
         raise DataError(f"all {len(index)} images under {index.root} are bad: there is nothing to pack")
     # Bytes in the tar: a header and whole blocks for the image, and two blocks for the label.
     room = 512 + (lengths[good] + 511) // 512 * 512 + np.where(index.labels[good] >= 0, 1024, 0)
-    _require_room(part, int(room.sum()))
+    wanted = int(room.sum()) - sum(path.stat().st_size for path in part.glob("*.tar"))
+    if wanted > (free := shutil.disk_usage(part).free):
+        size, unit = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
+        raise DataError(
+            f"the pack {part} needs {wanted / size:,.1f} {unit} more, and its disk has {free / size:,.1f} {unit} left"
+        )
     shard_of = np.unique((np.cumsum(room) - room) // SHARD_BYTES, return_inverse=True)[1]
     members, before, paths = np.zeros(len(index), MEMBER), 0, []
     members["crc32"] = -1
     for shard in range(shard_of[-1] + 1):
         numbers, path = good[shard_of == shard], part / f"{shard:06d}.tar"
-        found = _packed_before(path, lengths[numbers])
-        if found is None:
+        found = np.empty(0, MEMBER)
+        with contextlib.suppress(DataError):  # not there, or damaged by a power cut
+            found = scan_shard(path).members
+        if np.array_equal(found["length"], lengths[numbers]):
+            before += len(numbers)
+        else:
             _write_shard(index, lengths, path, numbers, progress)
             found = scan_shard(path).members
-        else:
-            before += len(numbers)
         found["shard"] = shard
         members[numbers] = found
         paths.append(path)
     return before, Shards(paths, np.array([(path.stat().st_size, -1) for path in paths], np.int64), members)
-
-
-def _packed_before(path: Path, lengths: np.ndarray) -> np.ndarray | None:
-    """Return the members of a shard that an earlier start has written; None to write it again."""
-    try:
-        members = scan_shard(path).members
-    except DataError:  # not there, or damaged by a power cut
-        return None
-    return members if np.array_equal(members["length"], lengths) else None
 
 
 def _write_shard(
@@ -255,7 +227,8 @@ def _write_shard(
                 block = numbers[first : first + BLOCK].tolist()
                 for number, content in zip(block, _contents(index, lengths, block)):
                     suffix = os.path.splitext(index.name(number))[1].lower()
-                    _add(tar, f"{number:08d}{suffix}", content, checksum_text(content))
+                    checksum = CHECKSUM.format(f"{zlib.crc32(content):08x}")
+                    _add(tar, f"{number:08d}{suffix}", content, checksum)
                     if index.labels[number] >= 0:
                         _add(tar, f"{number:08d}.cls", str(index.labels[number]).encode())
                 if progress is not None:
@@ -289,13 +262,3 @@ def _contents(index: ImageIndex, lengths: np.ndarray, numbers: list[int]) -> lis
 
     in_threads(work, len(numbers))
     return found
-
-
-def _require_room(part: Path, wanted: int) -> None:
-    wanted -= sum(path.stat().st_size for path in part.glob("*.tar"))
-    free = shutil.disk_usage(part).free
-    if wanted > free:
-        size, unit = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
-        raise DataError(
-            f"the pack {part} needs {wanted / size:,.1f} {unit} more, and its disk has {free / size:,.1f} {unit} left"
-        )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import EXTENSIONS
+from pipelines.datasets.image_headers import EXTENSIONS, stamp
 from pipelines.datasets.string_table import leaves_root
 
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
@@ -30,7 +30,9 @@ from pipelines.datasets.string_table import leaves_root
 MEMBER = np.dtype([("shard", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<i8")])
 REMEDY = "Copy the pack here again, or delete it and run `fastsuncet data pack` again"
 _BLOCK = tarfile.BLOCKSIZE
-_CHECKSUM = re.compile(r"crc32:([0-9a-f]{8})")
+# Where a shard keeps the crc32 of an image: in its header, as the file owner's name (uname). Other programs ignore that
+# field, and every image is protected without a file of its own.
+CHECKSUM = "crc32:{}"
 # What tarfile may read into memory for one member's headers. A hostile header can claim any size.
 _HEADER_BYTES = 1 << 20
 _MOST_CLASSES = 1 << 20
@@ -50,19 +52,19 @@ class Shards:
             )
         self.paths, self.stamps, self.members = list(paths), stamps, members
         self._files: list[io.FileIO] = []
-        weakref.finalize(self, _close, self._files)
+        weakref.finalize(self, lambda files: [file.close() for file in files], self._files)
         _allow_open_files(len(self.paths))
         for path, (size, time) in zip(self.paths, stamps.tolist()):
             try:
                 self._files.append(io.FileIO(path))
-                status = os.fstat(self._files[-1].fileno())
+                now = stamp(os.fstat(self._files[-1].fileno()))
             except OSError as error:
                 raise DataError(
                     f"cannot open the shard {path}: {error.strerror or error}. {REMEDY}"
                 ) from error
-            if status.st_size != size or time not in (-1, status.st_mtime_ns):
+            if now[0] != size or time not in (-1, now[1]):
                 raise DataError(
-                    f"the shard {path} was cut short or changed: {status.st_size:,} bytes now, {size:,} when it was "
+                    f"the shard {path} was cut short or changed: {now[0]:,} bytes now, {size:,} when it was "
                     f"indexed. {REMEDY}"
                 )
         shard, offset, length = (members[key] for key in ("shard", "offset", "length"))
@@ -82,7 +84,7 @@ class Shards:
         """
         shard, start, length, _ = self.members[i].item()
         path, file, content = self.paths[shard], self._files[shard].fileno(), b""
-        length = length if most is None else min(length, most)
+        length = min(length, most or length)
         try:
             # A file server can return less than it was asked for, and the rest when it is asked again.
             while len(content) < length:
@@ -123,14 +125,6 @@ class Scan(NamedTuple):
     members: np.ndarray  # MEMBER (n,); `shard` is 0
 
 
-def checksum_text(content: bytes) -> str:
-    """Return the crc32 of an image as a shard keeps it: in the header, as the file owner's name (uname).
-
-    Other programs ignore that field, and every image is protected without a file of its own.
-    """
-    return f"crc32:{zlib.crc32(content):08x}"
-
-
 def scan_shard(path: Path) -> Scan:
     """Read the headers of a shard. Raises DataError, with its name, if anything in it is not as it should be."""
     images: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
@@ -159,7 +153,7 @@ def scan_shard(path: Path) -> Scan:
                         raise ValueError(f"its label {name!r} is no whole number from 0: {text!r}")
                     labels[key] = label
                 elif extension in EXTENSIONS:
-                    known = _CHECKSUM.fullmatch(member.uname)
+                    known = re.fullmatch(CHECKSUM.format("([0-9a-f]{8})"), member.uname)
                     crc32 = int(known[1], 16) if known else -1
                     images[key] = name, (0, member.offset_data, member.size, crc32)
             # tarfile takes a damaged header for the end. The true end is a block of zeros.
@@ -188,12 +182,6 @@ class _HeaderReader(io.BufferedReader):
 def _allow_open_files(count: int) -> None:
     """Raise this process's limit of open files for `count` more, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 512
-    if soft < wanted:
+    if soft < count + 512:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-
-
-def _close(files: list[io.FileIO]) -> None:
-    for file in files:
-        file.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 512, hard), hard))

@@ -23,6 +23,28 @@ def texture(seed: int, height: int, width: int) -> np.ndarray:
     return pixels.clip(0, 255).astype(np.uint8)
 
 
+def write_image(path: Path, width: int = 8, height: int = 6, **options) -> Path:
+    """Write noise of some size, always the same, in the kind of file that the name says; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, **options)
+    return path
+
+
+def write_images(root: Path, *names: str) -> Path:
+    """Write an image of 8 x 6 pixels under each name; return `root`."""
+    for name in names:
+        write_image(root / name)
+    return root
+
+
+def cut_short(path: Path) -> Path:
+    """Leave a JPEG its header and half of its pixels; return the path."""
+    content = path.read_bytes()
+    path.write_bytes(content[: (content.index(b"\xff\xda") + len(content)) // 2])
+    return path
+
+
 def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96) -> ImageIndex:
     """Write an image folder of JPEGs of varied sizes, and return its index."""
     for i in range(count):

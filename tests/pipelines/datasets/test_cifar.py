@@ -17,12 +17,11 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import join
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES, cifar
-from tests.pipelines.datasets.test_index import write_image
+from tests.support.pictures import write_image
 from tests.support.runs import CONFIGS
 
 ROWS = 12  # images in a batch; the format does not fix it
 KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
-both = pytest.mark.parametrize("kind", KINDS)
 
 
 class Published:
@@ -191,7 +190,7 @@ def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monk
     assert len(cifar("cifar10", tmp_path, download=True)) == 5 * ROWS
 
 
-@both
+@pytest.mark.parametrize("kind", KINDS)
 def test_cifar_reads_folders_into_memory(kind, tmp_path):
     for name in CLASSES[kind]:
         write_image(tmp_path / "train" / name / "1.png", 32, 32)
@@ -200,12 +199,9 @@ def test_cifar_reads_folders_into_memory(kind, tmp_path):
     count = len(CLASSES[kind])
     assert train.pixels.shape == (count, 32, 32, 3) and train.labels.tolist() == list(range(count))
     assert cifar(kind, tmp_path, train=False).name(0) == f"{CLASSES[kind][0]}/7.png"
-
-
-def test_cifar_refuses_folders_of_other_classes(tmp_path):
     write_image(tmp_path / "train" / "zebra" / "1.jpg", 32, 32)
-    with pytest.raises(DataError, match="other class folders than CIFAR-10: zebra"):
-        cifar("cifar10", tmp_path)
+    with pytest.raises(DataError, match=r"other class folders than CIFAR-100?: "):
+        cifar(kind, tmp_path)
 
 
 @pytest.mark.parametrize("published", ["cifar100"], indirect=True)

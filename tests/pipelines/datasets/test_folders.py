@@ -9,13 +9,7 @@ from PIL import Image
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits, resident
-from tests.pipelines.datasets.test_index import write_image
-
-
-def write_images(root, *names):
-    for name in names:
-        write_image(root / name)
-    return root
+from tests.support.pictures import cut_short, write_image, write_images
 
 
 def table(path, *lines, encoding="utf-8"):
@@ -213,10 +207,9 @@ def test_resident_decodes_images_once(tmp_path):
     Image.new("L", (8, 6), 77).save(tmp_path / "b" / "4.png")
     index = resident(image_folder(tmp_path))
     assert index.pixels.shape == (4, 6, 8, 3) and index.pixels.dtype == np.uint8
-    for i in range(3):
+    for i in range(4):
         with Image.open(index.path(i)) as image:
-            assert np.array_equal(index.pixels[i], np.asarray(image))
-    assert (index.pixels[3] == 77).all()
+            assert np.array_equal(index.pixels[i], np.asarray(image.convert("RGB")))
 
 
 def test_resident_refuses_different_sizes_and_too_many_pixels(tmp_path, monkeypatch):
@@ -233,12 +226,10 @@ def test_resident_refuses_different_sizes_and_too_many_pixels(tmp_path, monkeypa
 
 def test_resident_names_every_image_that_cannot_be_decoded(tmp_path):
     write_images(tmp_path, *(f"a/{i}.jpg" for i in range(4)))
-    for i in (1, 3):
-        path = tmp_path / "a" / f"{i}.jpg"
-        path.write_bytes(path.read_bytes()[:-40])
+    spoiled = [str(cut_short(tmp_path / "a" / f"{i}.jpg")) for i in (1, 3)]
     with pytest.raises(BadImage) as error:
         resident(image_folder(tmp_path))
-    assert [path for path, _ in error.value.files] == [str(tmp_path / "a" / f"{i}.jpg") for i in (1, 3)]
+    assert [path for path, _ in error.value.files] == spoiled
     (tmp_path / "a" / "0.jpg").write_bytes(b"")
     with pytest.raises(BadImage, match=r"1 image .*\n.*0.jpg: an empty file"):
         resident(image_folder(tmp_path))

@@ -1,6 +1,7 @@
 """Which images are labeled: the authors' draw, lists checked to the byte, and CSVs that must agree."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,9 @@ def index() -> ImageIndex:
 @pytest.fixture
 def names(tmp_path):
     def write(*lines: str, end: str = "\n") -> Path:
-        (tmp_path / "names.txt").write_bytes("".join(line + end for line in lines).encode())
+        (tmp_path / "names.txt").write_bytes(
+            "".join(line + end for line in lines).encode(errors="surrogateescape")
+        )
         return tmp_path / "names.txt"
 
     return write
@@ -85,12 +88,21 @@ def test_labeled_split_bernoulli(index):
     assert "Bernoulli(0.5), seed 3" in str(split)
 
 
-def test_bernoulli_refuses_a_share_outside_0_to_1(index):
-    for fraction in (-0.1, 1.1, float("nan")):
-        with pytest.raises(DataError, match="from 0 to 1"):
-            labeled_split(index, "bernoulli", fraction=fraction)
-    with pytest.raises(DataError, match=r"needs data\.split\.fraction"):
-        labeled_split(index, "bernoulli")
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("bernoulli", {"fraction": -0.1}, "from 0 to 1"),
+        ("bernoulli", {"fraction": 1.1}, "from 0 to 1"),
+        ("bernoulli", {"fraction": float("nan")}, "from 0 to 1"),
+        ("bernoulli", {}, r"needs data\.split\.fraction"),
+        ("names", {}, r"needs data\.split\.file"),
+        ("names", {"file": "gone.txt"}, r"cannot read the list of names gone.txt: No such file"),
+        ("some", {}, "one of names, bernoulli, all, none, csv, not 'some'"),
+    ],
+)
+def test_labeled_split_refuses_impossible_settings(index, kind, options, said):
+    with pytest.raises(DataError, match=said):
+        labeled_split(index, kind, **options)
 
 
 # -- lists of names
@@ -99,11 +111,10 @@ def test_bernoulli_refuses_a_share_outside_0_to_1(index):
 def test_listed_names_are_imagenets_or_paths(index, names):
     file = names("n02_1.JPEG", "n03/n03_0.JPEG", "n01_3.JPEG")
     assert labeled_split(index, "names", file=file).indices.tolist() == [3, 5, 8]
-
-
-def test_listed_class_is_all_before_the_last_underscore(names):
-    index = index_of(["big_cat/big_cat_7.png", "big/big_cat_7.png"])
-    assert labeled_split(index, "names", file=names("big_cat_7.png")).indices.tolist() == [0]
+    cats = index_of(
+        ["big_cat/big_cat_7.png", "big/big_cat_7.png"]
+    )  # a class is all before the last underscore
+    assert labeled_split(cats, "names", file=names("big_cat_7.png")).indices.tolist() == [0]
 
 
 def test_split_has_counts_and_a_fingerprint(index, names):
@@ -131,9 +142,8 @@ def test_listed_compares_the_sha256(index, names):
     names("n02_1.JPEG", end="\r\n")
     with pytest.raises(DataError, match="CR LF"):
         labeled_split(index, "names", file=file, sha256=digest)
-    assert labeled_split(index, "names", file=file).indices.tolist() == [
-        5
-    ]  # unpinned, line ends mean nothing
+    # Without a pin, line ends mean nothing.
+    assert labeled_split(index, "names", file=file).indices.tolist() == [5]
 
 
 def test_listed_counts_names_that_are_not_in_the_data(index, names):
@@ -155,21 +165,12 @@ def test_listed_counts_names_that_are_not_in_the_data(index, names):
         (["n01_0.JPEG", "n02_0.JPEG", "n01_0.JPEG"], "more than once: n01/n01_0.JPEG"),
         (["n01_0.JPEG", "n01/n01_0.JPEG"], "more than once: n01/n01_0.JPEG"),
         ([], "is empty"),
+        ([os.fsdecode(b"caf\xe9_1.jpg")], "not UTF-8"),
     ],
 )
 def test_listed_refuses_wrong_and_repeated_lines(index, names, lines, said):
     with pytest.raises(DataError, match=said):
         labeled_split(index, "names", file=names(*lines))
-
-
-def test_listed_refuses_an_unreadable_file(index, tmp_path):
-    with pytest.raises(DataError, match=r"cannot read the list of names .*gone.txt: No such file"):
-        labeled_split(index, "names", file=tmp_path / "gone.txt")
-    (tmp_path / "names.txt").write_bytes(b"caf\xe9_1.jpg\n")
-    with pytest.raises(DataError, match="not UTF-8"):
-        labeled_split(index, "names", file=tmp_path / "names.txt")
-    with pytest.raises(DataError, match=r"needs data\.split\.file"):
-        labeled_split(index, "names")
 
 
 @pytest.mark.parametrize(("digest", "share"), [(d, name) for d, (name, _) in IMAGENET_LISTS.items()])
@@ -227,8 +228,3 @@ def test_labeled_split_csv_must_agree_with_the_folder(index, tmp_path):
     table.write_text("file,label\nn03/n03_1.JPEG,zebra\n")
     with pytest.raises(DataError, match="'zebra' is not one of the 4 classes"):
         labeled_split(index, "csv", file=table)
-
-
-def test_labeled_split_names_the_known_kinds(index):
-    with pytest.raises(DataError, match="one of names, bernoulli, all, none, csv, not 'some'"):
-        labeled_split(index, "some")

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fastsuncet import cli
-from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import index_path, open_images
 from fastsuncet.distributed.launch import join
@@ -26,8 +25,7 @@ from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack, write_pack
 from pipelines.verify import check
-from tests.pipelines.test_verify import both_decoders, cut_short
-from tests.support.pictures import write_kinds, write_pictures
+from tests.support.pictures import cut_short, write_kinds, write_pictures
 from tests.support.streams import BACKENDS, assert_same, labeled, opened, unlabeled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,12 +107,15 @@ def test_a_pack_can_be_read_by_other_programs(index, pack):
 
 
 def test_bad_images_keep_their_numbers_without_bytes(tmp_path, index):
+    cut_short(index.path(2))
     index.path(4).write_bytes(b"no image")
     scanned = image_folder(index.root)
     write_pack(scanned, tmp_path / "bad")
     packed = open_pack(tmp_path / "bad", like=scanned)
     assert packed.bad == scanned.bad and list(packed.bad) == [4]
     assert packed.content(4) == b"" and packed.content(5) == index.path(5).read_bytes()
+    reason = "a truncated JPEG: its end is missing"  # as of a file
+    assert check(packed, "torchvision").index.bad == {2: reason, 4: scanned.bad[4]}
 
 
 # -- a kill while writing
@@ -143,58 +144,58 @@ pack.write_pack(image_folder({str(index.root)!r}), Path({str(folder)!r}), progre
     assert contents(folder) == contents(pack) and not list(tmp_path.glob("*.part*"))
 
 
-def interrupted(index: ImageIndex, folder: Path) -> Path:
-    """Stop a packing at the end; return its FOLDER.part-HASH."""
+@pytest.fixture
+def part(index, tmp_path) -> Path:
+    """The FOLDER.part-HASH of a packing into `cut` that was stopped at its end."""
 
     def stop(count, total):
         if count == total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_pack(index, folder, progress=stop)
-    (part,) = folder.parent.glob(f"{folder.name}.part-*")
-    return part
+        write_pack(index, tmp_path / "cut", progress=stop)
+    (folder,) = tmp_path.glob("cut.part-*")
+    return folder
 
 
-@pytest.mark.parametrize("harm", ["lost bytes", "damaged header", "empty", "gone", "exchanged"])
-def test_a_shard_that_a_power_cut_damaged_is_written_again(tmp_path, index, pack, harm):
-    folder = tmp_path / "cut"
-    shard = interrupted(index, folder) / "000001.tar"
-    whole = len(list(shard.parent.glob("*.tar")))
-    if harm == "lost bytes":
-        os.truncate(shard, shard.stat().st_size // 2)
-    elif harm == "damaged header":
-        damage(shard, 0)
-    elif harm == "empty":
-        os.truncate(shard, 0)
-    elif harm == "exchanged":
-        shard.write_bytes((shard.parent / "000000.tar").read_bytes())
-    else:
-        shard.unlink()
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda shard: os.truncate(shard, shard.stat().st_size // 2),
+        lambda shard: damage(shard, 0),
+        lambda shard: os.truncate(shard, 0),
+        lambda shard: shard.write_bytes((shard.parent / "000000.tar").read_bytes()),
+        Path.unlink,
+    ],
+    ids=["lost bytes", "damaged header", "empty", "exchanged", "gone"],
+)
+def test_a_shard_that_a_power_cut_damaged_is_written_again(index, pack, part, harm):
+    whole = len(list(part.glob("*.tar")))
+    harm(part / "000001.tar")
     numbers = [place(open_pack(pack), i)[0].name for i in range(12)]
     lost = numbers.count("000001.tar") + numbers.count(f"{whole:06d}.tar")
-    assert write_pack(index, folder) == 12 - lost
-    assert contents(folder) == contents(pack)
+    assert write_pack(index, part.parent / "cut") == 12 - lost
+    assert contents(part.parent / "cut") == contents(pack)
 
 
-def test_a_packing_of_changed_files_starts_anew(tmp_path, index):
-    folder = tmp_path / "cut"
-    interrupted(index, folder)
+def test_a_packing_of_changed_files_starts_anew(tmp_path, index, part):
     index.path(0).write_bytes(index.path(1).read_bytes())
-    changed = image_folder(index.root)
-    assert write_pack(changed, folder) == 0
-    assert open_pack(folder).content(0) == index.path(1).read_bytes()
+    assert write_pack(image_folder(index.root), tmp_path / "cut") == 0
+    assert open_pack(tmp_path / "cut").content(0) == index.path(1).read_bytes()
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch):
-    big = replace(index, stamps=np.array([[44_000_000, 0]] * len(index)))
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (44_000_000, r"needs 528\.0 MB more, and its disk has 0\.3 MB left"),
+        (10**12, r"needs 12,000\.0 GB more, and its disk has 0\.0 GB left"),
+    ],
+)
+def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch, size, said):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
-    with pytest.raises(DataError, match=r"needs 528\.0 MB more, and its disk has 0\.3 MB left"):
-        write_pack(big, tmp_path / "pack")
-    huge = replace(index, stamps=np.array([[10**12, 0]] * len(index)))
-    with pytest.raises(DataError, match=r"needs 12,000\.0 GB more, and its disk has 0\.0 GB left"):
-        write_pack(huge, tmp_path / "pack")
+    with pytest.raises(DataError, match=said):
+        write_pack(replace(index, stamps=np.array([[size, 0]] * len(index))), tmp_path / "pack")
 
 
 @pytest.mark.parametrize("where", ["shard", "index"])
@@ -204,9 +205,7 @@ def test_a_disk_that_fills_up_is_named_and_the_packing_continues(tmp_path, index
 
     folder = tmp_path / "full"
     with monkeypatch.context() as patch:
-        patch.setattr(module.tarfile.TarFile, "addfile", full) if where == "shard" else patch.setattr(
-            np, "savez", full
-        )
+        patch.setattr(*((module.tarfile.TarFile, "addfile") if where == "shard" else (np, "savez")), full)
         with pytest.raises(
             DataError, match=r"cannot write the (pack|index) .*full.*: No space left on device"
         ):
@@ -218,15 +217,11 @@ def test_a_disk_that_fills_up_is_named_and_the_packing_continues(tmp_path, index
 
 def test_two_writers_do_not_meet(tmp_path, index):
     def second(done, total):
-        with pytest.raises(DataError, match=r"another process is writing .*two\.part-"):
-            write_pack(index, tmp_path / "two")
-
-        with pytest.raises(DataError, match=r"another process is writing .*two\.part-"):
-            write_pack(replace(index, stamps=index.stamps + 1), tmp_path / "two")
+        for other in (index, replace(index, stamps=index.stamps + 1)):
+            with pytest.raises(DataError, match=r"another process is writing .*two\.part-"):
+                write_pack(other, tmp_path / "two")
 
     write_pack(index, tmp_path / "two", progress=second)
-    with pytest.raises(DataError, match=r"all 12 images .* are bad"):
-        write_pack(replace(index, bad=dict.fromkeys(range(12), "")), tmp_path / "three")
 
 
 def test_packing_again_does_nothing_and_overwrites_nothing_else(tmp_path, index, pack):
@@ -235,14 +230,14 @@ def test_packing_again_does_nothing_and_overwrites_nothing_else(tmp_path, index,
     assert {path: path.stat().st_mtime_ns for path in pack.iterdir()} == before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "text.tar").write_text("years of work")
-    (tmp_path / "old.pack").write_bytes(b"fastsuncet packed images")
-    for other in ("thesis", "old.pack"):
+    (tmp_path / "file").write_bytes(b"")
+    for other in ("thesis", "file"):
         with pytest.raises(DataError, match=r"exists and is not a pack: choose another folder"):
             write_pack(index, tmp_path / other)
     assert (tmp_path / "thesis" / "text.tar").read_text() == "years of work"
 
 
-def test_files_that_are_gone_or_have_changed_end_the_packing(tmp_path, index):
+def test_what_cannot_be_packed_is_named(tmp_path, index):
     name = index.name(3)
     index.path(3).write_bytes(b"longer or shorter")
     with pytest.raises(DataError, match=rf"{name} has changed since its index was made"):
@@ -250,9 +245,11 @@ def test_files_that_are_gone_or_have_changed_end_the_packing(tmp_path, index):
     index.path(3).unlink()
     with pytest.raises(DataError, match=rf"{name} cannot be packed: No such file"):
         write_pack(index, tmp_path / "a")
-    assert not (tmp_path / "a").exists()
     with pytest.raises(DataError, match="only images that are files"):
         write_pack(replace(index, stamps=None), tmp_path / "a")
+    with pytest.raises(DataError, match=r"all 12 images .* are bad"):
+        write_pack(replace(index, bad=dict.fromkeys(range(12), "")), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 # -- damage
@@ -270,30 +267,15 @@ def test_a_shard_cut_short_changed_or_gone_is_named_at_the_opening(pack):
         open_pack(pack)
 
 
-def test_a_damaged_index_of_a_pack_is_named(pack):
-    path = pack / INDEX
-    whole = path.read_bytes()
-    for at in (len(whole) // 3, len(whole) // 2, len(whole) - 5):
-        path.write_bytes(whole[:at])
-        with pytest.raises(DataError, match=r"index .*index\.npz cannot be read"):
-            open_pack(pack)
-    path.write_bytes(whole)
-    damage(path, whole.index(b"class_1/image"))
-    with pytest.raises(DataError, match=r"index .*index\.npz (cannot be read|is damaged)"):
-        open_pack(pack)
-
-
-@both_decoders
-def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, backend):
+@each_reader
+def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader):
     good = open_pack(pack)
-    assert check(good, backend).bad == []
+    assert check(good, reader).bad == []
     shard, offset, length = place(good, 8)
     damage(shard, offset + length // 2, 1)
-    ((path, reason),) = check(open_pack(pack), backend).bad
-    assert (
-        path == f"{pack}/{index.name(8)}"
-        and f"damaged in the shard {shard}: its checksum is another" in reason
-    )
+    ((path, reason),) = check(open_pack(pack), reader).bad
+    said = f"damaged in the shard {shard}: its checksum is another"
+    assert path == f"{pack}/{index.name(8)}" and said in reason
 
 
 def test_a_pack_of_other_images_is_refused(index, pack, tmp_path):
@@ -313,9 +295,8 @@ def test_a_shard_cut_short_under_a_run_ends_it_by_name(index, pack, reader):
     shard, offset, _ = place(packed, 6)
     os.truncate(shard, offset)
     # No image is bad: none is to be replaced, however many are allowed to be.
-    with pytest.raises(
-        DataError, match=rf"{shard.name} was cut short while it was in use: .* bytes"
-    ) as caught:
+    said = rf"{shard.name} was cut short while it was in use: .* bytes"
+    with pytest.raises(DataError, match=said) as caught:
         [loader(step) for step in range(1, 4)]
     assert not isinstance(caught.value, BadImage) and not loader.replaced
 
@@ -349,20 +330,12 @@ def test_a_damaged_image_is_named_and_replaced_where_allowed(index, pack, reader
     content = bytearray(shard.read_bytes())
     content[offset : offset + 200] = bytes(200)
     shard.write_bytes(content)
-    packed = open_pack(pack)
-    loader = opened(unlabeled(packed, batch=12), reader)
+    plan = unlabeled(open_pack(pack), batch=12)
     with pytest.raises(BadImage, match=r"pack/.*image.*its checksum is another"):
-        loader(0)
-    loader = opened(unlabeled(packed, batch=12), reader, bad_images=1)
+        opened(plan, reader)(0)
+    loader = opened(plan, reader, bad_images=1)
     assert all(torch.isfinite(view).all() for view in loader(0))
     assert list(loader.replaced) == [5]
-
-
-def test_an_image_that_was_bad_before_has_the_reason_of_a_file(index, tmp_path):
-    cut_short(index.path(2))
-    write_pack(image_folder(index.root), tmp_path / "cut")
-    report = check(open_pack(tmp_path / "cut"), "torchvision")
-    assert report.index.bad == {2: "a truncated JPEG: its end is missing"}
 
 
 # -- the commands
@@ -386,11 +359,15 @@ def images_of(*overrides):
         return open_images(load_config("run.yaml", overrides), process, validation=False)
 
 
-def test_data_pack_and_a_run_that_reads_the_pack_alone(here, index, capsys):
+def data(*arguments) -> int:
+    return cli.main(["data", *arguments])
+
+
+def test_a_run_reads_the_pack_alone(here, index, capsys):
     files = images_of()
-    assert cli.main(["data", "pack", "run.yaml", "--output", "a"]) == 0
+    assert data("pack", "run.yaml", "--output", "a") == 0
     assert "a: 12 images of images packed, 0.000 GB" in capsys.readouterr().out
-    assert cli.main(["data", "pack", "run.yaml", "data.pack=a"]) == 0
+    assert data("pack", "run.yaml", "data.pack=a") == 0
     assert "a: has all 12 images of images already" in capsys.readouterr().out
     index_path(load_config("run.yaml"), here / "images", True).unlink()
     (here / "images").rename(here / "elsewhere")
@@ -401,17 +378,6 @@ def test_data_pack_and_a_run_that_reads_the_pack_alone(here, index, capsys):
     assert changed == []
 
 
-def test_data_check_reads_the_pack(here, capsys):
-    assert cli.main(["data", "pack", "run.yaml", "--output", "a"]) == 0
-    config = load_config("run.yaml", ["data.pack=a"])
-    capsys.readouterr()
-    check_config(config)
-    assert capsys.readouterr().out == "a: 12 images decoded with PIL, all good\n"
-    damage(here / "a" / "000001.tar", 512 + 300, 1)
-    with pytest.raises(BadImage, match=r"a/.*its checksum is another"):
-        check_config(config)
-
-
 def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys):
     """Their index is kept in logging.folder; the check writes down which images are bad."""
     (pack / INDEX).unlink()
@@ -419,7 +385,7 @@ def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys)
     assert len(images.train) < 12 and images.train.classes == ("class 0", "class 1")
     shard, offset, length = place(images.train, 1)
     damage(shard, offset + length // 2)
-    assert cli.main(["data", "check", "run.yaml", "data.pack=pack"]) == 3
+    assert data("check", "run.yaml", "data.pack=pack") == 3
     assert "000000.tar/00000001.jpg" in capsys.readouterr().err
     with pytest.raises(BadImage, match=r"000000\.tar/00000001\.jpg"):
         images_of("data.pack=pack")
@@ -427,24 +393,25 @@ def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys)
 
 
 def test_what_is_wrong_with_a_pack_ends_with_its_code(here, capsys):
-    def outcome(*arguments) -> tuple[int, str]:
-        return cli.main(["data", *arguments]), capsys.readouterr().err
-
-    code, words = outcome("pack", "run.yaml")
-    assert code == 2 and "--output is needed" in words
-    code, words = outcome("pack", str(ROOT / "configs/digits_demo.yaml"), "--output", "d")
-    assert code == 2 and "in memory already" in words
-    code, words = outcome("check", "run.yaml", "data.pack=none")
-    assert code == 3 and "there is no pack or shard none" in words
-    assert outcome("pack", "run.yaml", "--output", "a")[0] == 0
+    for arguments, code, words in (
+        (("pack", "run.yaml"), 2, "--output is needed"),
+        (("pack", str(ROOT / "configs/digits_demo.yaml"), "--output", "d"), 2, "in memory already"),
+        (("check", "run.yaml", "data.pack=none"), 3, "there is no pack or shard none"),
+        (("pack", "run.yaml", "--output", "a"), 0, ""),
+        (("check", "run.yaml", "data.pack=a"), 0, ""),
+    ):
+        assert data(*arguments) == code and words in capsys.readouterr().err
+    damage(here / "a" / "000001.tar", 512 + 300, 1)
+    assert data("check", "run.yaml", "data.pack=a") == 3
+    assert "its checksum is another" in capsys.readouterr().err
     os.truncate("a/000000.tar", 9000)
-    code, words = outcome("check", "run.yaml", "data.pack=a")
-    assert code == 3 and "the shard a/000000.tar was cut short or changed: 9,000 bytes now" in words
+    assert data("check", "run.yaml", "data.pack=a") == 3
+    assert "the shard a/000000.tar was cut short or changed: 9,000 bytes now" in capsys.readouterr().err
 
 
 def test_a_pack_of_other_images_than_the_kept_index_ends_a_run(here):
     images_of()
-    assert cli.main(["data", "pack", "run.yaml", "--output", "a"]) == 0
+    assert data("pack", "run.yaml", "--output", "a") == 0
     write_pictures(here / "images", count=14, side=40)
     index_path(load_config("run.yaml"), here / "images", True).unlink()
     images_of()

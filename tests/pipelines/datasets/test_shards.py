@@ -14,11 +14,12 @@ from PIL import Image
 from pipelines.data_errors import DataError
 from pipelines.datasets import shards
 from pipelines.datasets.folders import image_folder, with_classes
-from pipelines.datasets.index_io import load_index, save_index
+from pipelines.datasets.index import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
 from pipelines.datasets.string_table import Names
-from tests.pipelines.datasets.test_index import rewritten, write_image
+from tests.pipelines.datasets.test_index import rewritten
+from tests.support.pictures import write_image
 
 
 def picture(width: int = 9, kind: str = "JPEG", **options) -> bytes:
@@ -53,20 +54,19 @@ def folder(tmp_path) -> Path:
         ("n01_2.cls", b"0\n"),
         ("README", b"no extension"),
     )
-    with tarfile.open(root / "a-001.tar", "w") as tar:
-        tar.addfile(tarfile.TarInfo("deep/" + "x" * 120))  # a name that needs an extended header
+    tar_of(
+        root / "a-001.tar",
+        ("deep/" + "x" * 120, b""),  # a name that needs an extended header
+        ("deep/3.png", picture(13, "PNG")),
+        ("deep/4.cls", b"1"),
+        ("deep/4.jpg", picture(14)),
+        ("deep/5.jpg", b"<html>"),
+        kind=tarfile.GNU_FORMAT,
+    )
+    with tarfile.open(root / "a-001.tar", "a") as tar:
         directory = tarfile.TarInfo("deep")
         directory.type = tarfile.DIRTYPE
         tar.addfile(directory)
-        for name, content in (
-            ("deep/3.png", picture(13, "PNG")),
-            ("deep/4.cls", b"1"),
-            ("deep/4.jpg", picture(14)),
-            ("deep/5.jpg", b"<html>"),
-        ):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
     return root
 
 
@@ -80,46 +80,34 @@ def test_open_pack_reads_shards_of_another_program(folder):
     assert index.bad == {4: "not an image: no known header"}
     assert index.path(3) == folder / "a-001.tar" / "deep" / "4.jpg"
     assert [index.content(i) for i in (1, 2)] == [picture(12), picture(13, "PNG")]
-    assert [row.tobytes() for row in index.pack.fetch(np.array([3, 0, 3]))] == [
-        picture(w) for w in (14, 11, 14)
-    ]
+    rows = index.pack.fetch(np.array([3, 0, 3]))
+    assert [row.tobytes() for row in rows] == [picture(width) for width in (14, 11, 14)]
     assert index.damage(0) is None  # nothing is known of its bytes
 
 
-@pytest.mark.parametrize(
-    ("pattern", "count"),
-    [
-        ("a-000.tar", 2),
-        ("*.tar", 5),
-        ("a-{000..001}.tar", 5),
-        ("a-00{1,0}.tar", 5),
-        ("{a-000,a-001,a-000}.tar", 5),
-    ],
-)
-def test_open_pack_takes_patterns(folder, pattern, count):
-    index = open_pack(f"{folder}/{pattern}")
-    assert len(index) == count
-    if "1,0" in pattern:
-        assert index.name(0) == "a-001.tar/deep/3.png"
+def test_open_pack_takes_patterns(folder):
+    for pattern, names in (
+        ("a-000.tar", ["a-000.tar"]),
+        ("*.tar", ["a-000.tar", "a-001.tar"]),
+        ("a-{000..001}.tar", ["a-000.tar", "a-001.tar"]),
+        ("a-00{1,0}.tar", ["a-001.tar", "a-000.tar"]),
+        ("{a-000,a-001,a-000}.tar", ["a-000.tar", "a-001.tar"]),
+    ):
+        assert [path.name for path in open_pack(f"{folder}/{pattern}").pack.paths] == names
 
 
 def test_open_pack_names_what_is_missing(folder, tmp_path):
-    with pytest.raises(DataError, match=r"no pack or shard .*gone: `fastsuncet data pack CONFIG"):
-        open_pack(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"no pack or shard .*a-002\.tar"):
-        open_pack(f"{folder}/a-{{000..002}}.tar")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no tar shards"):
-        open_pack(tmp_path / "empty")
+    for pattern, said in (
+        ("gone", r"no pack or shard .*gone: `fastsuncet data pack CONFIG"),
+        ("shards/a-{000..002}.tar", r"no pack or shard .*a-002\.tar"),
+        ("empty", r"no pack or shard .*empty/\*\.tar"),
+    ):
+        with pytest.raises(DataError, match=said):
+            open_pack(tmp_path / pattern)
     tar_of(tmp_path / "empty" / "a.tar", ("a.txt", b""))
     with pytest.raises(DataError, match="hold no image"):
         open_pack(tmp_path / "empty")
-
-
-def test_open_pack_refuses_the_former_format(tmp_path):
-    (tmp_path / "old.pack").write_bytes(b"fastsuncet packed images\1" + bytes(5000))
-    with pytest.raises(DataError, match=r"old\.pack is a pack in the former format .*fastsuncet data pack"):
-        open_pack(tmp_path / "old.pack")
 
 
 def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypatch):
@@ -228,27 +216,27 @@ def test_scan_shard_ends_on_impossible_sizes(tmp_path, size):
         scan_shard(tmp_path / "a.tar")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"not a tar at all", gzip.compress(bytes(10240))], ids=["empty", "text", "gzip"]
-)
-def test_scan_shard_refuses_what_is_no_tar(tmp_path, content):
-    (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.tar cannot be used"):
-        scan_shard(tmp_path / "a.tar")
+def test_scan_shard_refuses_what_is_no_tar(tmp_path):
+    for content in (b"", b"not a tar at all", gzip.compress(bytes(10240))):
+        (tmp_path / "a.tar").write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.tar cannot be used"):
+            scan_shard(tmp_path / "a.tar")
 
 
 def test_shards_refuse_members_outside_of_them(folder):
     """The index of a pack is a file like any other."""
     pack = open_pack(folder).pack
-    for key, value in {"shard": 2, "offset": -1, "length": -1, "offset ": 1 << 62}.items():
+    for key, value in (
+        ("shard", 2),
+        ("offset", -1),
+        ("length", -1),
+        ("offset", 1 << 62),
+        ("length", (1 << 63) - 1),
+    ):
         members = pack.members.copy()
-        members[key.strip()][1] = value
+        members[key][1] = value
         with pytest.raises(DataError, match="is damaged: an image lies in no shard"):
             Shards(pack.paths, pack.stamps, members)
-    members = pack.members.copy()
-    members["length"][0] = (1 << 63) - 1
-    with pytest.raises(DataError, match="an image lies in no shard"):
-        Shards(pack.paths, pack.stamps, members)
     with pytest.raises(DataError, match="its tables have different lengths"):
         Shards(pack.paths, pack.stamps[:1], pack.members)
 
@@ -258,7 +246,7 @@ def test_load_index_refuses_shards_outside_of_a_pack(folder, tmp_path):
     assert len(load_index(tmp_path / "index.npz", root=folder)) == 5
     for name in ("../a.tar", "/etc/passwd"):
         rewritten(tmp_path / "index.npz", shards=Names.of([name, "b.tar"]).lines)
-        with pytest.raises(DataError, match=f"names '{name}', which leads out of the data folder"):
+        with pytest.raises(DataError, match=f"'{name}' leads out of the data folder"):
             load_index(tmp_path / "index.npz")
 
 
