@@ -34,9 +34,10 @@ test: $(READY)  ## the whole test suite, CPU only
 test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra processes, under a minute
 	$(PYTEST) -m "not slow"
 
-results: $(READY)  ## recompute the tables and figures of RESULTS.md's paired experiments
+results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
 	@for points in docs/results/*/rules.md; do folder=$$(dirname $$points); \
 	  $(BIN)/python tools/results.py show $$folder/points.csv --figure $$folder/accuracy.png; done
+	@$(BIN)/python tools/results.py demo docs/demo
 
 lint: $(READY)  ## ruff (check and format) and pyright
 	$(BIN)/ruff check .

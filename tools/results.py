@@ -1,88 +1,85 @@
-"""Recompute the table and the figure of a paired experiment in RESULTS.md from its committed points.
+"""Recompute the tables and figures of README.md and RESULTS.md from committed numbers.
 
     python tools/results.py collect RUN_FOLDER ... --output docs/results/NAME/points.csv   # from runs to points
-    python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the table
+    python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
+    python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
-A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment; a test compares
-its output with RESULTS.md.
+A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment, and `demo`; a test
+compares the output with the pages.
 """
 
 import argparse
 import csv
+import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from statistics import mean, stdev
 
-from fastsuncet.commands.report.compute_saved import crossing
+from scipy.stats import t
+
+from fastsuncet.commands.report.compute_saved import percent, reached, savings
+from fastsuncet.commands.report.curves import Curve, Group, Measurement, Panel, Point, arrange
+from fastsuncet.commands.report.figures import COLORS, MARKERS
+from fastsuncet.commands.report.tables import markdown
 from fastsuncet.metrics.results import read_results
+from fastsuncet.metrics.writer import csv_table
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom (pairs - 1); NIST/SEMATECH e-Handbook, 1.3.6.7.2.
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-BASELINE, METHOD, CONTROL = "simclr", "suncet", "untrained"
-NAMES = {BASELINE: "SimCLR", METHOD: "SimCLR + SuNCEt", CONTROL: "untrained encoder"}
+COLUMNS = (
+    "method",
+    "seed",
+    "evaluation",
+    "updates",
+    "petaflops",
+    "top1",
+)  # evaluation: linear or finetune; top1: %
+BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
+NAMES = {"simclr": BASELINE, "suncet": METHOD, "untrained": "untrained encoder"}
+RULES = {
+    "final": "SimCLR's final accuracy, in % of its whole cost",
+    "best": "SimCLR's best accuracy, in % of its own cost of that",
+}
+DIFFERENCE = "paired difference, points (95 %)"
 
 
-@dataclass(frozen=True)
-class Point:
-    method: str
-    seed: int
-    evaluation: str  # linear or finetune
-    updates: int
-    petaflops: float
-    top1: float  # %
-
-
-def collect(runs: Sequence[Path]) -> list[Point]:
-    """Return every top-1 result in the run folders."""
-    points = []
+def collect(runs: Sequence[Path]) -> list[tuple]:
+    """Return a row of COLUMNS for every top-1 result in the run folders."""
+    rows = []
     for run in runs:
         _, method, seed = run.name.rsplit("-", 2)
         for result in read_results(run):
             cost = result["encoder"]["ledger"]
             top1 = round(100 * result["metrics"]["top1"], 2)
             number = int(seed.removeprefix("seed"))
-            points.append(Point(method, number, result["kind"], cost["updates"], cost["petaflops"], top1))
-    return sorted(points, key=lambda p: (p.evaluation, p.method, p.seed, p.updates))
+            rows.append((method, number, result["kind"], cost["updates"], cost["petaflops"], top1))
+    return sorted(rows, key=lambda row: (row[2], row[0], row[1], row[3]))
 
 
-def read(path: Path) -> list[Point]:
+def read(path: Path) -> dict[str, Panel]:
+    """Return the panels of a points.csv by their evaluation, linear or finetune."""
+    points = defaultdict(list)
     with path.open(newline="") as file:
-        return [
-            Point(
-                r["method"],
-                int(r["seed"]),
-                r["evaluation"],
-                int(r["updates"]),
-                float(r["petaflops"]),
-                float(r["top1"]),
+        for r in sorted(csv.DictReader(file), key=lambda r: int(r["updates"])):
+            point = Point(
+                int(r["updates"]), {"petaflops": float(r["petaflops"])}, {"top1": float(r["top1"]) / 100}
             )
-            for r in csv.DictReader(file)
-        ]
+            points[r["evaluation"], NAMES[r["method"]], int(r["seed"])].append(point)
+    curves = [
+        Curve("", method, seed, Measurement(kind, ""), tuple(found), method != BASELINE)
+        for (kind, method, seed), found in sorted(points.items())
+    ]
+    return {panel.measurement.kind: panel for panel in arrange(curves)}
 
 
-def write(path: Path, points: Sequence[Point]) -> None:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(field.name for field in fields(Point))
-        rows.writerows(astuple(point) for point in points)
+def groups(panel: Panel) -> dict[str, Group]:
+    """Return the groups of a panel by their names."""
+    return {group.name: group for group in panel.groups}
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the mean of paired differences and the half width of its 95 % t interval."""
     n = len(differences)
-    return mean(differences), T95[n - 1] * stdev(differences) / n**0.5
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return the mean of some accuracies with their range."""
-    return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def cost_to_reach(curve: Sequence[Point], target: float) -> float | None:
-    """Return the petaFLOPs at which a curve first has `target`, between checkpoints on straight lines; or None."""
-    return crossing([p.petaflops for p in curve], [p.top1 for p in curve], target, linear=True)
+    return mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
 
 
 def decision(center: float, half: float) -> str:
@@ -93,102 +90,120 @@ def decision(center: float, half: float) -> str:
     return "supported" if supported else "refuted" if refuted else "undecided"
 
 
-def curves(points: Sequence[Point], evaluation: str, method: str) -> dict[int, list[Point]]:
-    """Return the curve of each seed, by updates."""
-    by_seed = defaultdict(list)
-    for p in sorted(points, key=lambda p: p.updates):
-        if (p.evaluation, p.method) == (evaluation, method):
-            by_seed[p.seed].append(p)
-    return dict(by_seed)
+def difference(base: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
+    """Return the paired difference of shares in points, and the half width of its interval."""
+    return interval([100 * (y - x) for x, y in zip(base, ours)])
 
 
-def saved(base: dict[int, list[Point]], ours: dict[int, list[Point]]) -> list[str]:
-    """Return one row for each rule of compute saved."""
-    final, best = [], []
-    for seed, curve in base.items():
-        top = max(p.top1 for p in curve)
-        final.append((cost_to_reach(ours[seed], curve[-1].top1), curve[-1].petaflops))
-        best.append((cost_to_reach(ours[seed], top), cost_to_reach(curve, top)))
-    rows = []
-    for rule, pairs in (
-        ("SimCLR's final accuracy, in % of its whole cost", final),
-        ("SimCLR's best accuracy, in % of its own cost of that", best),
-    ):
-        shares = [100 * cost / whole for cost, whole in pairs if cost is not None and whole]
-        reached = f"{len(shares)} of {len(pairs)} seeds reached it"
-        most = 2 * len(shares) > len(pairs)
-        percent = f"{mean(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f}); " if most else ""
-        rows.append(f"| {rule} | {percent}{reached} |")
-    return rows
+def accuracy(shares: Sequence[float]) -> str:
+    """Return the mean of some accuracies in %, with their range."""
+    return percent(shares, 2, unit="")
 
 
-def show(points: Sequence[Point]) -> str:
+def saved(panel: Panel, *, linear: bool) -> list[str]:
+    """Return the FLOPs until the baseline's accuracy by each rule of RULES, in words."""
+    cells = []
+    for rule in RULES:
+        found = [
+            s for s in savings(panel, "top1") if (s.method, s.cost, s.rule) == (METHOD, "petaflops", rule)
+        ]
+        there, said = reached([s.shares and s.shares[0 if linear else 1] for s in found])
+        cells.append(f"{percent(there, 0)}; {said}" if there else said)
+    return cells
+
+
+def show(panels: dict[str, Panel]) -> str:
     """Return the tables of a paired experiment as Markdown."""
-    base, ours = curves(points, "linear", BASELINE), curves(points, "linear", METHOD)
-    seeds = sorted(base)
-    lines = [
-        f"| updates | petaFLOPs | {NAMES[BASELINE]}, % | {NAMES[METHOD]}, % | paired difference, points (95 %) |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for i, at in enumerate(base[seeds[0]]):
-        a, b = ([by_seed[s][i].top1 for s in seeds] for by_seed in (base, ours))
-        center, half = interval([y - x for x, y in zip(a, b)])
-        lines.append(
-            f"| {at.updates} | {at.petaflops:.5f} | {spread(a)} | {spread(b)} | {center:+.2f} ± {half:.2f} |"
-        )
-    lines += [
-        "",
-        f"Decision by the rule: **{decision(center, half)}**.",
-        "",
-        "| FLOPs until SimCLR + SuNCEt has | mean (lowest to highest) |",
-        "|---|---:|",
-        *saved(base, ours),
-    ]
-    lines += [
-        "",
-        "| evaluation of the last checkpoint | "
-        + " | ".join(f"{NAMES[m]}, %" for m in NAMES)
-        + " | paired difference, points (95 %) |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for evaluation, title in (("linear", "linear classifier, frozen encoder"), ("finetune", "fine-tuned")):
-        last = {
-            m: [curve[-1].top1 for _, curve in sorted(curves(points, evaluation, m).items())] for m in NAMES
-        }
-        center, half = interval([y - x for x, y in zip(last[BASELINE], last[METHOD])])
-        cells = " | ".join(map(spread, last.values()))
-        lines.append(f"| {title} | {cells} | {center:+.2f} ± {half:.2f} |")
-    return "\n".join(lines)
+    linear, rows, last, ends = groups(panels["linear"]), [], (0.0, 0.0), []
+    for a, b in zip(linear[BASELINE].common("top1"), linear[METHOD].common("top1")):
+        last = difference(a.metrics["top1"], b.metrics["top1"])
+        cells = map(accuracy, (a.metrics["top1"], b.metrics["top1"]))
+        rows.append([str(a.step), f"{a.costs['petaflops']:.5f}", *cells, "{:+.2f} ± {:.2f}".format(*last)])
+    for kind, title in (("linear", "linear classifier, frozen encoder"), ("finetune", "fine-tuned")):
+        end = {name: group.common("top1")[-1].metrics["top1"] for name, group in groups(panels[kind]).items()}
+        paired = "{:+.2f} ± {:.2f}".format(*difference(end[BASELINE], end[METHOD]))
+        ends.append([title, *(accuracy(end[name]) for name in NAMES.values()), paired])
+    names = [f"{name}, %" for name in NAMES.values()]
+    shares = [list(row) for row in zip(RULES.values(), saved(panels["linear"], linear=True))]
+    return "\n".join(
+        [
+            *markdown(["updates", "petaFLOPs", *names[:2], DIFFERENCE], rows),
+            *("", f"Decision by the rule: **{decision(*last)}**.", ""),
+            *markdown([f"FLOPs until {METHOD} has", "mean (lowest to highest)"], shares),
+            "",
+            *markdown(["evaluation of the last checkpoint", *names, DIFFERENCE], ends),
+        ]
+    )
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
+def read_demo(folder: Path) -> Panel:
+    """Return the numbers that `fastsuncet demo` wrote, demo_seedN.json."""
+    curves = []
+    for path in sorted(folder.glob("demo_seed*.json")):
+        for method, run in json.loads(path.read_text()).items():
+            rows = zip(run["updates"], run["petaflops"], run["accuracy"])
+            points = tuple(Point(step, {"petaflops": cost}, {"top1": top1}) for step, cost, top1 in rows)
+            seed = int(path.stem.removeprefix("demo_seed"))
+            curves.append(Curve("", method, seed, Measurement("linear", ""), points, method != BASELINE))
+    (panel,) = arrange(curves)
+    return panel
+
+
+def show_demo(panel: Panel) -> list[str]:
+    """Return the demo's tables as Markdown: README's, that of all checkpoints, that of each seed."""
+    base, ours = (groups(panel)[name] for name in (BASELINE, METHOD))
+    heads = [f"FLOPs until {words}" for words in RULES.values()]
+    checkpoints = list(zip(base.common("top1"), ours.common("top1")))
+    end = checkpoints[-1]
+    readme = [
+        [name, percent(point.metrics["top1"]), *cells]
+        for name, point, cells in zip((BASELINE, METHOD), end, (["", ""], saved(panel, linear=False)))
+    ]
+    head = f"after {end[0].step} updates, {1e6 * end[0].costs['petaflops']:.0f} gigaFLOPs"
+    rows = [
+        [
+            f"{a.step}",
+            f"{1e6 * a.costs['petaflops']:.1f}",
+            *(percent(p.metrics["top1"], unit="") for p in (a, b)),
+        ]
+        for a, b in checkpoints
+    ]
+    seeds = []
+    for a, b in zip(base.curves, ours.curves):
+        last = [f"{100 * curve.points[-1].metrics['top1']:.1f}" for curve in (a, b)]
+        own = [s for s in savings(panel, "top1") if s.seed == a.seed]
+        seeds.append([str(a.seed), *last, *(percent([s.shares[1]], 0) if s.shares else "never" for s in own)])
+    return [
+        "\n".join(markdown([head, "accuracy of a linear classifier on the labeled 10 %", *heads], readme)),
+        "\n".join(markdown(["updates", "gigaFLOPs", f"{BASELINE}, %", f"{METHOD}, %"], rows)),
+        "\n".join(markdown(["seed", f"{BASELINE}, last", f"{METHOD}, last", *heads], seeds)),
+    ]
+
+
+def draw(panels: dict[str, Panel], path: Path) -> None:
     """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4))
-    for method, style in (
-        (BASELINE, {"color": "#0072b2", "marker": "o", "ls": "-"}),
-        (METHOD, {"color": "#d55e00", "marker": "s", "ls": "--"}),
-    ):
-        by_seed = curves(points, "linear", method)
-        x = [p.petaflops * 1e3 for p in next(iter(by_seed.values()))]
-        columns = list(zip(*([p.top1 for p in curve] for curve in by_seed.values())))
-        for curve in by_seed.values():
-            axes.plot(x, [p.top1 for p in curve], color=style["color"], lw=0.6, alpha=0.45)
-        means, halves = zip(*(interval(column) for column in columns))
-        axes.errorbar(x, means, yerr=halves, label=NAMES[method], capsize=3, lw=1.8, **style)
+    figure = Figure(figsize=(6.4, 4), layout="tight")
+    axes = figure.subplots()
+    found = groups(panels["linear"])
+    for name, color, marker, dashes in zip((BASELINE, METHOD), COLORS, MARKERS, ("-", "--")):
+        points = found[name].common("top1")
+        x = [p.costs["petaflops"] * 1e3 for p in points]
+        columns = [[100 * share for share in p.metrics["top1"]] for p in points]
+        axes.plot(x, columns, color=color, lw=0.6, alpha=0.45)
+        means, halves = zip(*map(interval, columns))
+        axes.errorbar(
+            x, means, yerr=halves, label=name, capsize=3, lw=1.8, color=color, marker=marker, ls=dashes
+        )
     axes.set(
         xlabel="pre-training compute, teraFLOPs (6 x MAC a view)",
         ylabel="test accuracy of a linear classifier\non 10 % of the labels, %",
+        title="CIFAR-10 at 16 pixels, five paired seeds",
     )
-    axes.set_title("CIFAR-10 at 16 pixels, five paired seeds")
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
 
 
@@ -203,14 +218,19 @@ def main() -> None:
     two = commands.add_parser("show", help="print the tables of points, and draw the figure")
     two.add_argument("points", type=Path)
     two.add_argument("--figure", type=Path)
+    three = commands.add_parser("demo", help="print the tables of the demo")
+    three.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "collect":
-        write(arguments.output, collect(arguments.runs))
+    if arguments.command == "demo":
+        print("\n\n".join(show_demo(read_demo(arguments.folder))))
         return
-    points = read(arguments.points)
-    print(show(points))
+    if arguments.command == "collect":
+        arguments.output.write_bytes(csv_table([COLUMNS, *collect(arguments.runs)]))
+        return
+    panels = read(arguments.points)
+    print(show(panels))
     if arguments.figure:
-        draw(points, arguments.figure)
+        draw(panels, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class MetricsWriter:
                 self._trackers.append(WeightsAndBiases(wandb, self.folder, say))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
-            atomic_files.replace(self.folder / CSV, _table([["step", *self.columns], *rows]))
+            atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
             self._jsonl = open(self.folder / JSONL, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
             self._csv = open(self.folder / CSV, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -85,7 +85,7 @@ class MetricsWriter:
         try:
             _append(self._jsonl, json.dumps(line, allow_nan=False).encode() + b"\n")
             if kind == "train":
-                _append(self._csv, _table([self._row(record)]))
+                _append(self._csv, csv_table([self._row(record)]))
         except OSError as error:
             raise self._refusal(error) from error
         for tracker in self._trackers:
@@ -181,7 +181,8 @@ def _append(stream: BinaryIO, payload: bytes) -> None:
         rest = rest[stream.write(rest) :]
 
 
-def _table(rows: Iterable[Sequence[Any]]) -> bytes:
+def csv_table(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Return rows as CSV; None is an empty cell, and floats keep all their digits."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)  # floats by repr, None as an empty cell
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

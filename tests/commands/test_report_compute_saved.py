@@ -9,87 +9,94 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet.commands.report import paper
-from fastsuncet.commands.report.compute_saved import MEAN_CURVE, MEAN_OF_SEEDS, crossing, savings
-from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point, join_lengths
-from fastsuncet.commands.report.groups import arrange
-from fastsuncet.commands.report.tables import SAVED_CSV, as_csv, methods_table, saved_plain
+from fastsuncet.commands.report.compute_saved import Saving, cell, crossing, savings
+from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point, arrange, join_lengths
+from fastsuncet.commands.report.tables import methods_tables, saved_plain
+from fastsuncet.metrics.writer import csv_table
 from fastsuncet.models.flops import equivalent_epochs, network_cost, petaflops
 
 MEASUREMENT = Measurement("finetune", "10 % labels")
+OURS_NAME = "SimCLR + SuNCEt"
 
 
 def curve(method: str, accuracies: list[float], per_step: float = 1.0, seed: int = 0) -> Curve:
     """Return a curve evaluated every 10 updates, each of `per_step` petaFLOPs and a tenth of an epoch."""
-    steps = [10 * (i + 1) for i in range(len(accuracies))]
     points = tuple(
         Point(s, {"epochs": s / 10, "updates": s, "petaflops": per_step * s}, {"top1": a})
-        for s, a in zip(steps, accuracies)
+        for s, a in ((10 * (i + 1), a) for i, a in enumerate(accuracies))
     )
     supervised = method != "SimCLR"
     return Curve(f"{method} {seed}", method, seed, MEASUREMENT, points, supervised, (("method", method),))
 
 
-def saved(*curves: Curve) -> dict[tuple[str, str], object]:
-    (panel,) = arrange(curves)
-    return {(s.cost, s.seed): s for s in savings(panel, "top1")}
+def saved(theirs: list[list[float]], ours: list[list[float]], per_step: float = 1.0) -> list[Saving]:
+    """Compare SuNCEt with SimCLR; each seed is a list of accuracies."""
+    runs = [curve("SimCLR", a, seed=seed) for seed, a in enumerate(theirs)]
+    (panel,) = arrange([*runs, *(curve(OURS_NAME, a, per_step, seed) for seed, a in enumerate(ours))])
+    return savings(panel, "top1")
+
+
+def by(found: list[Saving], cost: str, rule: str) -> list[Saving]:
+    return [s for s in found if (s.cost, s.rule) == (cost, rule)]
 
 
 # ------------------------------------------------------------------------------------------------- by hand
-def test_crossing_by_hand():
-    assert crossing([10, 20, 30], [0.2, 0.4, 0.8], 0.5, linear=True) == pytest.approx(22.5)
-    assert crossing([10, 20, 30], [0.2, 0.4, 0.8], 0.5, linear=False) == 30
-    assert crossing([10, 20, 30], [0.2, 0.4, 0.8], 0.4, linear=True) == 20
-    assert crossing([10, 20, 30], [0.2, 0.4, 0.8], 0.81, linear=True) is None
-    assert crossing([10, 20, 30], [0.5, 0.1, 0.9], 0.3, linear=True) == 10, (
-        "the first of several, not the last"
-    )
+@pytest.mark.parametrize(
+    ("values", "target", "linear", "checkpoint"),
+    [
+        ([0.2, 0.4, 0.8], 0.5, 22.5, 30),
+        ([0.2, 0.4, 0.8], 0.4, 20, 20),
+        ([0.2, 0.4, 0.8], 0.81, None, None),
+        ([0.5, 0.1, 0.9], 0.3, 10, 10),  # the first of several, not the last
+    ],
+)
+def test_crossing_by_hand(values, target, linear, checkpoint):
+    assert crossing([10, 20, 30], values, target, linear=True) == pytest.approx(linear)
+    assert crossing([10, 20, 30], values, target, linear=False) == checkpoint
 
 
-def test_savings_by_updates_and_by_flops():
-    # 0.6 is SimCLR's best, at 30 of its 40 updates; ours crosses it half-way from 10 to 20, at 1.5 times the FLOPs.
-    found = saved(
-        curve("SimCLR", [0.3, 0.5, 0.6, 0.55]), curve("SimCLR + SuNCEt", [0.4, 0.8, 0.9], per_step=1.5)
-    )
-    updates, flops = found["updates", "0"], found["petaflops", "0"]
-    assert (updates.target, updates.total, updates.own) == (0.6, 40, 30)
-    assert updates.shares[0] == pytest.approx(15 / 40)
-    assert updates.shares[1] == pytest.approx(20 / 40)
-    assert flops.shares[0] == pytest.approx(22.5 / 40)
-    assert flops.equivalent_epochs == pytest.approx(22.5 / 40 * 4)
-    assert "epochs" not in {cost for cost, _ in found}, "epochs of two methods are not the same work"
+def test_savings_by_both_rules_and_every_cost():
+    # SimCLR's best, 0.6, is at 30 of its 40 updates, its final accuracy 0.5; ours costs 1.5 times the FLOPs an update.
+    found = saved([[0.3, 0.5, 0.6, 0.5]], [[0.4, 0.8, 0.9]], per_step=1.5)
+    (final,), (best,) = by(found, "updates", "final"), by(found, "updates", "best")
+    assert (final.target, final.reference, best.target, best.reference) == (0.5, 40, 0.6, 30)
+    assert final.shares == pytest.approx((12.5 / 40, 20 / 40))
+    assert best.shares == pytest.approx((15 / 30, 20 / 30))
+    (flops,) = by(found, "petaflops", "best")
+    assert flops.shares == pytest.approx((22.5 / 30, 30 / 30))
+    assert flops.equivalent_epochs == pytest.approx(22.5 / 30 * 3)
+    assert "epochs" not in {s.cost for s in found}, "epochs of two methods are not the same work"
 
 
-def test_savings_never_reached_or_at_the_first_checkpoint():
-    never = saved(curve("SimCLR", [0.6]), curve("SimCLR + SuNCEt", [0.1, 0.59]))["updates", "0"]
-    assert never.linear is never.checkpoint is never.shares is never.equivalent_epochs is None
-    first = saved(curve("SimCLR", [0.5, 0.6]), curve("SimCLR + SuNCEt", [0.7]))["updates", "0"]
-    assert first.at_first and first.shares[0] == first.shares[1] == pytest.approx(10 / 20)
-
-
-def test_savings_compare_runs_of_the_same_seed():
-    runs = [curve("SimCLR", [0.4, 0.6], seed=0), curve("SimCLR", [0.4, 0.5], seed=1)]
-    runs += [curve("SimCLR + SuNCEt", [0.6, 0.7], seed=0), curve("SimCLR + SuNCEt", [0.3, 0.7], seed=1)]
-    found = saved(*runs)
-    assert found["updates", "0"].shares[0] == pytest.approx(10 / 20)
-    assert found["updates", "1"].shares[0] == pytest.approx(15 / 20)
-    assert found["updates", MEAN_OF_SEEDS].shares[0] == pytest.approx(12.5 / 20)
-    # The mean curves: 0.45 then 0.7 against a best of 0.55.
-    assert found["updates", MEAN_CURVE].shares[0] == pytest.approx((10 + 10 * 0.1 / 0.25) / 20)
-
-
-def test_savings_have_no_mean_with_a_seed_that_never_got_there():
-    runs = [curve("SimCLR", [0.4, 0.6], seed=s) for s in (0, 1)]
-    runs += [curve("SimCLR + SuNCEt", [0.5, 0.7], seed=0), curve("SimCLR + SuNCEt", [0.3, 0.4], seed=1)]
-    mean = saved(*runs)["updates", MEAN_OF_SEEDS]
-    assert mean.shares is None and mean.reached == (1, 2)
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ([[0.6]], [[0.1, 0.59]], "0 of 1 seeds reached it"),
+        ([[0.5, 0.6]], [[0.7]], "at most 50.0 %; 1 of 1 seeds reached it"),
+        ([[0.4, 0.6]], [[0.3, 0.5, 0.7]], "125.0 %, first checkpoint 150.0 %; 1 of 1 seeds reached it"),
+        # Each seed against the baseline's run of that seed.
+        ([[0.4, 0.6], [0.4, 0.5]], [[0.6, 0.7], [0.3, 0.7]],
+         "at most 62.5 % (50.0 to 75.0), first checkpoint 75.0 %; 2 of 2 seeds reached it"),
+        # No percentage unless most seeds got there: one of two is not enough, two of three are.
+        ([[0.4, 0.6]] * 2, [[0.5, 0.7], [0.3, 0.4]], "1 of 2 seeds reached it"),
+        ([[0.4, 0.6]] * 3, [[0.5, 0.7], [0.3, 0.4], [0.5, 0.7]],
+         "75.0 %, first checkpoint 100.0 %; 2 of 3 seeds reached it"),
+        # A seed that the baseline lacks is compared with the baseline's mean, 0.6 at 20 updates.
+        ([[0.4, 0.7], [0.4, 0.5]], [[0.5, 0.9], [0.5, 0.9], [0.5, 0.7]],
+         "at most 66.7 % (50.0 to 75.0), first checkpoint 83.3 %; 3 of 3 seeds reached it"),
+        # ... unless its seeds were not evaluated alike: that mean would end with the shortest.
+        ([[0.4, 0.6], [0.4]], [[0.6], [0.4], [0.9]], "at most 75.0 % (50.0 to 100.0); 2 of 2 seeds reached it"),
+    ],
+)  # fmt: skip
+def test_cell_says_how_many_seeds_reached_it(theirs, ours, said):
+    assert cell(by(saved(theirs, ours), "updates", "final")) == said
 
 
 def test_savings_need_one_baseline_or_its_name():
-    runs = [curve("SimCLR", [0.5]), curve("SwAV", [0.6]), curve("SimCLR + SuNCEt", [0.7])]
-    runs[1] = Curve(**{**vars(runs[1]), "supervised": False})
-    assert saved(*runs) == {}
+    runs = [curve("SimCLR", [0.5]), replace(curve("SwAV", [0.6]), supervised=False), curve(OURS_NAME, [0.7])]
+    assert [savings(panel, "top1") for panel in arrange(runs)] == [[]]
     (panel,) = arrange(runs, "SwAV 0")
-    assert {s.method for s in savings(panel, "top1")} == {"SimCLR", "SimCLR + SuNCEt"}
+    assert {s.method for s in savings(panel, "top1")} == {"SimCLR", OURS_NAME}
 
 
 # --------------------------------------------------------------------------------------------- properties
@@ -98,31 +105,24 @@ ACCURACIES = st.lists(st.integers(0, 100), min_size=1, max_size=8).map(lambda v:
 
 @given(ours=ACCURACIES, theirs=ACCURACIES, scale=st.floats(1e-6, 1e6))
 def test_savings_do_not_depend_on_the_unit_of_the_cost(ours, theirs, scale):
-    one, other = (
-        saved(curve("SimCLR", theirs, factor), curve("SimCLR + SuNCEt", ours, 1.5 * factor))[
-            "petaflops", "0"
-        ].shares
-        for factor in (1.0, scale)
-    )
-    assert (one is None and other is None) or other == pytest.approx(one, rel=1e-9)
+    for s in saved([theirs], [ours]):
+        costs, values = [scale * 10 * (i + 1) for i in range(len(ours))], ours
+        at = crossing(costs, values, s.target, linear=True)
+        assert (at is None) == (s.linear is None)
+        assert at is None or at / (scale * s.reference) == pytest.approx(s.shares[0], rel=1e-9)
 
 
-@given(values=ACCURACIES, target=st.integers(0, 100).map(lambda x: x / 100))
-def test_crossing_lies_between_the_right_checkpoints(values, target):
+@given(values=ACCURACIES, targets=st.tuples(st.integers(0, 100), st.integers(0, 100)))
+def test_crossing_lies_between_the_right_checkpoints_and_grows_with_the_target(values, targets):
     costs = [3.0 * (i + 1) for i in range(len(values))]
-    linear, checkpoint = (crossing(costs, values, target, linear=rule) for rule in (True, False))
-    assert (linear is None) == (checkpoint is None) == (max(values) < target)
+    low, high = sorted(t / 100 for t in targets)
+    linear, checkpoint = (crossing(costs, values, low, linear=rule) for rule in (True, False))
+    assert (linear is None) == (checkpoint is None) == (max(values) < low)
     if linear is not None:
         assert costs[0] <= linear <= checkpoint * (1 + 1e-12)
         assert checkpoint - linear < 3.0, "within one interval"
-
-
-@given(values=ACCURACIES, low=st.integers(0, 100), high=st.integers(0, 100))
-def test_crossing_of_a_higher_target_is_never_earlier(values, low, high):
-    low, high = sorted((low / 100, high / 100))
-    costs = list(range(1, len(values) + 1))
-    early, late = (crossing(costs, values, target, linear=True) for target in (low, high))
-    assert late is None or early <= late + 1e-12
+        late = crossing(costs, values, high, linear=True)
+        assert late is None or linear <= late + 1e-12
 
 
 # ------------------------------------------------------------------------------------------- several lengths
@@ -150,10 +150,10 @@ def test_join_lengths_of_the_papers_runs_saves_what_its_curve_saves():
     for ours, theirs in zip(joined, published):
         assert [(p.metrics, p.costs) for p in ours.points] == [(p.metrics, p.costs) for p in theirs.points]
     found, wanted = (
-        {s.cost: s.shares for panel in arrange(curves) for s in savings(panel, "top1")}
+        {(s.cost, s.rule): s.shares for panel in arrange(curves) for s in savings(panel, "top1")}
         for curves in (joined, published)
     )
-    assert found == wanted and found["petaflops"][0] == pytest.approx(0.505, abs=0.001)
+    assert found == wanted and found["petaflops", "best"][0] == pytest.approx(0.505, abs=0.001)
 
 
 def test_join_lengths_keeps_seeds_apart_and_single_runs_whole():
@@ -185,9 +185,8 @@ def test_report_reproduces_the_committed_tables_from_their_points(folder):
     ]
     panels = arrange(curves)
     found = [s for panel in panels for s in savings(panel, "top1")]
-    head, _, plain = methods_table(panels, "top1", found)
-    assert as_csv(head, plain) == (RESULTS / folder / "table.csv").read_bytes()
-    assert as_csv(SAVED_CSV, saved_plain(found)) == (RESULTS / folder / "saved.csv").read_bytes()
+    for name, (head, rows) in (("table", methods_tables(panels, "top1")[1]), ("saved", saved_plain(found))):
+        assert csv_table([head, *rows]) == (RESULTS / folder / f"{name}.csv").read_bytes()
 
 
 # ---------------------------------------------------------------------------------------------- the paper's
@@ -212,10 +211,9 @@ def test_recipe_costs_are_those_of_the_papers_batches():
 @pytest.mark.parametrize("metric", ["top1", "top5"])
 def test_claims_table_is_what_the_rule_makes_of_the_papers_points(figure, metric):
     (panel,) = arrange(paper.curves(figure))
-    found = {s.cost: s for s in savings(panel, metric)}
-    label = "10 % labels" if figure == paper.TEN else "1 % labels"
-    printed = {(p.measurement.rpartition(", ")[2], p.metric): p.percent for p in paper.printed_savings()}
-    cells = [f"{printed[label, metric]:g}"]
+    found = {s.cost: s for s in savings(panel, metric) if s.rule == "best"}
+    printed = paper.printed_savings()[found["updates"].method, str(panel.measurement), metric]
+    cells = [f"{printed:g}"]
     for cost in ("petaflops", "updates"):
         bound = "at most " if found[cost].at_first else ""
         cells += [f"{bound}{100 * share:.1f}" for share in found[cost].shares]
@@ -230,7 +228,7 @@ def test_claims_explain_the_percentages_at_10_percent_labels(metric, percent, a,
     below, above = epochs_of_simclr(OURS, 300), epochs_of_simclr(OURS, 500)
     crossing_at = below + (above - below) * (best - a) / (b - a)
     (panel,) = arrange(paper.curves(paper.TEN))
-    saving = next(s for s in savings(panel, metric) if s.cost == "petaflops")
+    (saving,) = by(savings(panel, metric), "petaflops", "best")
     assert saving.equivalent_epochs == pytest.approx(crossing_at)
     share = (10 * percent - below) / (above - below)
     epochs, there = 300 + 200 * share, a + (b - a) * share

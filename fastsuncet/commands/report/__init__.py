@@ -1,6 +1,6 @@
 """`fastsuncet report`: runs side by side, accuracy against every cost, and what a method saved of the baseline's.
 
-report.md   all of it, for a person          saved.csv    compute to match the baseline, both rules
+report.md   all of it, for a person          saved.csv    compute saved: every seed, cost and rule
 table.csv   every method's last checkpoint   points.csv   every evaluated checkpoint of every run
 *.png *.svg a picture for each measurement and metric, and saved
 """
@@ -10,24 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastsuncet.checkpoint import atomic_files
-from fastsuncet.commands.report import paper
-from fastsuncet.commands.report.compute_saved import RULE, Saving, savings
-from fastsuncet.commands.report.curves import KNN, Curve, join_lengths
+from fastsuncet.commands.report import paper, tables
+from fastsuncet.commands.report.compute_saved import Saving, savings
+from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
 from fastsuncet.commands.report.figures import draw_panel, draw_saved
-from fastsuncet.commands.report.groups import Panel, arrange, choose_metrics
 from fastsuncet.commands.report.reading import read_runs
-from fastsuncet.commands.report.tables import (
-    SAVED_CSV,
-    SAVED_HEAD,
-    as_csv,
-    markdown,
-    methods_table,
-    points_plain,
-    saved_plain,
-    saved_rows,
-)
 from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.writer import csv_table
 from pipelines.data_errors import DataError
 
 COSTS_NOTE = (
@@ -36,11 +26,10 @@ COSTS_NOTE = (
     "Costs are those of pre-training up to the evaluated checkpoint, over all processes.",
 )
 SAVED_NOTE = (
-    "Shares are of all that the baseline was given, up to its last evaluated checkpoint. Epochs of the baseline: the "
-    "linear crossing at the baseline's FLOPs an epoch. The last column is where the baseline itself was first that "
-    "good. Methods of several seeds: their mean curve, then each seed against the baseline's of that seed; saved.csv "
-    f"has all of it. {RULE} What came before a first checkpoint is not known: one that was good enough already is an "
-    "upper bound."
+    "Each cell is the mean (lowest to highest) of the seeds that reached it, each against the baseline's run of that "
+    "seed; without a percentage unless most seeds did. Accuracy is taken to be linear in the cost between two "
+    "checkpoints; a first checkpoint counts without that. What came before a run's first checkpoint is not known: one "
+    "that was good enough already is an upper bound. saved.csv has every seed."
 )
 
 
@@ -57,7 +46,8 @@ def report(
 
     `baseline` is a run to compare with, `metrics` what to draw (top1, else KNN), `figures` those of the paper to draw
     too; `lengths` merges runs that differ only in length into one curve of their final checkpoints. Raises DataError
-    where there is nothing to report, ConfigError for a metric or figure that does not exist.
+    where there is nothing to report, ConfigError for a metric or figure that does not exist, CheckpointError if the
+    disk refuses.
     """
     runs = list(dict.fromkeys([*runs, *([baseline] if baseline else [])]))
     curves, notes = read_runs(runs)
@@ -70,20 +60,50 @@ def report(
         curves = join_lengths(curves)
     published = [curve for name in figures for curve in paper.curves(name)]
     panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
-    chosen = choose_metrics(panels, list(metrics), ("top1", KNN) if runs else ("top1",))
+    chosen = choose_metrics(panels, metrics, ("top1", KNN) if runs else ("top1",))
     for panel in panels:
         for group in panel.groups:
             if uneven := group.uneven(chosen[0]):
                 notes.append(f"{group.name}, {panel.measurement}: {uneven}")
     if not runs and not metrics:
         chosen += [m for m in ("top5",) if m not in chosen]
+    saved = [s for metric in chosen for panel in panels for s in savings(panel, metric)]
+    claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
+
+    lines, table = ["# Report", ""], None
+    for metric in chosen:
+        words, numbers = tables.methods_tables(panels, metric)
+        if table is None or metric not in ("top1", "top5"):  # the table of one has both
+            lines += [*tables.markdown(*words), ""]
+        table = table or numbers
+    assert table is not None, "there is a metric"
+    lines += [f"{note}." for note in notes] + ([""] if notes else [])
+    lines += [*COSTS_NOTE, "", *_saved_section(panels, saved, baseline is not None)]
+    if claimed:
+        lines += ["## The paper's percentages", "", *paper.claims(), ""]
+    for name in figures:
+        lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
+    files = {"table.csv": table, "saved.csv": tables.saved_plain(saved)}
+    files["points.csv"] = tables.points_plain([*curves, *published])
     try:
         atomic_files.make_folder(output)
-        return _write(panels, chosen, [*curves, *published], figures, notes, output, baseline is not None)
+        pictures = [
+            path for metric in chosen for panel in panels for path in draw_panel(panel, metric, output)
+        ]
+        pictures += draw_saved(saved, paper.printed_savings() if claimed else {}, output)
+        for name, (head, rows) in files.items():
+            atomic_files.replace(output / name, csv_table([head, *rows]))
+        path = output / "report.md"
+        shown = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
+        text = "\n".join([*lines, "## Pictures", "", *shown]).rstrip() + "\n"
+        atomic_files.replace(path, text.encode())
     except OSError as error:
         raise CheckpointError(
             f"the report cannot be written to {output}: {error}. {atomic_files.advice(error)}"
         ) from error
+    say_line("\n".join(lines).rstrip())
+    say_line(f"\nwrote {path}; in the same folder {', '.join([*(p.name for p in pictures), *files])}")
+    return path
 
 
 def _next_to_runs(curves: list[Curve], published: list[Curve], notes: list[str]) -> list[Curve]:
@@ -99,52 +119,11 @@ def _next_to_runs(curves: list[Curve], published: list[Curve], notes: list[str])
     return placed
 
 
-def _write(
-    panels: list[Panel],
-    metrics: list[str],
-    curves: list[Curve],
-    figures: Sequence[str],
-    notes: list[str],
-    output: Path,
-    named_baseline: bool,
-) -> Path:
-    pictures = [path for metric in metrics for panel in panels for path in draw_panel(panel, metric, output)]
-    by_metric = {metric: [s for panel in panels for s in savings(panel, metric)] for metric in metrics}
-    every = [s for found in by_metric.values() for s in found]
-    claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
-    pictures += draw_saved(every, paper.printed_savings() if claimed else [], output)
-    lines = ["# Report", ""]
-    for metric in metrics:
-        head, rows, plain = methods_table(panels, metric, by_metric[metric])
-        if metric == metrics[0]:
-            atomic_files.replace(output / "table.csv", as_csv(head, plain))
-        if metric == metrics[0] or metric not in ("top1", "top5"):  # the table of one has both
-            lines += [*markdown(head, rows), ""]
-    lines += [f"{note}." for note in notes] + ([""] if notes else [])
-    lines += [*COSTS_NOTE, "", *_saved_section(panels, every, named_baseline)]
-    if claimed:
-        lines += ["## The paper's percentages", "", *paper.claims(), ""]
-    for name in figures:
-        lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
-    lines += ["## Pictures", ""]
-    lines += [f"![{path.stem}]({path.name})\n" for path in pictures if path.suffix == ".png"]
-    atomic_files.replace(output / "saved.csv", as_csv(SAVED_CSV, saved_plain(every)))
-    atomic_files.replace(output / "points.csv", as_csv(*points_plain(curves)))
-    path = output / "report.md"
-    text = "\n".join(lines).rstrip() + "\n"
-    atomic_files.replace(path, text.encode())
-    say_line(text.split("## Pictures")[0].rstrip())
-    say_line(
-        f"\nwrote {path}; in the same folder {', '.join(p.name for p in pictures)}, table.csv, saved.csv, points.csv"
-    )
-    return path
-
-
 def _saved_section(panels: list[Panel], found: list[Saving], named_baseline: bool) -> list[str]:
     """Return the Markdown of compute saved, or the reason why there is none."""
-    lines = ["## Compute to match the baseline's best", ""]
+    lines = ["## Compute to match the baseline", ""]
     if found:
-        lines += [*markdown(SAVED_HEAD, saved_rows(found)), "", SAVED_NOTE, ""]
+        lines += [*tables.markdown(*tables.saved_table(found)), "", SAVED_NOTE, ""]
     why = (
         "the baseline has no such results"
         if named_baseline

@@ -1,25 +1,21 @@
-"""Compute saved: what a method had cost when it was first as good as the baseline's best, as a share of the baseline.
+"""Compute saved: what a method costs until it is as good as the baseline, by two rules that are always given together.
 
-    share = cost of the method at its first crossing of the baseline's best accuracy / cost of the whole baseline
+    final    cost until the baseline's final accuracy    /  cost of the whole baseline
+    best     cost until the baseline's best accuracy     /  cost at which the baseline itself first had it
 
-The paper gives such percentages without the rule behind them. The report gives two: accuracy is linear in the cost
-between two evaluated checkpoints, or the first checkpoint that is at least as good counts, without interpolation.
+The paper gives such percentages without the rule behind them. A cost "until" an accuracy is read in two ways: accuracy
+is linear in the cost between two evaluated checkpoints, or the first checkpoint that is at least as good counts.
 Nothing is assumed about the time before the first checkpoint: if that is good enough, its cost is an upper bound.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
-from fastsuncet.commands.report.curves import COSTS, Measurement, Point
-from fastsuncet.commands.report.groups import Group, Panel, points_by_step
+from fastsuncet.commands.report.curves import COSTS, Group, Measurement, Panel
 
 MEASURED = tuple(cost for cost in COSTS if cost != "epochs")  # epochs of two methods are not the same work
-MEAN_CURVE, MEAN_OF_SEEDS = "mean curve", "mean of seeds"
-RULE = (
-    "Linear: between the last checkpoint below the baseline's best and the first at or above it, accuracy is taken to "
-    "be linear in the cost. First checkpoint: the first at or above, without interpolation."
-)
+RULES = {"final": "final accuracy, % of its whole cost", "best": "best, % of its own cost until then"}
 
 
 def crossing(costs: Sequence[float], values: Sequence[float], target: float, *, linear: bool) -> float | None:
@@ -37,115 +33,115 @@ def crossing(costs: Sequence[float], values: Sequence[float], target: float, *, 
     return None
 
 
+def target(costs: Sequence[float], values: Sequence[float], rule: str) -> tuple[int, float, float]:
+    """Return (place on the curve, accuracy, cost) of the baseline that `rule` of RULES compares with."""
+    place = len(values) - 1 if rule == "final" else values.index(max(values))
+    return place, values[place], costs[place]
+
+
 @dataclass(frozen=True)
 class Saving:
-    """One method against the baseline, by one cost, for one seed or over all of them."""
+    """One seed of a method against the baseline, by one rule and one cost."""
 
     measurement: Measurement
     method: str
     baseline: str
     metric: str
-    seed: str  # a seed's number, MEAN_CURVE or MEAN_OF_SEEDS
+    seed: int | None  # None: the paper's
     cost: str  # of MEASURED
-    target: float  # the baseline's best
-    total: float  # the cost of the whole baseline: of its last evaluated checkpoint
-    linear: float | None  # cost at the crossing; None: never reached
-    checkpoint: float | None  # the same by the other rule; None exactly where `linear` is
-    own: float  # cost at which the baseline itself was first this good
+    rule: str  # of RULES
+    target: float  # the baseline's final or best accuracy
+    reference: float  # the baseline's cost of it
+    linear: float | None  # the method's cost until the target; None: never reached
+    checkpoint: float | None  # the same without interpolation; None exactly where `linear` is
     at_first: bool  # the first checkpoint was already good enough: an upper bound
-    reached: tuple[int, int]  # seeds that reached it, of how many
-    baseline_epochs: float | None
+    baseline_epochs: float | None  # at the reference
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """The cost at the crossing over the baseline's, by both rules, linear first; None: never reached."""
+        """The cost over the reference, linear and at the first checkpoint; None: never reached."""
         if self.linear is None or self.checkpoint is None:
             return None
-        return self.linear / self.total, self.checkpoint / self.total
+        return self.linear / self.reference, self.checkpoint / self.reference
 
     @property
     def equivalent_epochs(self) -> float | None:
-        """The crossing in epochs of the baseline, by the same cost."""
+        """The linear cost in epochs of the baseline."""
         if self.shares is None or self.baseline_epochs is None:
             return None
         return self.shares[0] * self.baseline_epochs
 
 
 def savings(panel: Panel, metric: str) -> list[Saving]:
-    """Compare every group of `panel` with the baseline: mean curve, seeds, mean of seeds, by every cost both have.
+    """Compare every seed of every group with the baseline's run of that seed, by every cost both have and each rule.
 
-    Seeds that were not evaluated at the same checkpoints have no mean curve here: it would end with the shortest.
+    Where the baseline has no such seed, the seed is compared with the baseline's mean; if the baseline's seeds were not
+    evaluated alike, it is left out, because that mean would end with the shortest.
     """
-    base = panel.baseline
-    if base is None:
-        return []
-    found = []
+    base, found = panel.baseline, []
     for group in panel.groups:
-        if group is not base and group.published == base.published:
-            for cost in MEASURED:
-                found += _by_cost(panel.measurement, base, group, metric, cost)
+        if base is None or group is base or group.published != base.published:
+            continue
+        for cost in MEASURED:
+            found += [
+                s for rule in RULES for s in _by_rule(panel.measurement, base, group, metric, cost, rule)
+            ]
     return found
 
 
-def _by_cost(measurement: Measurement, base: Group, group: Group, metric: str, cost: str) -> list[Saving]:
-    def compare(ours: list[Point], theirs: list[Point], seed: str) -> list[Saving]:
-        """Return one comparison, or none where a side has no point with that cost."""
-        ours, theirs = ([p for p in points if cost in p.costs] for points in (ours, theirs))
+def _by_rule(
+    measurement: Measurement, base: Group, group: Group, metric: str, cost: str, rule: str
+) -> list[Saving]:
+    mean = [] if base.uneven(metric) else [(p.costs, p.mean(metric)) for p in base.common(metric)]
+    runs = {c.seed: [(p.costs, p.metrics[metric]) for p in c.at_steps(metric)] for c in base.curves}
+    found = []
+    for curve in group.curves:
+        ours = [(p.costs[cost], p.metrics[metric]) for p in curve.at_steps(metric) if cost in p.costs]
+        theirs = [(costs, value) for costs, value in runs.get(curve.seed, mean) if cost in costs]
         if not ours or not theirs:
-            return []
-        (x, y), (base_x, base_y) = (
-            ([p.costs[cost] for p in points], [p.metrics[metric] for p in points])
-            for points in (ours, theirs)
-        )
-        target = max(base_y)
-        return [
+            continue
+        x, y = zip(*ours)
+        place, wanted, reference = target([c[cost] for c, _ in theirs], [v for _, v in theirs], rule)
+        linear, checkpoint = (crossing(x, y, wanted, linear=straight) for straight in (True, False))
+        found.append(
             Saving(
                 measurement=measurement,
                 method=group.name,
                 baseline=base.name,
                 metric=metric,
-                seed=seed,
+                seed=curve.seed,
                 cost=cost,
-                target=target,
-                total=base_x[-1],
-                linear=crossing(x, y, target, linear=True),
-                checkpoint=crossing(x, y, target, linear=False),
-                own=base_x[base_y.index(target)],
-                at_first=y[0] >= target,
-                reached=(int(max(y) >= target), 1),
-                baseline_epochs=theirs[-1].costs.get("epochs"),
+                rule=rule,
+                target=wanted,
+                reference=reference,
+                linear=linear,
+                checkpoint=checkpoint,
+                at_first=y[0] >= wanted,
+                baseline_epochs=theirs[place][0].get("epochs"),
             )
-        ]
-
-    ours, theirs = group.mean_curve(metric), base.mean_curve(metric)
-    even = not group.uneven(metric) and not base.uneven(metric)
-    mean, singles = [], []
-    if even:
-        alone = len(group.curves) == 1
-        own_seed = "-" if group.published else str(group.curves[0].seed)
-        mean = compare(ours, theirs, own_seed if alone else MEAN_CURVE)
-        if alone or not mean:
-            return mean
-    for curve in group.curves:
-        rival = next((c for c in base.curves if c.seed == curve.seed), None)
-        against = list(points_by_step(rival, metric).values()) if rival else theirs if even else []
-        singles += compare(list(points_by_step(curve, metric).values()), against, str(curve.seed))
-    return [*mean, *singles, _mean_of(singles)] if mean and singles else [*mean, *singles]
+        )
+    return found
 
 
-def _mean_of(singles: list[Saving]) -> Saving:
-    """Return the mean over the seeds; "never reached" if that is so for one of them."""
-    total = fmean(s.total for s in singles)
-    shares = [s.shares for s in singles if s.shares is not None]
-    whole = len(shares) == len(singles)
-    return replace(
-        singles[0],
-        seed=MEAN_OF_SEEDS,
-        target=fmean(s.target for s in singles),
-        total=total,
-        linear=fmean(linear for linear, _ in shares) * total if whole else None,
-        checkpoint=fmean(checkpoint for _, checkpoint in shares) * total if whole else None,
-        own=fmean(s.own / s.total for s in singles) * total,
-        at_first=any(s.at_first for s in singles),
-        reached=(len(shares), len(singles)),
-    )
+def reached(shares: Sequence[float | None]) -> tuple[list[float], str]:
+    """Return the shares of the seeds that got there, empty unless most did, and "k of n seeds reached it"."""
+    there = [share for share in shares if share is not None]
+    said = f"{len(there)} of {len(shares)} seeds reached it"
+    return there if 2 * len(there) > len(shares) else [], said
+
+
+def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
+    """Return the mean of some shares in %, with their range if they differ: "51.0 % (44.0 to 56.0)"."""
+    mean, low, high = (f"{100 * v:.{digits}f}" for v in (fmean(shares), min(shares), max(shares)))
+    return f"{mean}{unit}" if low == high else f"{mean}{unit} ({low} to {high})"
+
+
+def cell(seeds: Sequence[Saving]) -> str:
+    """Return one rule and cost in words: "50.0 % (44.0 to 56.0), first checkpoint 66.7 %; 2 of 2 seeds reached it"."""
+    there, said = reached([s.shares and s.shares[0] for s in seeds])
+    if not there:
+        return said if seeds[0].seed is not None else "never reached"
+    bound = "at most " if any(s.at_first for s in seeds) else ""
+    checkpoint = fmean(s.shares[1] for s in seeds if s.shares)
+    without = f", first checkpoint {100 * checkpoint:.1f} %" if checkpoint > fmean(there) else ""
+    return f"{bound}{percent(there)}{without}" + (f"; {said}" if seeds[0].seed is not None else "")

@@ -1,7 +1,12 @@
-"""A report's data: the accuracies of runs, and what each had cost."""
+"""A report's data: the accuracies of runs and their costs, in groups of seeds, in panels that can be compared."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
+
+from fastsuncet.errors import ConfigError
 
 COSTS = ("epochs", "updates", "petaflops", "hours", "joules")
 ONLINE = "online knn"  # the kind of the "knn" lines in metrics.jsonl; its one metric is KNN
@@ -53,6 +58,69 @@ class Curve:
     settings: tuple[tuple[str, Any], ...] = ()
     published: bool = False  # the paper's own
 
+    def at_steps(self, metric: str) -> list[Point]:
+        """Return the points that have a step and `metric`."""
+        return [p for p in self.points if p.step is not None and metric in p.metrics]
+
+
+class Seeds(NamedTuple):
+    """The points of several seeds at one step."""
+
+    step: int | None
+
+    costs: dict[str, float]  # means of those that all seeds have
+    metrics: dict[str, list[float]]  # of those that all seeds have, a value for each
+
+    def mean(self, metric: str) -> float:
+        """Return the mean over the seeds."""
+        return fmean(self.metrics[metric])
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one experiment in one measurement: a curve for each seed."""
+
+    name: str  # the method, and what distinguishes it from another group of that method
+    curves: tuple[Curve, ...]
+
+    @property
+    def published(self) -> bool:
+        """Whether this is the paper's."""
+        return self.curves[0].published
+
+    def common(self, metric: str) -> list[Seeds]:
+        """Return the steps at which all seeds were evaluated by `metric`, ascending."""
+        tables = [{p.step: p for p in curve.at_steps(metric)} for curve in self.curves]
+        found = []
+        for step in sorted(set.intersection(*map(set, tables))):
+            points = [table[step] for table in tables]
+            costs, metrics = ([getattr(p, kind) for p in points] for kind in ("costs", "metrics"))
+            means = {c: fmean(values) for c, values in _joined(costs).items()}
+            found.append(Seeds(step, {c: means[c] for c in COSTS if c in means}, _joined(metrics)))
+        return found
+
+    def uneven(self, metric: str) -> str:
+        """Return a note if the seeds were not evaluated at the same checkpoints, so that their mean lacks some."""
+        counts = [len(curve.at_steps(metric)) for curve in self.curves]
+        common = len(self.common(metric))
+        if common == max(counts):
+            return ""
+        each = ", ".join(f"{curve.seed}: {count}" for curve, count in zip(self.curves, counts))
+        return f"averaged at {common} of {max(counts)} checkpoints, those that all seeds have (seed {each})"
+
+
+def _joined(tables: list[dict[str, float]]) -> dict[str, list[float]]:
+    return {key: [t[key] for t in tables] for key in tables[0] if all(key in t for t in tables)}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The groups of one measurement, whose numbers can be compared."""
+
+    measurement: Measurement
+    groups: tuple[Group, ...]
+    baseline: Group | None = None
+
 
 def labels_text(labels: dict[str, Any]) -> str:
     """Return the labels that an evaluation learned from: "10 % labels", or their number, or "all labels"."""
@@ -78,7 +146,79 @@ def join_lengths(curves: list[Curve]) -> list[Curve]:
         if len({curve.settings for curve in family}) == 1:  # all of one length
             joined += family
             continue
-        ends = sorted((curve.points[-1] for curve in family), key=lambda point: point.step or 0)
-        longest = max(family, key=lambda curve: curve.points[-1].step or 0)  # the curve has its name
-        joined.append(replace(longest, points=tuple(ends), settings=rest))
+        family.sort(key=lambda curve: curve.points[-1].step or 0)
+        ends = tuple(curve.points[-1] for curve in family)
+        joined.append(replace(family[-1], points=ends, settings=rest))  # the curve has the longest run's name
     return joined
+
+
+def arrange(curves: Iterable[Curve], baseline: str | None = None) -> list[Panel]:
+    """Return the panels in the order of their first curves, the baseline's group first in each.
+
+    The baseline is the group of run `baseline`; without one, the only group that pre-trains without labels.
+    """
+    measured: dict[Measurement, list[Curve]] = {}
+    for curve in curves:
+        measured.setdefault(curve.measurement, []).append(curve)
+    panels = []
+    for measurement, members in measured.items():
+        groups = _join_seeds(members)
+        chosen = _baseline(groups, baseline)
+        groups.sort(key=lambda group: group is not chosen)
+        panels.append(Panel(measurement, tuple(groups), chosen))
+    return panels
+
+
+def _join_seeds(curves: list[Curve]) -> list[Group]:
+    """Return groups in the order of their first runs. Two runs of one seed are two groups, so none is counted twice."""
+    joined: list[list[Curve]] = []
+    for curve in curves:
+        for members in joined:
+            first = members[0]
+            alike = (first.method, first.settings) == (curve.method, curve.settings)
+            published = first.published or curve.published
+            if alike and not published and curve.seed not in [member.seed for member in members]:
+                members.append(curve)
+                break
+        else:
+            joined.append([curve])
+    return [Group(_name(members[0], joined), tuple(members)) for members in joined]
+
+
+def _name(first: Curve, joined: list[list[Curve]]) -> str:
+    """Return the method; if another group has it too, with the settings that differ, or with the run's name."""
+    if first.published:
+        return f"{first.method} (paper)"
+    own = dict(first.settings)
+    rivals = [c[0] for c in joined if c[0].method == first.method and not c[0].published]
+    tables = [dict(rival.settings) for rival in rivals]
+    if len(tables) == 1:
+        return first.method
+    keys = [key for key in own if any(table.get(key) != own[key] for table in tables)][:3]
+    if sum(all(table.get(key) == own[key] for key in keys) for table in tables) > 1:
+        return f"{first.method}, {first.run}"
+    return f"{first.method}, " + ", ".join(f"{key.rpartition('.')[2]} {own[key]}" for key in keys)
+
+
+def _baseline(groups: list[Group], run: str | None) -> Group | None:
+    if run is not None:
+        home = Path(run).resolve()
+        return next((g for g in groups if home in [Path(curve.run).resolve() for curve in g.curves]), None)
+    without = [group for group in groups if not group.curves[0].supervised]
+    without = [group for group in without if not group.published] or without
+    return without[0] if len(without) == 1 else None
+
+
+def choose_metrics(panels: list[Panel], asked: Sequence[str], default: tuple[str, ...]) -> list[str]:
+    """Return the metrics to report: those `asked` for, else the first of `default` that was measured, else any.
+
+    Raises ConfigError, with the metrics there are, for one that nothing was measured by.
+    """
+    points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)
+    there = list(dict.fromkeys(name for point in points for name in point.metrics))
+    for metric in asked:
+        if metric not in there:
+            raise ConfigError(
+                f"nothing here was measured by --metric {metric}; there is {', '.join(sorted(there))}"
+            )
+    return list(asked) or [next(metric for metric in (*default, *there) if metric in there)]

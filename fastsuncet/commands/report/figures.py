@@ -7,21 +7,20 @@ numbers give the same bytes: the files hold no dates and no random names.
 import io
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
 from fastsuncet.checkpoint import atomic_files
-from fastsuncet.commands.report.compute_saved import MEAN_CURVE, MEAN_OF_SEEDS, Saving, crossing
-from fastsuncet.commands.report.curves import COSTS, KNN
-from fastsuncet.commands.report.groups import Group, Panel
-from fastsuncet.commands.report.paper import PrintedSaving
+from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
+from fastsuncet.commands.report.curves import COSTS, KNN, Group, Panel
 
 # Okabe and Ito (2008) without yellow, which is too pale on paper. The first two differ most in gray.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -58,9 +57,9 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, selected and read aloud
     "svg.hashsalt": "fastsuncet",
 }
-# Costs of the picture of compute saved -> (color, marker, name, offset in its row).
-SAVED = {"petaflops": (COLORS[0], "o", "FLOPs", -0.14), "updates": (COLORS[1], "s", "updates", 0.14)}
-SEED: dict[str, Any] = {"markersize": 3, "alpha": 0.45}
+# Costs of the picture of compute saved -> (color, name, offset in its row); its rules -> (marker, words).
+SAVED = {"petaflops": (COLORS[0], "FLOPs", -0.14), "updates": (COLORS[1], "updates", 0.14)}
+RULE_MARKERS = {"final": ("o", "to its final accuracy"), "best": ("D", "to its best")}
 
 
 def unit(cost: str, largest: float) -> tuple[float, str]:
@@ -71,52 +70,55 @@ def unit(cost: str, largest: float) -> tuple[float, str]:
 
 
 # ------------------------------------------------------------------------------------------- accuracy against costs
-def draw_panel(panel: Panel, metric: str, folder: Path) -> list[Path]:
-    """Draw the accuracy of all groups against every cost there is, as one picture; return its files."""
-    groups = [group for group in panel.groups if group.mean_curve(metric)]
-    costs = [cost for cost in COSTS if any(cost in p.costs for g in groups for p in g.mean_curve(metric))]
+def draw_panel(
+    panel: Panel, metric: str, folder: Path, *, only: str | None = None, name: str = ""
+) -> list[Path]:
+    """Draw the accuracy of all groups against every cost there is, as one picture; return its files, PNG and SVG.
+
+    `only`: one cost. `name` of the files: by default that of measurement and metric.
+    """
+    groups = [group for group in panel.groups if group.common(metric)]
+    known = {cost for group in groups for point in group.common(metric) for cost in point.costs}
+    costs = [cost for cost in COSTS if cost in known and only in (None, cost)]
     if not costs:
         return []
     columns = len(costs) if len(costs) <= 3 else 2 if len(costs) == 4 else 3
     rows = -(-len(costs) // columns)
     with rc_context(STYLE):
-        figure = Figure(figsize=(3.5 * columns + 0.4, 2.75 * rows + 0.9), layout="constrained")
+        width = 3.5 * columns + 0.4 if only is None else 6
+        figure = Figure(figsize=(width, 2.75 * rows + 0.9 + (only is not None)), layout="constrained")
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+        handles: dict[str, Any] = {}
         for axes, cost in zip(grid, costs):
             _draw_groups(axes, panel, groups, metric, cost)
+            handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+        title = METRICS.get(metric, metric)
         for axes in grid[: len(costs) : columns]:
-            axes.set_ylabel(f"{METRICS.get(metric, metric)}, %")
+            axes.set_ylabel(f"{title}, %")
         for axes in grid[len(costs) :]:
             axes.remove()
-        handles = {
-            label: h for axes in grid[: len(costs)] for h, label in zip(*axes.get_legend_handles_labels())
-        }
         if any(len(group.curves) > 1 for group in groups):
             handles["lowest to highest of the seeds"] = Patch(color="0.5", alpha=0.25, linewidth=0)
-        _legend(figure, handles)
-        name = METRICS.get(metric, metric)
-        figure.suptitle(f"{name[:1].upper()}{name[1:]} by {panel.measurement}", fontsize=11)
-        return _write(figure, folder, "-".join([*panel.measurement, metric]))
+        figure.suptitle(f"{title[:1].upper()}{title[1:]} by {panel.measurement}", fontsize=11)
+        slug = re.sub(r"[^a-z0-9]+", "-", "-".join([*panel.measurement, metric]).lower()).strip("-")
+        return _write(figure, handles, folder, name or slug)
 
 
 def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cost: str) -> None:
     """Draw all groups against one cost, the baseline's best as a line, and where each group first crosses it."""
-    everything = [p.costs[cost] for g in groups for p in g.mean_curve(metric) if cost in p.costs]
-    divisor, label = unit(cost, max(everything))
-    base, target = panel.baseline, None
+    points = {g.name: [p for p in g.common(metric) if cost in p.costs] for g in groups}
+    largest = max(p.costs[cost] for found in points.values() for p in found)
+    divisor, label = unit(cost, largest)
+    base, best = panel.baseline, None
     if base in groups:
-        target = 100 * max(p.metrics[metric] for p in base.mean_curve(metric))
-        axes.axhline(target, color="0.45", linewidth=0.9, zorder=1, label=f"best of {base.name}")
+        best = 100 * max(p.mean(metric) for p in base.common(metric))
+        axes.axhline(best, color="0.45", linewidth=0.9, zorder=1, label=f"best of {base.name}")
     for i, group in enumerate(groups):
-        kept = [
-            (p.costs[cost] / divisor, *(100 * v for v in spread))
-            for p, spread in zip(group.mean_curve(metric), group.spread(metric))
-            if cost in p.costs
-        ]
-        if not kept:
+        if not points[group.name]:
             continue
-        x, mean, low, high = zip(*kept)
-        color, seeds = COLORS[i % len(COLORS)], len(group.curves)
+        x = [p.costs[cost] / divisor for p in points[group.name]]
+        values = 100 * np.array([p.metrics[metric] for p in points[group.name]])  # (points, seeds)
+        mean, (color, seeds) = values.mean(1), (COLORS[i % len(COLORS)], values.shape[1])
         axes.plot(
             x,
             mean,
@@ -128,64 +130,56 @@ def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cos
             label=f"{group.name}, mean of {seeds} seeds" if seeds > 1 else group.name,
         )
         if seeds > 1:
-            axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
+            axes.fill_between(x, values.min(1), values.max(1), color=color, alpha=0.18, linewidth=0, zorder=2)
         # The paper's runs and the user's are not compared; a first checkpoint that is good enough is no crossing.
         if (
             base is None
-            or target is None
+            or best is None
             or group is base
             or group.published != base.published
-            or mean[0] >= target
+            or mean[0] >= best
         ):
             continue
-        at = crossing(x, mean, target, linear=True)
+        at = crossing(x, mean.tolist(), best, linear=True)
         if at is not None:
-            axes.plot([at], [target], color="black", zorder=4, label="first as good, interpolated", **CROSSED)
+            axes.plot([at], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED)
     axes.set_xlabel(label)
-    axes.set_xlim(0, 1.04 * max(everything) / divisor)
+    axes.set_xlim(0, 1.04 * largest / divisor)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.margins(y=0.08)
 
 
 # --------------------------------------------------------------------------------------------------- compute saved
-def draw_saved(savings: list[Saving], printed: list[PrintedSaving], folder: Path) -> list[Path]:
-    """Draw what each method needed to match the baseline's best, in % of the baseline; return the files.
+def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path) -> list[Path]:
+    """Draw what each method needed to match the baseline by both rules, in % of the baseline; return the files.
 
-    A row for each method in each measurement: filled by linear interpolation, hollow at the first checkpoint.
+    A row for each method, measurement and metric: the mean over the seeds by linear interpolation, each seed as a small
+    point, and the percentages that the paper prints.
     """
-    shown = [s for s in savings if s.cost in SAVED and s.seed != MEAN_OF_SEEDS]
-    rows = list(dict.fromkeys((s.method, str(s.measurement), s.metric) for s in shown))
+    rows: dict[tuple, dict[tuple[str, str], list[Saving]]] = {}
+    for s in savings:
+        if s.cost in SAVED:
+            row = rows.setdefault((s.method, str(s.measurement), s.metric), {})
+            row.setdefault((s.cost, s.rule), []).append(s)
     if not rows:
         return []
     with rc_context(STYLE):
         figure = Figure(figsize=(7, 0.55 * len(rows) + 1.6), layout="constrained")
         axes = figure.subplots()
-        for y, row in enumerate(rows):
-            mine = [s for s in shown if (s.method, str(s.measurement), s.metric) == row]
-            alone = len({s.seed for s in mine}) == 1
-            singles = [s for s in mine if not alone and s.seed != MEAN_CURVE]
-            _draw_seeds(axes, singles, y)
-            for s in mine:
-                if s not in singles:
-                    _draw_rules(axes, s, y)
-            for p in printed:
-                if (p.method, p.measurement, p.metric) == row:
-                    axes.plot(p.percent, y, "X", color="black", markersize=7, label="printed in the paper")
-        axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="all of the baseline")
+        for y, (row, cells) in enumerate(rows.items()):
+            for (cost, rule), seeds in cells.items():
+                _draw_seeds(axes, seeds, y + SAVED[cost][2] + (0.06 if rule == "best" else -0.06))
+            if row in printed:
+                axes.plot(printed[row], y, "X", color="black", markersize=7, label="printed in the paper")
+        axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="as much as the baseline")
         axes.set_yticks(range(len(rows)), [_row_name(*row) for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
         axes.grid(axis="y", visible=False)
-        rivals = {s.baseline for s in shown}
+        rivals = {s.baseline for s in savings}
         rival = rivals.pop() if len(rivals) == 1 else "the baseline"
-        axes.set_xlabel(f"to match the best of {rival}, % of its cost")
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
-        if any(s.seed == MEAN_CURVE for s in shown):
-            handles["a seed alone, linear"] = Line2D(
-                [], [], color="0.2", marker="o", linestyle="none", **SEED
-            )
-        _legend(figure, handles)
-        return _write(figure, folder, "saved")
+        axes.set_xlabel(f"to match {rival}, % of its cost")
+        return _write(figure, dict(zip(*reversed(axes.get_legend_handles_labels()))), folder, "saved")
 
 
 def _row_name(method: str, measurement: str, metric: str) -> str:
@@ -193,62 +187,51 @@ def _row_name(method: str, measurement: str, metric: str) -> str:
     return f"{method}\n{measured}{measurement}"
 
 
-def _draw_seeds(axes: Axes, singles: list[Saving], y: float) -> None:
-    """Draw each seed alone, and how many have no point because they never got there."""
-    for s in singles:
-        if s.shares is not None:
-            color, marker, _, offset = SAVED[s.cost]
-            axes.plot(100 * s.shares[0], y + offset, marker, color=color, **SEED)
-    for cost, (color, _, _, offset) in SAVED.items():
-        seeds = [s for s in singles if s.cost == cost]
-        never = sum(s.shares is None for s in seeds)
-        if never:
-            where: dict[str, Any] = {
-                "xycoords": ("axes fraction", "data"),
-                "annotation_clip": False,
-                "va": "center",
-            }
-            text = f"{never} of {len(seeds)} seeds never"
-            axes.annotate(text, (1.01, y + offset), color=color, fontsize=7.5, **where)
-
-
-def _draw_rules(axes: Axes, s: Saving, y: float) -> None:
-    """Draw both rules for one cost, joined by a line that shows how much depends on the rule."""
-    color, marker, name, offset = SAVED[s.cost]
-    level = y + offset
-    if s.shares is None:
-        text: dict[str, Any] = {"va": "center", "color": color, "fontsize": 8}
-        axes.annotate(f"{name}: never reached", (0.015, level), xycoords=("axes fraction", "data"), **text)
-        return
-    linear, checkpoint = (100 * share for share in s.shares)
-    axes.plot([linear, checkpoint], [level, level], color=color, linewidth=1.2, zorder=2)
-    hollow: dict[str, Any] = {"color": color, "markerfacecolor": "white", "linestyle": "none", "zorder": 3}
-    axes.plot(checkpoint, level, marker, label=f"{name}, first checkpoint", **hollow)
-    axes.plot(linear, level, marker, color=color, label=f"{name}, linear", zorder=4)
-    if s.at_first:
-        note: dict[str, Any] = {"ha": "right", "va": "center", "color": color, "fontsize": 7.5}
-        axes.annotate("at most", (linear, level), (-6, 0), textcoords="offset points", **note)
+def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
+    """Draw one rule and cost: the mean if most seeds got there, each seed that did, and how many did not."""
+    color, name, _ = SAVED[seeds[0].cost]
+    marker, words = RULE_MARKERS[seeds[0].rule]
+    there, _ = reached([s.shares and s.shares[0] for s in seeds])
+    each = [100 * s.shares[0] for s in seeds if s.shares]
+    style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "none"}
+    if there:
+        face = color if seeds[0].rule == "final" else "white"
+        mean = 100 * fmean(there)
+        axes.plot(mean, y, label=f"{name} {words}", markerfacecolor=face, zorder=4, **style)
+        if any(s.at_first for s in seeds):
+            note: dict[str, Any] = {"ha": "right", "va": "center", "color": color, "fontsize": 6}
+            axes.annotate("at most", (mean, y), (-6, 0), textcoords="offset points", **note)
+    if len(seeds) > 1:
+        axes.plot(each, [y] * len(each), label="a seed alone", markersize=3, alpha=0.45, **style)
+    if len(each) < len(seeds):
+        where: dict[str, Any] = {
+            "xycoords": ("axes fraction", "data"),
+            "annotation_clip": False,
+            "va": "center",
+        }
+        axes.annotate(
+            f"{len(seeds) - len(each)} of {len(seeds)} seeds never",
+            (1.01, y),
+            color=color,
+            fontsize=6,
+            **where,
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- files
-def _legend(figure: Figure, handles: dict[str, Artist]) -> None:
-    """Put the legend below everything, in as many columns as fit."""
+def _write(figure: Figure, handles: dict[str, Artist], folder: Path, name: str) -> list[Path]:
+    """Put the legend below `figure` and write it as <name>.png and <name>.svg, each whole or not at all."""
     if handles:
         wide = figure.get_figwidth() * 13 / (max(map(len, handles)) + 7)  # about 13 letters to an inch
         columns = max(1, min(len(handles), int(wide)))
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
-
-
-def _write(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `figure` as <name>.png and <name>.svg into `folder`, each whole or not at all."""
-    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     paths = []
     # matplotlib writes its version into a PNG and the date into an SVG: a picture must change with its numbers only.
     for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix, dpi=DPI, metadata=metadata)
         figure.set_layout_engine("none")  # the layout is the same in both formats
-        path = folder / f"{stem}.{suffix}"
+        path = folder / f"{name}.{suffix}"
         atomic_files.replace(path, buffer.getvalue())
         paths.append(path)
     return paths

@@ -7,7 +7,10 @@ recomputes them.
 import csv
 import io
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
+
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, labels_text
 from fastsuncet.errors import ConfigError
@@ -19,32 +22,22 @@ UNSUPERVISED = ("SimCLR", "SimCLRv2", "SwAV", "NPID++", "PIRL")  # pre-training 
 SUNCET = "SimCLR + SuNCEt"
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class PublishedPoint:
     """One row of the data: a number that the paper or its authors' README gives."""
 
     row: int  # the experiment it belongs to: one table, figure or statement
     figure: str
     method: str
-    labels: str  # in %, or ""
-    epochs: int | None
     kind: str
     metric: str
-    value: float | None  # in %; None: a curve or a statement without a number, see `note`
     approx: bool  # read from a picture
     drawn: bool  # False: another source of the same point is used, or it is no accuracy
     source: str
-    note: str
-
-
-@dataclass(frozen=True)
-class PrintedSaving:
-    """A percentage of compute to match SimCLR, as the paper prints it."""
-
-    method: str
-    measurement: str
-    metric: str
-    percent: float
+    labels: str = ""  # in %
+    epochs: int | None = None
+    value: float | None = None  # in %; None: a curve or a statement without a number, see `note`
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,19 +71,11 @@ RECIPES = {
 }
 
 
+@cache
 def load() -> list[PublishedPoint]:
     """Return all rows of paper_points.csv."""
-    return [
-        PublishedPoint(
-            row=int(r["row"]),
-            epochs=int(r["epochs"]) if r["epochs"] else None,
-            value=float(r["value"]) if r["value"] else None,
-            approx=r["approx"] == "1",
-            drawn=r["drawn"] == "1",
-            **{key: r[key] for key in ("figure", "method", "labels", "kind", "metric", "source", "note")},
-        )
-        for r in csv.DictReader(io.StringIO(_data("paper_points.csv")))
-    ]
+    rows = csv.DictReader(io.StringIO(_data("paper_points.csv")))
+    return [PublishedPoint(**{key: text for key, text in row.items() if text}) for row in rows]  # type: ignore[arg-type]
 
 
 def claims() -> list[str]:
@@ -102,15 +87,13 @@ def _data(name: str) -> str:
     return (files("fastsuncet.commands.report") / name).read_text(encoding="utf-8")
 
 
-def printed_savings() -> list[PrintedSaving]:
-    """Return the paper's percentages of compute to match SimCLR (rows 10 and 11)."""
-    return [
-        PrintedSaving(
-            f"{p.method} (paper)", str(Measurement("finetune", f"{p.labels} % labels")), p.metric, p.value
-        )
+def printed_savings() -> dict[tuple[str, str, str], float]:
+    """Return the paper's % of compute to match SimCLR (rows 10 and 11) by (method, measurement, metric)."""
+    return {
+        (f"{p.method} (paper)", str(Measurement("finetune", f"{p.labels} % labels")), p.metric): p.value
         for p in load()
         if p.row in (10, 11) and p.value is not None
-    ]
+    }
 
 
 def figures() -> list[str]:
@@ -122,26 +105,25 @@ def curves(figure: str) -> list[Curve]:
     """Return the paper's curves of one figure. Raises ConfigError for a name that is not in `figures`."""
     if figure not in figures():
         raise ConfigError(f"--paper {figure}: there is no such figure; there is {', '.join(figures())}")
-    members: dict[tuple[str, str, str], list[PublishedPoint]] = {}
+    members: dict[tuple[str, str, str], dict[int | None, dict[str, float]]] = {}
     for p in load():
         if p.figure == figure and p.drawn:
-            members.setdefault((p.kind, p.labels, p.method), []).append(p)
+            assert p.value is not None, "a drawn point has a value"
+            points = members.setdefault((p.kind, p.labels, p.method), {})
+            points.setdefault(p.epochs, {})[p.metric] = p.value / 100
     found = []
     for (kind, labels, method), points in members.items():
-        share = {"fraction": float(labels) / 100} if labels else {}
-        metrics: dict[int | None, dict[str, float]] = {}
-        for p in points:
-            assert p.value is not None, "a drawn point has a value"
-            metrics.setdefault(p.epochs, {})[p.metric] = p.value / 100
-        epochs = sorted(metrics, key=lambda e: e or 0)
+        # The labels of the transfer rows are those of pre-training.
+        share = {"fraction": float(labels) / 100} if labels and figure != "transfer" else {}
         found.append(
             Curve(
                 run=f"paper, {figure}",
                 method=method,
                 seed=None,
-                # The labels of the transfer rows are those of pre-training.
-                measurement=Measurement(kind, labels_text(share if figure != "transfer" else {})),
-                points=tuple(_point(method, labels, e, metrics[e]) for e in epochs),
+                measurement=Measurement(kind, labels_text(share)),
+                points=tuple(
+                    _point(method, labels, e, points[e]) for e in sorted(points, key=lambda e: e or 0)
+                ),
                 supervised=method not in UNSUPERVISED,
                 published=True,
             )

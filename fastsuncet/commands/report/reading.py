@@ -58,13 +58,18 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             home = home_of(record, run)
             if Path(home).resolve() not in homes:
                 homes[Path(home).resolve()] = _other_run(home, record)
-            evaluated.append((home, kind._replace(variant=", ".join(filter(None, parts))), of_record(record)))
+            one = record["encoder"]
+            what = kind._replace(variant=", ".join(filter(None, parts)))
+            made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
+            evaluated.append((home, what, made))
         online = Measurement(ONLINE, online_labels(config))
         if (run / writer.JSONL).is_file():
-            evaluated += [(str(run), online, of_line(line)) for line in writer.read(run / writer.JSONL, KNN)]
-        for home, measurement, point in evaluated:
+            for line in writer.read(run / writer.JSONL, KNN):
+                made = point(line["step"], line.get("epoch"), line, {KNN: line["knn_accuracy"]})
+                evaluated.append((str(run), online, made))
+        for home, measurement, made in evaluated:
             by_step = points.setdefault((Path(home).resolve(), measurement), {})
-            by_step[point.step is None, point.step or 0] = point
+            by_step[made.step is None, made.step or 0] = made
     curves = []
     for (home, measurement), by_step in points.items():
         name, method, config = homes[home]
@@ -175,32 +180,19 @@ def _other_run(home: str, record: Record) -> tuple[str, str, Config | None]:
     return home, record["encoder"].get("method") or Path(home).name, None
 
 
-def of_record(record: Record) -> Point:
-    """Return a result as a point."""
-    encoder = record["encoder"]
-    costs = _costs({**(encoder.get("ledger") or {}), "epochs": encoder.get("epoch")})
-    return Point(encoder.get("step"), costs, dict(record["metrics"]))
-
-
-def of_line(line: Record) -> Point:
-    """Return a "knn" line of metrics.jsonl as a point."""
-    return Point(line["step"], _costs({**line, "epochs": line.get("epoch")}), {KNN: line["knn_accuracy"]})
-
-
-def _costs(ledger: Record) -> dict[str, float]:
+def point(step: int | None, epoch: float | None, ledger: Record, metrics: dict[str, float]) -> Point:
+    """Return an evaluation with the costs that its ledger knows."""
     seconds = ledger.get("seconds")
-    known = {**ledger, "hours": None if seconds is None else seconds / 3600}
-    return {name: known[name] for name in COSTS if known.get(name) is not None}
+    known = {**ledger, "epochs": epoch, "hours": None if seconds is None else seconds / 3600}
+    return Point(step, {name: known[name] for name in COSTS if known.get(name) is not None}, metrics)
 
 
 def online_labels(config: Config) -> str:
     """Return the labels of the neighbors during training: the split's, or all where a run uses none."""
     split = config.data.split
-    if split.kind in ("none", "all") or split.fraction == 1:
-        return "all labels"
-    if split.fraction is not None:
-        return f"{100 * split.fraction:g} % labels"
-    return f"labels of {Path(split.file or config.data.csv or split.kind).name}"
+    kind = "all" if split.kind == "none" else split.kind
+    known = labels_text({"kind": kind, "fraction": split.fraction})
+    return known or f"labels of {Path(split.file or config.data.csv or split.kind).name}"
 
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
