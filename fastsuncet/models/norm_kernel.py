@@ -22,7 +22,9 @@ ROW_BLOCKS = 2048  # and more rows where this many blocks are enough: several ro
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 SMALL = ((2, 24, 9, 5), (300, 8))  # shapes of a quick proof
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of a proof
-TWIN_ELEMENTS = 1 << 25  # of the activations that a proof computes in float64 at a time: 0.27 GB for each tensor
+TWIN_ELEMENTS = (
+    1 << 25
+)  # of the activations that a proof computes in float64 at a time: 0.27 GB for each tensor
 
 
 def options(dtype: torch.dtype) -> tuple[str, ...]:
@@ -244,18 +246,17 @@ def _prove_one(
     x, d_y = draw().add_(2), draw()
     residual = draw() if with_residual else None
     weight, bias = (torch.rand(channels, generator=generator, device=device) + 0.5 for _ in range(2))
-    given = [None if t is None else t.requires_grad_() for t in (x, residual, weight, bias)]
+    activations = [x] if residual is None else [x, residual]
+    given = [t.requires_grad_() for t in (*activations, weight, bias)]
     running = [torch.zeros(channels, device=device), torch.ones(channels, device=device)]
-    y = fused_norm(*given, *running, eps=1e-5, momentum=0.1, relu=relu, shared=False)
+    y = fused_norm(x, residual, weight, bias, *running, eps=1e-5, momentum=0.1, relu=relu, shared=False)
 
-    def twin(part: slice) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+    def twin(part: slice) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return, for some channels, what the ReLU takes, its leaves and the running statistics."""
-        activations = [None if t is None else t.detach()[:, part].double() for t in (x, residual)]
-        constants = [t.detach()[part].double() for t in (weight, bias)]
-        leaves = [None if t is None else t.requires_grad_() for t in (*activations, *constants)]
-        averages = [leaves[2].new_zeros(len(weight[part])), leaves[2].new_ones(len(weight[part]))]
-        wide = F.batch_norm(leaves[0], *averages, *leaves[2:], training=True, momentum=0.1, eps=1e-5)
-        return wide if leaves[1] is None else wide + leaves[1], leaves, averages
+        leaves = [_channels(t.detach(), part).double().requires_grad_() for t in given]
+        averages = [torch.zeros_like(leaves[-1]), torch.ones_like(leaves[-1])]
+        wide = F.batch_norm(leaves[0], *averages, *leaves[-2:], training=True, momentum=0.1, eps=1e-5)
+        return wide if residual is None else wide + leaves[1], leaves, averages
 
     step = max(1, TWIN_ELEMENTS * channels // x.numel())
     parts = [slice(first, first + step) for first in range(0, channels, step)]
@@ -268,14 +269,17 @@ def _prove_one(
         wide, leaves, averages = twin(part)
         expected = F.relu(wide) if relu else wide
         expected.backward(d_y[:, part].double())
-        pairs = [(y[:, part], expected), *zip((r[part] for r in running), averages)]
-        for ours, theirs in zip(given, leaves):
-            if ours is not None and theirs is not None:
-                gradient = ours.grad
-                pairs.append((gradient[part] if ours.dim() == 1 else gradient[:, part], theirs.grad))
-        for found, wanted in pairs:
-            what = f"BatchNorm of {shape} in {dtype}"
-            require_close(what, found.detach().double(), wanted.detach(), TOLERANCES[dtype])
+        for ours, theirs in zip(
+            [y, *running, *(t.grad for t in given)], [expected, *averages, *(t.grad for t in leaves)]
+        ):
+            assert ours is not None and theirs is not None
+            found, wanted = _channels(ours.detach(), part).double(), theirs.detach()
+            require_close(f"BatchNorm of {shape} in {dtype}", found, wanted, TOLERANCES[dtype])
+
+
+def _channels(x: Tensor, part: slice) -> Tensor:
+    """Return some channels of (C,) or (N, C, ...)."""
+    return x[part] if x.dim() == 1 else x[:, part]
 
 
 def _prove_joins(device: torch.device) -> None:

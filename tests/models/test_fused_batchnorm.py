@@ -300,5 +300,7 @@ def test_batchnorm_proof_fails_when_kernels_and_twin_differ(host, monkeypatch):
     here, shapes = torch.device("cpu"), [(2, 24, 9, 5), (30, 8)]
     norm_kernel.prove(here, shapes)
     monkeypatch.setattr(F, "relu", lambda x: x)
-    with pytest.raises(KernelError, match=r"BatchNorm of \(2, 24, 9, 5\) in torch.float32 differs from its twin"):
+    with pytest.raises(
+        KernelError, match=r"BatchNorm of \(2, 24, 9, 5\) in torch.float32 differs from its twin"
+    ):
         norm_kernel.prove(here, shapes)
