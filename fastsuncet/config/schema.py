@@ -131,6 +131,14 @@ class SplitSection(Section):
     seed: Seed = setting(0, "bernoulli: seed of that draw")
 
 
+class SyntheticSection(Section):
+    """data.kind: synthetic: generated images to try settings without data; the same for the same meta.seed."""
+
+    images: Count = setting(10_000, "number of training images; a tenth as many validate")
+    classes: Count = setting(10, "number of classes")
+    size: Count = setting(32, "side of the images, in pixels")
+
+
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class AugmentationSection(Augmentation):
     """The training view: the settings of the pixels' own class."""
@@ -142,14 +150,17 @@ class AugmentationSection(Augmentation):
 class DataSection(Section):
     """Images, and which of them are labeled."""
 
-    kind: Literal["image_folder", "csv", "cifar10", "cifar100", "digits"] = Field(
-        description="image_folder: root/train/CLASS/IMAGE; csv: root/train/... with labels in a file; digits: "
-        "scikit-learn's"
+    kind: Literal["image_folder", "images", "csv", "cifar10", "cifar100", "digits", "synthetic"] = Field(
+        description="image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same "
+        "with labels in a file; digits: scikit-learn's; synthetic: generated"
     )
     root: Text | None = setting(None, "folder that holds the images")
-    train: Below = setting("train", "folder of the training images, below root")
+    train: Below | None = setting(
+        None, "folder of the training images, below root; null: train with image_folder, else root itself"
+    )
     validation: Below | None = setting("val", "folder of the validation images, below root; null: none")
     csv: Text | None = setting(None, "csv: a file of lines file,label")
+    synthetic: SyntheticSection = SyntheticSection()
     download: Switch = setting(False, "cifar10, cifar100: download the images if root does not hold them")
     split: SplitSection = SplitSection()
     index: Text | None = setting(None, "file with the list of training images; null: one in logging.folder")
