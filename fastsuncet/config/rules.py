@@ -117,7 +117,8 @@ RULES = [
     *(_needed(*each) for each in NEEDED_WITH),
     # ---- data
     Rule(
-        lambda c: c.data.kind not in FILES and c.data.train not in (None, "train"),  # the default of older versions
+        # "train" was the default of older versions, whose configs can be read.
+        lambda c: c.data.kind not in FILES and c.data.train not in (None, "train"),
         "data.train",
         f"is read only with data.kind: {words(FILES)}, and that is {{c.data.kind}}; remove it or set it to null",
     ),
