@@ -162,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     with measuring(options.config, options.overrides, processes, options.device, options.steps) as opened:
         config, device, measure = opened
         tried = candidates(config, device, max(1, cores() // here))
-        data = {**dict(config.data), "decode_threads": decode_threads(config.data.decode_threads, here)}
+        threads = decode_threads(config.data.decode_threads, here, streams=2 if device == "cuda" else 1)
+        data = {**dict(config.data), "decode_threads": threads}
         start = {key: data[key.removeprefix("data.")] for key in tried}
         values, points = descend(tried, start, measure, options.rounds, lambda: time.monotonic() < end)
     columns = [

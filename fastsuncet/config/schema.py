@@ -181,18 +181,21 @@ class DataSection(Section):
         "the pixels are made on a CPU",
     )
     decode_threads: Count | None = setting(
-        None, "of each stream of a process; null: its share of the cores, at most 16"
+        None,
+        "of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it",
     )
     prefetch: Count = setting(2, "steps whose pixels are made ahead")
     hw_decoder_share: ShareOrZero = setting(
         0.0,
-        "share of each pre-training batch for a GPU's hardware JPEG decoder. Above 0 two decoders share a batch by "
-        "position, and their pixels can differ in the last bits: the run then depends on the number of GPUs",
+        "share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a "
+        "batch by the sizes of its images, and their pixels can differ in the last bits: the run then depends on the "
+        "number of GPUs. Whether it does at 1 has not been measured",
     )
     decoder_buffers: Literal["grown", "largest"] = setting(
         "grown",
         "memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of "
-        "the index, which takes 6 bytes a pixel on the GPU and 12 on the host for each thread of each stream",
+        "the index (6 bytes a pixel on the GPU and 12 on the host for each thread of each stream), but at most a "
+        "twentieth of what is free for each stream",
     )
     augmentation: AugmentationSection = AugmentationSection()
 
