@@ -4,7 +4,7 @@
 #   docker build -t fastsuncet --build-arg COMMIT="$(git rev-parse HEAD)" .
 #                                                                   small: Python and the exact versions of the tests
 #   docker build -t fastsuncet --build-arg BASE_IMAGE=python:3.12 .
-#                                                                   the same with a C compiler, for meta.compile=true
+#                                                                   the same with a C++ compiler: meta.compile=true, fast views
 #   docker build -t fastsuncet --build-arg BASE_IMAGE=<NVIDIA PyTorch image, by digest> .
 #                                                                   keeps NVIDIA's torch, cuDNN and apex; pins the rest
 #

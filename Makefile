@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --upgrade pip
 	@echo "installing torch, DALI and the rest into $(VENV): about 6.5 GB, a few minutes ..."
 	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
-	@# Optional: the color operator makes the same pixels in less time. It takes a few seconds of a C++ compiler.
+	@# Optional: the view operator makes the same pixels in less time. It takes ten seconds of a C++ compiler.
 	@$(BIN)/python -m pipelines.dali.plugin || true
 	@touch $(READY)
 

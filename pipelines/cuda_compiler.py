@@ -1,15 +1,19 @@
-"""Compile CUDA C++ with NVRTC, and name the folder where compiled code is kept.
+"""Compile CUDA C++ with NVRTC, and keep the result in memory and on disk (`pipelines.code_cache`).
 
 NVRTC comes with torch's CUDA wheels. It needs no GPU, no CUDA toolkit and no C++ compiler.
 """
 
+import contextlib
 import functools
+import hashlib
 import importlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pipelines import code_cache
+from pipelines.output import say_line
 
 
 class KernelError(RuntimeError):
@@ -90,8 +94,53 @@ def compile_cuda(
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cache_folder(kind: str) -> Path:
-    """Return $FASTSUNCET_CACHE/kind, else $XDG_CACHE_HOME/fastsuncet/kind, else ~/.cache/fastsuncet/kind."""
-    if folder := os.environ.get("FASTSUNCET_CACHE"):
-        return Path(folder) / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / kind
+def architecture(major: int, minor: int) -> str:
+    """Return the architecture to compile for on a device of this compute capability.
+
+    Usually it is the device's own machine code. On a GPU newer than the compiler it is the newest portable code
+    that the compiler knows, which the driver finishes. Raises KernelError for a GPU too old for the compiler.
+    """
+    compiler, known = version(), check(bindings("nvrtc").nvrtcGetSupportedArchs())
+    asked = 10 * major + minor
+    if asked in known:
+        return f"sm_{asked}"
+    older = [each for each in known if each < asked]
+    if not older:
+        raise KernelError(
+            f"NVRTC {compiler} cannot compile for sm_{asked}: its oldest is sm_{min(known)}. "
+            "Use a torch build for an older CUDA version"
+        )
+    return f"compute_{max(older)}"
+
+
+@functools.cache
+def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
+    """Return the code of a source and the headers (.h, .cuh) of its folder, from the cache if it is there.
+
+    See `compile_cuda`. A file of the cache is named by everything that decides it: source, headers, architecture,
+    options and NVRTC's version.
+    """
+    headers = {each.name: each.read_bytes() for each in sorted(path.parent.glob("*.*h")) if each.is_file()}
+    source = path.read_bytes()
+    decisive = [
+        arch,
+        *options,
+        str(version()),
+        *(f"{k}\n{v.decode()}" for k, v in headers.items()),
+        source.decode(),
+    ]
+    kept = folder() / f"{path.name}-{arch}-{hashlib.sha256(chr(0).join(decisive).encode()).hexdigest()[:32]}"
+    if (code := code_cache.read(kept)) is None:
+        code = compile_cuda(path.name, source, headers, arch, options)
+        if (problem := code_cache.problem(kept.parent) or code_cache.problem(kept)) is not None:
+            say_line(f"Compiled {path.name} and kept it in memory only: {problem}.")
+            return code
+        # A read-only home or a full disk costs half a second at the next start, and nothing else.
+        with contextlib.suppress(OSError):
+            code_cache.write(kept, code)
+    return code
+
+
+def folder() -> Path:
+    """Return the folder of compiled kernels."""
+    return code_cache.cache_folder("kernels")

@@ -51,18 +51,17 @@ def open_loader(
 
     Values are in [0, 1], then normalized by each augmentation's mean and std; strides are channels-last; no gradient.
     Up to `bad_images` distinct undecodable files are replaced by others and counted (by this loader: each rank, stream
-    and start of a run counts its own); one more raises BadImage. `color_operator` says what makes exact color with
-    DALI, which changes no pixel on a CPU: "plugin" `pipelines.dali.plugin`, "graph" DALI's operators, "auto" the
-    plug-in on a CPU where it was built.
+    and start of a run counts its own); one more raises BadImage. `color_operator` says what makes a view of the
+    resized image with DALI, which changes no bit on a CPU: "plugin" `pipelines.dali.plugin`, "graph" DALI's operators,
+    "auto" the plug-in on a CPU where it can be built.
 
     With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an image's
-    pixels can depend on its neighbors (`graphs.ONE_DECODER`). `decoder_buffers` "largest" reserves memory for the
-    largest image of the index, up to a limit (`room_for_buffers`), "grown" grows it as images come. Elsewhere both do
-    nothing.
+    pixels can depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" reserves memory for the largest
+    image of the index, "grown" grows it as images come. Elsewhere both do nothing.
 
     Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that do not exist.
     """
-    exact = any(isinstance(view, Augmentation) and view.recolors_exactly for view in plan.augmentations)
+    exact = any(isinstance(view, Augmentation) and view.color == "exact" for view in plan.augmentations)
     backend = _open_backend(
         color_operator=color_operator if exact else "graph",
         hw_decoder_share=hw_decoder_share,
@@ -103,7 +102,7 @@ class Backend(NamedTuple):
     name: str  # "dali" or "torchvision"
     start: Callable[..., Engine]
     decode: Decode  # the decoder of its engine, for single files
-    plugin: bool = False  # whether `pipelines.dali.plugin` makes exact color
+    plugin: bool = False  # whether `pipelines.dali.plugin` makes the views
 
 
 def _open_backend(

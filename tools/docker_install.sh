@@ -51,6 +51,9 @@ project)
         isolation=--no-build-isolation
     fi
     $PIP install --no-deps ${isolation:-} .
+    # Where the image has a C++ compiler; without one DALI's own operators make the same pixels, slower. Not from the
+    # sources in this folder: the library belongs beside the installed ones.
+    (cd / && python3 -m pipelines.dali.plugin --prebuilt) || true
     fastsuncet version
     ;;
 *)

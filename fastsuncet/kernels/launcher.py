@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.kernels import nvrtc
-from pipelines.cuda_compiler import KernelError, bindings, check
+from pipelines.cuda_compiler import KernelError, architecture, bindings, check
 
 
 class Arguments:
@@ -46,7 +46,7 @@ class Module:
     """The kernels of one source on one device."""
 
     def __init__(self, source: str, device: torch.device, options: tuple[str, ...]):
-        code = nvrtc.compiled(source, nvrtc.architecture(*torch.cuda.get_device_capability(device)), options)
+        code = nvrtc.compiled(source, architecture(*torch.cuda.get_device_capability(device)), options)
         self.source, self.device, self.driver = source, device, bindings("driver")
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates torch's context and makes it current

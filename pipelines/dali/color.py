@@ -1,6 +1,6 @@
 """Color in a DALI graph: "exact" is torchvision's jitter, "fast" is one linear map that only resembles it.
 
-`pipelines.dali.plugin` computes exact color in one operator: the same pixels, faster.
+`pipelines.dali.plugin` computes exact color, and all that follows it, in one operator: the same pixels, faster.
 
 Every function takes and returns a node of uint8 HWC RGB images and runs on its image's device. The order of the four
 factors is fixed: brightness, contrast, saturation, hue. (torchvision draws an order for every image; a graph over
@@ -35,14 +35,14 @@ FACTORS = ("brightness", "contrast", "saturation", "hue")
 def jitter(image, augmentation, view):
     """Apply the four color factors that `view` holds as nodes (see `pipelines.dali.graphs.view_inputs`).
 
-    The order is brightness, contrast, saturation, hue. It is written three more times: in `jitter` of
-    `pipelines/torchvision_engine.py`, and in the plug-in's color_jitter.h and color_jitter.cu.
+    The order is brightness, contrast, saturation, hue. It is written twice more: in `jitter` of
+    `pipelines/torchvision_engine.py`, and in the plug-in's pixel.h.
 
     Images that are not to be jittered come with neutral factors, which change no pixel. That is cheaper than sorting
     these images out and back in.
     """
     if augmentation.color == "fast":
-        factors = factors_of(augmentation, view)
+        factors = {name: getattr(view, name) for name in FACTORS if getattr(augmentation, name)}
         if augmentation.hue:
             factors["hue"] = 360 * view.hue  # in degrees
         return fn.color_twist(image, **factors)
@@ -58,25 +58,6 @@ def jitter(image, augmentation, view):
         else:
             image = image  # DALI requires that both branches assign the result
     return image
-
-
-def plugin_jitter(image, augmentation, view):
-    """Apply `jitter`, and `gray` where the augmentation has it, by the plug-in's operator.
-
-    The plug-in must be loaded (`pipelines.dali.plugin.use`). Its pixels are those of `jitter` and `gray` on a CPU, also
-    on a GPU, where DALI's own operators round differently. It has not been run on a GPU yet.
-    """
-    factors = factors_of(augmentation, view)
-    if augmentation.grey:
-        factors["gray"] = view.grey
-    operators = fn.fastsuncet
-    operator = operators.color_jitter_gpu if image.device == "gpu" else operators.color_jitter
-    return operator(image, **factors)
-
-
-def factors_of(augmentation, view):
-    """Return the nodes of the factors that the augmentation draws, by name."""
-    return {name: getattr(view, name) for name in FACTORS if getattr(augmentation, name)}
 
 
 def contrast(image, factor):

@@ -20,13 +20,13 @@ import nvidia.dali.types as types
 from nvidia.dali import pipeline_def
 
 from pipelines.dali import color
+from pipelines.dali.plugin.use import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
-# The share of a GPU batch that the hardware JPEG decoder takes. With DALI's default, 0.65, two decoders whose pixels
-# can differ share a batch, sorted by subsampling and area: an image's pixels would depend on its neighbors, and two
-# ranks would not see what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75:
-# NVIDIA/DALI issue 5362). `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports at which shares pixels
-# depend on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
+# The share of a GPU batch that the hardware JPEG decoder takes. DALI's default, 0.65, splits a batch by position
+# between two decoders whose pixels can differ: an image's pixels would depend on its row, and two ranks would not see
+# what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75: NVIDIA/DALI issue 5362).
+# `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports whether pixels depend on the row at each share.
 ONE_DECODER = 0.0
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
@@ -42,7 +42,7 @@ def views(
     decode: str,
     stored: str,  # "files", "bytes" or "pixels": see `stored_images`
     dtype: str,
-    plugin: bool = False,  # whether the plug-in, which must be loaded, makes exact color
+    plugin: bool = False,  # whether the plug-in, which must be loaded, makes all of a view after its resize
     images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
     decoder: Mapping[str, Any] = NO_OPTIONS,  # more options of DALI's image decoder
 ):
@@ -70,24 +70,32 @@ def one_view(
     """One view of the image. `view` holds the nodes of its numbers by the names of `view_inputs`."""
     if isinstance(augmentation, Center):
         return normalize(center_crop(image, view, augmentation.size), augmentation, dtype)
-    image = augmented(image, augmentation, view, plugin)
+    image = crop_resize(image, view.corner, view.extent, augmentation.size)
+    make = by_plugin if plugin and augmentation.color == "exact" else by_operators
+    return make(image, augmentation, view, dtype)
+
+
+def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
+    """The resized image in color, gray, blurred, flipped and normalized by DALI's own operators."""
+    if augmentation.recolors:
+        image = color.jitter(image, augmentation, view)
+    if augmentation.grey:
+        image = color.gray(image, view.grey)
+    if augmentation.blur:
+        image = blur(image, view.sigma, augmentation.blur_window)
     # The normalization flips at no cost, and a flip commutes with everything before it.
     return normalize(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
 
 
-def augmented(image, augmentation: Augmentation, view: SimpleNamespace, plugin: bool):
-    """SimCLR's list: crop and resize, color, gray, blur. (Flip and normalization come last, in `normalize`.)"""
-    image = crop_resize(image, view.corner, view.extent, augmentation.size)
-    if plugin and augmentation.recolors_exactly:
-        image = color.plugin_jitter(image, augmentation, view)
-    else:
-        if augmentation.recolors:
-            image = color.jitter(image, augmentation, view)
-        if augmentation.grey:
-            image = color.gray(image, view.grey)
+def by_plugin(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
+    """The same by the plug-in's one operator. It makes the pixels of DALI's CPU operators, on a GPU too."""
+    of_crop = ("corner", "extent")
+    given = {name: getattr(view, name) for name in view_inputs(augmentation) if name not in of_crop}
     if augmentation.blur:
-        image = blur(image, view.sigma, augmentation.blur_window)
-    return image
+        given["window"] = 0 if augmentation.blur_window == "auto" else augmentation.blur_window
+    if image.device == "gpu":
+        given["kernels"] = kernels(augmentation.widest_blur if augmentation.blur else 0).hex()
+    return fn.fastsuncet.view(image, **given, **normalization(augmentation, dtype))
 
 
 def center_crop(image, view: SimpleNamespace, size: int):
@@ -154,13 +162,14 @@ def blur(image, sigma, window: int | Literal["auto"]):
 def normalize(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
     """uint8 to float in [0, 1], then (x - mean) / std. HWC becomes channels-last when torch permutes it."""
     return fn.crop_mirror_normalize(
-        image,
-        mirror=mirror,
-        mean=[255 * value for value in augmentation.mean],
-        std=[255 * value for value in augmentation.std],
-        dtype=DTYPES[dtype],
-        output_layout="HWC",
+        image, mirror=mirror, output_layout="HWC", **normalization(augmentation, dtype)
     )
+
+
+def normalization(augmentation: Augmentation | Center, dtype: str) -> dict[str, Any]:
+    """Return the arguments of a normalization of levels from 0 to 255."""
+    scaled = {name: [255 * value for value in getattr(augmentation, name)] for name in ("mean", "std")}
+    return {**scaled, "dtype": DTYPES[dtype]}
 
 
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:

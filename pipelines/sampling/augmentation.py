@@ -138,11 +138,6 @@ class Augmentation:
         strongest = max(self.brightness, self.contrast, self.saturation, self.hue)
         return self.jitter > 0 and self.strength * strongest > 0
 
-    @property
-    def recolors_exactly(self) -> bool:
-        """Whether the colors change as torchvision changes them, for which DALI can use the plug-in."""
-        return self.recolors and self.color == "exact"
-
 
 @dataclass(frozen=True, eq=False)
 class ViewParams:

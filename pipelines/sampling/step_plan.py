@@ -55,7 +55,7 @@ class Plan:
         self,
         index: ImageIndex,
         sampler: Sampler,
-        augmentations: Sequence[Augmentation | Center],
+        augmentations: Sequence[Augmentation],
         *,
         seed: int,
         role: int | str,

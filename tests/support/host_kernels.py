@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.kernels import launcher, nvrtc
+from fastsuncet.kernels import launcher
+from pipelines import cuda_compiler
 
 SHIM = Path(__file__).parent / "host_shim"
 SOURCES = Path(launcher.__file__).parent
-CACHE = nvrtc.folder().parent / "host_kernels"
+CACHE = cuda_compiler.folder().parent / "host_kernels"
 # A small block, and warps of 4: barriers and exchanges are of the same kind, and each thread is a real one.
-SIZES = {"THREADS": 8, "CHUNK": 32, "TENSORS": 6, "FLAGS": 3}
+SIZES = {"THREADS": 8, "CHUNK": 32, "TENSORS": 6}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Conditions for tests of the color operator (`pipelines.dali.plugin`)."""
+"""Conditions for tests of the view operator (`pipelines.dali.plugin`)."""
 
 from pathlib import Path
 

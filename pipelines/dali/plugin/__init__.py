@@ -1,16 +1,17 @@
-"""Exact color as one DALI operator: the pixels of `pipelines.dali.color` to the bit, faster.
+"""A view from its resized image on as one DALI operator: the values of `pipelines.dali.graphs` to the bit, faster.
 
-    python -m pipelines.dali.plugin          # compile it for the CPU, compare it with DALI's operators, keep it
-    python -m pipelines.dali.plugin --gpu    # the same for a GPU, two launches a batch; not yet run on a GPU
+    python -m pipelines.dali.plugin              # compile it, compare it with DALI's operators, keep it for this user
+    python -m pipelines.dali.plugin --prebuilt   # the same for all users of this installation: for a container's image
 
-DALI has no operator for contrast about an image's own mean nor for hue in HSV, and its arithmetic makes one pass over
-memory for each operation. This operator takes an image through all factors in pieces that fit the processor's first
-cache.
+It computes color, gray, blur, flip and normalization. DALI has no operator for contrast about an image's own mean nor for
+hue in HSV, its arithmetic makes one pass over memory for each operation, and its blur is not vectorized. This operator
+takes an image through all factors in pieces that fit the processor's first cache, and blurs row by row.
 
-A run compiles nothing: DALI's headers cost a compiler about ten seconds, and every rank of a job would pay them. The
-command above builds the operator once, and `data.color_operator: auto` uses it where it was built. A build that does
-not agree with DALI's CPU operators to the bit is not kept, so using it changes no pixel on a CPU.
+A wheel cannot carry it, because it is compiled against one version of DALI. `make` and the Docker build run the command
+above where there is a compiler, which takes about ten seconds; else the first run does. A build that does not agree
+with DALI's CPU operators to the bit is not kept, so using it changes no value on a CPU.
 
-On a GPU only `data.color_operator: plugin` uses it, because it has not been timed there. Its pixels are those of a CPU;
-DALI's own GPU operators round differently.
+On a GPU it makes two launches a batch, of kernels that NVRTC compiles to the code of that card. Only `data.color_operator:
+plugin` uses it there, because it has neither run nor been timed on a GPU yet. Before its first batch its values are
+compared with those of DALI's CPU operators. They differ at most by one level, in images of more than 65,536 pixels.
 """

@@ -1,11 +1,11 @@
-"""Compile the plug-in into a library that DALI loads, and keep it in the cache folder.
+"""Compile the plug-in into a library that DALI loads, and keep it in the cache folder or in this package.
 
-The folder is $FASTSUNCET_CACHE/plugin, else $XDG_CACHE_HOME/fastsuncet/plugin, else ~/.cache/fastsuncet/plugin. It can
-be deleted at any time. Its libraries are executed, so it is used only if no other user can write to it. A library's
-name holds a hash of what decides its code: sources, flags (those in $CXX and DALI's too), the versions of DALI and its
-CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
+A library's name holds a hash of what decides its code: sources, flags (those in $CXX and DALI's too), the versions of
+DALI and its CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -14,15 +14,16 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipelines import cuda_compiler
+from pipelines import code_cache
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
 
 SOURCES = Path(__file__).parent
-NAMES = {"cpu": "color_jitter", "gpu": "color_jitter_gpu"}
+# For all users of an installation: a container's build fills it, where no run could write.
+PREBUILT = SOURCES / "prebuilt"
 COMPILERS = ("g++", "c++", "clang++")
 # DALI does not contract a product with a sum, so neither compiler may. The second row lets the loops become vectors
 # (minimum, maximum and choice without branches). It changes NaN, infinity, traps and the sign of zero, none of which
@@ -31,56 +32,67 @@ FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-ffp-contract=off"),
     *("-ffinite-math-only", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 )
-NVRTC_FLAGS = ("--std=c++17", "--fmad=false")
-# Code for the oldest card that torch's wheels support; the driver translates it for newer ones.
-PTX_ARCH = "compute_75"
 # DALI's headers include them; wheels hold them in two places.
-CUDA_HEADERS = ("crt/host_config.h", "nv/target")
+CUDA_HEADERS = ("cuda.h", "crt/host_config.h", "nv/target")
 DALI_HEADER = "dali/core/geom/mat.h"
-DIGEST = hashlib.sha256().digest_size
 
 
-def build(prove: Callable[[Path], None], device: str = "cpu") -> Path:
-    """Return the plug-in for a device, compiled unless it is kept already. `prove(path)` raises if it must not be kept.
+def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
+    """Return the plug-in, compiled unless it is kept already. `prove(path)` raises if it must not be kept.
 
-    Raises DataError where it cannot be compiled (the text says what is missing, or what the compiler said), kept, or
-    loaded by DALI.
+    It is kept in this package if `prebuilt`, else in the cache folder. Raises DataError where it cannot be compiled
+    (the text says what is missing, or what the compiler said), kept, or loaded by DALI.
     """
-    if (reason := unavailable(device)) is not None:
-        raise DataError(f"the color operator cannot be built here: {reason}")
-    target = library_path(device)
-    if is_whole(target):
-        return target
+    if (reason := unavailable()) is not None:
+        raise DataError(f"the view operator cannot be built here: {reason}")
+    if (path := kept()) is not None:
+        return path
+    folder = PREBUILT if prebuilt else code_cache.cache_folder("plugin")
     try:
-        # Others must not be able to write to the folder: its code is executed.
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as work:
-            library = Path(work) / target.name
-            _compile(library, device)
+        code_cache.make_folder(folder)
+        with locked(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work:
+            if (path := kept()) is not None:  # by another process, meanwhile
+                return path
+            library = Path(work) / library_name()
+            code_cache.write(library, _compiled(library))
             try:
                 prove(library)
             except RuntimeError as error:  # from DALI
-                raise DataError(f"the color operator compiles, but DALI cannot run it: {error}") from error
-            # Atomic: another process that builds at the same time writes the same file.
-            os.replace(library, target)
+                raise DataError(f"the view operator compiles, but DALI cannot run it: {error}") from error
+            path = folder / library.name
+            os.replace(library, path)
+            if prebuilt:
+                folder.chmod(0o755)
+                path.chmod(0o644)
     except OSError as error:
         raise DataError(
-            f"the color operator cannot be kept in {target.parent}: {error.strerror or error}; set FASTSUNCET_CACHE to "
+            f"the view operator cannot be kept in {folder}: {error.strerror or error}; set FASTSUNCET_CACHE to "
             "a folder that can be written"
         ) from error
-    return target
+    return path
 
 
-def kept(device: str = "cpu") -> Path | None:
-    """Return the plug-in built for this DALI and this kind of processor, or None."""
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time into a folder: the ranks of a machine start together, and one build serves them all."""
+    with open(folder / ".lock", "w") as stream:
+        # A file system without locks costs each rank a build of its own.
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def kept() -> Path | None:
+    """Return the plug-in built for this DALI and this kind of processor, or None. It is whole, and no other user's."""
     if dali_problem() is not None or folder_problem() is not None:
         return None
-    path = library_path(device)
-    return path if is_whole(path) else None
+    name = library_name()
+    paths = (PREBUILT / name, code_cache.cache_folder("plugin") / name)
+    return next((path for path in paths if code_cache.read(path) is not None), None)
 
 
-def unavailable(device: str = "cpu") -> str | None:
-    """Return why the plug-in cannot be built here, or None. Whether the device exists is for `prove` to find out."""
+def unavailable() -> str | None:
+    """Return why the plug-in cannot be built here, or None."""
     if (problem := dali_problem()) is not None:
         return f"DALI cannot be used ({problem})"
     if not compiler():
@@ -93,99 +105,57 @@ def unavailable(device: str = "cpu") -> str | None:
         )
     if header_folder(DALI_HEADER) is None:
         return f"DALI's header {DALI_HEADER} was not found: install DALI from its wheel"
-    if (problem := folder_problem()) is not None:
-        return problem
-    if device == "gpu" and (problem := cuda_compiler.unavailable()) is not None:
-        return f"no NVRTC ({problem})"
-    return None
+    return folder_problem()
 
 
 def folder_problem() -> str | None:
     """Return why nothing can be kept in, or executed from, the cache folder; None if it is safe or does not exist."""
     try:
-        folder = cuda_compiler.cache_folder("plugin")
-        status = folder.stat()
+        folder = code_cache.cache_folder("plugin")
     except RuntimeError as error:  # a user without a home directory
         return f"there is no cache folder ({error}); set FASTSUNCET_CACHE to a folder"
-    except OSError:
-        return None
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
-        return (
-            f"other users can write to {folder}, and its files are executed; correct its owner and mode, or set "
-            "FASTSUNCET_CACHE to another folder"
-        )
-    return None
+    return code_cache.problem(folder) or code_cache.problem(folder / library_name())
 
 
-def library_path(device: str = "cpu") -> Path:
-    """Return where this machine's plug-in for a device is kept, or would be."""
+def library_name() -> str:
+    """Return the name of the plug-in's file for this machine."""
     import nvidia.dali
     from nvidia.dali import sysconfig
 
     # DALI's include paths are left out: they decide nothing.
     flags = [flag for flag in sysconfig.get_compile_flags() if not flag.startswith("-I")]
     versions = [nvidia.dali.__version__, str(nvidia.dali.__cuda_version__)]
-    parts = [*_cxx()[1:], *FLAGS, *flags, *NVRTC_FLAGS, *versions, platform.machine()]
+    parts = [*_cxx()[1:], *FLAGS, *flags, *versions, platform.machine()]
     parts += [f"{path.name}\n{path.read_text()}" for path in sources()]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return cuda_compiler.cache_folder("plugin") / f"{NAMES[device]}-{key}.so"
+    return f"view-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
 
 def sources() -> list[Path]:
-    """Return the plug-in's C++ and CUDA files."""
-    return sorted(path for ending in ("cc", "cu", "h") for path in SOURCES.glob(f"*.{ending}"))
+    """Return the C++ files of the library. view.cu is compiled for the card at hand, when a graph is built."""
+    return sorted(path for ending in ("cc", "h") for path in SOURCES.glob(f"*.{ending}"))
 
 
-def is_whole(library: Path) -> bool:
-    """Return whether a library holds what was written: after a crash, half of one can remain and even load."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return len(content) > DIGEST and hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
-
-
-def _compile(library: Path, device: str) -> None:
+def _compiled(library: Path) -> bytes:
+    """Return the code of the library, compiled as a file beside `library`."""
     from nvidia.dali import sysconfig
 
-    if device == "gpu":
-        (library.parent / "ptx.inc").write_text(ptx_literal())
-    folders = dict.fromkeys([str(library.parent), *(str(header_folder(name)) for name in CUDA_HEADERS)])
+    output = library.with_suffix(".out")
     command = [
         *compiler(),
         *FLAGS,
         "-w",  # DALI's headers cause warnings
         *sysconfig.get_compile_flags(),
-        *[f"-I{folder}" for folder in folders],
-        str(SOURCES / f"{NAMES[device]}.cc"),
+        *[f"-I{folder}" for folder in dict.fromkeys(str(header_folder(name)) for name in CUDA_HEADERS)],
+        str(SOURCES / "view.cc"),
         *sysconfig.get_link_flags(),
         "-ldali_core",
-        *("-o", str(library)),
+        *("-o", str(output)),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0 or not library.is_file():
+    if done.returncode != 0 or not output.is_file():
         message = done.stderr.strip()[-4000:] or "it wrote no library"
-        raise DataError(f"the color operator does not compile with {shlex.join(compiler())}:\n{message}")
-    # Behind the last section, where a loader does not look, for `is_whole`.
-    code = library.read_bytes()
-    library.write_bytes(code + hashlib.sha256(code).digest())
-
-
-def ptx(arch: str = PTX_ARCH) -> bytes:
-    """Compile color_jitter.cu: to PTX for "compute_XX", to a cubin for "sm_XX". Raises DataError with NVRTC's log."""
-    headers = {path.name: path.read_bytes() for path in sorted(SOURCES.glob("*.h"))}
-    source = (SOURCES / "color_jitter.cu").read_bytes()
-    try:
-        return cuda_compiler.compile_cuda("color_jitter.cu", source, headers, arch, NVRTC_FLAGS)
-    except cuda_compiler.KernelError as error:
-        raise DataError(str(error)) from error
-
-
-def ptx_literal() -> str:
-    """Return the PTX as a C++ string literal, in pieces: a compiler need not accept one of more than 64 kB."""
-    text = ptx().rstrip(b"\0").decode()
-    pieces = [text[start : start + 8000] for start in range(0, len(text), 8000)]
-    return "\n".join(f'R"ptx({piece})ptx"' for piece in pieces)
+        raise DataError(f"the view operator does not compile with {shlex.join(compiler())}:\n{message}")
+    return output.read_bytes()
 
 
 def compiler() -> list[str]:

@@ -1,11 +1,10 @@
-"""Compare the plug-in with DALI's own operators: every pixel of the same images and factors, to the bit."""
+"""Compare the plug-in with DALI's own operators: every value of the same images and numbers, to the bit."""
 
 # DALI's stubs lack operators, constants and the arguments of its decorator.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,43 +12,52 @@ import nvidia.dali.fn as fn
 from nvidia.dali import pipeline_def
 
 from pipelines.backend import require_gpu
-from pipelines.dali import color
+from pipelines.dali import graphs
 from pipelines.dali.color import FACTORS
-from pipelines.dali.plugin.use import load
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 
-EXACT = Augmentation()
-INPUTS = (*FACTORS, "grey")  # names of `pipelines.dali.graphs.view_inputs`
-
 Images = list[np.ndarray]  # each uint8 (H, W, 3)
-Inputs = dict[str, np.ndarray]  # one number for each image, by the names of INPUTS
+Inputs = dict[
+    str, np.ndarray
+]  # one number for each image, by the names of `pipelines.dali.graphs.view_inputs`
+INPUTS = (*FACTORS, "grey", "sigma", "flip")
+# Normalized, because a wrong order of the channels would not show otherwise.
+EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
-def require_equal(library: Path, device: str = "cpu") -> None:
-    """Load the plug-in and compare it with DALI's CPU operators, also on a GPU, where DALI's own round differently.
+def require_equal(device: str = "cpu") -> None:
+    """Compare the loaded plug-in with DALI's CPU operators, also on a GPU, where DALI's own round differently.
 
-    Raises DataError where one value differs, or where there is no GPU to run the GPU's plug-in on.
+    Raises DataError where one value differs, or where there is no GPU to run the GPU's kernels on.
     """
+    batches = [random_batch(seed=0)]
     if device == "gpu":
         require_gpu()
-    load(library, device)
+        batches.append(full_batch())
+    else:
+        batches.append(rounding_batch())
     different = total = 0
-    for images, inputs in (random_batch(seed=0), *([rounding_batch()] if device == "cpu" else [])):
-        graph, plugin = both(images, inputs, device=device)
-        different += sum(int((one != other).sum()) for one, other in zip(graph, plugin))
-        total += sum(image.size for image in images)
+    for images, inputs in batches:
+        for dtype in ("float32", "float16"):
+            graph, plugin = both(images, inputs, dtype=dtype, device=device)
+            different += sum(int((one != other).sum()) for one, other in zip(graph, plugin))
+            total += sum(image.size for image in images)
     if different:
         raise DataError(
-            f"the color operator differs from DALI's own in {different:,} of {total:,} values on this machine: "
-            "it is not kept"
+            f"the view operator differs from DALI's own in {different:,} of {total:,} values on this machine: "
+            "it is not used"
         )
 
 
 def both(
-    images: Sequence[np.ndarray], inputs: Inputs, augmentation: Augmentation = EXACT, device: str = "cpu"
+    images: Sequence[np.ndarray],
+    inputs: Inputs,
+    augmentation: Augmentation = EXACT,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> tuple[Images, Images]:
-    """Return `images` after jitter and gray: by DALI's own operators on a CPU, and by the plug-in on `device`."""
+    """Return the views of `images`: by DALI's own operators on a CPU, and by the plug-in on `device`."""
     arrays = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]]
 
     @pipeline_def(
@@ -64,11 +72,11 @@ def both(
         layouts = ["HWC"] + [""] * len(INPUTS)
         image, *nodes = fn.external_source(lambda: arrays, num_outputs=len(arrays), layout=layouts)
         view = SimpleNamespace(**dict(zip(INPUTS, nodes)))
-        graph = color.gray(color.jitter(image, augmentation, view), view.grey)
-        return graph, color.plugin_jitter(image.gpu() if device == "gpu" else image, augmentation, view)
+        graph = graphs.by_operators(image, augmentation, view, dtype)
+        return graph, graphs.by_plugin(image.gpu() if device == "gpu" else image, augmentation, view, dtype)
 
     with warnings.catch_warnings():
-        # DALI warns about the inputs of factors that `augmentation` leaves out.
+        # DALI warns about the inputs that `augmentation` leaves out.
         warnings.filterwarnings("ignore", message="The external source node")
         graph, plugin = side_by_side().run()
     plugin = plugin.as_cpu()
@@ -84,8 +92,24 @@ def random_batch(seed: int, count: int = 24) -> tuple[Images, Inputs]:
     inputs["hue"] = rng.uniform(-0.5, 0.5, count)
     for name, neutral in zip(FACTORS, (1, 1, 1, 0)):
         inputs[name][rng.random(count) < 0.3] = neutral
-    factors = {name: values.astype(np.float32) for name, values in inputs.items()}
-    return images, {**factors, "grey": (rng.random(count) < 0.2).astype(np.int32)}
+    sides = np.array([min(image.shape[:2]) for image in images])
+    inputs["sigma"] = rng.uniform(0.1, 2, count)
+    # The border is mirrored once, so an image must be wider than half of the kernel.
+    inputs["sigma"][(rng.random(count) < 0.3) | (np.ceil(3 * inputs["sigma"]) >= sides)] = 0
+    numbers = {name: values.astype(np.float32) for name, values in inputs.items()}
+    return images, {**numbers, "grey": coins(rng, count, 0.2), "flip": coins(rng, count, 0.5)}
+
+
+def full_batch() -> tuple[Images, Inputs]:
+    """Return a batch as large as training's, of images of training's size, for a GPU: 256 of 224 pixels."""
+    rng = np.random.default_rng(2)
+    _, inputs = random_batch(seed=2, count=256)
+    inputs["sigma"] = np.where(rng.random(256) < 0.5, rng.uniform(0.1, 2, 256), 0).astype(np.float32)
+    return list(rng.integers(0, 256, (256, 224, 224, 3), np.uint8)), inputs
+
+
+def coins(rng: np.random.Generator, count: int, chance: float) -> np.ndarray:
+    return (rng.random(count) < chance).astype(np.int32)
 
 
 def rounding_batch() -> tuple[Images, Inputs]:
@@ -103,7 +127,8 @@ def rounding_batch() -> tuple[Images, Inputs]:
     inputs["hue"][:] = 0
     inputs["contrast"][:-1] = 30_000
     inputs["brightness"][-1] = np.nextafter(np.float32(0.5), np.float32(0))
-    return images, {**inputs, "grey": np.zeros(count, np.int32)}
+    inputs["sigma"] = np.zeros(count, np.float32)
+    return images, {**inputs, "grey": coins(rng, count, 0), "flip": coins(rng, count, 0)}
 
 
 def _picture(rng: np.random.Generator) -> np.ndarray:

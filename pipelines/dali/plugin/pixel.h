@@ -1,4 +1,5 @@
-// The arithmetic of exact color (pipelines/dali/color.py) on one pixel, for g++ and NVRTC, without any library.
+// What one view of an image is, and the arithmetic of its colors (pipelines/dali/color.py) on one pixel. For g++ and
+// NVRTC, without any library.
 //
 // Every value is rounded where DALI's CPU operators round it, halves away from zero, and no product is contracted with a
 // sum (-ffp-contract=off, --fmad=false). Between two factors levels are whole numbers from 0 to 255, held as float.
@@ -10,22 +11,38 @@
 #define EVERYWHERE inline
 #endif
 
-namespace color_jitter {
+namespace view {
 
-struct Factors {
+// The four color factors, by the digits of `order`.
+enum { kBrightness, kContrast, kSaturation, kHue, kFactors };
+
+struct Color {
   float brightness = 1, contrast = 1, saturation = 1;
   float hue = 0;  // turns
   int gray = 0;
+  int order = 0xE4;  // factor i to apply is (order >> 2 i) & 3: here 0, 1, 2, 3
+
+  EVERYWHERE int factor(int i) const { return order >> 2 * i & 3; }
 };
 
-// What the GPU kernels are given for one image.
-struct Job {
-  const unsigned char *in;
-  unsigned char *out;  // can be `in`
-  long long pixels;
-  Factors by;
+// One image of a batch. Color is followed by blur, flip and a table of 256 levels of each channel: the normalization.
+struct View {
+  const unsigned char *in;  // (height, width, 3)
+  void *out;                // the same shape, in the elements of the table
+  const float *weights;     // 2 radius + 1 of the blur, which reflects the image about its border pixels
+  int height, width, radius, flip;
+  Color by;
   float saturation[9];  // the matrix of that factor, row by row
+
+  EVERYWHERE long long pixels() const { return static_cast<long long>(height) * width; }
 };
+
+// The kernels' square of pixels, and the widest blur that its surroundings fit into a GPU's shared memory with.
+constexpr int kSide = 32, kWidest = 32;
+
+EVERYWHERE constexpr unsigned shared_bytes(int radius) {
+  return (kSide + 2 * radius) * (4 * kSide + 3 * (kSide + 2 * radius));
+}
 
 struct Pixel {
   float r, g, b;
@@ -90,4 +107,10 @@ EVERYWHERE Pixel grayed(Pixel p) {
   return {gray, gray, gray};
 }
 
-}  // namespace color_jitter
+// An index that is outside of [0, size) by less than size, reflected about the first or the last one.
+EVERYWHERE int reflected(int i, int size) {
+  i = i < 0 ? -i : i;
+  return i < size ? i : 2 * (size - 1) - i;
+}
+
+}  // namespace view

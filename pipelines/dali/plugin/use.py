@@ -1,59 +1,94 @@
 """Decide whether a loader uses the plug-in, and load it into DALI."""
 
+import functools
 from pathlib import Path
 
-from pipelines.dali.plugin.build import kept, unavailable
+import torch
+
+from pipelines import cuda_compiler
+from pipelines.dali.plugin.build import SOURCES, build, kept, unavailable
 from pipelines.data_errors import DataError
 from pipelines.output import say_line
 
 CHOICES = ("auto", "graph", "plugin")
-COMMANDS = {"cpu": "python -m pipelines.dali.plugin", "gpu": "python -m pipelines.dali.plugin --gpu"}
+COMMAND = "python -m pipelines.dali.plugin"
+# Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
+NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
+WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
 
 
 def choose(color_operator: str, device: str) -> bool:
-    """Return whether the plug-in makes exact color on `device`, "cpu" or "gpu", and load it if so.
+    """Return whether the plug-in makes views on `device`, "cpu" or "gpu", and load it if so.
 
-    "graph" never uses it. "auto" uses it on a CPU if it was built, and not on a GPU, where it has not been timed.
-    Raises DataError for "plugin" where it was not built or cannot be loaded, ValueError for another word.
+    "graph" never uses it. "auto" uses it on a CPU, where it is built at its first use if there is a compiler, and not
+    on a GPU, where it has not been timed. Raises DataError for "plugin" where it cannot be built, loaded, or proved on
+    the GPU, ValueError for another word.
     """
     if color_operator not in CHOICES:
         raise ValueError(f"color_operator must be one of {', '.join(CHOICES)}, not {color_operator!r}")
     if color_operator == "graph" or (color_operator == "auto" and device == "gpu"):
         return False
-    path = kept(device)
-    if path is None:
-        if color_operator == "auto":
-            return False
-        reason = unavailable(device)
-        remedy = f"it cannot be built here: {reason}" if reason else f"build it with: {COMMANDS[device]}"
-        raise DataError(
-            f"color_operator: plugin needs the operator for this machine's {device.upper()}, which is not built; "
-            f"{remedy}. Or set auto or graph to use DALI's own operators."
-        )
     try:
-        load(path, device)
-    except RuntimeError as error:
+        load(built())
+        if device == "gpu":
+            prove_on_gpu()
+    except (DataError, RuntimeError) as error:
         if color_operator == "plugin":
-            raise DataError(f"the color operator {path} cannot be loaded: {error}") from error
-        say_line(
-            f"The color operator cannot be loaded ({error}). Falling back to DALI's own operators: same pixels, "
-            f"slower. Delete {path} and run: {COMMANDS[device]}"
-        )
+            raise DataError(
+                f"color_operator: plugin: {error}. Set auto or graph to use DALI's own operators."
+            ) from error
+        say_line(f"Falling back to DALI's own operators (same pixels, slower): {error}.")
         return False
     return True
 
 
-_loaded: dict[str, str] = {}  # device -> the library's name, a hash of what decides its code
+def built(*, prebuilt: bool = False) -> Path:
+    """Return the plug-in, built and compared with DALI's operators if it was not before. Raises DataError."""
+    if (path := kept()) is not None:
+        return path
+    if unavailable() is None:
+        say_line(f"Building the view operator, once for this machine and user ({COMMAND}) ...")
+
+    def prove(library: Path) -> None:
+        from pipelines.dali.plugin.check_equal import require_equal  # imports DALI, which can be absent
+
+        load(library)
+        require_equal()
+
+    return build(prove, prebuilt=prebuilt)
 
 
-def load(path: Path, device: str = "cpu") -> None:
+@functools.cache
+def prove_on_gpu() -> None:
+    """Compare the plug-in on this GPU with DALI's operators on the CPU, once a process. Raises DataError."""
+    from pipelines.dali.plugin.check_equal import require_equal
+
+    require_equal("gpu")
+
+
+def kernels(widest_blur: int) -> bytes:
+    """Return view.cu as compiled for the current GPU. Raises DataError, also for a blur that is too wide for it."""
+    if widest_blur > WIDEST_BLUR:
+        raise DataError(
+            f"color_operator: plugin blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
+            f"{widest_blur}: set data.color_operator to graph"
+        )
+    try:
+        arch = cuda_compiler.architecture(*torch.cuda.get_device_capability())
+        return cuda_compiler.compiled(SOURCES / "view.cu", arch, NVRTC_OPTIONS)
+    except cuda_compiler.KernelError as error:
+        raise DataError(f"the view operator cannot be compiled for this GPU: {error}") from error
+
+
+_loaded: list[str] = []  # the library's name, a hash of what decides its code
+
+
+def load(path: Path) -> None:
     """Load the library at `path` into DALI, once. Raises RuntimeError with DALI's message, or if another is loaded."""
     from nvidia.dali import plugin_manager
 
-    if device not in _loaded:
+    if not _loaded:
         plugin_manager.load_library(str(path))
-        _loaded[device] = path.name
-    elif _loaded[device] != path.name:  # DALI refuses a second operator of the same name
-        raise RuntimeError(
-            f"this process has already loaded {_loaded[device]}, so it cannot load {path.name}"
-        )
+        _loaded.append(path.name)
+    elif _loaded != [path.name]:  # DALI refuses a second operator of the same name
+        raise RuntimeError(f"this process has already loaded {_loaded[0]}, so it cannot load {path.name}")

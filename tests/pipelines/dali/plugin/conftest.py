@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.dali.plugin import build, use
+from pipelines.dali.plugin import use
 from tests.support.plugin import MISSING, tiny_compiler
 
 
 @pytest.fixture(scope="session")
 def plugin() -> Path:
     """The plug-in of these sources, in DALI. Built here if it was not before, which takes about ten seconds."""
-    from pipelines.dali.plugin.check_equal import require_equal
-
-    path = build.build(require_equal)
+    path = use.built()
     use.load(path)
     return path
 

@@ -1,6 +1,8 @@
-"""How the color operator is compiled and kept, and what the command says where it cannot be."""
+"""How the view operator is compiled and kept, and what the command says where it cannot be."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,25 +15,45 @@ from pipelines.data_errors import DataError
 from tests.support.plugin import MISSING, needs_plugin, tiny_compiler
 
 
-def kept_by_default() -> Path:
-    return build.build(lambda _: None)
+def kept_by_default(**options) -> Path:
+    return build.build(lambda _: None, **options)
 
 
-def message_of_command(capsys) -> str:
-    assert main([]) == 1
+def message_of_command(capsys, *arguments) -> str:
+    assert main([*arguments]) == 1
     message = capsys.readouterr().err
     assert "DALI's own operators are used instead" in message
     return message
 
 
-def test_build_keeps_a_library_in_a_private_folder_and_compiles_once(tiny, monkeypatch):
+def libraries(folder: Path) -> list[Path]:
+    return list(folder.glob("*.so"))
+
+
+def test_build_keeps_a_library_and_compiles_once(tiny, monkeypatch):
     proved = []
     assert build.kept() is None
     path = build.build(proved.append)
     assert build.kept() == path == build.build(proved.append) and len(proved) == 1
-    assert list(tiny.iterdir()) == [path] and tiny.stat().st_mode & 0o777 == 0o700
+    assert libraries(tiny) == [path] and not list(tiny.glob(".tmp*"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.kept() == path  # using it needs no compiler
+
+
+@pytest.mark.slow
+def test_build_of_several_processes_compiles_once(tiny, tmp_path, monkeypatch):
+    """The ranks of a machine start together: the others wait for the first and use what it built."""
+    monkeypatch.setenv(
+        "CXX", str(tiny_compiler(tmp_path, f'echo x >> {tmp_path}/calls; sleep 1; echo code > "$out"'))
+    )
+    command = [
+        sys.executable,
+        "-c",
+        "from pipelines.dali.plugin import build; build.build(lambda path: None)",
+    ]
+    for process in [subprocess.Popen(command) for _ in range(3)]:
+        assert process.wait() == 0
+    assert (tmp_path / "calls").read_text() == "x\n" and len(libraries(tiny)) == 1
 
 
 def test_build_keeps_nothing_that_fails_its_proof(tiny):
@@ -41,7 +63,7 @@ def test_build_keeps_nothing_that_fails_its_proof(tiny):
 
     with pytest.raises(DataError, match="another pixel"):
         build.build(refuse)
-    assert build.kept() is None and list(tiny.iterdir()) == []
+    assert build.kept() is None and libraries(tiny) == []
 
 
 def test_build_does_not_count_half_a_library(tiny):
@@ -49,6 +71,13 @@ def test_build_does_not_count_half_a_library(tiny):
     path.write_bytes(path.read_bytes()[:-1])
     assert build.kept() is None
     assert kept_by_default() == path == build.kept()
+
+
+def test_build_prebuilt_serves_every_user_of_an_installation(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "package" / "prebuilt")
+    path = kept_by_default(prebuilt=True)
+    assert path.parent == build.PREBUILT and build.kept() == path and not tiny.exists()
+    assert path.parent.stat().st_mode & 0o777 == 0o755 and path.stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize(
@@ -62,27 +91,20 @@ def test_build_shows_a_compilers_complaint(tiny, monkeypatch, tmp_path, body, me
     monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path, body)))
     with pytest.raises(DataError, match=message):
         kept_by_default()
-    assert list(tiny.iterdir()) == []
+    assert libraries(tiny) == []
 
 
+@pytest.mark.parametrize("name", ["folder", "file"])
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o720])
-def test_build_uses_no_library_from_a_folder_that_others_can_write_to(tiny, mode):
+def test_build_uses_no_library_that_others_can_write_to(tiny, mode, name):
     path = kept_by_default()
-    tiny.chmod(mode)
+    unsafe = tiny if name == "folder" else path
+    unsafe.chmod(mode)
     assert build.kept() is None
-    with pytest.raises(DataError, match=f"other users can write to {tiny}"):
+    with pytest.raises(DataError, match=f"other users can write to {unsafe}, and compiled code is executed"):
         use.choose("plugin", "cpu")
-    tiny.chmod(0o755)  # readable by all is no danger
+    unsafe.chmod(0o755)  # readable by all is no danger
     assert build.kept() == path
-
-
-def test_build_uses_no_library_from_another_users_folder(tiny, monkeypatch):
-    path = kept_by_default()
-    if os.geteuid() == 0:  # root's own folders are trusted for everyone
-        os.chown(tiny, 12_345, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 12_345)
-    assert build.kept() is None and path.exists()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +113,7 @@ def test_build_uses_no_library_from_another_users_folder(tiny, monkeypatch):
 def test_library_path_depends_on_everything_that_decides_the_code(tiny, monkeypatch, tmp_path, what):
     from nvidia.dali import sysconfig
 
-    before = build.library_path()
+    before = build.library_name()
     if what == "sources":
         for path in build.sources():
             (tmp_path / path.name).write_text(path.read_text() + "\n")
@@ -108,7 +130,7 @@ def test_library_path_depends_on_everything_that_decides_the_code(tiny, monkeypa
         monkeypatch.setattr("nvidia.dali.__cuda_version__", "11080")
     else:
         monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert build.library_path() != before and build.library_path().parent == before.parent
+    assert build.library_name() != before
 
 
 @pytest.mark.parametrize("cxx", ["no-such-compiler", "g++ '"])
@@ -124,7 +146,7 @@ def test_unavailable_names_headers_that_are_missing(monkeypatch):
     monkeypatch.setattr(build, "header_folder", lambda name: None if name.startswith("dali") else real(name))
     assert build.unavailable().startswith("DALI's header dali/core/geom/mat.h was not found")
     monkeypatch.setattr(build, "header_folder", lambda name: None)
-    assert build.unavailable().startswith("CUDA's headers crt/host_config.h and nv/target were not found")
+    assert build.unavailable().startswith("CUDA's headers cuda.h and crt/host_config.h and nv/target were")
 
 
 def test_unavailable_names_a_user_without_a_home(tiny, monkeypatch):
@@ -145,7 +167,7 @@ def test_unavailable_names_a_user_without_a_home(tiny, monkeypatch):
 @needs_plugin
 def test_command_builds_once(plugin, capsys):
     assert main([]) == 0
-    assert capsys.readouterr().out == f"The color operator was built before: {plugin}\n"
+    assert capsys.readouterr().out == f"The view operator was built before: {plugin}\n"
 
 
 def test_command_says_what_is_missing(tmp_path, monkeypatch, capsys):
@@ -164,6 +186,6 @@ def test_command_names_a_cache_that_cannot_be_written(tiny, monkeypatch, tmp_pat
 
 
 def test_command_keeps_no_library_that_dali_cannot_load(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(use, "_loaded", {})
+    monkeypatch.setattr(use, "_loaded", [])
     assert "DALI cannot run it: Failed to load library" in message_of_command(capsys)
-    assert list(tiny.iterdir()) == []
+    assert libraries(tiny) == []

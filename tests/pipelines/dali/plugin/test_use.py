@@ -1,4 +1,4 @@
-"""Whether a loader uses the color operator: what each setting means where it was built and where it was not."""
+"""Whether a loader uses the view operator: what each setting means, and when it is built."""
 
 import pytest
 
@@ -6,32 +6,34 @@ from pipelines import backend
 from pipelines.dali.plugin import use
 from pipelines.data_errors import DataError
 from tests.support.pictures import write_pictures
-from tests.support.plugin import needs_plugin
 from tests.support.streams import needs_dali, opened, unlabeled
-
-
-@needs_dali
-def test_choose_auto_without_a_built_plugin_is_dali_and_builds_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
-    assert not use.choose("auto", "cpu")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_choose_auto_on_a_gpu_is_dali():
     assert not use.choose("auto", "gpu") and not use.choose("graph", "gpu")
 
 
-@needs_plugin
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_choose_plugin_that_is_not_built_names_the_command(monkeypatch, tmp_path, device):
+@needs_dali
+@pytest.mark.parametrize("operator", ["auto", "plugin"])
+def test_choose_builds_what_is_not_built(monkeypatch, tmp_path, capsys, operator):
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
-    monkeypatch.setattr(use, "unavailable", lambda device: None)
-    with pytest.raises(DataError) as error:
-        use.choose("plugin", device)
-    command = "python -m pipelines.dali.plugin" + (" --gpu" if device == "gpu" else "")
-    assert f"this machine's {device.upper()}, which is not built; build it with: {command}. " in str(
-        error.value
+    monkeypatch.setattr(use, "unavailable", lambda: None)
+    calls = []
+    monkeypatch.setattr(use, "build", lambda prove, **_: calls.append(prove) or tmp_path / "made.so")
+    monkeypatch.setattr(use, "load", calls.append)
+    assert use.choose(operator, "cpu") and calls[1:] == [tmp_path / "made.so"]
+    assert "Building the view operator, once for this machine" in capsys.readouterr().out
+
+
+@needs_dali
+def test_choose_auto_without_a_compiler_is_dali_and_says_why(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not use.choose("auto", "cpu")
+    assert "Falling back to DALI's own operators (same pixels, slower): " in (
+        output := capsys.readouterr().out
     )
+    assert "no C++ compiler: $CXX (no-such-compiler)" in output and list(tmp_path.iterdir()) == []
 
 
 @needs_dali
@@ -51,19 +53,19 @@ def test_choose_refuses_another_word():
 def test_choose_auto_falls_back_where_the_plugin_cannot_be_loaded(monkeypatch, tmp_path, capsys):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(use, "kept", lambda device: broken)
-    monkeypatch.setattr(use, "_loaded", {})
+    monkeypatch.setattr(use, "kept", lambda: broken)
+    monkeypatch.setattr(use, "_loaded", [])
     assert not use.choose("auto", "cpu")
     output = capsys.readouterr().out
-    assert "The color operator cannot be loaded (" in output and f"Delete {broken} and run: " in output
-    with pytest.raises(DataError, match=r"broken\.so cannot be loaded"):
+    assert "Falling back to DALI's own operators (same pixels, slower): Failed to load" in output
+    with pytest.raises(DataError, match=r"color_operator: plugin: (.|\n)*broken\.so"):
         use.choose("plugin", "cpu")
 
 
 @needs_dali
 def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_path):
     """DALI would keep the first, and its pixels would prove the second."""
-    monkeypatch.setattr(use, "_loaded", {"cpu": "first.so"})
+    monkeypatch.setattr(use, "_loaded", ["first.so"])
     with pytest.raises(RuntimeError, match=r"already loaded first\.so, so it cannot load second\.so"):
         use.load(tmp_path / "second.so")
 

@@ -1,0 +1,73 @@
+"""Keep compiled code on disk: whole, and only where no other user could have written it, because it will be executed.
+
+The folder is $FASTSUNCET_CACHE/kind, else $XDG_CACHE_HOME/fastsuncet/kind, else ~/.cache/fastsuncet/kind. It can be
+deleted at any time.
+"""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+DIGEST = hashlib.sha256().digest_size
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder of one kind of compiled code. Raises RuntimeError for a user without a home directory."""
+    if folder := os.environ.get("FASTSUNCET_CACHE"):
+        return Path(folder) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / kind
+
+
+def problem(path: Path) -> str | None:
+    """Return why code must not be executed from a file or folder; None if it is safe or does not exist.
+
+    Safe is what belongs to this user, to root or to the owner of this program, and what nobody else can write to.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    if status.st_uid in (os.geteuid(), 0, Path(__file__).stat().st_uid) and not status.st_mode & 0o022:
+        return None
+    return (
+        f"other users can write to {path}, and compiled code is executed from there; correct its owner and mode, or "
+        "set FASTSUNCET_CACHE to another folder"
+    )
+
+
+def read(path: Path) -> bytes | None:
+    """Return the code in a file, or None if it is absent, unsafe (see `problem`), or damaged: a crash, a full disk."""
+    if problem(path.parent) is not None or problem(path) is not None:
+        return None
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    code = content[:-DIGEST]
+    return code if code and hashlib.sha256(code).digest() == content[-DIGEST:] else None
+
+
+def write(path: Path, code: bytes) -> None:
+    """Write code, then its digest, where a loader of libraries does not look. Raises OSError.
+
+    Whatever the umask, file and folders are for their owner alone. The file is renamed into place: all ranks of a
+    machine write at the same time.
+    """
+    make_folder(path.parent)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as stream:  # mode 0600
+        try:
+            stream.write(code + hashlib.sha256(code).digest())
+            stream.close()
+            os.replace(stream.name, path)
+        except BaseException:
+            os.unlink(stream.name)
+            raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, for its owner alone. Raises OSError."""
+    # `parents=True` would create those above it with the mode of the umask.
+    for each in reversed([folder, *folder.parents]):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)

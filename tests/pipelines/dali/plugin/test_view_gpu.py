@@ -1,0 +1,181 @@
+"""The GPU's view operator as far as it can be tried without a GPU: its kernels on a CPU, its operator in DALI."""
+
+import ctypes
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines import cuda_compiler
+from pipelines.dali.plugin import build, use
+from pipelines.data_errors import DataError
+from pipelines.sampling.augmentation import Augmentation
+from tests.support import host_kernels
+from tests.support.plugin import needs_plugin
+
+NO_NVRTC = cuda_compiler.unavailable()
+needs_nvrtc = pytest.mark.skipif(NO_NVRTC is not None, reason=f"no NVRTC: {NO_NVRTC}")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the last test runs on it")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+# Below and above a square of the kernels (32), and above two; the radii fit them.
+SHAPES = [(1, 1), (3, 5), (32, 32), (33, 31), (70, 40), (5, 66), (41, 65)]
+ORDERS = (0xE4, 0x1B, 0x2D, 0x93)  # the fixed order, its reverse, and two more
+
+
+class View(ctypes.Structure):
+    """view::View, from pipelines/dali/plugin/pixel.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("read", "written", "weights")],
+        *[(name, ctypes.c_int) for name in ("height", "width", "radius", "flip")],
+        *[(name, ctypes.c_float) for name in ("brightness", "contrast", "saturation", "hue")],
+        *[(name, ctypes.c_int) for name in ("gray", "order")],
+        ("matrix", ctypes.c_float * 9),
+    ]
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    texts = "\0".join(path.read_text() for path in (*build.sources(), build.SOURCES / "view.cu"))
+    changed = f"-DSOURCES={hashlib.sha256(texts.encode()).hexdigest()[:16]}"
+    # The flags of the library: a contracted product would give the loops and the kernels other bits.
+    flags = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-I{build.SOURCES}", changed)
+    return ctypes.CDLL(str(host_kernels.built("view.cpp", *flags)))
+
+
+def batch(seed: int) -> tuple[list[np.ndarray], list[np.ndarray], list[dict]]:
+    """Images, weights of their blurs, and the other numbers of their views, some of them neutral."""
+    rng = np.random.default_rng(seed)
+    images = [rng.integers(0, 256, (*shape, 3), np.uint8) for shape in SHAPES]
+    radii = [int(rng.integers(min(shape))) * (i % 3 > 0) for i, shape in enumerate(SHAPES)]
+    weights = [rng.dirichlet(np.ones(2 * radius + 1)).astype(np.float32) for radius in radii]
+    draws = [
+        {
+            **{name: rng.choice([1, rng.uniform(0, 2)]) for name in ("brightness", "contrast", "saturation")},
+            "hue": rng.choice([0, rng.uniform(-0.5, 0.5)]),
+            "gray": int(rng.integers(2)),
+            "flip": int(rng.integers(2)),
+            "order": int(rng.choice(ORDERS)),
+            "radius": radius,
+            "matrix": (ctypes.c_float * 9)(*(np.eye(3) + rng.normal(0, 0.3, (3, 3))).ravel()),
+        }
+        for radius in radii
+    ]
+    return images, weights, draws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocks", "threads", "bits"), [(1, 8, 32), (3, 8, 16), (2, 16, 32)])
+def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bits):
+    assert library.size_of_view() == ctypes.sizeof(View) and library.widest_blur() == use.WIDEST_BLUR
+    images, weights, draws = batch(blocks)
+    element = np.uint32 if bits == 32 else np.uint16
+    table = np.random.default_rng(0).permutation(256 * 3).astype(element)
+    made = {}
+    for of_kernels in (False, True):
+        made[of_kernels] = [np.full(image.shape, 999, element) for image in images]
+        views = (View * len(images))(
+            *(
+                View(image.ctypes.data, out.ctypes.data, each.ctypes.data, *image.shape[:2], **draw)
+                for image, out, each, draw in zip(images, made[of_kernels], weights, draws)
+            )
+        )
+        if of_kernels:
+            sums = (ctypes.c_ulonglong * len(views))()
+            library.by_kernels(
+                views, sums, len(views), table.ctypes.data_as(ctypes.c_void_p), bits, blocks, threads
+            )
+            assert 0 < sum(draw["contrast"] != 1 for draw in draws) == np.count_nonzero(sums)
+        else:
+            library.by_loops(views, len(views), table.ctypes.data_as(ctypes.c_void_p), bits)
+    for ours, theirs in zip(made[True], made[False]):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_kernels_compile_to_the_code_of_every_card_that_torch_supports(arch):
+    code = cuda_compiler.compiled(build.SOURCES / "view.cu", arch, use.NVRTC_OPTIONS)
+    assert code.startswith(b"\x7fELF") and all(
+        name in code for name in (b"gray_sums", b"make_16", b"make_32")
+    )
+
+
+@needs_nvrtc
+def test_kernels_contract_no_product_and_divide_exactly():
+    code = cuda_compiler.compiled(build.SOURCES / "view.cu", "compute_75", use.NVRTC_OPTIONS).decode()
+    assert "fma." not in code and "div.rn.f32" in code
+    assert not [kind for kind in ("div.approx", "div.full", "rcp.approx") if kind in code]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("card", "start"), [((9, 0), b"\x7fELF"), ((99, 0), b"//")])
+def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card, start):
+    """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    assert use.kernels(23).lstrip().startswith(start)
+
+
+def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
+    with pytest.raises(
+        DataError, match=r"up to 65 pixels wide.*asks for 67: set data.color_operator to graph"
+    ):
+        use.kernels(67)
+
+
+@needs_plugin
+@no_gpu
+def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(plugin, monkeypatch):
+    from pipelines.dali import graphs
+
+    calls = []
+    real = graphs.fn.fastsuncet.view
+    monkeypatch.setattr(graphs, "kernels", lambda widest: b"kernels")
+    monkeypatch.setattr(
+        graphs.fn.fastsuncet, "view", lambda image, **k: calls.append((image.device, k)) or real(image, **k)
+    )
+    options = {"decode": "mixed", "stored": "files", "plugin": True, "dtype": "float16"}
+    build_options = {"batch_size": 2, "num_threads": 1, "device_id": None}
+    pipeline = graphs.views(lambda _: None, lambda _: None, (Augmentation(),), **options, **build_options)
+    with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
+        pipeline.build()
+    ((image, given),) = calls
+    assert image == "gpu" and given["kernels"] == b"kernels".hex()
+
+
+@needs_plugin
+@no_gpu
+def test_choose_plugin_on_a_gpu_that_is_absent_says_so(plugin):
+    with pytest.raises(
+        DataError, match="color_operator: plugin: device gpu was asked for, but no NVIDIA GPU"
+    ):
+        use.choose("plugin", "gpu")
+
+
+@pytest.mark.gpu
+@gpu
+@needs_plugin
+def test_plugin_on_a_gpu_makes_dalis_cpu_values_to_the_bit(plugin):
+    from pipelines.dali.plugin.check_equal import both, random_batch, require_equal
+
+    require_equal("gpu")
+    for seed in range(1, 4):
+        graph, ours = both(*random_batch(seed, count=64), device="gpu")
+        assert all(np.array_equal(one, other) for one, other in zip(graph, ours))
+
+
+@pytest.mark.gpu
+@gpu
+@needs_plugin
+def test_plugin_on_a_gpu_sums_more_pixels_than_a_float_counts(plugin):
+    """Above 65,536 pixels the CPU's sum of the gray levels is rounded on the way: one level, where a mean is close."""
+    from pipelines.dali.plugin.check_equal import both, random_batch
+
+    rng = np.random.default_rng(0)
+    _, inputs = random_batch(0, count=4)
+    plain = Augmentation()  # without normalization: values are levels / 255
+    graph, ours = both(list(rng.integers(0, 256, (4, 512, 640, 3), np.uint8)), inputs, plain, device="gpu")
+    assert all(abs(one - other).max() < 1.01 / 255 for one, other in zip(graph, ours))

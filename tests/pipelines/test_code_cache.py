@@ -1,0 +1,98 @@
+"""Compiled code on disk: for its owner alone, whatever the umask, and executed only if nobody else could write it."""
+
+import os
+
+import pytest
+
+from pipelines import code_cache, cuda_compiler
+
+
+@pytest.fixture
+def open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def modes(path, root):
+    return [
+        each.stat().st_mode & 0o777
+        for each in (path, *path.parents)
+        if each.is_relative_to(root) and each != root
+    ]
+
+
+def test_write_makes_file_and_folders_for_their_owner_alone(tmp_path, open_umask):
+    path = tmp_path / "cache" / "kernels" / "code"
+    code_cache.write(path, b"code")
+    assert modes(path, tmp_path) == [0o600, 0o700, 0o700]
+    assert code_cache.read(path) == b"code" and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-1], lambda content: b"x" + content[1:], lambda _: b""]
+)
+def test_read_gives_no_damaged_code(tmp_path, damage):
+    path = tmp_path / "code"
+    code_cache.write(path, b"code")
+    path.write_bytes(damage(path.read_bytes()))
+    assert code_cache.read(path) is None and code_cache.read(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("name", ["folder", "file"])
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_read_gives_no_code_that_others_could_write(tmp_path, name, mode):
+    path = tmp_path / "cache" / "code"
+    code_cache.write(path, b"code")
+    unsafe = path.parent if name == "folder" else path
+    unsafe.chmod(mode)
+    assert code_cache.read(path) is None
+    assert code_cache.problem(unsafe).startswith(
+        f"other users can write to {unsafe}, and compiled code is executed"
+    )
+    unsafe.chmod(0o755)
+    assert code_cache.read(path) == b"code"
+
+
+@pytest.mark.parametrize("name", ["folder", "file", "target of a link"])
+def test_read_gives_no_code_of_another_user(tmp_path, monkeypatch, name):
+    path = tmp_path / "cache" / "code"
+    code_cache.write(path, b"code")
+    theirs = path.parent if name == "folder" else path
+    if name == "target of a link":
+        theirs = tmp_path / "theirs"
+        path.rename(theirs)
+        path.symlink_to(theirs)
+    real = os.stat
+    stat = real(theirs)
+    owned = os.stat_result((*stat[:4], 12_345, *stat[5:]))
+    monkeypatch.setattr(os, "stat", lambda p, **k: owned if real(p, **k) == stat else real(p, **k))
+    assert code_cache.read(path) is None
+
+
+def test_compiled_refuses_a_folder_of_others_and_says_so(tmp_path, monkeypatch, capsys):
+    """It compiles anew, and neither reads there nor writes there."""
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_compiler, "version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_compiler, "compile_cuda", lambda *_: b"compiled here")
+    source = tmp_path / "k.cu"
+    source.write_text("kernel")
+
+    def compiled():
+        cuda_compiler.compiled.cache_clear()  # as in another process
+        return cuda_compiler.compiled(source, "sm_90", ())
+
+    compiled()
+    (kept,) = (tmp_path / "kernels").iterdir()
+    code_cache.write(kept, b"planted")
+    assert compiled() == b"planted" and capsys.readouterr().out == ""
+    kept.chmod(0o666)
+    assert compiled() == b"compiled here"
+    kept.unlink()
+    kept.parent.chmod(0o777)
+    assert compiled() == b"compiled here" and list(kept.parent.iterdir()) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(
+        line.startswith("Compiled k.cu and kept it in memory only: other") for line in lines
+    )
+    cuda_compiler.compiled.cache_clear()
