@@ -3,15 +3,16 @@
     python -m pipelines.dali.plugin              # compile it, compare it with DALI's operators, keep it for this user
     python -m pipelines.dali.plugin --prebuilt   # the same for all users of this installation: for a container's image
 
-It computes color, gray, blur, flip and normalization. DALI has no operator for contrast about an image's own mean nor for
-hue in HSV, its arithmetic makes one pass over memory for each operation, and its blur is not vectorized. This operator
-takes an image through all factors in pieces that fit the processor's first cache, and blurs row by row.
+It computes color, gray, blur, flip and normalization. DALI has no operator for contrast about an image's own mean nor
+for hue in HSV, its arithmetic makes one pass over memory for each operation, and its blur is not vectorized. This
+operator takes an image through all factors in pieces that fit the processor's first cache, and blurs row by row.
 
 A wheel cannot carry it, because it is compiled against one version of DALI. `make` and the Docker build run the command
 above where there is a compiler, which takes about ten seconds; else the first run does. A build that does not agree
 with DALI's CPU operators to the bit is not kept, so using it changes no value on a CPU.
 
-On a GPU it makes two launches a batch, of kernels that NVRTC compiles to the code of that card. Only `data.color_operator:
-plugin` uses it there, because it has neither run nor been timed on a GPU yet. Before its first batch its values are
-compared with those of DALI's CPU operators. They differ at most by one level, in images of more than 65,536 pixels.
+On a GPU it makes two launches a batch, of kernels that NVRTC compiles to the code of that card. Only
+`data.color_operator: plugin` uses it there, because it has neither run nor been timed on a GPU yet. Before its first
+batch its values are compared with those of DALI's CPU operators. They differ at most by one level, in images of more
+than 65,536 pixels.
 """
