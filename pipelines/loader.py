@@ -56,8 +56,9 @@ def open_loader(
     "auto" the plug-in on a CPU where it can be built.
 
     With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an image's
-    pixels can depend on its row (`graphs.ONE_DECODER`). `decoder_buffers` "largest" reserves memory for the largest
-    image of the index, "grown" grows it as images come. Elsewhere both do nothing.
+    pixels can depend on its neighbors (`graphs.ONE_DECODER`). `decoder_buffers` "largest" reserves memory for the
+    largest image of the index, up to a limit (`room_for_buffers`), "grown" grows it as images come. Elsewhere both do
+    nothing.
 
     Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that do not exist.
     """

@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
 from fastsuncet.config import Config, load_config
+from fastsuncet.config.rules import FILES
 from fastsuncet.data.cpu_count import cores, decode_threads
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
@@ -41,7 +42,7 @@ def candidates(config: Config, device: str, available: int) -> dict[str, tuple]:
     """Return the values to try for each key, the cheapest first: in threads, in memory, in pixels that stay equal."""
     threads = tuple(n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if n <= available + 1)
     found: dict[str, tuple] = {"data.decode_threads": threads}
-    decodes_files = config.data.kind in ("image_folder", "csv") and config.data.backend != "torchvision"
+    decodes_files = config.data.kind in FILES and config.data.backend != "torchvision"
     if device == "cuda" and decodes_files:
         found["data.hw_decoder_share"] = (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0)
     found["data.prefetch"] = (1, 2, 3, 5) if device == "cuda" else (1, 2, 3)
@@ -161,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     with measuring(options.config, options.overrides, processes, options.device, options.steps) as opened:
         config, device, measure = opened
         tried = candidates(config, device, max(1, cores() // here))
-        data = {**dict(config.data), "decode_threads": decode_threads(config.data.decode_threads, here)}
+        threads = decode_threads(config.data.decode_threads, here, streams=2 if device == "cuda" else 1)
+        data = {**dict(config.data), "decode_threads": threads}
         start = {key: data[key.removeprefix("data.")] for key in tried}
         values, points = descend(tried, start, measure, options.rounds, lambda: time.monotonic() < end)
     columns = [

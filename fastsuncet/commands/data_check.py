@@ -9,12 +9,19 @@ from pathlib import Path
 import torch
 
 from fastsuncet.config import Config
+from fastsuncet.config.rules import FILES
 from fastsuncet.data.cpu_count import decode_threads
-from fastsuncet.data.dataset import data_path, image_root, index_path, pack_index_path, packed_index
+from fastsuncet.data.dataset import (
+    image_root,
+    in_memory,
+    index_path,
+    pack_index_path,
+    packed_index,
+    scanned,
+    with_labels,
+)
 from pipelines.data_errors import BadImage
-from pipelines.datasets.cifar import CLASSES, cifar
-from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
-from pipelines.datasets.in_memory import digits
+from pipelines.datasets.folders import image_tree, with_classes
 from pipelines.datasets.index import ImageIndex, save_index
 from pipelines.verify import CheckReport, check
 
@@ -28,31 +35,26 @@ def check_config(config: Config) -> None:
     CSV that does not fit, and other reasons why images cannot be found.
     """
     data = config.data
-    if data.kind == "digits" or data.kind in CLASSES:
-        if data.kind == "digits":
-            name, train, test = "digits", digits(train=True), digits(train=False)
-        else:
-            name = root = data_path(data.root)
-            train, test = cifar(data.kind, root, download=data.download), cifar(data.kind, root, train=False)
+    if data.kind not in FILES:
+        train, test = (in_memory(config, train=part, download=data.download) for part in (True, False))
+        name = data.root or data.kind
         print(f"{name}: {len(train):,} training and {len(test):,} test images, decoded and held in memory")
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
-    folder = image_root(config, train=True)
     if data.pack is not None:
         train, kept = packed_index(config), pack_index_path(config)
         if not kept.exists():
             kept = None  # the pack holds its index; those of other programs' shards are kept here
     else:
-        train = image_tree(folder) if data.kind == "csv" else image_folder(folder)
-        kept = index_path(config, folder, True)
+        train, kept = scanned(config, train=True), index_path(config, image_root(config, train=True), True)
     # The index of a CSV's images is kept without its labels, which can change while the pixels do not.
-    classes = (with_csv_labels(train, data_path(data.csv)) if data.kind == "csv" else train).classes
+    classes = with_labels(config, train).classes
     bad = _checked(train, kept, **options).bad
-    if data.validation is not None:
+    if data.validation is not None and data.root is not None and data.kind != "images":
         folder = image_root(config, train=False)
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
-            validation = with_classes(image_folder(folder), classes)
+            validation = with_classes(scanned(config, train=False), classes)
             bad += _checked(validation, index_path(config, folder, False), **options).bad
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")

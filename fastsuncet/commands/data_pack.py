@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastsuncet.config import Config
+from fastsuncet.config.messages import words
+from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import data_path, file_index
 from pipelines.datasets.pack import write_pack
 
@@ -16,8 +18,8 @@ def pack(config: Config, output: Path | None, write: Callable[[str], object] = p
     packed and more bad images than data.bad_images.
     """
     data = config.data
-    if data.kind not in ("image_folder", "csv"):
-        raise config.error("data.kind", "image_folder or csv can be packed; the others are in memory already")
+    if data.kind not in FILES:
+        raise config.error("data.kind", f"{words(FILES)} can be packed; the others are in memory already")
     if output is None and data.pack is None:
         raise config.error("data.pack", "or --output is needed: the folder to write")
     folder = output or data_path(data.pack)

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Config
+from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.distributed import launch
@@ -53,7 +54,7 @@ def evaluate(
     every: bool = False,
 ) -> int:
     """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
-    if config.data.kind in ("image_folder", "csv") and config.data.validation is None:
+    if config.data.kind in FILES and config.data.validation is None:
         raise config.error(
             "data.validation", "an evaluation needs validation images: set the name of their folder"
         )
@@ -117,7 +118,7 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
     a = config.data.augmentation
     size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
-    if config.data.kind in ("image_folder", "csv"):  # each validation folder has its own results
+    if config.data.kind in FILES:  # each validation folder has its own results
         setting["validation"] = images.validation.fingerprint()[:12]
     if not _unnormalized(config):
         setting |= {"mean": list(a.mean), "std": list(a.std)}

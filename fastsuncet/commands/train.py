@@ -7,6 +7,7 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
     status.json     running, done, preempted or failed, and at which step
 """
 
+import json
 from pathlib import Path
 
 from fastsuncet.checkpoint import atomic_files
@@ -21,6 +22,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.knn import online_knn
 from fastsuncet.metrics.energy import open_energy_meter
+from fastsuncet.training import kernel_choice
 from fastsuncet.training.determinism import set_determinism
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
@@ -83,7 +85,10 @@ def start(config: Config, place: launch.Place, images: Images, folder: Path) -> 
     trainer = Trainer(task, place, folder, open_energy_meter(place.device))
     # Only now: a refused run must not overwrite the config of the run that is in the folder.
     if place.first:
-        atomic_files.replace(folder / "config.yaml", config.to_yaml().encode())
-        for line in [*summary(config, place, images, arithmetic, stream), *stream.notes()]:
+        note = f"# chosen for this hardware: {json.dumps(task.chosen)}\n"
+        atomic_files.replace(folder / "config.yaml", (config.to_yaml() + note).encode())
+        lines = summary(config, place, images, arithmetic, stream)
+        lines.append(f"{'kernels':<9}{kernel_choice.describe(config, task.kernels)}")
+        for line in [*lines, *stream.notes()]:
             say_line(line)
     return trainer

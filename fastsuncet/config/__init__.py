@@ -35,6 +35,7 @@ __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", 
 # change the learning rate of every step.
 FREE_ON_RESUME = (
     "data.root",
+    "data.train",
     "data.csv",
     "data.index",
     "data.pack",
@@ -112,6 +113,10 @@ class Config(Sections):
     def error(self, key: str, text: str) -> ConfigErrors:
         """Return an error for the caller to raise about the value of a dotted key, with its line."""
         return ConfigErrors([_located(Problem(key, text), self._origins)])
+
+    def where(self, key: str) -> str:
+        """Return where a dotted key is written, such as "run.yaml:3: data.root: images"."""
+        return str(_located(Problem(key, ""), self._origins)).strip()
 
     def __eq__(self, other: object) -> bool:
         """Compare the values; the lines they were written on do not count."""

@@ -14,6 +14,8 @@ from fastsuncet.config.schema import SECTIONS, VALUES, Section, Sections
 from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
+FILES = ("image_folder", "images", "csv")  # the kinds whose images are files or tar shards
+ROOT = "it is the folder that holds the images"
 LABELS_ALONE = "learn from labels alone with instance: none"
 SIMCLR = "For SimCLR alone write supervised_epochs: 0"
 
@@ -82,9 +84,10 @@ def _fewer(images: Any, least: int) -> bool:
 
 # decider, its values with which the keys are read, those keys
 READ_ONLY_WITH = [
-    ("data.kind", ("image_folder", "csv", "cifar10", "cifar100"), ["data.root"]),
-    ("data.kind", ("image_folder", "csv"), ["data.train", "data.index", "data.pack"]),
-    ("data.kind", ("image_folder", "csv"), ["data.hw_decoder_share", "data.decoder_buffers"]),
+    ("data.kind", (*FILES, "cifar10", "cifar100"), ["data.root"]),
+    ("data.kind", FILES, ["data.index", "data.pack"]),
+    ("data.kind", FILES, ["data.hw_decoder_share", "data.decoder_buffers"]),
+    ("data.kind", ("synthetic",), [key for key in VALUES if key.startswith("data.synthetic.")]),
     ("data.kind", ("csv",), ["data.csv"]),
     ("data.kind", ("cifar10", "cifar100"), ["data.download"]),
     (
@@ -103,10 +106,7 @@ READ_ONLY_WITH = [
 
 # key, decider, its value with which the key is needed, what the key is
 NEEDED_WITH = [
-    *(
-        ("data.root", "data.kind", kind, "it is the folder that holds the images")
-        for kind in ("image_folder", "csv", "cifar10", "cifar100")
-    ),
+    *(("data.root", "data.kind", kind, ROOT) for kind in ("cifar10", "cifar100")),
     ("data.csv", "data.kind", "csv", "it is a file of lines file,label"),
     ("data.split.file", "data.split.kind", "names", "it is a text file of one image name a line"),
     ("data.split.fraction", "data.split.kind", "bernoulli", "0.1 labels about 10 % of the images"),
@@ -117,7 +117,34 @@ RULES = [
     *(_needed(*each) for each in NEEDED_WITH),
     # ---- data
     Rule(
-        lambda c: c.data.split.kind == "names" and c.data.kind in CLASSES,
+        # "train" was the default of older versions, whose configs can be read.
+        lambda c: c.data.kind not in FILES and c.data.train not in (None, "train"),
+        "data.train",
+        f"is read only with data.kind: {words(FILES)}, and that is {{c.data.kind}}; remove it or set it to null",
+    ),
+    Rule(
+        lambda c: c.data.kind in FILES and c.data.root is None and c.data.pack is None,
+        "data.root",
+        f"is needed with data.kind: {{c.data.kind}}; {ROOT}. Or set data.pack to tar shards",
+    ),
+    Rule(
+        lambda c: c.data.kind == "images" and c.criterion.supervised,
+        "data.kind",
+        "images reads no labels, and criterion.supervised_epochs is {c.criterion.supervised_epochs}. Use csv with a "
+        f"file of labels in data.csv, or image_folder for a folder for each class. {SIMCLR}",
+    ),
+    Rule(
+        lambda c: c.data.kind == "images" and c.data.split.kind != "none",
+        "data.split.kind",
+        "must be none with data.kind: images, which reads no labels",
+    ),
+    Rule(
+        lambda c: c.data.kind == "images" and c.evaluation.knn_every_epochs is not None,
+        "evaluation.knn_every_epochs",
+        "needs labels, and data.kind: images reads none; null turns it off",
+    ),
+    Rule(
+        lambda c: c.data.split.kind == "names" and c.data.kind not in FILES,
         "data.split.kind",
         "names needs images that are files, and data.kind {c.data.kind} holds them in memory; use bernoulli with a "
         "fraction, or all",

@@ -131,6 +131,14 @@ class SplitSection(Section):
     seed: Seed = setting(0, "bernoulli: seed of that draw")
 
 
+class SyntheticSection(Section):
+    """data.kind: synthetic: generated images to try settings without data; the same for the same meta.seed."""
+
+    images: Count = setting(10_000, "number of training images; a tenth as many validate")
+    classes: Count = setting(10, "number of classes")
+    size: Count = setting(32, "side of the images, in pixels")
+
+
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class AugmentationSection(Augmentation):
     """The training view: the settings of the pixels' own class."""
@@ -142,14 +150,17 @@ class AugmentationSection(Augmentation):
 class DataSection(Section):
     """Images, and which of them are labeled."""
 
-    kind: Literal["image_folder", "csv", "cifar10", "cifar100", "digits"] = Field(
-        description="image_folder: root/train/CLASS/IMAGE; csv: root/train/... with labels in a file; digits: "
-        "scikit-learn's"
+    kind: Literal["image_folder", "images", "csv", "cifar10", "cifar100", "digits", "synthetic"] = Field(
+        description="image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same "
+        "with labels in a file; digits: scikit-learn's; synthetic: generated"
     )
     root: Text | None = setting(None, "folder that holds the images")
-    train: Below = setting("train", "folder of the training images, below root")
+    train: Below | None = setting(
+        None, "folder of the training images, below root; null: train with image_folder, else root itself"
+    )
     validation: Below | None = setting("val", "folder of the validation images, below root; null: none")
     csv: Text | None = setting(None, "csv: a file of lines file,label")
+    synthetic: SyntheticSection = SyntheticSection()
     download: Switch = setting(False, "cifar10, cifar100: download the images if root does not hold them")
     split: SplitSection = SplitSection()
     index: Text | None = setting(None, "file with the list of training images; null: one in logging.folder")
@@ -170,18 +181,21 @@ class DataSection(Section):
         "plugin where it can be built and the pixels are made on a CPU",
     )
     decode_threads: Count | None = setting(
-        None, "of each stream of a process; null: its share of the cores, at most 16"
+        None,
+        "of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it",
     )
     prefetch: Count = setting(2, "steps whose pixels are made ahead")
     hw_decoder_share: ShareOrZero = setting(
         0.0,
-        "share of each pre-training batch for a GPU's hardware JPEG decoder. Above 0 two decoders share a batch by "
-        "position, and their pixels can differ in the last bits: the run then depends on the number of GPUs",
+        "share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a "
+        "batch by the sizes of its images, and their pixels can differ in the last bits: the run then depends on the "
+        "number of GPUs. Whether it does at 1 has not been measured",
     )
     decoder_buffers: Literal["grown", "largest"] = setting(
         "grown",
         "memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of "
-        "the index, which takes 6 bytes a pixel on the GPU and 12 on the host for each thread of each stream",
+        "the index (6 bytes a pixel on the GPU and 12 on the host for each thread of each stream), but at most a "
+        "twentieth of what is free for each stream",
     )
     augmentation: AugmentationSection = AugmentationSection()
 

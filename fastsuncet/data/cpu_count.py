@@ -19,10 +19,13 @@ def cores() -> int:
     return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
 
 
-def decode_threads(asked: int | None, processes: int | None = None) -> int:
-    """Return `asked`, or one process's share of the cores; torchrun sets how many `processes` share a machine."""
+def decode_threads(asked: int | None, processes: int | None = None, streams: int = 1) -> int:
+    """Return `asked`, or the share of the cores of one of a process's `streams` that decode at the same time.
+
+    torchrun sets how many `processes` share a machine.
+    """
     if asked is not None:
         return asked
     if processes is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(MOST, cores() // processes))
+    return max(1, min(MOST, cores() // processes // streams))

@@ -4,18 +4,22 @@ The list of files with their sizes (the index) is scanned once and kept in loggi
 read what it wrote: 64 ranks that ask for a million files at once bring a file server down.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from fastsuncet.config import Config
+from fastsuncet.config.rules import FILES
 from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
-from pipelines.datasets import cifar
+from pipelines.datasets.cifar import cifar
 from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
-from pipelines.datasets.in_memory import digits
+from pipelines.datasets.in_memory import digits, synthetic
 from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.label_splits import Split, labeled_split
 from pipelines.datasets.pack import open_pack
@@ -51,13 +55,17 @@ class Images:
 
 def open_images(config: Config, place: Place, *, validation: bool) -> Images:
     """Find and check the images of `config`. Raises DataError, with what to do, on every rank if on any."""
+    if validation and config.data.kind == "images":
+        text = "an evaluation needs labels, and images reads none. Use image_folder, or csv with data.csv"
+        raise config.error("data.kind", text)
     train = on_one_rank_first(place, lambda first: _open(config, train=True, scan=first))
-    split = labeled_split(train, **dict(config.data.split))
+    with _naming(config, "data.split.file" if config.data.split.file else "data.split.kind"):
+        split = labeled_split(train, **dict(config.data.split))
     held_out = None
     if validation:
-        held_out = with_classes(
-            on_one_rank_first(place, lambda first: _open(config, train=False, scan=first)), train.classes
-        )
+        held_out = on_one_rank_first(place, lambda first: _open(config, train=False, scan=first))
+        with _naming(config, "data.validation"):
+            held_out = with_classes(held_out, train.classes)
     return Images(train, split, held_out)
 
 
@@ -77,20 +85,51 @@ def on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> Image
     return index if index is not None else read(False)
 
 
+@contextlib.contextmanager
+def _naming(config: Config, *keys: str) -> Iterator[None]:
+    """Add to a DataError the keys that led to it, and where they are written."""
+    try:
+        yield
+    except DataError as error:
+        error.args = ("\n".join([str(error), *(f"  {config.where(key)}" for key in keys)]),)
+        raise
+
+
 def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     data = config.data
-    if data.kind == "digits":
-        return digits(train=train)
-    if data.kind in cifar.CLASSES:
-        return cifar.cifar(data.kind, data_path(data.root), train=train, download=data.download and scan)
+    if data.kind not in FILES:
+        return in_memory(config, train=train, download=data.download and scan)
     if train and data.pack is not None:
         index = packed_index(config, compare=scan)
     else:
         index = file_index(config, train=train, scan=scan)
-    if data.kind == "csv" and train:
-        index = with_csv_labels(index, data_path(data.csv))
-    # Accuracies are comparable only on the same images.
-    index.require_good(data.bad_images if train else 0)
+    if train:
+        index = with_labels(config, index)
+    with _naming(config, "data.bad_images"):
+        # Accuracies are comparable only on the same images.
+        index.require_good(data.bad_images if train else 0)
+    return index
+
+
+def in_memory(config: Config, *, train: bool, download: bool = False) -> ImageIndex:
+    """Return the images of a kind that is held in memory."""
+    data, made = config.data, config.data.synthetic
+    if data.kind == "digits":
+        return digits(train=train)
+    if data.kind == "synthetic":
+        with _naming(config, "data.synthetic.images", "data.synthetic.size"):
+            return synthetic(made.images, made.classes, made.size, seed=config.meta.seed, train=train)
+    with _naming(config, "data.root"):
+        return cifar(data.kind, data_path(data.root), train=train, download=download)
+
+
+def with_labels(config: Config, index: ImageIndex) -> ImageIndex:
+    """Return the training images with the labels of data.kind: those of folders or shards, of a CSV, or none."""
+    if config.data.kind == "csv":
+        with _naming(config, "data.csv"):
+            return with_csv_labels(index, data_path(config.data.csv))
+    if config.data.kind == "images":
+        return replace(index, labels=np.full(len(index), -1), classes=())
     return index
 
 
@@ -99,11 +138,27 @@ def packed_index(config: Config, *, compare: bool = False) -> ImageIndex:
 
     With `compare` they must be those of the folder's kept index, if there is one.
     """
-    folder = image_root(config, train=True)
-    like, kept = None, index_path(config, folder, True)
-    if compare and kept.exists():
-        like = load_index(kept, root=folder, refresh=False)
-    return open_pack(config.data.pack or "", kept=pack_index_path(config), like=like)
+    like = None
+    if compare and config.data.root is not None:
+        folder = image_root(config, train=True)
+        kept = index_path(config, folder, True)
+        like = load_index(kept, root=folder, refresh=False) if kept.exists() else None
+    with _naming(config, "data.pack"):
+        return open_pack(config.data.pack or "", kept=pack_index_path(config), like=like)
+
+
+def scanned(config: Config, *, train: bool) -> ImageIndex:
+    """Return the images below a folder as they are now, with the labels of their folders if they are read."""
+    data, folder = config.data, image_root(config, train=train)
+    with _naming(config, "data.root", "data.train" if train else "data.validation"):
+        if not train or data.kind == "image_folder":
+            return image_folder(folder)
+        if data.train is None and data.validation is not None and (folder / data.validation).is_dir():
+            raise DataError(
+                f"the validation images {folder / data.validation} lie in the folder of the training images: set "
+                "data.train to a folder without them, or data.validation=null to train on them as well"
+            )
+        return image_tree(folder)
 
 
 def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
@@ -113,8 +168,9 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     if kept.exists():
         # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are, by one rank,
         # which saves what it found before the others read it.
-        index = load_index(kept, root=folder, refresh=False)
-        refreshed = index.refreshed() if scan else index
+        with _naming(config, "data.root"):
+            index = load_index(kept, root=folder, refresh=False)
+            refreshed = index.refreshed() if scan else index
         if refreshed is not index:
             save_index(refreshed, kept)
         return refreshed
@@ -123,7 +179,7 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
             f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "
             "file system that all machines share"
         )
-    index = image_tree(folder) if config.data.kind == "csv" and train else image_folder(folder)
+    index = scanned(config, train=train)
     save_index(index, kept)
     return index
 
@@ -134,9 +190,12 @@ def data_path(path: str | None) -> Path:
 
 
 def image_root(config: Config, *, train: bool) -> Path:
-    """Return the folder of the training or the validation images."""
+    """Return the folder of the training or the validation images. Raises ConfigErrors where data.root is needed."""
     data = config.data
-    return data_path(data.root) / ((data.train if train else data.validation) or "")
+    if data.root is None:
+        raise config.error("data.root", "is needed: it is the folder that holds the images")
+    part = (data.train or ("train" if data.kind == "image_folder" else "")) if train else data.validation
+    return data_path(data.root) / (part or "")
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:

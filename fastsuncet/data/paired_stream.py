@@ -73,7 +73,7 @@ class PairedStream:
         return Plan(self.index, self._samplers[role], shown, seed=self._seed, role=role, rank=rank)
 
     def _open(self, config: Config, role: str) -> Loader:
-        data, options = config.data, loader_options(config, self.place)
+        data, options = config.data, loader_options(config, self.place, streams=len(self._samplers))
         options["prefetch"] = data.prefetch
         return open_loader(
             self.index,
@@ -139,12 +139,15 @@ class PairedStream:
             loader.close()
 
 
-def loader_options(config: Config, place: Place) -> LoaderOptions:
-    """Return the options that all loaders of this process share."""
+def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOptions:
+    """Return the options that all loaders of this process share; `streams` of them run at the same time."""
+    gpu = place.device.type == "cuda"
+    # On a GPU a stream has two pools of threads, DALI's and its decoder's. On a CPU it has one pool, and the small
+    # stream would leave its half of the cores idle.
     return {
-        "device": "gpu" if place.device.type == "cuda" else "cpu",
+        "device": "gpu" if gpu else "cpu",
         "device_id": place.device.index or 0,
-        "threads": decode_threads(config.data.decode_threads),
+        "threads": decode_threads(config.data.decode_threads, streams=streams if gpu else 1),
         "backend": config.data.backend,
     }
 

@@ -9,10 +9,10 @@
 // The formula and the twin are in fastsuncet/losses/contrast.py; the caller is contrast_kernel.py of that folder.
 #include "device.cuh"
 
-// The caller defines THREADS (of a block).
+// The caller defines THREADS (of a block), and FLAGS: of how many keys a thread remembers the kind, up to 64. It reads
+// the ids of the others again.
 
 constexpr float LOWEST = -3.402823466e+38f;  // no logit is as low: a maximum with this value has seen none
-constexpr int FLAGS = 64;                    // keys whose kind a thread remembers; it reads the other ids again
 
 // Writes d_ij over l_ij, and L_i. `low` holds the low halves of `ids`: few are equal, and only then is the id compared.
 // every = 0: level_i = log sum_{j in P(i)} exp l_ij; 1: the mean over P(i). A row of weight zero, or without a

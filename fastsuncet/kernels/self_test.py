@@ -42,20 +42,31 @@ def agrees(source: str, device: torch.device, prove: Proof) -> bool:
             message = f"{source}: not tried before this CUDA graph was captured; PyTorch's kernels are used"
             warnings.warn(message, stacklevel=2)
             return False
-        _reasons[source, device] = reason = _why_not(device, prove)
+        reason = why_not(source, device, prove)
+        settle(source, device, reason)
         if reason is not None:
             message = f"{source} is off on {device}, PyTorch's kernels are used: {reason}"
             warnings.warn(message, stacklevel=2)
     return _reasons[source, device] is None
 
 
-def _why_not(device: torch.device, prove: Proof) -> str | None:
+def settle(source: str, device: torch.device, reason: str | None) -> None:
+    """Use the kernels of `source` on `device` from now on (`reason` is None), or not."""
+    _reasons[source, device] = reason
+
+
+def why_not(source: str, device: torch.device, prove: Proof) -> str | None:
+    """Run the proof of `source`; return None if it passed, else the reason. Waits for the device."""
+    if os.environ.get("FASTSUNCET_KERNELS") == "off":
+        return "FASTSUNCET_KERNELS is off"
     try:
         # In any state of the caller: a proof runs backward, and in the dtypes that it names.
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             prove(device)
     except KernelError as error:
         return str(error)
+    except torch.OutOfMemoryError:
+        return f"the device has too little memory for the proof of {source}"
     return None
 
 

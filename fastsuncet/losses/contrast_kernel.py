@@ -4,7 +4,7 @@ passes over the logits. The matrix products before and after it stay cuBLAS'.
     R  anchors of the chunk        M  keys        w_i  weight of anchor i
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from pipelines.cuda_compiler import KernelError
 THREADS = 256
 STAGED = 11 << 10  # keys of a row in shared memory: 44 of the 48 KB that a block has on any GPU
 
+FLAGS = 64  # keys of a thread whose kind it keeps in the bits of a number
+
 # (logits (R, M), overwritten; key number of the first anchor; w (R,)) -> L_i (R,), w_i dL_i/dl_ij (R, M)
 RowPass = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 def options() -> tuple[str, ...]:
     """Return the compiler options of contrast.cu."""
-    return (f"-DTHREADS={THREADS}",)
+    return (f"-DTHREADS={THREADS}", f"-DFLAGS={FLAGS}")
 
 
 def runs_on(example: Tensor, twin: Callable[[Tensor, bool], RowPass]) -> bool:
@@ -54,12 +56,16 @@ def row_pass(ids: Tensor, every_positive: bool) -> RowPass:
     return over_rows
 
 
-def prove(device: torch.device, twin: Callable[[Tensor, bool], RowPass]) -> None:
-    """Compare kernel and twin on rows with one, several and no positives, staged and not. Raises KernelError."""
-    for keys in (37, STAGED + THREADS + 1):
-        ids = torch.arange(keys, device=device) % 12  # of 37 keys four have id 0
+def prove(device: torch.device, twin: Callable[[Tensor, bool], RowPass], keys: Iterable[int] = ()) -> None:
+    """Compare kernel and twin on rows with one, several and no positives. Raises KernelError.
+
+    Rows have each of `keys` (37 or more), and lengths that are staged, not staged, and beyond a thread's memory of
+    kinds.
+    """
+    for length in sorted({37, STAGED + THREADS + 1, (FLAGS + 1) * THREADS + 1, *keys}):
+        ids = torch.arange(length, device=device) % 12  # of 37 keys four have id 0
         ids[3] = 1 << 33  # unique, but its low half is that of id 0
-        wave = torch.sin(torch.arange(5 * keys, device=device) * 0.37).view(5, keys) * 30
+        wave = torch.sin(torch.arange(5 * length, device=device) * 0.37).view(5, length) * 30
         weights = (ids[2:7] < 12).float() * 0.5
         for every in (False, True):
             found, expected = (make(ids, every)(wave.clone(), 2, weights) for make in (row_pass, twin))

@@ -101,7 +101,9 @@ class CudaPasses(PlainPasses):
 def passes_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> type[PlainPasses]:
     """Return the fastest passes that take these tensors."""
     single = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
-    if x.is_cuda and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    # The operators have no rule for shapes: torch.compile would leave each of them as a call of its own.
+    traced = torch.compiler.is_compiling()
+    if x.is_cuda and not traced and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return CudaPasses
     return PlainPasses
 

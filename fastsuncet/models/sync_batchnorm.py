@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
 from fastsuncet.distributed.collectives import sum_over_ranks, sum_over_ranks_, world_size
+from fastsuncet.models import norm_kernel
 from fastsuncet.models.batchnorm_ops import passes_for
 
 
@@ -78,12 +79,28 @@ class RankBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if input.numel() == 0:
             raise ValueError("RankBatchNorm: this rank's batch is empty; every rank needs a row")
-        y, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
-        if self.num_batches_tracked is not None:
-            self._track(self.num_batches_tracked, mean, variance * (count / (count - 1)))
-        return y
+        return _Normalize.apply(input, self.weight, self.bias, *self._statistics(input), self.eps)
+
+    def kernels_take(self, x: Tensor, residual: Tensor | None = None) -> bool:
+        """Return whether the kernels of norm_kernel.py compute this layer's statistics for such activations."""
+        constants = (self.weight, self.bias, self.running_mean)
+        return self.momentum is not None and norm_kernel.fits(x, residual, *constants)
 
     @torch.no_grad()
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)) of all ranks; update running statistics."""
+        batches = self.num_batches_tracked
+        if self.momentum is not None and self.kernels_take(x):
+            if batches is not None:
+                batches += 1
+            rule = {"eps": self.eps, "momentum": self.momentum, "shared": True}
+            return norm_kernel.statistics(x, self.running_mean, self.running_var, **rule)
+        moments = passes_for(x, self.weight, self.bias).moments(x, self.eps)
+        count, mean, variance = join_statistics(x.numel() // x.shape[1], *moments)
+        if batches is not None:
+            self._track(batches, mean, variance * (count / (count - 1)))
+        return count, mean, (variance + self.eps).rsqrt()
+
     def _track(self, batches: Tensor, mean: Tensor, unbiased_variance: Tensor) -> None:
         batches += 1
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased_variance)):
@@ -116,28 +133,29 @@ def join_statistics(count: int, mean: Tensor, variance: Tensor) -> tuple[Tensor,
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias per channel, with mean and variance of all ranks' rows."""
+    """(x - mean) * inverse * weight + bias, where mean and inverse (C,) are statistics of all ranks' rows of x.
+
+    `total` (1,) counts those rows. The gradient of x includes what flows through the statistics.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
+    def forward(ctx, x, weight, bias, total, mean, inverse, eps):
         ctx.passes, ctx.has_bias = passes_for(x, weight, bias), bias is not None
-        total, mean, variance = join_statistics(x.numel() // x.shape[1], *ctx.passes.moments(x, eps))
-        inverse = (variance + eps).rsqrt()
         # Keep the input in its own dtype, which the convolution before keeps too: standardized rows in float32
         # would double or triple what a bfloat16 network keeps for its backward pass.
-        ctx.save_for_backward(x, weight, mean, inverse, total)
-        ctx.mark_non_differentiable(mean, variance, total)
-        return ctx.passes.normalize(x, weight, bias, mean, inverse, eps), mean, variance, total
+        ctx.save_for_backward(x, weight, total, mean, inverse)
+        return ctx.passes.normalize(x, weight, bias, mean, inverse, eps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor, *_):
-        x, weight, mean, inverse, total = ctx.saved_tensors
+    def backward(ctx, gradient: Tensor):
+        x, weight, total, mean, inverse = ctx.saved_tensors
         own = ctx.passes.sums(gradient, x, mean, inverse, weight)
         # Of standardized rows, as ranks that run the kernels of fused_batchnorm.py send them.
         own[1].mul_(inverse)
         means = sum_over_ranks(own) / total
         d_x = ctx.passes.gradient(gradient, x, mean, inverse, weight, means)
         if weight is None:
-            return d_x, None, None, None
-        return d_x, own[1].to(weight.dtype), own[0].to(weight.dtype) if ctx.has_bias else None, None
+            return d_x, *[None] * 6
+        d_bias = own[0].to(weight.dtype) if ctx.has_bias else None
+        return d_x, own[1].to(weight.dtype), d_bias, *[None] * 4

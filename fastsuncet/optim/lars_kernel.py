@@ -5,6 +5,7 @@ group takes three. Once a list of tensors has been seen, nothing is allocated, c
 """
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -122,17 +123,25 @@ def _table(params: list[Tensor], buffers: list[Tensor]) -> tuple[Tensor, Tensor,
     return _tables[key]
 
 
-def prove(device: torch.device) -> None:
-    """Run three steps of kernel and foreach on odd sizes, several chunks and a zero tensor. Raises KernelError."""
+def prove(device: torch.device, sizes: Iterable[int] = ()) -> None:
+    """Compare four steps of kernel and foreach. Raises KernelError.
+
+    The tensors have odd sizes, several chunks, zeros, and each of `sizes`. Two steps are under a GradScaler: one with
+    scaled gradients, and one with an overflow, which must change nothing.
+    """
     settings = LARSSettings(weight_decay=1e-2, nesterov=True)
-    lr = torch.full((), 0.5, device=device)
-    waves = [torch.sin(torch.arange(n, device=device) * 0.7) for n in (3, 2 * CHUNK + 5, 64)]
+    lr, scale = torch.full((), 0.5, device=device), torch.full((), 1024.0, device=device)
+    waves = [torch.sin(torch.arange(n, device=device) * 0.7) for n in (3, 2 * CHUNK + 5, 64, *sizes)]
     waves.append(torch.zeros(7, device=device))
     kernel, twin = ([w.clone() for w in waves] for _ in range(2))
     buffers = [[torch.zeros_like(w) for w in waves] for _ in range(2)]
-    for step in range(3):
+    for step, overflow in enumerate((None, 0.0, 1.0, None)):
         grads = [torch.cos(w * (step + 1)) for w in waves]
-        lars_kernel(kernel, grads, buffers[0], lr, settings)
-        lars_foreach(twin, grads, buffers[1], lr, settings)
+        scaling = []
+        if overflow is not None:
+            grads = [g * scale for g in grads]
+            scaling = [scale, torch.full((), overflow, device=device)]
+        lars_kernel(kernel, grads, buffers[0], lr, settings, *scaling)
+        lars_foreach(twin, grads, buffers[1], lr, settings, *scaling)
     require_close("LARS' weights", torch.cat(kernel), torch.cat(twin), 1e-5)
     require_close("LARS' momentum", torch.cat(buffers[0]), torch.cat(buffers[1]), 1e-5)

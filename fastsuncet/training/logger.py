@@ -1,6 +1,8 @@
 """The output of a run while it trains: metrics files and a progress bar with the same numbers, on rank 0 only."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fastsuncet.config import Config
 from fastsuncet.distributed.launch import Place
@@ -20,6 +22,7 @@ class RunLogger:
         step: int,
         place: Place,
         evaluated: bool = True,
+        chosen: Mapping[str, Any] | None = None,
     ):
         self.writer = self.progress = None
         if not place.first:
@@ -30,6 +33,7 @@ class RunLogger:
             columns,
             resume_step=step or None,
             evaluated=evaluated,
+            chosen=chosen,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb,
             say=self.progress.say,

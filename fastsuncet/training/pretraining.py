@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastsuncet.config import Arithmetic, Config
+from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream, update_macs
 from fastsuncet.distributed.collectives import broadcast
@@ -14,7 +15,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.data_timer import DataTimer
 from fastsuncet.optim import warmup_cosine
-from fastsuncet.training import methods
+from fastsuncet.training import kernel_choice, methods
 from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.step import build
 from fastsuncet.training.supervision import Supervision
@@ -67,6 +68,9 @@ class Pretraining(TrainingTask[Batch]):
         self.save_every = tuple(every for every in saves if every)
         self.keep = self.keep_at_end = config.checkpoint.keep
         self.evaluate_every = (config.evaluation.knn_every_epochs or 0) * a.steps_per_epoch
+        kernel_choice.check_int32(config, arithmetic, place.device)
+        own = kernel_choice.prove(config, arithmetic, place.device)
+        self.kernels = kernel_choice.agree(place, own)  # source -> None, or why no rank uses it
         self.model, self.network, self.optimizer, self.setting = build(
             config, place, len(images.train.classes)
         )
@@ -141,7 +145,17 @@ class Pretraining(TrainingTask[Batch]):
             )
 
     def state(self) -> dict[str, Any]:
-        return {"supervision": self.supervision.state()}
+        kernels = {source: reason is None for source, reason in self.kernels.items()}
+        return {"supervision": self.supervision.state(), "kernels": kernels}
 
     def restore(self, values: dict[str, Any]) -> None:
         self.supervision.restore(values.get("supervision", {}))
+        before = values.get("kernels", {})  # earlier versions saved none
+        self.kernels, lost = kernel_choice.obey(self.kernels, before, self.place.device)
+        if lost and self.place.first:
+            say_line(f"{', '.join(lost)}: used before and not here, so results are equal up to rounding only")
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        used = [source for source, reason in self.kernels.items() if reason is None]
+        return {"precision": self.config.meta.precision, "kernels": used}

@@ -11,7 +11,7 @@ to a status file and exits with code 75; the same command continues the run.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -75,6 +75,7 @@ class TrainingTask(ABC, Generic[BatchType]):
     keep_at_end: int  # the same, once the last one is written
     evaluate_every = 0  # updates, 0 for never; the last update is evaluated too
     ledger_key = "ledger"  # of the run's ledger in a checkpoint's meta
+    chosen: Mapping[str, Any] = {}  # what was chosen for this hardware: the first line of metrics.jsonl
     world_size_note: str  # printed when a run continues on another number of processes
 
     @abstractmethod
@@ -138,7 +139,7 @@ class Trainer:
         if self.step == task.steps and self.evaluated:
             return
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
-        with RunLogger(*settings, evaluated=self.evaluated) as self.logger:
+        with RunLogger(*settings, evaluated=self.evaluated, chosen=task.chosen) as self.logger:
             consensus = StopConsensus()
 
             def stop_if_requested() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray, to_torch_type
 
 from pipelines.dali import graphs
 from pipelines.datasets.index import ImageIndex
@@ -49,7 +50,9 @@ class DaliEngine:
             source = PackedBytes(index.pack)
         else:
             source = FilePaths(index)
-        self._device, self._device_id = device, device_id
+        most = room_for_buffers(device_id, threads) if decoder_buffers == "largest" and device == "gpu" else 0
+        self._stream = side_stream(device_id) if device == "gpu" else None
+        self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
         self._pipeline = graphs.views(
             lambda iteration: source(visit(first_step + iteration).indices),
             lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views),
@@ -57,7 +60,7 @@ class DaliEngine:
             stored=source.stored,
             plugin=plugin,
             images_stream=source.stream,
-            decoder=decoder_options(index.sizes, device, hw_decoder_share, decoder_buffers),
+            decoder=decoder_options(index.sizes, device, hw_decoder_share, decoder_buffers, most),
             dtype=str(dtype).removeprefix("torch."),
             batch_size=batch,
             num_threads=threads,
@@ -66,18 +69,44 @@ class DaliEngine:
         )
 
     def run(self) -> list[torch.Tensor]:
-        """Return the next step's views, each (B, 3, S, S) with channels-last strides, in DALI's own memory.
+        """Return the next step's views, each (B, 3, S, S) with channels-last strides.
 
-        The memory stays theirs as long as the tensors exist: the dynamic executor counts references. (The older
-        executor would overwrite them two steps later, so `graphs` forces the dynamic one.)
+        On a CPU they are in DALI's own memory, which stays theirs as long as the tensors exist: the dynamic executor
+        counts references. (The older executor would overwrite them two steps later, so `graphs` forces the dynamic
+        one.) On a GPU they are torch's, and ready for its present stream; work of more than two steps is never queued.
         """
-        if self._device == "gpu":
-            # DALI orders its outputs, and the return of their memory, on the stream on which torch reads them. The
-            # stream goes by position: a keyword would be taken for the name of an input of the graph.
-            outputs = self._pipeline.run(torch.cuda.current_stream(self._device_id))
+        if self._stream is None:
+            views = [torch.from_dlpack(output.as_tensor()) for output in self._pipeline.run()]
         else:
-            outputs = self._pipeline.run()
-        return [torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2) for output in outputs]
+            views = self._run_beside_training(self._stream)
+        return [view.permute(0, 3, 1, 2) for view in views]
+
+    def _run_beside_training(self, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Return the next views in memory of torch's, copied on `stream`; training's stream waits for the copy alone.
+
+        DALI takes its own memory back in the order of that copy. A tensor that torch were given without a copy would
+        return it by a synchronization of the whole device (`dltensor.h` of DALI 2.4).
+        """
+        training = torch.cuda.current_stream(stream.device)
+        # What is queued now is the step before this one, and the event found here is of the one before that. Without
+        # this wait the host would run ahead of the GPU, and each step ahead holds a batch.
+        two_steps_ago, self._step_done = self._step_done, training.record_event()
+        if two_steps_ago is not None:
+            two_steps_ago.synchronize()
+        with torch.cuda.stream(stream):
+            # The stream goes by position: a keyword would be taken for the name of an input of the graph.
+            outputs = [output.as_tensor() for output in self._pipeline.run(stream)]
+            views = [
+                torch.empty(output.shape(), dtype=to_torch_type[output.dtype], device=stream.device)
+                for output in outputs
+            ]
+            for output, view in zip(outputs, views):
+                feed_ndarray(output, view, cuda_stream=stream)
+        training.wait_stream(stream)
+        for view in views:
+            # Allocated on one stream and read on the other: torch must not reuse the memory before that.
+            view.record_stream(training)
+        return views
 
 
 class FilePaths:
@@ -122,7 +151,7 @@ class PixelsInMemory:
     def __init__(self, pixels: np.ndarray, device: str, device_id: int):
         self.pixels, self.stream = pixels, None
         if device == "gpu":
-            self.stream = gather_stream(device_id)
+            self.stream = side_stream(device_id)
             # Allocated under the stream that reads it. torch returns memory to the stream it came from, so whatever
             # reuses it there waits for the last gather.
             with torch.cuda.stream(self.stream):
@@ -143,8 +172,8 @@ class PixelsInMemory:
 
 # One for all loaders of a device: memory freed on one stream is of no use to a loader with another.
 @cache
-def gather_stream(device_id: int) -> torch.cuda.Stream:
-    """Return the stream on which pixels in GPU memory are gathered, apart from training's."""
+def side_stream(device_id: int) -> torch.cuda.Stream:
+    """Return the stream, apart from training's, on which pixels are gathered and DALI's results are copied."""
     return torch.cuda.Stream(torch.device("cuda", device_id))
 
 
@@ -190,13 +219,14 @@ PADDING = 16 << 20  # bytes of GPU memory that DALI 2.4 reserves for its decoder
 
 
 def decoder_options(
-    sizes: np.ndarray, device: str, hw_decoder_share: float, buffers: str
+    sizes: np.ndarray, device: str, hw_decoder_share: float, buffers: str, most: int = 0
 ) -> dict[str, float]:
     """Return options of DALI's image decoder on a GPU; none on a CPU.
 
     `sizes` is int (N, 2), heights and widths. `buffers` "grown" leaves DALI's default sizes, "largest" reserves memory
-    for the largest image at the start. A decoder whose buffers are too small stops to grow them when a larger image
-    comes. DALI's own examples reserve memory for ImageNet; the gain has not been measured here.
+    for the largest image at the start, but at most `most` bytes a buffer. A decoder whose buffers are too small stops
+    to grow them when a larger image comes. DALI's own examples reserve memory for ImageNet; the gain has not been
+    measured here.
     """
     if device != "gpu":
         return {}
@@ -205,12 +235,27 @@ def decoder_options(
         return options
     height, width = sizes.max(0).tolist()
     # 16-bit coefficients of three full planes, the most that a JPEG of this size has, and never less than DALI's
-    # default. DALI keeps one such buffer on the GPU and two in pinned host memory for each thread.
-    coefficients = min(max(6 * int(sizes.prod(1, dtype=np.int64).max()), PADDING), 2**31 - 1)
+    # default.
+    wanted = 6 * int(sizes.prod(1, dtype=np.int64).max())
+    coefficients = max(min(wanted, most, 2**31 - 1), PADDING)
     options |= {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
-    if hw_decoder_share:  # DALI refuses these on a card without a hardware decoder (NVIDIA/DALI issue 3704)
+    # DALI refuses these on a card without a hardware decoder (NVIDIA/DALI issue 3704).
+    if hw_decoder_share and wanted <= most:
         options |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
     return options
+
+
+def room_for_buffers(device_id: int, threads: int) -> int:
+    """Return the bytes that one buffer of a decoder can have: all of a stream's take a twentieth of what is free.
+
+    DALI keeps one buffer on the GPU and two in pinned host memory for each thread, and one set more. For the largest
+    image of ImageNet, 38 megapixels, 16 threads of two streams would reserve 7.8 GB and 15.5 GB.
+    """
+    on_gpu, _ = torch.cuda.mem_get_info(device_id)
+    meminfo = Path("/proc/meminfo").read_text()
+    available = 1024 * int(meminfo.partition("MemAvailable:")[2].split()[0])
+    on_host = available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(on_gpu, on_host // 2) // 20 // (threads + 1)
 
 
 def placement(device: str, device_id: int) -> dict[str, Any]:

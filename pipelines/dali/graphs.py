@@ -23,10 +23,11 @@ from pipelines.dali import color
 from pipelines.dali.plugin.use import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
-# The share of a GPU batch that the hardware JPEG decoder takes. DALI's default, 0.65, splits a batch by position
-# between two decoders whose pixels can differ: an image's pixels would depend on its row, and two ranks would not see
-# what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75: NVIDIA/DALI issue 5362).
-# `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports whether pixels depend on the row at each share.
+# The share of a GPU batch that the hardware JPEG decoder takes. With DALI's default, 0.65, two decoders whose pixels
+# can differ share a batch, sorted by subsampling and area: an image's pixels would depend on its neighbors, and two
+# ranks would not see what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75:
+# NVIDIA/DALI issue 5362). `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports at which shares pixels
+# depend on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
 ONE_DECODER = 0.0
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}

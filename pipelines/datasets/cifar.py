@@ -13,9 +13,8 @@ import numpy as np
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder
-from pipelines.datasets.in_memory import resident
+from pipelines.datasets.in_memory import pixel_index, resident
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -73,14 +72,8 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
         if flat or not (download or check_integrity(root / published.filename, published.tgz_md5)):
             raise DataError(_problem(title, root, folder, published)) from None
         found = _fetched(Files, root, train)
-    return ImageIndex(
-        root=None,
-        files=Names.of(f"{part}/{i:05d}" for i in range(len(found))),
-        labels=np.array(found.targets, np.int64),
-        classes=CLASSES[kind],
-        sizes=np.full((len(found), 2), 32, np.int32),
-        pixels=np.ascontiguousarray(found.data),
-    )
+    names = (f"{part}/{i:05d}" for i in range(len(found)))
+    return pixel_index(names, np.array(found.targets), CLASSES[kind], np.ascontiguousarray(found.data))
 
 
 def _from_folders(images: Path, title: str, classes: tuple[str, ...]) -> ImageIndex:

@@ -31,7 +31,7 @@ def image_folder(root: str | Path) -> ImageIndex:
     if not folders:
         raise DataError(
             f"{root} has no class folders: an image folder is {root}/CLASS/IMAGE. For images without class "
-            f"folders use data.kind: csv"
+            f"folders use data.kind: images, or csv with a file of labels"
         )
     if set(folders) <= {"train", "val", "valid", "validation", "test"}:
         raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")

@@ -1,11 +1,14 @@
-"""Small data sets held in memory as uint8: scikit-learn's digits, and any images of one small size."""
+"""Small data sets held in memory as uint8: scikit-learn's digits, generated images, any images of one small size."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 from PIL import Image
 
 from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets.folders import class_numbers
 from pipelines.datasets.image_headers import in_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names
@@ -65,11 +68,32 @@ def digits(*, train: bool = True) -> ImageIndex:
     gray = np.rint(data[chosen].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # levels 0..16 before
     large = [Image.fromarray(image).resize((16, 16), Image.Resampling.BILINEAR) for image in gray]
     pixels = np.repeat(np.stack([np.asarray(image) for image in large])[..., None], 3, axis=-1)
-    return ImageIndex(
-        root=None,
-        files=Names.of(f"digits/{i:04d}" for i in chosen),
-        labels=target[chosen].astype(np.int64),
-        classes=tuple("0123456789"),
-        sizes=np.full((len(chosen), 2), 16, np.int32),
-        pixels=pixels,
-    )
+    return pixel_index((f"digits/{i:04d}" for i in chosen), target[chosen], tuple("0123456789"), pixels)
+
+
+def synthetic(images: int, classes: int, size: int, *, seed: int, train: bool = True) -> ImageIndex:
+    """Return `images` generated ones to train on, or a tenth to validate on: noise in a color for each class.
+
+    They are uint8 (size, size, 3) and the same for the same `seed`, for trying settings and clusters without data.
+    Raises DataError when they take more than 4 GiB.
+    """
+    count = images if train else max(images // 10, 1)
+    if count * size**2 * 3 > _LIMIT:
+        raise DataError(f"{count} images of {size} x {size} are too many to hold in memory")
+
+    def noise(role: int, *shape: int) -> np.ndarray:
+        words = np.random.Philox(key=np.array([seed, role], np.uint64)).random_raw(-(-math.prod(shape) // 8))
+        return words.astype("<u8").view(np.uint8)[: math.prod(shape)].reshape(shape) // 2
+
+    labels = np.arange(count) % classes
+    pixels = noise(1 if train else 2, count, size, size, 3) + noise(0, classes, 1, 1, 3)[labels]
+    names = (f"synthetic {'train' if train else 'test'}/{i:06d}" for i in range(count))
+    return pixel_index(names, labels, class_numbers(classes), pixels)
+
+
+def pixel_index(
+    names: Iterable[str], labels: np.ndarray, classes: tuple[str, ...], pixels: np.ndarray
+) -> ImageIndex:
+    """Return the index of `pixels`, uint8 (N, H, W, 3), with `labels` (N,), positions in `classes`."""
+    sizes = np.full((len(pixels), 2), pixels.shape[1:3], np.int32)
+    return ImageIndex(None, Names.of(names), labels.astype(np.int64), classes, sizes, pixels=pixels)

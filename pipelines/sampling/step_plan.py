@@ -55,7 +55,7 @@ class Plan:
         self,
         index: ImageIndex,
         sampler: Sampler,
-        augmentations: Sequence[Augmentation],
+        augmentations: Sequence[Augmentation | Center],
         *,
         seed: int,
         role: int | str,

@@ -92,7 +92,7 @@ def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run
 
 def test_data_check_compares_the_labels_of_a_csv_with_its_images(folder, run):
     (folder / "labels.csv").write_text("file,label\ncat/0.jpg,tabby\ndog/9.jpg,husky\n")
-    overrides = ("data.kind=csv", "data.csv=labels.csv", "data.validation=null")
+    overrides = ("data.kind=csv", "data.csv=labels.csv", "data.train=train", "data.validation=null")
     with pytest.raises(DataError, match=r"line 3: no image dog/9\.jpg"):
         run(*overrides)
     (folder / "labels.csv").write_text("file,label\ncat/0.jpg,tabby\n")

@@ -3,8 +3,13 @@
 import os
 
 import pytest
+import torch
 
+from fastsuncet.config import load_config
 from fastsuncet.data import cpu_count
+from fastsuncet.data.paired_stream import loader_options
+from fastsuncet.distributed.launch import Place
+from tests.support.runs import CONFIGS
 
 
 @pytest.fixture
@@ -46,4 +51,12 @@ def test_cores_are_limited_by_a_containers_quota(machine, offered, quota, expect
 def test_decode_threads_are_a_share_of_the_cores_up_to_16(machine, offered, ranks, expected):
     machine(offered, ranks=ranks)
     assert cpu_count.decode_threads(None) == expected
-    assert cpu_count.decode_threads(12) == 12
+    assert cpu_count.decode_threads(12, streams=2) == 12
+
+
+def test_two_streams_on_a_gpu_share_the_cores_of_their_process(machine):
+    machine(16, ranks=1)
+    config = load_config(CONFIGS / "digits_demo.yaml")
+    assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)), streams=2)["threads"] == 8
+    assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)))["threads"] == 16  # an evaluation
+    assert loader_options(config, Place(0, 1, 0, torch.device("cpu")), streams=2)["threads"] == 16

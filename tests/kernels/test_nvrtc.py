@@ -7,7 +7,7 @@ import pytest
 
 from fastsuncet.kernels import nvrtc
 from fastsuncet.losses import contrast_kernel
-from fastsuncet.models import fused_batchnorm
+from fastsuncet.models import norm_kernel
 from fastsuncet.optim import lars_kernel
 from pipelines import cuda_compiler
 from pipelines.cuda_compiler import KernelError
@@ -15,7 +15,7 @@ from pipelines.cuda_compiler import KernelError
 OPTIONS = {
     "lars.cu": [lars_kernel.options()],
     "contrast.cu": [contrast_kernel.options()],
-    "norm.cu": [fused_batchnorm.options(dtype) for dtype in fused_batchnorm.ELEMENTS],
+    "norm.cu": [norm_kernel.options(dtype) for dtype in norm_kernel.ELEMENTS],
 }
 LARS = OPTIONS["lars.cu"][0]
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")  # one of each generation

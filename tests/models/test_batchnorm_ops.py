@@ -6,6 +6,7 @@ from torch import nn
 
 from fastsuncet.models import sync_batchnorm
 from fastsuncet.models.batchnorm_ops import CudaPasses, PlainPasses, passes_for
+from fastsuncet.models.sync_batchnorm import RankBatchNorm
 
 GPU = torch.device("cuda", 0)
 
@@ -51,14 +52,16 @@ def operators(monkeypatch):
     monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: CudaPasses)
 
 
-def passed(layer, x, dy):
-    """Return y, mean, variance and the gradients of x, weight and bias."""
+def passed(layer, x, dy, *, count=True):
+    """Return y, mean, inverse and the gradients of x, weight and bias; `count`: read the number of rows."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     weight, bias = layer.weight, layer.bias
-    y, mean, variance, total = sync_batchnorm._Normalize.apply(x, weight, bias, layer.eps)
-    assert total.item() == x.numel() // x.shape[1]
+    layer = RankBatchNorm.take_over(layer)
+    total, mean, inverse = layer._statistics(x)
+    assert not count or total.item() == x.numel() // x.shape[1]
+    y = sync_batchnorm._Normalize.apply(x, weight, bias, total, mean, inverse, layer.eps)
     y.backward(dy)
-    kept = [y.detach(), mean, variance, x.grad]
+    kept = [y.detach(), mean, inverse, x.grad]
     if weight is not None:
         kept += [weight.grad, bias.grad]
         weight.grad = bias.grad = None
@@ -140,8 +143,7 @@ def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout,
     x = x.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y, *_ = sync_batchnorm._Normalize.apply(x, layer.weight, layer.bias, layer.eps)
-        y.backward(dy)
+        passed(layer, x, dy, count=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     layer.zero_grad()

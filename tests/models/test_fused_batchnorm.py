@@ -10,14 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastsuncet.kernels import launcher
-from fastsuncet.models import fused_batchnorm
-from fastsuncet.models.fused_batchnorm import (
-    FusedBlock,
-    FusedNorm,
-    fuse,
-    fused_norm,
-    options,
-)
+from fastsuncet.models import norm_kernel
+from fastsuncet.models.fused_batchnorm import FusedBlock, FusedNorm, fuse
+from fastsuncet.models.norm_kernel import fused_norm, options
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import join_statistics, synchronize
 from pipelines.cuda_compiler import KernelError
@@ -29,14 +24,14 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.fixture(scope="module")
 def host():
-    with on_the_host(fused_batchnorm) as launched:
+    with on_the_host(norm_kernel) as launched:
         yield launched
 
 
 @pytest.fixture
 def usable(host, monkeypatch):
     """Let `FusedNorm` use the kernels on a CPU."""
-    monkeypatch.setattr(fused_batchnorm, "usable", lambda *_: True)
+    monkeypatch.setattr(norm_kernel, "usable", lambda *_: True)
     host.clear()
     return host
 
@@ -134,7 +129,7 @@ def test_kernels_give_the_same_bits_for_any_grid_and_alignment(host, monkeypatch
     for blocks, (weight, bias) in ((2048, constants[:, :24].clone()), (6, constants[:, :24].clone())):
         if blocks == 6:  # one float after a multiple of 16 bytes
             weight, bias = (torch.cat([torch.zeros(1), c])[1:] for c in (weight, bias))
-        monkeypatch.setattr(fused_batchnorm, "ROW_BLOCKS", blocks)
+        monkeypatch.setattr(norm_kernel, "ROW_BLOCKS", blocks)
         results.append(
             seen_of(
                 lambda *t: fused_norm(*t, None, None, eps=1e-5, momentum=0.1, relu=True, shared=False),
@@ -254,8 +249,8 @@ def _on_a_rank(rank, world_size):
     norm = nn.BatchNorm2d(16, momentum=0.3)
     nn.init.normal_(norm.weight)
     seen = {}
-    with on_the_host(fused_batchnorm), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_batchnorm, "usable", lambda *_: True)
+    with on_the_host(norm_kernel), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm_kernel, "usable", lambda *_: True)
         for kind in ("kernel", "twin", "own", "mixed"):
             own = copy.deepcopy(norm)
             torch.manual_seed(0)
@@ -281,8 +276,8 @@ def _far_from_zero(module, rank):
     mean, variance = 1e4 + torch.randn(16, generator=generator), 0.5 + torch.rand(16, generator=generator)
     count = 30.0 + rank
     moments = torch.cat([torch.tensor([count]), mean, variance]).unsqueeze(0)
-    sums = fused_batchnorm.sum_over_ranks_(fused_batchnorm._sums(module, moments))
-    ours = fused_batchnorm._join(module, sums, torch.empty(16), None, None, 1e-5, 0.1)
+    sums = norm_kernel.sum_over_ranks_(norm_kernel._sums(module, moments))
+    ours = norm_kernel._join(module, sums, torch.empty(16), None, None, 1e-5, 0.1)
     return [ours, torch.cat(join_statistics(int(count), mean, variance))]
 
 
@@ -302,8 +297,10 @@ def test_kernels_share_statistics_over_ranks_as_rank_batchnorm_does():
 
 
 def test_batchnorm_proof_fails_when_kernels_and_twin_differ(host, monkeypatch):
-    here = torch.device("cpu")
-    fused_batchnorm.prove(here)
+    here, shapes = torch.device("cpu"), [(2, 24, 9, 5), (30, 8)]
+    norm_kernel.prove(here, shapes)
     monkeypatch.setattr(F, "relu", lambda x: x)
-    with pytest.raises(KernelError, match="differs from its twin"):
-        fused_batchnorm.prove(here)
+    with pytest.raises(
+        KernelError, match=r"BatchNorm of \(2, 24, 9, 5\) in torch.float32 differs from its twin"
+    ):
+        norm_kernel.prove(here, shapes)

@@ -12,7 +12,7 @@ import torch
 
 from fastsuncet.kernels import launcher, nvrtc
 from fastsuncet.losses import contrast, contrast_kernel
-from fastsuncet.models import fused_batchnorm
+from fastsuncet.models import norm_kernel
 from fastsuncet.optim import lars_kernel
 from pipelines.cuda_compiler import KernelError, bindings
 from tests.support.host_kernels import SIZES
@@ -22,15 +22,16 @@ HERE = torch.device("cpu")
 
 
 def main() -> None:
-    for caller in (lars_kernel, contrast_kernel, fused_batchnorm):
+    for caller in (lars_kernel, contrast_kernel, norm_kernel):
         for key, value in SIZES.items():
             if hasattr(caller, key):
                 setattr(caller, key, value)
     contrast_kernel.STAGED = 40
+    norm_kernel.SMALL = ((2, 24, 9, 5),)
     pretend_a_gpu()
     lars_kernel.prove(HERE)
     contrast_kernel.prove(HERE, contrast.row_pass)
-    fused_batchnorm.prove(HERE)
+    norm_kernel.prove(HERE)
     with ThreadPoolExecutor(1) as elsewhere:  # as backward does: a thread without a CUDA context
         elsewhere.submit(lars_kernel.prove, HERE).result()
     torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=1)

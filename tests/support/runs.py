@@ -77,12 +77,15 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
 
 
 def metrics(folder: Path, kind: str | None = None) -> list[dict]:
-    """Return the metrics lines in `folder`, of one kind or all, without what is different in every run."""
+    """Return the metrics lines in `folder`, of one kind or all, without what is different in every run.
+
+    All but the first, of kind "chosen", which says what was chosen for the hardware.
+    """
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         {key: value for key, value in record.items() if key not in TIMED}
         for record in records
-        if kind in (None, record["kind"])
+        if record["kind"] != "chosen" and kind in (None, record["kind"])
     ]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastsuncet.distributed.launch import Place
-from fastsuncet.models import fused_batchnorm as norm_kernels
+from fastsuncet.models import norm_kernel as norm_kernels
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 from tools.bench import bench_norm, norm_contenders

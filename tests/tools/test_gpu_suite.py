@@ -127,6 +127,30 @@ def images(tmp_path_factory):
     return folder
 
 
+def test_decoder_finds_pixels_that_depend_on_neighbors_and_not_on_the_row(images, monkeypatch, tmp_path):
+    """A decoder that treats the largest half of a batch differently, as one does that shares a batch out by area."""
+
+    class Loader:
+        def __init__(self, index, plan, hw_decoder_share, **options):
+            self.index, self.plan, self.mixed = index, plan, 0 < hw_decoder_share < 1
+
+        def __call__(self, step):
+            rows = self.plan.sampler.rows(step, 0)
+            area = self.index.sizes[rows].prod(1)
+            other = 0.5 * self.mixed * (area > np.median(area))
+            return [torch.from_numpy(rows + other)[:, None, None, None]]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(workloads, "open_loader", Loader)
+    report = harness.Report("x", tmp_path / "found.json")
+    assert workloads.decoder(report, images, "cuda", small=True) == 0
+    found = {point["share"]: point for point in report.content["points"]}
+    assert found[0.5]["neighbors"] > 0 and found[0.5]["rows"] == 0 and found[0.5]["largest"] == 0.5
+    assert report.content["notes"][0].endswith("at these shares: 0.0, 1.0")
+
+
 def test_resume_compares_two_runs_and_returns_1_if_they_differ(tmp_path, images, monkeypatch, capsys):
     """Both runs in bf16 are equal; the second one in fp32 is changed after it was trained."""
     real, calls = workloads.train_to_end, []

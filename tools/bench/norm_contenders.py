@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastsuncet.kernels.self_test import agrees
-from fastsuncet.models.fused_batchnorm import fused_norm, prove
+from fastsuncet.models.norm_kernel import fused_norm, prove
 from fastsuncet.models.sync_batchnorm import RankBatchNorm
 from tools.bench.norm_layers import EPS, MOMENTUM, NormLayer
 

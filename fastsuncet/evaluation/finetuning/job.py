@@ -14,6 +14,7 @@ from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.checkpoint.run_folder import disk_errors, exclusive_run_folder, on_rank_0
 from fastsuncet.config import Config
+from fastsuncet.config.rules import FILES
 from fastsuncet.console import Say
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.launch import Place
@@ -158,7 +159,7 @@ class FineTuningJob:
             del metrics["top5"]  # always 1
         setting = {key.split(".")[-1]: value for key, value in self.values().items()}
         setting["batchnorm_images"] = s.batch // (self.place.world_size * s.accumulate)
-        if self.config.data.kind in ("image_folder", "csv"):
+        if self.config.data.kind in FILES:
             setting["validation"] = self.validation.fingerprint()[:12]  # two folders are two results
         return {
             "kind": "finetune",

@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +14,21 @@ import torch
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 import nvidia.dali.fn as fn
 from nvidia.dali import Pipeline
+from nvidia.dali.plugin.pytorch import feed_ndarray
 
 import fastsuncet.data.paired_stream
 from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
-from pipelines.dali import graphs
-from pipelines.dali.engine import PADDING, DaliEngine, FilePaths, PixelsInMemory, decoder_options
+from pipelines.dali import engine, graphs
+from pipelines.dali.engine import (
+    PADDING,
+    DaliEngine,
+    FilePaths,
+    PixelsInMemory,
+    decoder_options,
+    room_for_buffers,
+)
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
@@ -41,6 +50,10 @@ def arguments_of(operator: str, monkeypatch) -> list[dict]:
     real, calls = getattr(module, operator), []
     monkeypatch.setattr(module, operator, lambda *a, **k: (calls.append(k), real(*a, **k))[1])
     return calls
+
+
+def place_of(device: str) -> dict:
+    return {"device": device, "device_id": 0, "threads": 2, "prefetch": 1, "dtype": torch.float32}
 
 
 def gpu_views(stored: str, **options):
@@ -71,17 +84,36 @@ def test_gpu_graph_takes_the_decoders_options_and_one_decoder_by_default(monkeyp
     assert asked == {**one, "hw_decoder_load": 0.5, "device_memory_padding": 7}
 
 
-def test_decoder_options_follow_the_largest_image_within_dalis_limits():
-    sizes = np.array([[3000, 10], [2000, 2500]], np.int32)
-    assert decoder_options(sizes, "cpu", 0.5, "largest") == {}
-    assert decoder_options(sizes, "gpu", 0.0, "grown") == {"hw_decoder_load": 0.0}
+def test_decoder_options_follow_the_largest_image_within_limits():
+    sizes, most = np.array([[3000, 10], [2000, 2500]], np.int32), 2**40
+    assert decoder_options(sizes, "cpu", 0.5, "largest", most) == {}
+    assert decoder_options(sizes, "gpu", 0.0, "grown", most) == {"hw_decoder_load": 0.0}
     hints = {"preallocate_height_hint": 3000, "preallocate_width_hint": 2500}
     padding = dict.fromkeys(("device_memory_padding", "host_memory_padding"), 6 * 2000 * 2500)
-    assert decoder_options(sizes, "gpu", 0.0, "largest") == {"hw_decoder_load": 0.0, **padding}
-    assert decoder_options(sizes, "gpu", 0.5, "largest") == {"hw_decoder_load": 0.5, **padding, **hints}
-    for sides, expected in (([40, 40], PADDING), ([30_000, 40_000], 2**31 - 1)):
-        options = decoder_options(np.array([sides], np.int32), "gpu", 0.0, "largest")
+    assert decoder_options(sizes, "gpu", 0.0, "largest", most) == {"hw_decoder_load": 0.0, **padding}
+    assert decoder_options(sizes, "gpu", 0.5, "largest", most) == {"hw_decoder_load": 0.5, **padding, **hints}
+    capped = decoder_options(sizes, "gpu", 0.5, "largest", 20_000_000)
+    assert capped == {"hw_decoder_load": 0.5, **dict.fromkeys(padding, 20_000_000)}
+    for sides, limit, expected in (
+        ([40, 40], most, PADDING),
+        ([30_000, 40_000], most, 2**31 - 1),
+        ([9000, 9000], 5, PADDING),
+    ):
+        options = decoder_options(np.array([sides], np.int32), "gpu", 0.0, "largest", limit)
         assert options["host_memory_padding"] == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu_gb", "host_gb", "ranks", "expected"), [(80, 512, 1, 80), (80, 128, 1, 64), (80, 512, 8, 32)]
+)
+def test_decoder_buffers_of_a_stream_take_a_twentieth_of_what_is_free(
+    gpu_gb, host_gb, ranks, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu_gb * 10**9, 96 * 10**9))
+    meminfo = f"MemTotal: 9 kB\nMemFree: 7 kB\nMemAvailable:   {host_gb * 10**9 // 1024} kB\nBuffers: 1 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: meminfo)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert room_for_buffers(0, threads=7) == pytest.approx(expected * 10**9 / 20 / 8, rel=1e-6)
 
 
 def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path, monkeypatch):
@@ -124,16 +156,63 @@ def test_engine_reads_files_whose_names_differ_in_length(index, tmp_path):
     assert_same(opened(unlabeled(renamed), "dali")(0), expected)
 
 
-def test_engine_hands_a_step_over_on_the_stream_of_torch(index, monkeypatch):
-    expected = opened(unlabeled(index), "dali")(1)
-    loader = opened(unlabeled(index), "dali")
-    loader(0)
-    outputs, streams = Pipeline.outputs, []
-    monkeypatch.setattr(Pipeline, "outputs", lambda self, stream: streams.append(stream) or outputs(self))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of GPU {device}")
-    loader._engine._device, loader._engine._device_id = "gpu", 3
-    assert_same(loader(1), expected)
-    assert streams == ["the stream of GPU 3"]
+def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(index, monkeypatch):
+    """The order of calls on streams and events, on stand-ins for them; pixels and DALI are real."""
+    calls: list[str] = []
+
+    class Stream(SimpleNamespace):
+        device = torch.device("cpu")
+
+        def record_event(self):
+            number = sum("records" in call for call in calls)
+            calls.append(f"{self.name} records {number}")
+            return SimpleNamespace(synchronize=lambda: calls.append(f"host waits for {number}"))
+
+        def wait_stream(self, other):
+            calls.append(f"{self.name} waits for {other.name}")
+
+    def copied(output, view, cuda_stream):
+        calls.append(f"copy on {cuda_stream.name}")
+        return feed_ndarray(output, view)
+
+    @contextlib.contextmanager
+    def current(stream):
+        calls.append(f"on {stream.name}")
+        yield
+        calls.append("on training")
+
+    training, run = Stream(name="training"), Pipeline.run
+    monkeypatch.setattr(
+        Pipeline, "run", lambda self, stream=None: calls.append(f"run on {stream.name}") or run(self)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda view, stream: calls.append(f"kept for {stream.name}")
+    )
+    monkeypatch.setattr(engine, "feed_ndarray", copied)
+    visit = unlabeled(index, augmentations=(SMALL,))
+    made = DaliEngine(index, (SMALL,), visit=visit, first_step=0, batch=6, **place_of("cpu"))
+    made._stream = Stream(name="side")
+    found = [made.run() for _ in range(3)]
+    work = [
+        "on side",
+        "run on side",
+        "copy on side",
+        "on training",
+        "training waits for side",
+        "kept for training",
+    ]
+    assert calls == [
+        *("training records 0", *work),
+        *("training records 1", "host waits for 0", *work),
+        *("training records 2", "host waits for 1", *work),
+    ]
+    monkeypatch.undo()
+    twin = opened(unlabeled(index, augmentations=(SMALL,)), "dali")
+    for step, views in enumerate(found):
+        assert_same(views, twin(step))
+        assert views[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.gpu
@@ -159,7 +238,26 @@ def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
     rows = 32
     same = {field.name: np.repeat(getattr(view, field.name), rows, axis=0) for field in fields(view)}
     visit = Visit(0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), (ViewParams(**same),))
-    place = {"device": "gpu", "device_id": 0, "threads": 2, "prefetch": 1, "dtype": torch.float32}
-    engine = DaliEngine(index, (SMALL,), visit=lambda _: visit, first_step=0, batch=rows, **place)
-    (images,) = engine.run()
+    made = DaliEngine(index, (SMALL,), visit=lambda _: visit, first_step=0, batch=rows, **place_of("gpu"))
+    (images,) = made.run()
     assert all(torch.equal(image, images[0]) for image in images)
+
+
+@pytest.mark.gpu
+@gpu
+def test_engine_on_a_gpu_stays_within_two_steps_of_training_and_keeps_its_pixels(index):
+    plan = unlabeled(index)
+    beside, alone = (
+        DaliEngine(index, plan.augmentations, visit=plan, first_step=0, batch=6, **place_of("gpu"))
+        for _ in range(2)
+    )
+    expected = [[view.clone() for view in alone.run()] for _ in range(5)]
+    found, trained = [], []
+    for _ in range(5):
+        found.append(beside.run())
+        # All but the last step that training has queued are done.
+        assert all(event.query() for event in trained[:-1])
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second of training
+        trained.append(torch.cuda.current_stream().record_event())
+    for views, others in zip(found, expected):
+        assert_same(views, others)

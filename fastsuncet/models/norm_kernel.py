@@ -1,0 +1,297 @@
+"""BatchNorm by the CUDA kernels of fastsuncet/kernels/norm.cu: its statistics, or all of it with its neighbors.
+
+`statistics` is for BatchNorm over ranks (sync_batchnorm.py): three launches and an all-reduce, where operators take
+about 15. `fused_norm` is for fused_batchnorm.py. Neither has run on a GPU yet; `prove` compares them with PyTorch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fastsuncet.distributed.collectives import sum_over_ranks, sum_over_ranks_, world_size
+from fastsuncet.kernels import launcher
+from fastsuncet.kernels.self_test import require_close, usable
+
+THREADS = 256
+SUM_BLOCKS = 512  # blocks that leave partial sums: a few for every multiprocessor, few enough to join quickly
+ROWS = 4  # a thread takes at least as many, or its channels' constants would be most of what it reads
+ROW_BLOCKS = 2048  # and more rows where this many blocks are enough: several rounds on the largest GPU
+ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+SMALL = ((2, 24, 9, 5), (300, 8))  # shapes of a quick proof
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of a proof
+TWIN_ELEMENTS = (
+    1 << 25
+)  # of the activations that a proof computes in float64 at a time: 0.27 GB for each tensor
+
+
+def options(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the compiler options of norm.cu for activations of `dtype`."""
+    return (f"-DTHREADS={THREADS}", f"-DELEMENT={ELEMENTS[dtype]}")
+
+
+def fits(x: Tensor, residual: Tensor | None, *constants: Tensor | None) -> bool:
+    """Return whether the kernels take these tensors: dense rows of channels in units of 16 bytes, two or more.
+
+    `constants` are numbers of channels, (C,) or None. False too where the kernels failed their proof.
+    """
+    return (
+        all(t is None or t.dtype == torch.float32 for t in constants)
+        and usable("norm.cu", x, prove)
+        and x.dtype in ELEMENTS
+        and x.dim() in (2, 4)
+        and x.is_contiguous(memory_format=_rows_of_channels(x))
+        and x.shape[1] % _per_thread(x.dtype) == 0
+        and x.data_ptr() % 16 == 0
+        and x.numel() > x.shape[1]
+        and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
+    )
+
+
+def statistics(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    *,
+    eps: float,
+    momentum: float,
+    shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)), float32, of this process's rows or all ranks'.
+
+    x as `fits` checks it. Running statistics are updated in place. If `shared`, it is a collective: one all-reduce.
+    """
+    module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+    moments = x.new_empty(grid.sums[0], 1 + 2 * grid.channels, dtype=torch.float32)
+    grid.launch(module, "norm_moments", grid.sums, x, moments)
+    inverse = x.new_empty(grid.channels, dtype=torch.float32)
+    given = sum_over_ranks_(_sums(module, moments)) if shared else moments
+    joined = _join(module, given, inverse, running_mean, running_variance, eps, momentum)
+    return joined[:1], joined[1 : 1 + grid.channels], inverse
+
+
+def fused_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    *,
+    eps: float,
+    momentum: float,
+    relu: bool,
+    shared: bool,
+) -> Tensor:
+    """Compute relu((x - mean) / sqrt(variance + eps) * weight + bias + residual) in training, by the kernels.
+
+    x, residual (N, C) or channels-last (N, C, H, W), as `fits` checks them; the others (C,) float32 or None.
+    The statistics are those of all ranks if `shared`, joined by one all-reduce forward and one backward, else
+    those of this process. Running statistics are updated in place. Gradients are those of `RankBatchNorm`: this
+    rank's share of that of the sum over ranks of the losses.
+    """
+    settings = (running_mean, running_variance, eps, momentum, relu, shared and world_size() > 1)
+    return _Fused.apply(x, residual, weight, bias, *settings)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, running_mean, running_variance, eps, momentum, relu, shared):
+        module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+        if residual is not None:
+            residual = _aligned(residual, x)
+        rule = {"eps": eps, "momentum": momentum, "shared": shared}
+        count, mean, inverse = statistics(x, running_mean, running_variance, **rule)
+        y = torch.empty_like(x)
+        signs = None
+        if relu and residual is not None:
+            signs = torch.empty(x.numel() // _per_thread(x.dtype), dtype=torch.uint8, device=x.device)
+        tensors = (x, residual, mean, inverse, weight, bias, y, signs)
+        grid.launch(module, "norm_apply", grid.rows, *tensors, more=(relu,))
+        ctx.save_for_backward(x, signs, mean, inverse, weight, bias, count)
+        ctx.relu, ctx.shared, ctx.with_residual = relu, shared, residual is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, signs, mean, inverse, weight, bias, count = ctx.saved_tensors
+        module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+        channels, dy = x.shape[1], _aligned(dy, x)
+        norm = (dy, x, signs, mean, inverse, weight, bias)
+
+        parts = x.new_empty(grid.sums[0], 2 * channels, dtype=torch.float32)
+        grid.launch(module, "norm_gradient_sums", grid.sums, *norm, parts, more=(ctx.relu,))
+        own = parts.new_empty(2 * channels)
+        arguments = launcher.Arguments(parts, own, len(parts), 2 * channels)
+        module.launch("norm_gradient_join", (_joining_blocks(2 * channels), 1), THREADS, arguments)
+        sums = sum_over_ranks(own) if ctx.shared else own
+
+        d_x, d_residual = torch.empty_like(x), None
+        if ctx.with_residual:
+            d_residual = torch.empty_like(x) if ctx.relu else dy
+        tensors = (*norm, sums, count, d_x, d_residual if ctx.relu else None)
+        grid.launch(module, "norm_gradient_apply", grid.rows, *tensors, more=(ctx.relu,))
+        d_weight = None if weight is None else own[channels:]
+        d_bias = None if bias is None else own[:channels]
+        return d_x, d_residual, d_weight, d_bias, *[None] * 6
+
+
+class _Grid:
+    """The blocks for activations: `width` threads side by side, (groups of rows, groups of channels)."""
+
+    def __init__(self, x: Tensor):
+        self.channels = x.shape[1]
+        self.n = x.numel() // self.channels
+        columns = self.channels // _per_thread(x.dtype)
+        # The largest power of two that divides it; 32 threads are 512 bytes.
+        self.width = min(columns & -columns, THREADS, 32)
+        tiles, lanes = columns // self.width, THREADS // self.width
+        groups = -(-self.n // (lanes * ROWS))
+        self.rows = (min(groups, max(1, ROW_BLOCKS // tiles)), tiles)
+        self.sums = (min(groups, max(1, SUM_BLOCKS // tiles)), tiles)
+
+    def launch(
+        self,
+        module: launcher.Module,
+        kernel: str,
+        grid: tuple[int, int],
+        *tensors: Tensor | None,
+        more: tuple = (),
+    ) -> None:
+        arguments = launcher.Arguments(*tensors, self.n, self.channels, self.width, *more)
+        module.launch(kernel, grid, THREADS, arguments)
+
+
+def _sums(module: launcher.Module, moments: Tensor) -> Tensor:
+    """Turn moments (groups, 1 + 2C) into the (1 + 2C) float64 sums that ranks add up, as `join_statistics` does."""
+    sums, channels = moments.new_empty(moments.shape[1], dtype=torch.float64), moments.shape[1] // 2
+    arguments = launcher.Arguments(moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0)
+    module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
+    return sums
+
+
+def _join(
+    module: launcher.Module,
+    given: Tensor,
+    inverse: Tensor,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    eps: float,
+    momentum: float,
+) -> Tensor:
+    """Return (1 + 2C): the count, the means and the variances of all rows; write `inverse` and running statistics.
+
+    `given`: moments (groups, 1 + 2C) of this process, or `_sums` (1 + 2C) that were added over ranks.
+    """
+    channels = given.shape[-1] // 2
+    joined = inverse.new_empty(4 + 2 * channels)[3:]  # the means start at a multiple of 16 bytes
+    written, numbers = (inverse, running_mean, running_variance), (float(eps), float(momentum))
+    if given.dim() == 1:
+        arguments = launcher.Arguments(given, joined, *written, channels, *numbers)
+        module.launch("norm_join_ranks", (-(-channels // THREADS), 1), THREADS, arguments)
+    else:
+        arguments = launcher.Arguments(given, joined, None, *written, len(given), channels, *numbers)
+        module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
+    return joined
+
+
+def _joining_blocks(columns: int) -> int:
+    return -(-columns // (THREADS // 8))  # eight threads per column
+
+
+def _per_thread(dtype: torch.dtype) -> int:
+    return 16 // dtype.itemsize
+
+
+def _rows_of_channels(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if x.dim() == 4 else torch.contiguous_format
+
+
+def _aligned(y: Tensor, x: Tensor) -> Tensor:
+    """Return `y` in the dtype, layout and alignment that the kernels read together with `x`; usually `y` itself."""
+    y = y.to(x.dtype).contiguous(memory_format=_rows_of_channels(x))
+    return y if y.data_ptr() % 16 == 0 else y.clone()
+
+
+def prove(
+    device: torch.device,
+    shapes: Sequence[Sequence[int]] | None = None,  # of activations, (N, C) or (N, C, H, W); None: SMALL
+    dtypes: Sequence[torch.dtype] = tuple(ELEMENTS),
+) -> None:
+    """Compare values, gradients and running statistics of the kernels with PyTorch's in float64. Raises KernelError.
+
+    Each shape is tried in each dtype with ReLU and residual, with ReLU alone, and without both. The largest shape
+    needs about seven times its activations in memory. Waits for the device.
+    """
+    for shape in SMALL if shapes is None else shapes:
+        for dtype in dtypes:
+            for relu, with_residual in ((True, True), (True, False), (False, False)):
+                _prove_one(device, tuple(shape), dtype, relu, with_residual)
+    _prove_joins(device)
+
+
+def _prove_one(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, relu: bool, with_residual: bool
+) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    channels = shape[1]
+
+    def draw() -> Tensor:
+        rows = torch.randn(shape[0], *shape[2:], channels, generator=generator, device=device, dtype=dtype)
+        return rows.movedim(-1, 1)
+
+    x, d_y = draw().add_(2), draw()
+    residual = draw() if with_residual else None
+    weight, bias = (torch.rand(channels, generator=generator, device=device) + 0.5 for _ in range(2))
+    activations = [x] if residual is None else [x, residual]
+    given = [t.requires_grad_() for t in (*activations, weight, bias)]
+    running = [torch.zeros(channels, device=device), torch.ones(channels, device=device)]
+    y = fused_norm(x, residual, weight, bias, *running, eps=1e-5, momentum=0.1, relu=relu, shared=False)
+
+    def twin(part: slice) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return, for some channels, what the ReLU takes, its leaves and the running statistics."""
+        leaves = [_channels(t.detach(), part).double().requires_grad_() for t in given]
+        averages = [torch.zeros_like(leaves[-1]), torch.ones_like(leaves[-1])]
+        wide = F.batch_norm(leaves[0], *averages, *leaves[-2:], training=True, momentum=0.1, eps=1e-5)
+        return wide if residual is None else wide + leaves[1], leaves, averages
+
+    step = max(1, TWIN_ELEMENTS * channels // x.numel())
+    parts = [slice(first, first + step) for first in range(0, channels, step)]
+    with torch.no_grad():
+        for part in parts:
+            # Where rounding decides what the ReLU passes, either gradient is right.
+            d_y[:, part].masked_fill_(twin(part)[0].abs() < 1e-2, 0)
+    y.backward(d_y)
+    for part in parts:
+        wide, leaves, averages = twin(part)
+        expected = F.relu(wide) if relu else wide
+        expected.backward(d_y[:, part].double())
+        for ours, theirs in zip(
+            [y, *running, *(t.grad for t in given)], [expected, *averages, *(t.grad for t in leaves)]
+        ):
+            assert ours is not None and theirs is not None
+            found, wanted = _channels(ours.detach(), part).double(), theirs.detach()
+            require_close(f"BatchNorm of {shape} in {dtype}", found, wanted, TOLERANCES[dtype])
+
+
+def _channels(x: Tensor, part: slice) -> Tensor:
+    """Return some channels of (C,) or (N, C, ...)."""
+    return x[part] if x.dim() == 1 else x[:, part]
+
+
+def _prove_joins(device: torch.device) -> None:
+    """Compare the sums that ranks add up with what one rank has of the same rows, with a mean of 100 deviations."""
+    module, channels = launcher.load("norm.cu", device, options(torch.float32)), 24
+    wave = torch.sin(0.7 * torch.arange(3 * 2 * channels, device=device)).view(3, 2, channels)
+    counts = torch.arange(2, 5, device=device, dtype=torch.float32).unsqueeze(1)
+    moments = torch.cat([counts, 100 + wave[:, 0], 1 + wave[:, 1].square()], dim=1)
+    results = []
+    for given in (_sums(module, moments), moments):
+        inverse, mean, variance = (torch.zeros(channels, device=device) for _ in range(3))
+        joined = _join(module, given, inverse, mean, variance, 1e-5, 0.1)
+        results.append([joined, inverse, mean, variance])
+    for found, expected in zip(*results):
+        require_close("BatchNorm's statistics over ranks", found, expected, 1e-5)

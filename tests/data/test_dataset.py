@@ -1,0 +1,129 @@
+"""Every data.kind from the config to its images, and errors that name the key, its line and the fix."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastsuncet import cli
+from fastsuncet.commands.data_check import check_config
+from fastsuncet.config import load_config
+from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.distributed.launch import join
+from tests.support.pictures import write_image, write_images
+
+CONFIG = """\
+data:
+  kind: images
+  root: tree
+  validation: null
+  backend: torchvision
+criterion: {temperature: 0.1, unsupervised_batch_size: 2}
+optimization: {steps: 1, lr: 1.0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    write_images(tmp_path / "tree", "1.jpg", "x/2.png", "x/y/3.jpg")
+    return tmp_path
+
+
+def opened(*overrides: str, validation: bool = False) -> Images:
+    with join("cpu") as place:
+        return open_images(load_config("run.yaml", overrides), place, validation=validation)
+
+
+def write_shard(path: Path, names: list[str], content: bytes, labels: bool) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for i, name in enumerate(names):
+            members = {f"{name}.jpg": content} | ({f"{name}.cls": f"{i}".encode()} if labels else {})
+            for member, data in members.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def test_images_are_any_tree_without_labels(here):
+    train = opened().train
+    assert list(train.files) == ["1.jpg", "x/2.png", "x/y/3.jpg"] and train.classes == ()
+    assert train.labels.tolist() == [-1] * 3 and train.root == Path("tree")
+    assert list(opened("data.train=x").train.files) == ["2.png", "y/3.jpg"]
+    check_config(load_config("run.yaml"))  # the same kept index
+    assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
+
+
+def test_csv_labels_images_below_the_root(here):
+    (here / "labels.csv").write_text("file,label\nx/2.png,cat\n")
+    csv = ("data.kind=csv", "data.csv=labels.csv", "data.split.kind=csv")
+    images = opened(*csv)
+    assert images.train.classes == ("cat",) and images.split.indices.tolist() == [1]
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_shards_need_no_root_and_no_labels(here, labels):
+    content = write_image(here / "one.jpg").read_bytes()
+    for i in range(3):
+        write_shard(here / "shards" / f"a-{i}.tar", [f"{i}0", f"{i}1"], content, labels)
+    pack = ("data.root=null", "data.pack=shards/a-{0..1}.tar")
+    train = opened(*pack, "data.kind=image_folder").train
+    assert train.labels.tolist() == ([0, 1] * 2 if labels else [-1] * 4)
+    train = opened(*pack).train
+    assert list(train.files) == ["a-0.tar/00.jpg", "a-0.tar/01.jpg", "a-1.tar/10.jpg", "a-1.tar/11.jpg"]
+    assert train.labels.tolist() == [-1] * 4 and train.classes == ()
+    assert len(opened("data.root=null", "data.pack=shards/*.tar").train) == 6
+    (here / "labels.csv").write_text("file,label\na-1.tar/10.jpg,cat\n")
+    images = opened(*pack, "data.kind=csv", "data.csv=labels.csv", "data.split.kind=csv")
+    assert images.split.indices.tolist() == [2] and images.train.classes == ("cat",)
+
+
+def test_synthetic_images_depend_on_the_seed_alone():
+    keys = ("data.kind=synthetic", "data.root=null", "data.validation=val", "data.synthetic.images=40")
+    one, again = (opened(*keys, "data.split.kind=all", validation=True) for _ in range(2))
+    assert one.train.pixels.shape == (40, 32, 32, 3) and len(one.validation) == 4
+    assert one.fingerprint() == again.fingerprint() and np.bincount(one.train.labels).tolist() == [4] * 10
+    assert not np.array_equal(one.train.pixels[:4], one.validation.pixels)
+    # A change here is a change of every such run.
+    assert one.train.pixels[3, 1, 2].tolist() == [155, 133, 79]
+    other = opened(*keys, "data.split.kind=all", "meta.seed=1")
+    assert other.fingerprint() != one.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "said"),
+    [
+        (["data.root=gone"], 3, ["no data folder gone", "command line: data.root=gone", "data.train"]),
+        (["data.train=gone"], 3, ["no data folder tree/gone", "run.yaml:3: data.root: tree"]),
+        (["data.validation=x"], 3, ["tree/x lie in the folder of the training images", "validation=null"]),
+        (["data.kind=image_folder", "data.train=x/y"], 3, ["no class folders", "data.kind: images"]),
+        (
+            ["data.kind=csv", "data.csv=no.csv"],
+            3,
+            ["labels no.csv: No such", "command line: data.csv=no.csv"],
+        ),
+        (["data.pack=no.tar"], 3, ["no pack or shard no.tar", "command line: data.pack=no.tar"]),
+        (["data.root=null"], 2, ["data.root", "is needed with data.kind: images", "data.pack"]),
+        (
+            ["criterion.supervised_epochs=all", "data.split.kind=all"],
+            2,
+            ["images reads no labels", "Use csv", "data.split.kind", "must be none with data.kind: images"],
+        ),
+        (["evaluation.knn_every_epochs=1", "data.validation=val"], 2, ["needs labels", "null turns it off"]),
+        (["data.synthetic.images=3"], 2, ["data.synthetic.images", "read only with data.kind: synthetic"]),
+        (
+            ["data.kind=synthetic", "data.root=null", "data.synthetic.size=9999"],
+            3,
+            ["too many to hold in memory", "command line: data.synthetic.size=9999"],
+        ),
+    ],
+)
+def test_data_errors_name_the_key_its_place_and_the_fix(capsys, overrides, code, said):
+    assert cli.main(["train", "run.yaml", "--dry-run", *overrides]) == code
+    error = capsys.readouterr().err
+    for words in said:
+        assert words in error.replace("\n      ", " "), error
