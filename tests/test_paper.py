@@ -10,7 +10,7 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands.report import paper
-from fastsuncet.commands.sweep.jobs import _mark
+from fastsuncet.commands.sweep.jobs import mark_path
 from fastsuncet.commands.sweep.runs import Job, expand, runs_named
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.config import Config, load_config
@@ -253,7 +253,11 @@ def test_runs_fit_their_data_and_keep_the_papers_hyper_parameters(name):
 def test_a_gpu_of_64_has_the_papers_batch(name, pattern, unlabeled, labeled, views):
     config = train_config(name, pattern) if pattern else load_config(FOLDER / name)
     sizes = config.resolve(64, 1_281_167, 1000, 128_116 if config.criterion.instance != "none" else None)
-    assert (sizes.local_unlabeled, sizes.local_labeled, sizes.samples(0)) == (unlabeled, labeled, views * 64)
+    assert (sizes.local_unlabeled, sizes.global_labeled, sizes.samples(0)) == (
+        unlabeled,
+        labeled * 64,
+        views * 64,
+    )
 
 
 def test_labels_of_every_run_are_the_papers():
@@ -300,12 +304,12 @@ def test_run_shared_by_two_files_is_the_same_run(here, run, there):
 
 
 def finetune_marks(command: str) -> set:
-    return {_mark(job) for job in jobs_of(command) if job.command == "finetune"}
+    return {mark_path(job) for job in jobs_of(command) if job.command == "finetune"}
 
 
 def test_evaluations_have_different_marks_unless_they_are_the_same():
     for name in SWEEPS:
-        marks = [_mark(job) for job in jobs_in(name) if job.command != "train"]
+        marks = [mark_path(job) for job in jobs_in(name) if job.command != "train"]
         assert len(set(marks)) == len(marks), name
     npi, suncet = (
         f"fastsuncet sweep configs/paper/{name}.yaml" for name in ("in1k_npi", "in1k_suncet_10pct")

@@ -21,10 +21,11 @@ import yaml
 from pydantic import PrivateAttr, ValidationError
 
 from fastsuncet.config.arithmetic import Arithmetic, arithmetic
-from fastsuncet.config.messages import REMOVED, ConfigErrors, Origin, Problem, field_problems
-from fastsuncet.config.reader import Key, merged, read_config, without_removed
+from fastsuncet.config.messages import field_problems
+from fastsuncet.config.problems import ConfigErrors, Origin, Problem
+from fastsuncet.config.reader import Document, Dumper, read_config
 from fastsuncet.config.rules import broken
-from fastsuncet.config.schema import SECTIONS, VALUES, PerRank, Sections
+from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat
 
 __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", "flat", "load_config"]
 
@@ -53,12 +54,6 @@ FREE_ON_RESUME = (
     "npi",
     "transfer",
 )
-# Valid values for the required keys, so that rules can be checked on what is valid of a wrong config.
-PLACEHOLDERS = {
-    "data": {"kind": "digits"},
-    "criterion": {"temperature": 1, "unsupervised_batch_size": 2},
-    "optimization": {"lr": 1},
-}
 
 
 class Config(Sections):
@@ -68,29 +63,29 @@ class Config(Sections):
     is broken.
     """
 
-    _origins: dict[Key, Origin] = PrivateAttr(default_factory=dict)
+    _document: Document = PrivateAttr(default_factory=Document)
 
     def model_post_init(self, context: Any, /) -> None:
         """Check the rules between keys."""
         super().model_post_init(context)
-        if problems := broken(self):
+        if problems := broken(flat(self.canonical())):
             raise ConfigErrors(problems)
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Config":
         """Return the config that a checkpoint keeps, `canonical` of this version or of an older one.
 
-        Raises ConfigErrors where a key that was removed since has another value than the one all runs have now.
+        Raises ConfigErrors for what this version does not have.
         """
-        stored = without_removed(values)
-        kept = flat(stored)
-        if problems := [
-            Problem(key, f"is {kept[key]}, and this version has only {only}: use the version that wrote it")
-            for key, only in REMOVED.items()
-            if key in kept
-        ]:
-            raise ConfigErrors(problems)
-        return cls.from_values(stored)
+        try:
+            return cls.from_values(values)
+        except ValidationError as error:
+            problems = field_problems(error, Document(values=values))
+            found = flat(values)
+            raise ConfigErrors(
+                Problem(each.key, f"is {found.get(each.key)}, and {each.text}: use the version that wrote it")
+                for each in problems
+            ) from None
 
     def resolve(
         self,
@@ -108,15 +103,15 @@ class Config(Sections):
         try:
             return arithmetic(self, world_size, num_images, num_classes, num_labeled)
         except ConfigErrors as error:
-            raise ConfigErrors(_located(problem, self._origins) for problem in error.problems) from None
+            raise ConfigErrors(map(self._document.locate, error.problems)) from None
 
     def error(self, key: str, text: str) -> ConfigErrors:
         """Return an error for the caller to raise about the value of a dotted key, with its line."""
-        return ConfigErrors([_located(Problem(key, text), self._origins)])
+        return ConfigErrors([self._document.locate(Problem(key, text))])
 
     def where(self, key: str) -> str:
         """Return where a dotted key is written, such as "run.yaml:3: data.root: images"."""
-        return str(_located(Problem(key, ""), self._origins)).strip()
+        return str(self._document.locate(Problem(key, ""))).strip()
 
     def __eq__(self, other: object) -> bool:
         """Compare the values; the lines they were written on do not count."""
@@ -137,7 +132,7 @@ class Config(Sections):
 
     def to_yaml(self) -> str:
         """Return the config as one file without a base, defaults included; `load_config` reads it back."""
-        return yaml.dump(self.canonical(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.canonical(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
     def changed_keys(self, other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return (key, its value in `other`, its value here) for each difference that forbids continuing a run.
@@ -145,93 +140,48 @@ class Config(Sections):
         `other` is the `canonical` of the run, as its checkpoint keeps it. Keys in FREE_ON_RESUME can differ. A key
         that only one version has counts as what the other version did, as a rule its default.
         """
-        ours, theirs = flat(self.canonical()) | REMOVED, flat(other)
-        changed = []
-        for key in sorted(ours.keys() | theirs.keys()):
-            if key.startswith(tuple(f"{free}." for free in FREE_ON_RESUME)) or key in FREE_ON_RESUME:
-                continue
-            old, new = theirs.get(key, _before(key, theirs)), ours.get(key)
-            if old != new:
-                changed.append(
-                    (key, old, f"{new} (the only value in this version)" if key in REMOVED else new)
-                )
-        return changed
+        theirs = flat(other)
+        before = dict(DEFAULTS)
+        if theirs.get("meta.precision") != "fp32":
+            # Without this key products were float32; behind a float32 network they are whatever the key says.
+            before["criterion.products"] = "fp32"
+        old, new = before | theirs, DEFAULTS | flat(self.canonical())
+        free = tuple(f"{key}." for key in FREE_ON_RESUME)
+        return [
+            (key, old.get(key), new.get(key))
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not f"{key}.".startswith(free)
+        ]
 
 
-def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: Iterable[str] = (),
+    places: Mapping[str, Origin] | None = None,
+) -> Config:
     """Read the YAML file at `path` and its base, apply `overrides` ("section.key=value") and check the result.
 
-    The last of several overrides of a key counts. Raises ConfigErrors (exit code 2) with all problems.
+    The last of several overrides of a key counts. `places` has the origin of those that are not from the command line.
+    Raises ConfigErrors (exit code 2) with all problems, or with the first place that is not YAML.
     """
-    shown = os.fspath(path)
-    document = read_config(shown, list(overrides))
-    # A run's config.yaml of an older version can be read.
-    document.values = without_removed(document.values)
-    if not document.problems:
+    document, problems = read_config(os.fspath(path), overrides, places or {})
+    if not problems:
         with suppress(ValidationError, ConfigErrors):
             config = Config.from_values(document.values)
-            config._origins = document.origins
+            config._document = document
             return config
-    reported = {problem.key for problem in document.problems}
-    found = [problem for problem in _problems(document.values, reported) if problem.key not in reported]
-    raise ConfigErrors(
-        [*document.problems, *(_located(problem, document.origins, shown) for problem in found)]
-    )
-
-
-def _problems(values: dict[str, Any], invalid: set[str]) -> list[Problem]:
-    """Return what is wrong with each key, then with the rules between the valid keys."""
+    found: list[Problem] = []
     try:
-        return broken(Sections.from_values(values), invalid)
+        Sections.from_values(document.values)
     except ValidationError as error:
-        problems, meant = field_problems(error, values)
-    invalid = invalid | meant | {problem.key for problem in problems}
-    config = Sections.from_values(merged(PLACEHOLDERS, _without(values, invalid)))
-    return problems + broken(config, invalid)
-
-
-def _without(values: dict[str, Any], invalid: set[str], above: str = "") -> dict[str, Any]:
-    return {
-        name: _without(value, invalid, f"{above}{name}.") if f"{above}{name}" in SECTIONS else value
-        for name, value in values.items()
-        if f"{above}{name}" not in invalid
+        found = field_problems(error, document)
+    # Of a key that is wrong, and of the one that a misspelled key means, nothing more is said.
+    wrong = {key for each in [*problems, *found] for key in (each.key, each.meant) if key}
+    valid = {
+        key: value
+        for key, value in (DEFAULTS | flat(document.values)).items()
+        if not f"{key}.".startswith(tuple(f"{each}." for each in wrong))
     }
-
-
-def _located(problem: Problem, origins: dict[Key, Origin], shown: str = "") -> Problem:
-    """Return the problem at the line of its key or, where that is not written, of the nearest section above it."""
-    dotted = {".".join(key): origin for key, origin in origins.items()}
-    key = problem.key
-    while key and key not in dotted:
-        key = key.rpartition(".")[0]
-    return problem.at(dotted.get(key, Origin(shown)), problem.show_value and bool(key) and key == problem.key)
-
-
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return dotted key -> plain value of a `canonical`; {per_rank: 44} stays one value."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{above}{name}"
-        if isinstance(value, Mapping) and key not in VALUES:
-            found |= flat(value, f"{key}.")
-        else:
-            found[key] = json.loads(json.dumps(value))  # a tuple and a list are the same
-    return found
-
-
-def _before(key: str, theirs: Mapping[str, Any]) -> Any:
-    """Return what a version without `key` did, as a value of that key."""
-    if key == "criterion.products" and theirs.get("meta.precision") != "fp32":
-        return "fp32"  # behind a float32 network the products are float32 whatever the key says
-    if key not in VALUES or VALUES[key].is_required():
-        return REMOVED.get(key)
-    return json.loads(json.dumps(VALUES[key].default))
-
-
-class _Dumper(yaml.SafeDumper):
-    """One key a line, a list on its line."""
-
-
-_Dumper.add_representer(
-    list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
-)
+    reported = {each.key for each in problems}
+    found = [each for each in [*found, *broken(valid)] if each.key not in reported]
+    raise ConfigErrors([*problems, *map(document.locate, found)])

@@ -7,7 +7,7 @@ out from then on.
 
 from dataclasses import dataclass
 
-from fastsuncet.config.messages import ConfigErrors, Problem, words
+from fastsuncet.config.problems import ConfigErrors, Problem, words
 from fastsuncet.config.schema import PerRank, Sections
 
 
@@ -34,16 +34,6 @@ class Arithmetic:
     def global_labeled(self) -> int:
         """Labeled images of one supervised step over all processes."""
         return self.classes_per_batch * self.global_images_per_class
-
-    @property
-    def local_labeled(self) -> int:
-        """Labeled images of one supervised step on each process."""
-        return self.classes_per_batch * self.local_images_per_class
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the unlabeled images; a fraction where a run is given in steps."""
-        return self.steps / self.steps_per_epoch
 
     @property
     def views(self) -> int:
@@ -78,62 +68,54 @@ def arithmetic(
     if world_size < 1:
         raise ValueError(f"a world has at least one process, not {world_size}")
     c, o = config.criterion, config.optimization
-    problems: list[Problem] = []
 
-    def require(holds: bool, key: str, text: str) -> None:
-        if not holds:
-            problems.append(Problem(key, text))
-
-    def raise_problems() -> None:
-        if problems:
+    def require(*checks: tuple[bool, str, str]) -> None:
+        if problems := [Problem(key, text) for holds, key, text in checks if not holds]:
             raise ConfigErrors(problems)
 
-    def sizes(key: str) -> tuple[int, int]:
+    def sizes(size: int | PerRank) -> tuple[int, int]:
         """Return a size over all processes and on each."""
-        size = getattr(c, key)
         if isinstance(size, PerRank):
             return size.per_rank * world_size, size.per_rank
-        if size % world_size:
-            require(False, f"criterion.{key}", _indivisible(size, world_size))
         return size, size // world_size
 
-    unlabeled, local_unlabeled = sizes("unsupervised_batch_size")
-    per_class, local_per_class, classes = 0, 0, 0
-    if c.supervised:
-        classes = c.classes_per_batch
-        per_class, local_per_class = sizes("supervised_imgs_per_class")
     labels_alone = c.instance == "none"
-    require(
-        labels_alone or unlabeled >= 2,
-        "criterion.unsupervised_batch_size",
-        "is 1 image over all processes, which has no negative; at least 2 are needed",
-    )
-    require(
-        not c.contrasts_labels or per_class >= 2,
-        "criterion.supervised_imgs_per_class",
-        "is 1 image of a class over all processes, which has no positive; at least 2 are needed",
-    )
-    require(
-        num_classes is None or classes <= num_classes,
-        "criterion.classes_per_batch",
-        f"must be at most {num_classes}: that many classes have a labeled image",
-    )
+    unlabeled, local_unlabeled = sizes(c.unsupervised_batch_size)
+    classes = c.classes_per_batch if c.supervised else 0
+    per_class, local_per_class = sizes(c.supervised_imgs_per_class) if c.supervised else (0, 0)
+    batch_key, class_key = "criterion.unsupervised_batch_size", "criterion.supervised_imgs_per_class"
+    key, kind, batch, there = batch_key, "images", unlabeled, num_images
     if labels_alone:
-        available, batch = num_images if num_labeled is None else num_labeled, classes * per_class
-        steps_per_epoch = available // batch if batch else 0
-        require(
-            steps_per_epoch > 0,
-            "criterion.supervised_imgs_per_class",
-            f"a batch of {batch:,} labeled images over all processes is larger than the {available:,} there are",
-        )
-    else:
-        steps_per_epoch = num_images // max(unlabeled, 1)
-        require(
-            steps_per_epoch > 0,
-            "criterion.unsupervised_batch_size",
-            f"a batch of {unlabeled:,} images over all processes is larger than the data set of {num_images:,}",
-        )
-    raise_problems()
+        key, kind, batch = class_key, "labeled images", classes * per_class
+        there = num_images if num_labeled is None else num_labeled
+    require(
+        *(
+            (False, name, _indivisible(size, world_size))
+            for name, size in ((batch_key, unlabeled), (class_key, per_class))
+            if size % world_size
+        ),
+        (
+            labels_alone or unlabeled >= 2,
+            batch_key,
+            "is 1 image over all processes, which has no negative; at least 2 are needed",
+        ),
+        (
+            not c.contrasts_labels or per_class >= 2,
+            class_key,
+            "is 1 image of a class over all processes, which has no positive; at least 2 are needed",
+        ),
+        (
+            num_classes is None or classes <= num_classes,
+            "criterion.classes_per_batch",
+            f"must be at most {num_classes}: that many classes have a labeled image",
+        ),
+        (
+            0 < batch <= there,
+            key,
+            f"a batch of {batch:,} {kind} over all processes is larger than the {there:,} there are",
+        ),
+    )
+    steps_per_epoch = there // batch
     # When a plateau ends supervision is not known before the run: until then it can last to the end.
     on = c.supervised_epochs * steps_per_epoch if isinstance(c.supervised_epochs, int) else None
     if c.labeled_share is not None and on is not None:
@@ -142,28 +124,27 @@ def arithmetic(
         per_class = local_per_class * world_size
         local_unlabeled = max(0, views - classes * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size
-        require(
-            per_class >= 2 and unlabeled >= 2,
-            "criterion.labeled_share",
+        text = (
             f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
-            f"processes, and {unlabeled:,} unlabeled ones; at least 2 of both are needed",
+            f"processes, and {unlabeled:,} unlabeled ones; at least 2 of both are needed"
         )
-        raise_problems()
+        require((per_class >= 2 and unlabeled >= 2, "criterion.labeled_share", text))
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
     steps = o.steps if o.steps is not None else (o.epochs or 0) * steps_per_epoch
     warmup_steps = round(o.warmup * steps_per_epoch)
     require(
-        steps == 0 or warmup_steps < steps,
-        "optimization.warmup",
-        f"must be shorter than the run: {o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}",
+        (
+            steps == 0 or warmup_steps < steps,
+            "optimization.warmup",
+            f"must be shorter than the run: {o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}",
+        ),
+        (
+            c.labeled_share is None or on is None or on <= steps,
+            "criterion.labeled_share",
+            f"would need {on or 0:,} updates for as many passes through the labeled images, and the run has {steps:,}",
+        ),
     )
-    require(
-        c.labeled_share is None or on is None or on <= steps,
-        "criterion.labeled_share",
-        f"would need {on or 0:,} updates for as many passes through the labeled images, and the run has {steps:,}",
-    )
-    raise_problems()
     return Arithmetic(
         world_size=world_size,
         num_images=num_images,

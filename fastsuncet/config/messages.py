@@ -1,22 +1,14 @@
-"""What is wrong with a config: each problem with its file and line, the key, the value as written, and what is allowed.
-
-For an unknown key the message names the key that was probably meant: by its spelling, in its right section, or by its
-name here for users of the authors' code.
-"""
+"""What to say about a key that is unknown, missing or not allowed: what is allowed, and what was probably meant."""
 
 import re
-import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from fastsuncet.config.schema import SECTIONS, VALUES
-from fastsuncet.errors import ConfigError
-
-WIDTH = 60  # characters of a value that a message repeats
+from fastsuncet.config.problems import Problem, words
+from fastsuncet.config.reader import Document, as_yaml
+from fastsuncet.config.schema import Schema
 
 # Keys of facebookresearch/suncet (both releases) whose name or meaning differs here.
 ANCESTOR = {
@@ -43,101 +35,53 @@ ANCESTOR = {
     "use_fp16": "meta.precision: fp16 (or bf16, which needs no loss scaling)",
     "training": "not needed: `fastsuncet train` trains",
 }
-# Keys that older versions had -> the value that all runs have now.
-REMOVED = {"model.batchnorm_communicator": "shared"}
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a value was written. `override` is the whole argument where it came from the command line."""
-
-    file: str = ""
-    line: int = 0
-    written: str = ""
-    override: str = ""
-
-    def __str__(self) -> str:
-        if self.override:
-            return "command line"
-        return f"{self.file}:{self.line}" if self.line else self.file
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing to change. `key` is dotted ("criterion.temperature"), or empty for the file as a whole."""
-
-    key: str
-    text: str
-    origin: Origin = Origin()
-    show_value: bool = True
-
-    def __str__(self) -> str:
-        value = f": {shorten(self.origin.written)}" if self.show_value and self.origin.written else ""
-        subject = shorten(self.origin.override) or (self.key and shorten(self.key) + value)
-        head = ": ".join(part for part in (str(self.origin), subject) if part)
-        lines = textwrap.wrap(self.text, 100, break_long_words=False, break_on_hyphens=False)
-        return "\n      ".join([f"  {head}", *lines])
-
-    def at(self, origin: Origin, show_value: bool = True) -> "Problem":
-        """Return the same problem with the place it was written at."""
-        return replace(self, origin=origin, show_value=show_value)
+def field_problems(error: ValidationError, document: Document) -> list[Problem]:
+    """Return a problem for each key of the document that is unknown, missing or not allowed."""
+    schema = document.schema
+    problems: dict[str, Problem] = {}
+    missing: list[str] = []
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        section, name, value, rest = "", "", document.values, [str(part) for part in item["loc"]]
+        while rest and (key := f"{section}.{name}".lstrip(".")) in schema.sections:
+            section, name = key, rest.pop(0)
+            value = value.get(name) if isinstance(value, dict) else None
+        key = f"{section}.{name}".lstrip(".")
+        if name not in schema.sections[section]:
+            problems[key] = _unknown(schema, section, name)
+        elif item["type"] == "missing" and not rest:
+            missing.append(key)
+        else:
+            text = _wrong(schema, key, value)
+            # A line below the key is named where it has one, as in a mapping of any keys.
+            while rest and f"{key}.{rest[0]}" in document.origins:
+                key = f"{key}.{rest.pop(0)}"
+            problems.setdefault(key, Problem(key, text))
+    # A misspelled key is one mistake, not two: its right spelling is not reported as missing as well.
+    meant = {problem.meant for problem in problems.values()}
+    return [*problems.values(), *(Problem(key, _missing(schema, key)) for key in missing if key not in meant)]
 
 
-class ConfigErrors(ConfigError):
-    """Everything that is wrong with a config: `problems` in the order of the files, the command line last."""
-
-    def __init__(self, problems: Iterable[Problem]):
-        # A rule and a type can say the same about the same place.
-        unique = dict.fromkeys(problems)
-        self.problems = sorted(unique, key=lambda p: (bool(p.origin.override), p.origin.file, p.origin.line))
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{count} in the config\n\n" + "\n".join(map(str, self.problems)))
-
-
-def shorten(text: str) -> str:
-    """Return one line of at most WIDTH characters, without control characters."""
-    line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
-
-
-def words(items: Iterable[object], last: str = "or") -> str:
-    """Return a list as in a sentence: a, b or c."""
-    *head, tail = [str(item) for item in items]
-    return f"{', '.join(head)} {last} {tail}" if head else tail
-
-
-def as_yaml(value: Any) -> str:
-    """Return a default or another plain value as YAML shows it."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(as_yaml, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# --------------------------------------------------------------------------------------------------- what is allowed
-def allowed(key: str) -> str:
+def allowed(schema: Schema, key: str) -> str:
     """Return what the value of a dotted key must be, in words that follow "must be"."""
-    if key in SECTIONS:
-        return f"a section with the keys {words(SECTIONS[key], 'and')}"
-    kind, metadata, null = VALUES[key].annotation, VALUES[key].metadata, ""
+    section, _, name = key.rpartition(".")
+    field = schema.sections[section][name]
+    kind, metadata, null = field.annotation, field.metadata, ""
     if type(None) in get_args(kind):
         kind, null = next(part for part in get_args(kind) if part is not type(None)), ", or null"
         metadata = getattr(kind, "__metadata__", ())
-    return (metadata[-1].words if metadata else words(get_args(kind))) + null
+    if metadata:
+        return metadata[-1].words + null
+    if key in schema.sections:
+        return f"a section with the keys {words(schema.sections[key], 'and')}"
+    return words(get_args(kind)) + null
 
 
-def _parts(kind: Any) -> list[Any]:
-    """Return a type and all the types it is made of."""
-    below = [] if get_origin(kind) is Literal else get_args(kind)
-    return [kind, *(part for inner in below for part in _parts(inner))]
-
-
-def _wrong(key: str, value: Any) -> str:
-    text = f"must be {allowed(key)}"
-    if key in SECTIONS:
+def _wrong(schema: Schema, key: str, value: Any) -> str:
+    text, field = f"must be {allowed(schema, key)}", schema.values.get(key)
+    if field is None:
         return text
-    field = VALUES[key]
     parts = _parts(field.annotation)
     if isinstance(value, str):
         choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
@@ -154,66 +98,51 @@ def _wrong(key: str, value: Any) -> str:
     return text
 
 
-def _missing(key: str) -> str:
-    if key not in SECTIONS:
-        return f"is missing; it must be {allowed(key)}"
-    required = [f"{key}.{name}" for name, field in SECTIONS[key].items() if field.is_required()]
-    return f"the section is missing; at least {words(required, 'and')} must be written"
+def _parts(kind: Any) -> list[Any]:
+    """Return a type and all the types it is made of."""
+    below = [] if get_origin(kind) is Literal else get_args(kind)
+    return [kind, *(part for inner in below for part in _parts(inner))]
 
 
-def _unknown(section: str, name: str) -> tuple[str, str]:
-    """Return what to say about a key that the section does not have, and the key that was probably meant or ""."""
-    if not section and name == "base":
-        return "base is written at the top of a config file, not on the command line", ""
-    if "." in name and (name in VALUES or name in SECTIONS):
+def _missing(schema: Schema, key: str) -> str:
+    fields = schema.sections.get(key, {})
+    if required := [f"{key}.{name}" for name, field in fields.items() if field.is_required()]:
+        return f"the section is missing; at least {words(required, 'and')} must be written"
+    return f"is missing; it must be {allowed(schema, key)}"
+
+
+def _unknown(schema: Schema, section: str, name: str) -> Problem:
+    """Return the problem of a key that the section does not have."""
+    here = f"{section}." if section else ""
+    known = {key: f"{here}{key}" for key in [*schema.sections[section], *([] if section else ["base"])]}
+    text = meant = ""
+    if name in schema.values or name in schema.sections:
         above, _, leaf = name.rpartition(".")
-        return f"a dot is for the command line; in a file write {leaf}: below {above}:", name
-    if elsewhere := sorted(key for key in VALUES if key.endswith(f".{name}")):
-        return f"there is no such key here; {name} is {words(elsewhere)}", elsewhere[0]
-    if f"{section}.{name}" in REMOVED:
-        return (
-            f"there is no such key any more: this version has only {REMOVED[f'{section}.{name}']}. Remove the line",
-            "",
-        )
-    if name in ANCESTOR:
-        return f"there is no such key; what facebookresearch/suncet calls {name} is {ANCESTOR[name]}", ""
-    prefix = f"{section}." if section else ""
-    known = {key: f"{prefix}{key}" for key in [*SECTIONS[section], *([] if section else ["base"])]}
-    leaves = {key.rpartition(".")[2]: key for key in sorted(VALUES)}
-    for names, similarity in ((known, 0.6), (leaves, 0.75)):
+        text, meant = f"a dot is for the command line; in a file write {leaf}: below {above}:", name
+    elif not section and name == "base":
+        text = "base is written at the top of a config file, not on the command line"
+    elif elsewhere := keys_ending_in(schema, name):
+        text, meant = f"there is no such key here; {name} is {words(elsewhere)}", elsewhere[0]
+    elif name in ANCESTOR:
+        text = f"there is no such key; what facebookresearch/suncet calls {name} is {ANCESTOR[name]}"
+    elif meant := nearest_key(schema, name, known):
+        text = f"there is no such {'section' if meant in schema.sections else 'key'}; did you mean {meant}?"
+    elif section:
+        text = f"there is no such key; {section} has {words(known, 'and')}"
+    else:
+        text = f"there is no such section; the sections are {words(known, 'and')}"
+    return Problem(here + name, text, meant=meant)
+
+
+def keys_ending_in(schema: Schema, name: str) -> list[str]:
+    """Return the dotted keys whose last part is `name`."""
+    return [key for key in schema.values if key.endswith(f".{name}")]
+
+
+def nearest_key(schema: Schema, name: str, here: dict[str, str]) -> str:
+    """Return the dotted key spelled most like `name`: one of `here` (name -> dotted), any other, or ""."""
+    leaves = {key.rpartition(".")[2]: key for key in sorted(schema.values)}
+    for names, similarity in ((here, 0.6), (leaves, 0.75)):
         if near := get_close_matches(name.lower(), names, 1, similarity):
-            meant = names[near[0]]
-            return f"there is no such {'key' if '.' in meant else 'section'}; did you mean {meant}?", meant
-    if section:
-        return f"there is no such key; {section} has {words(known, 'and')}", ""
-    return f"there is no such section; the sections are {words(known, 'and')}", ""
-
-
-# ------------------------------------------------------------------------------------------------- pydantic's errors
-def field_problems(error: ValidationError, values: dict[str, Any]) -> tuple[list[Problem], set[str]]:
-    """Return a problem for each key of `values` that is unknown, missing or not allowed, and the keys that were meant
-    by unknown ones, of which nothing more should be said.
-    """
-    problems: dict[str, Problem] = {}
-    meant: set[str] = set()
-    missing: list[str] = []
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
-        loc = [str(part) for part in item["loc"]]
-        section, name, value = "", "", values
-        for part in loc:
-            section, name = f"{section}.{name}".strip("."), part
-            value = value.get(part) if isinstance(value, dict) else None
-            if f"{section}.{name}".strip(".") not in SECTIONS or name not in SECTIONS[section]:
-                break
-        key = f"{section}.{name}".strip(".")
-        if name not in SECTIONS[section]:
-            text, suggestion = _unknown(section, name)
-            problems[key] = Problem(key, text)
-            meant |= {suggestion} - {""}
-        elif item["type"] == "missing" and name == loc[-1]:
-            missing.append(key)
-        else:
-            problems.setdefault(key, Problem(key, _wrong(key, value)))
-    # A misspelled key is one mistake, not two: its right spelling is not reported as missing as well.
-    problems |= {key: Problem(key, _missing(key), show_value=False) for key in missing if key not in meant}
-    return list(problems.values()), meant
+            return names[near[0]]
+    return ""

@@ -1,4 +1,4 @@
-"""Reads a config's YAML files and overrides, and remembers the line of every value.
+"""Reads YAML files and overrides, and remembers the line of every value.
 
 The YAML is PyYAML's, restricted, because a config often comes from someone else:
   - no tags (`!!python/...`)
@@ -9,9 +9,10 @@ Some values have another meaning than in YAML 1.1: `1e-4` is a number and not te
 and not a number in base 60 or a date.
 """
 
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,18 +20,14 @@ from typing import Any, ClassVar
 
 import yaml
 
-from fastsuncet.config.messages import REMOVED, ConfigErrors, Origin, Problem, shorten
-from fastsuncet.config.schema import SECTIONS, VALUES
+from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem, shorten, words
+from fastsuncet.config.schema import CONFIG, Schema
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 5_000
 MAX_DEPTH = 16
 
-Key = tuple[str, ...]  # ("data", "split", "file")
-
 CORE = "tag:yaml.org,2002:"
-BOOLEANS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
-
 # Words of PyYAML's messages -> what to do about them.
 HINTS = {
     "mapping values are not allowed here": "is this line indented like its neighbors, has the line above a colon?",
@@ -80,245 +77,225 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(CORE + _tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
+class Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: one key a line, a list on its line."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = _Loader.yaml_implicit_resolvers
+
+
+Dumper.add_representer(
+    list, lambda dumper, value: dumper.represent_sequence(f"{CORE}seq", value, flow_style=True)
+)
+
+
+def as_yaml(value: Any) -> str:
+    """Return a plain value on one line, as an override has it: quoted where it would read as something else."""
+    text = yaml.dump([value], Dumper=Dumper, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.strip()[1:-1]
+
+
+# --------------------------------------------------------------------------------------------------------- documents
 @dataclass
 class Document:
-    """Values in plain types, the origin of each key, and the problems found: of one file or override, or of several."""
+    """Plain values and the origin of each dotted key: of one file or override, or of several laid on each other."""
 
     file: str = ""
-    values: Any = None
-    origins: dict[Key, Origin] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    schema: Schema = CONFIG
+    values: Any = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
 
+    def lay(self, over: "Document") -> None:
+        """Lay `over` on this document: sections are merged key by key, other values are replaced."""
+        self.values, self.origins = _merged(self.values, over.values), self.origins | over.origins
 
-def parse(text: str, file: str = "", override: str = "") -> Document:
-    """Return the document that `text` is. Raises ConfigErrors where it is not YAML."""
-    try:
-        node = _Loader(text).get_single_node()
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        why = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
-        raise ConfigErrors([Problem("", why, Origin(file, line, "", override))]) from None
-    except yaml.MarkedYAMLError as error:
-        line, why = _syntax(error, text)
-        raise ConfigErrors([Problem("", why, Origin(file, line, "", override))]) from None
-    builder = _Builder(text, file, override)
-    values = None if node is None else builder.build(node, ())
-    return Document(file, values, builder.origins, builder.problems)
+    def locate(self, problem: Problem) -> Problem:
+        """Return the problem at the line of its key or, where that is not written, of the nearest key above it."""
+        key = problem.key
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        origin = self.origins.get(key, Origin(self.file))
+        return replace(problem, origin=origin if key == problem.key else replace(origin, written=""))
 
-
-def _syntax(error: Any, source: str) -> tuple[int, str]:
-    """Return the line of a syntax error, and what to do about it."""
-    mark, context, text = error.problem_mark, error.context or "", error.problem
-    if error.context_mark is not None and mark.index >= len(source.rstrip()):
-        mark = error.context_mark  # what is open to the end of the file is reported where it was opened
-    if type(error) is not yaml.MarkedYAMLError:  # PyYAML's message and not ours
-        hint = next((hint for words, hint in HINTS.items() if words in f"{context} {text}"), None)
-        text = f"not valid YAML: {text}" + (f" ({hint})" if hint else "")
-    return mark.line + 1, text
-
-
-class _Builder:
-    """Builds plain values from nodes, and gathers origins and problems."""
-
-    def __init__(self, text: str, file: str, override: str):
-        self.text, self.file, self.override = text, file, override
-        self.origins: dict[Key, Origin] = {}
-        self.problems: list[Problem] = []
-
-    def origin(self, node: yaml.Node, value: yaml.Node | None = None) -> Origin:
-        """Return the line of `node`, with the text of `value` as it was written."""
-        shown: Any = value or node
-        written = self.text[shown.start_mark.index : shown.end_mark.index].strip() or "null"
-        if isinstance(shown, yaml.MappingNode) and not shown.flow_style:
-            written = ""  # a section of several lines is not repeated
-        return Origin(self.file, node.start_mark.line + 1, written, self.override)
-
-    def build(self, node: Any, path: Key) -> Any:
+    def build(self, node: Any, key: str) -> Any:
+        """Return the plain value of a node of PyYAML's, and note the origins of the keys below `key`."""
         kind = node.tag.removeprefix(CORE)
         if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self.mapping(node, path)
+            return self._mapping(node, key)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self.build(item, path) for item in node.value]
-        if isinstance(node, yaml.ScalarNode) and kind in ("str", "int", "float", "bool", "null"):
+            return [self.build(item, key) for item in node.value]
+        if isinstance(node, yaml.ScalarNode):
             try:
-                return _scalar(kind, node.value)
+                value = _SCALARS[kind](node.value)
+                return {} if value is None and key in self.schema.sections else value
             except (
                 ValueError,
                 KeyError,
             ):  # `!!int abc`, a number of more than 4,300 digits, half a character
                 kind = f"{kind} {node.value}"
-        tag = "!!" + kind if node.tag.startswith(CORE) else node.tag
-        text = (
-            f"{shorten(tag)} is not read: a config holds text, numbers, true, false, null, lists and sections"
-        )
-        self.problems.append(Problem(".".join(path), text, self.origin(node), show_value=False))
-        return None
+        tag = shorten("!!" + kind if node.tag.startswith(CORE) else node.tag)
+        text = f"{tag} is not read: a config holds text, numbers, true, false, null, lists and sections"
+        raise ConfigErrors([Problem(key, text, _origin(node))])
 
-    def mapping(self, node: yaml.MappingNode, path: Key) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, above: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            origin = self.origin(key_node, value_node)
-            if not isinstance(key_node, yaml.ScalarNode):
-                text = "a key is a plain word, not a list or a section"
-                self.problems.append(Problem(".".join(path), text, origin, show_value=False))
-                continue
-            key = (*path, key_node.value)
-            if key_node.value in values:
+        for name, value in node.value:
+            key, origin = f"{above}.{name.value}".lstrip("."), _origin(name, value)
+            if not isinstance(name, yaml.ScalarNode):
+                raise ConfigErrors([Problem(above, "a key is a plain word, not a list or a section", origin)])
+            if name.value in values:
                 text = f"written twice: first on line {self.origins[key].line}. Keep one"
-                self.problems.append(Problem(".".join(key), text, origin))
-                continue
+                raise ConfigErrors([Problem(key, text, origin)])
             self.origins[key] = origin
-            values[key_node.value] = self.build(value_node, key)
+            values[name.value] = self.build(value, key)
         return values
 
 
-def _scalar(kind: str, text: str) -> Any:
-    if kind == "str":
-        text.encode()  # "\ud800" is half a character: raises ValueError
-        return text
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return BOOLEANS[text.lower()]
-    number = text.replace("_", "").lower()
-    return int(number) if kind == "int" else float(number.replace(".inf", "inf").replace(".nan", "nan"))
+_SCALARS = {
+    "str": lambda text: text.encode().decode(),  # ValueError for "\ud800", half a character
+    "null": lambda text: None,
+    "bool": lambda text: _Loader.bool_values[text.lower()],
+    "int": lambda text: int(text.replace("_", "")),
+    "float": lambda text: float(re.sub(r"_|\.(?=inf|nan)", "", text.lower())),
+}
 
 
-def read_file(path: Path, shown: str, origin: Origin | None = None) -> Document:
-    """Parse the file at `path`, called `shown` in messages. `origin` is the line that named it, if a line did."""
+def _origin(node: yaml.Node, value: yaml.Node | None = None) -> Origin:
+    """Return the line of `node`, with the text of `value` as it was written."""
+    shown, mark = value or node, node.start_mark
+    written = str(mark.buffer)[shown.start_mark.index : shown.end_mark.index].strip() or "null"
+    if isinstance(shown, yaml.MappingNode) and not shown.flow_style:
+        written = ""  # a section of several lines is not repeated
+    return Origin(mark.name, 0 if mark.name == COMMAND_LINE else mark.line + 1, written)
 
-    def failed(text: str) -> ConfigErrors:
-        return ConfigErrors([Problem("base" if origin else "", text, origin or Origin(shown))])
 
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        result[name] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def parse(text: str, file: str, schema: Schema = CONFIG, key: str = "") -> Document:
+    """Return the document that `text` is, or the value of a dotted key. Raises ConfigErrors for what is not read."""
+    try:
+        loader = _Loader(text)
+        loader.name = file
+        node = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        why = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark
+        if error.context_mark is not None and mark.index >= len(text.rstrip()):
+            mark = error.context_mark  # what is open to the end of the file is reported where it was opened
+        line, why = mark.line + 1, str(error.problem)
+        if type(error) is not yaml.MarkedYAMLError:  # PyYAML's message and not ours
+            found = f"{error.context or ''} {why}"
+            hint = next((f" ({hint})" for part, hint in HINTS.items() if part in found), "")
+            why = f"not valid YAML: {why}{hint}"
+    else:
+        document = Document(file, schema)
+        document.values = {} if node is None else document.build(node, key)
+        return document
+    origin = Origin(file, 0, text) if file == COMMAND_LINE else Origin(file, line)
+    raise ConfigErrors([Problem(key, why, origin)])
+
+
+def parse_override(argument: str, place: Origin | None = None) -> Document:
+    """Return `section.key=value` as a document; the value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}.
+
+    `place` is where it was written, by default on the command line. Raises ConfigErrors.
+    """
+    key, equals, text = argument.partition("=")
+    origin = place or Origin(COMMAND_LINE, 0, text)
+    if not equals or not all(part and part == part.strip() for part in key.split(".")):
+        text = "an override is written section.key=value, without spaces around the ="
+        raise ConfigErrors([Problem(key, text, origin)])
+    document = parse(text or "null", COMMAND_LINE, key=key)
+    for part in reversed(key.split(".")):
+        document.values = {part: document.values}
+    # `...batch_size.per_rank=44` replaces all of the value. Sections above the key keep their lines: the override is
+    # not to blame for what is missing there.
+    whole = next((value for value in CONFIG.values if key.startswith(f"{value}.")), key)
+    document.origins |= {whole: origin, key: origin}
+    if place:
+        document.origins = dict.fromkeys(document.origins, place)
+    return document
+
+
+def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | None = None) -> Document:
+    """Parse the file at `path`, called `shown` in messages. `origin` is the line that named it, if a line did.
+
+    Raises ConfigErrors where nothing can be read: no file, no YAML, no keys.
+    """
+    origin, key = origin or Origin(shown), "base" if origin else ""
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)  # never more: the file can be a device without an end
+        if len(raw) > MAX_BYTES:
+            text = f"{shown} is larger than {MAX_BYTES // 1_000_000} MB: this is not a config"
+        else:
+            document = parse(raw.decode("utf-8"), shown, schema)
+            if isinstance(document.values, dict):
+                return document
+            names = words(schema.sections[""], "and")
+            key, text, origin = "", f"must be lines `key: value` with the keys {names}", Origin(shown, 1)
     except FileNotFoundError:
-        raise failed(_not_found(path, shown)) from None
-    except IsADirectoryError:
-        raise failed(f"{shown} is a folder; a config is a YAML file in it") from None
+        text = _not_found(path, shown)
     except OSError as error:
-        raise failed(f"{shown} cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise failed(f"{shown} is larger than {MAX_BYTES // 1_000_000} MB: this is not a config")
-    try:
-        return parse(raw.decode("utf-8"), shown)
+        text = f"{shown} cannot be read: {error.strerror}"
     except UnicodeDecodeError as error:
-        at = Origin(shown, raw[: error.start].count(b"\n") + 1)
-        raise ConfigErrors([Problem("", "not UTF-8 text: save the file as UTF-8", at)]) from None
+        line = error.object[: error.start].count(b"\n") + 1
+        key, text, origin = "", "not UTF-8 text: save the file as UTF-8", Origin(shown, line)
+    raise ConfigErrors([Problem(key, text, origin)])
 
 
 def _not_found(path: Path, shown: str) -> str:
-    folder = Path(shown).parent
-    try:
-        there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml"))
-    except OSError:
+    folder, there = Path(shown).parent, sorted(each.name for each in path.parent.glob("*.y*ml"))
+    if not path.parent.is_dir():
         return f"no such file: there is no folder {folder}"
     if near := get_close_matches(path.name, there, 1):
         return f"no such file; did you mean {folder / near[0]}?"
     return "no such file" + (f"; {folder} holds {', '.join(there[:8])}" if there else "")
 
 
-# ---------------------------------------------------------------------------------------- a file, its base, overrides
-def read_config(shown: str, overrides: Sequence[str]) -> Document:
-    """Read a file and its base and lay `overrides` on them. The last value of a key counts.
+def read_config(
+    shown: str, overrides: Iterable[str], places: Mapping[str, Origin]
+) -> tuple[Document, list[Problem]]:
+    """Read a config and its base, lay `overrides` on them, and name the run. The last value of a key counts.
 
-    Raises ConfigErrors where nothing can be read: no file, no YAML, no sections.
+    `places` has the origin of overrides that are not from the command line. Returns the document and the problems of
+    overrides. Raises ConfigErrors as `read_file` does.
     """
-    path = Path(shown).expanduser()
-    document = _sections(read_file(path, shown))
-    base, at = document.values.pop("base", None), document.origins.pop(("base",), None)
-    if at is not None:
-        document = _laid_on(_read_base(base, at, document, path), document)
+    path, problems = Path(shown).expanduser(), []
+    document = read_file(path, shown)
+    if "base" in document.values:
+        over, document = document, _read_base(document, path)
+        document.lay(over)
     for argument in overrides:
-        document = _laid_on(document, _read_override(argument))
-    logging = document.values.get("logging", {})
+        try:
+            document.lay(parse_override(argument, places.get(argument)))
+        except ConfigErrors as error:  # noqa: PERF203
+            problems += error.problems
+    logging = document.values.setdefault("logging", {})
     if isinstance(logging, dict) and logging.get("write_tag") is None:
-        origin = Origin(shown, written=f"{path.stem} (from the name of the file)")
-        name = Document(shown, {"logging": {"write_tag": path.stem}}, {("logging", "write_tag"): origin})
-        document = _laid_on(document, name)
-    return document
+        logging["write_tag"] = path.stem
+        document.origins["logging.write_tag"] = Origin(shown, 0, f"{path.stem} (from the name of the file)")
+    document.file = shown
+    return document, problems
 
 
-def _laid_on(base: Document, over: Document) -> Document:
-    values = merged(base.values, over.values)
-    return Document(over.file, values, base.origins | over.origins, base.problems + over.problems)
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `over` laid on `base`: sections are merged key by key at every level, other values are replaced."""
-    result = dict(base)
-    for name, value in over.items():
-        below = result.get(name)
-        result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return result
-
-
-def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` without the removed keys that have the value of all runs now."""
-    kept = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-    for key, only in REMOVED.items():
-        section, _, name = key.rpartition(".")
-        if isinstance(kept.get(section), dict) and kept[section].get(name) == only:
-            del kept[section][name]
-    return kept
-
-
-def _read_base(base: Any, at: Origin, document: Document, path: Path) -> Document:
-    """Read the file that `base` names; `at` is the line of the name in `document`."""
+def _read_base(document: Document, path: Path) -> Document:
+    """Remove `base` from the document and read the file that it names."""
+    base, at = document.values.pop("base"), document.origins.pop("base")
     text = "must be the name of another config file, such as base.yaml"
     if isinstance(base, str) and base:
         base = os.path.expanduser(base)
         # normpath and not resolve(): messages name the file as its reader would type it.
         shown = os.path.normpath(os.path.join(os.path.dirname(document.file), base))
-        found = _sections(read_file(path.parent / base, shown, at))
+        found = read_file(path.parent / base, shown, origin=at)
         if "base" not in found.values:
             return found
         text = f"{shown} has a base itself, {found.values['base']}; only one level is allowed"
-    raise ConfigErrors([*document.problems, Problem("base", text, at)])
-
-
-def _sections(document: Document) -> Document:
-    """Return the document with {} for a section with nothing below it (`logging:`)."""
-    if document.values is None:
-        text = "the file is empty; a config has at least the sections data, criterion and optimization"
-        raise ConfigErrors([Problem("", text, Origin(document.file))])
-    if not isinstance(document.values, dict):
-        text = "this is not a config: it has sections such as data: with indented lines key: value"
-        raise ConfigErrors([Problem("", text, Origin(document.file, 1))])
-
-    def filled(values: dict[str, Any], above: str) -> dict[str, Any]:
-        return {
-            name: filled(value or {}, f"{above}{name}.")
-            if f"{above}{name}" in SECTIONS and isinstance(value, dict | None)
-            else value
-            for name, value in values.items()
-        }
-
-    return replace(document, values=filled(document.values, ""))
-
-
-def _read_override(argument: str) -> Document:
-    """Parse `section.key=value`; the value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}."""
-    name, equals, text = argument.partition("=")
-    key, origin = tuple(name.split(".")), Origin(override=argument)
-    if not equals or not all(part and part == part.strip() for part in key):
-        what = "an override is written section.key=value, without spaces around the ="
-        return Document(values={}, problems=[Problem(name, what, origin)])
-    try:
-        over = parse(text, override=argument)
-    except ConfigErrors as error:
-        return Document(values={}, problems=error.problems)
-    if over.problems:
-        problems = [
-            replace(each, key=f"{name}.{each.key}".strip("."), origin=origin) for each in over.problems
-        ]
-        return Document(values={}, problems=problems)
-    values: Any = {} if over.values is None and name in SECTIONS else over.values
-    for part in reversed(key):
-        values = {part: values}
-    # Sections above the key keep their line: the override is not to blame for what is missing there. A value above
-    # it does not: `...batch_size.per_rank=44` replaces all of it.
-    above = [key[:length] for length in range(1, len(key)) if ".".join(key[:length]) in VALUES]
-    keys = [*above, key, *((*key, *below) for below in over.origins)]
-    return Document(values=values, origins=dict.fromkeys(keys, origin))
+    raise ConfigErrors([Problem("base", text, at)])

@@ -17,16 +17,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
 from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 # ------------------------------------------------------------------------------------------------------------- types
@@ -34,6 +32,12 @@ class Section(BaseModel):
     """A section of a config: frozen, strict, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """Return the section of plain nested values. Raises pydantic's ValidationError."""
+        # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
+        return cls.model_validate_json(json.dumps(values))
 
 
 def described(words: str) -> Allowed:
@@ -48,6 +52,10 @@ def matching(pattern: str, words: str) -> Allowed:
 
 Count = Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")]
 CountOrZero = Annotated[int, Allowed(lambda n: 0 <= n < 2**31, "a whole number, 0 or more")]
+Prototypes = Annotated[
+    int,
+    Allowed(lambda n: 2 <= n < 2**31, "a whole number, 2 or more: all images are assigned to a single one"),
+]
 Seed = Annotated[int, Allowed(lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1")]
 
 
@@ -57,12 +65,8 @@ class PerRank(Section):
     per_rank: Count
 
 
-BatchSize = Annotated[
+Images = Annotated[
     CountOrZero | PerRank, described("a whole number of images over all processes, or {per_rank: N}")
-]
-ImagesPerClass = Annotated[
-    CountOrZero | PerRank,
-    described("a whole number of images over all processes (0 or more), or {per_rank: N}"),
 ]
 Epochs = Annotated[
     CountOrZero | Literal["all", "plateau"],
@@ -71,6 +75,10 @@ Epochs = Annotated[
 Positive = Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a number above 0")]
 NotNegative = Annotated[float, Allowed(lambda x: 0 <= x < math.inf, "a number, 0 or more")]
 Share = Annotated[float, Allowed(lambda x: 0 < x <= 1, "a share above 0 and up to 1, such as 0.1")]
+PartialShare = Annotated[
+    float,
+    Allowed(lambda x: 0 < x < 1, "a share between 0 and 1 (learn from labels alone with instance: none)"),
+]
 ShareOrZero = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a share from 0 to 1, such as 0.75")]
 Momentum = Annotated[float, Allowed(lambda x: 0 <= x < 1, "a number from 0 to below 1")]
 Numbers = Annotated[
@@ -91,52 +99,41 @@ Name = Annotated[
         "a name of up to 100 letters, digits and . _ - that begins with a letter, a digit or _",
     ),
 ]
-Below = Annotated[
-    Text,
-    matching(
-        r"(?![/~])(?!(.*/)?\.\.(/|$))[^\\]*", "a folder below data.root, without a leading / and without .."
-    ),
-]
-
-
-def setting(default: Any, meaning: str) -> Any:
-    """Return a pydantic field with a default and its meaning."""
-    return Field(default, description=meaning)
+BELOW = r"(?![/~])(?!(.*/)?\.\.(/|$))[^\\]+"  # a path that stays below its folder
+Below = Annotated[Text, matching(BELOW, "a folder below data.root, without a leading / and without ..")]
 
 
 # ---------------------------------------------------------------------------------------------------------- sections
 class MetaSection(Section):
     """How to compute. Only the seed is from the paper (its authors used 0)."""
 
-    seed: Seed = setting(0, "seed of all random numbers but those of data.split")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where there is one")
-    precision: Literal["bf16", "fp16", "fp32"] = setting("bf16", "of the network, not of the losses")
-    channels_last: Switch = setting(True, "keep images in NHWC memory format")
-    compile: Switch = setting(False, "torch.compile of the network; the first step then takes minutes")
-    cuda_graph: Switch = setting(False, "run the step as one CUDA graph; off until measured on a GPU")
-    deterministic: Switch = setting(True, "false: fastest kernels; a resumed run differs in its last bits")
-    threads: Count | None = setting(None, "threads of torch on a CPU; null: torch decides")
+    seed: Seed = 0  # seed of all random numbers but those of data.split
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the network, not of the losses
+    channels_last: Switch = True  # keep images in NHWC memory format
+    compile: Switch = False  # torch.compile of the network; the first step then takes minutes
+    cuda_graph: Switch = False  # run the step as one CUDA graph; off until measured on a GPU
+    deterministic: Switch = True  # false: fastest kernels; a resumed run differs in its last bits
+    threads: Count | None = None  # threads of torch on a CPU; null: torch decides
 
 
 class SplitSection(Section):
     """Which training images count as labeled."""
 
-    kind: Literal["none", "names", "bernoulli", "all", "csv"] = setting(
-        "none",
-        "none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels",
-    )
-    file: Text | None = setting(None, "names: one image name a line; csv: lines file,label (null: data.csv)")
-    sha256: Sha256 | None = setting(None, "of the file of names; the paper's two lists are known without it")
-    fraction: Share | None = setting(None, "bernoulli: probability that an image is labeled")
-    seed: Seed = setting(0, "bernoulli: seed of that draw")
+    # none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels
+    kind: Literal["none", "names", "bernoulli", "all", "csv"] = "none"
+    file: Text | None = None  # names: one image name a line; csv: lines file,label (null: data.csv)
+    sha256: Sha256 | None = None  # of the file of names; the paper's two lists are known without it
+    fraction: Share | None = None  # bernoulli: probability that an image is labeled
+    seed: Seed = 0  # bernoulli: seed of that draw
 
 
 class SyntheticSection(Section):
     """data.kind: synthetic: generated images to try settings without data; the same for the same meta.seed."""
 
-    images: Count = setting(10_000, "number of training images; a tenth as many validate")
-    classes: Count = setting(10, "number of classes")
-    size: Count = setting(32, "side of the images, in pixels")
+    images: Count = 10_000  # number of training images; a tenth as many validate
+    classes: Count = 10  # number of classes
+    size: Count = 32  # side of the images, in pixels
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -150,113 +147,85 @@ class AugmentationSection(Augmentation):
 class DataSection(Section):
     """Images, and which of them are labeled."""
 
-    kind: Literal["image_folder", "images", "csv", "cifar10", "cifar100", "digits", "synthetic"] = Field(
-        description="image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same "
-        "with labels in a file; digits: scikit-learn's; synthetic: generated"
-    )
-    root: Text | None = setting(None, "folder that holds the images")
-    train: Below | None = setting(
-        None, "folder of the training images, below root; null: train with image_folder, else root itself"
-    )
-    validation: Below | None = setting("val", "folder of the validation images, below root; null: none")
-    csv: Text | None = setting(None, "csv: a file of lines file,label")
+    # image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same with labels in a
+    # file; digits: scikit-learn's; synthetic: generated
+    kind: Literal["image_folder", "images", "csv", "cifar10", "cifar100", "digits", "synthetic"]
+    root: Text | None = None  # folder that holds the images
+    # folder of the training images, below root; null: train with image_folder, else root itself
+    train: Below | None = None
+    validation: Below | None = "val"  # folder of the validation images, below root; null: none
+    csv: Text | None = None  # csv: a file of lines file,label
     synthetic: SyntheticSection = SyntheticSection()
-    download: Switch = setting(False, "cifar10, cifar100: download the images if root does not hold them")
+    download: Switch = False  # cifar10, cifar100: download the images if root does not hold them
     split: SplitSection = SplitSection()
-    index: Text | None = setting(None, "file with the list of training images; null: one in logging.folder")
-    pack: Text | None = setting(
-        None,
-        "the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files",
-    )
-    bad_images: CountOrZero = setting(
-        0,
-        "how many undecodable images may be replaced before the run ends: by each process, in each of its two streams "
-        "(unlabeled, labeled), counted anew when the run is started again",
-    )
-    backend: Literal["auto", "dali", "torchvision"] = setting("auto", "what makes the pixels")
-    color_operator: Literal["auto", "graph", "plugin"] = setting(
-        "auto",
-        "what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this "
-        "project's operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the "
-        "plugin where it can be built and the pixels are made on a CPU",
-    )
-    decode_threads: Count | None = setting(
-        None,
-        "of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it",
-    )
-    prefetch: Count = setting(2, "steps whose pixels are made ahead")
-    hw_decoder_share: ShareOrZero = setting(
-        0.0,
-        "share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a "
-        "batch by the sizes of its images, and their pixels can differ in the last bits: the run then depends on the "
-        "number of GPUs. Whether it does at 1 has not been measured",
-    )
-    decoder_buffers: Literal["grown", "largest"] = setting(
-        "grown",
-        "memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of "
-        "the index (6 bytes a pixel on the GPU and 12 on the host for each thread of each stream), but at most a "
-        "twentieth of what is free for each stream",
-    )
+    index: Text | None = None  # file with the list of training images; null: one in logging.folder
+    # the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files
+    pack: Text | None = None
+    # how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
+    # (unlabeled, labeled), counted anew when the run is started again
+    bad_images: CountOrZero = 0
+    backend: Literal["auto", "dali", "torchvision"] = "auto"  # what makes the pixels
+    # what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this project's
+    # operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the plugin where it
+    # can be built and the pixels are made on a CPU
+    color_operator: Literal["auto", "graph", "plugin"] = "auto"
+    # of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
+    decode_threads: Count | None = None
+    prefetch: Count = 2  # steps whose pixels are made ahead
+    # share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a batch by
+    # the sizes of its images, and their pixels can differ in the last bits: the run then depends on the number of GPUs.
+    # Whether it does at 1 has not been measured
+    hw_decoder_share: ShareOrZero = 0.0
+    # memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of the
+    # index (6 bytes a pixel on the GPU and 12 on the host for each thread of each stream), but at most a twentieth of
+    # what is free for each stream
+    decoder_buffers: Literal["grown", "largest"] = "grown"
     augmentation: AugmentationSection = AugmentationSection()
 
 
 class ModelSection(Section):
     """The encoder and its projection head: 2048-2048-128 without BatchNorm in the paper."""
 
-    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = setting("resnet50", "the encoder")
-    library: Literal["torchvision", "timm"] = setting("torchvision", "where the encoder's code is from")
-    stem: Literal["imagenet", "cifar"] = setting(
-        "imagenet", "cifar: first convolution 3x3, stride 1; no max-pool"
-    )
-    hidden: Count = setting(2048, "width of the projection head's hidden layers")
-    output: Count = setting(128, "width of the embedding that the losses see")
-    head_batchnorm: Switch = setting(False, "BatchNorm in the projection head")
-    sync_batchnorm: Switch = setting(True, "BatchNorm statistics over all processes")
-    fused_batchnorm: Switch = setting(
-        False,
-        "BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; off until "
-        "it has been measured on a GPU; no effect on a CPU",
-    )
+    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = "resnet50"  # the encoder
+    library: Literal["torchvision", "timm"] = "torchvision"  # where the encoder's code is from
+    stem: Literal["imagenet", "cifar"] = "imagenet"  # cifar: first convolution 3x3, stride 1; no max-pool
+    hidden: Count = 2048  # width of the projection head's hidden layers
+    output: Count = 128  # width of the embedding that the losses see
+    head_batchnorm: Switch = False  # BatchNorm in the projection head
+    sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
+    # BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; off until it has
+    # been measured on a GPU; no effect on a CPU
+    fused_batchnorm: Switch = False
+    # configs of older versions have this key; all runs now do what shared did
+    batchnorm_communicator: Literal["shared"] = Field(default="shared", exclude=True)
 
 
 class CriterionSection(Section):
     """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
-    instance: Literal["nt_xent", "swav", "none"] = setting(
-        "nt_xent", "loss of unlabeled images; none: learn from labeled images alone"
-    )
-    supervision: Literal["suncet", "cross_entropy", "sup_con"] = setting(
-        "suncet", "loss of labeled images; sup_con: L_sup_out of the paper"
-    )
-    temperature: Positive = Field(description="tau of all contrastive losses and of SwAV")
-    unsupervised_batch_size: BatchSize = Field(description="unlabeled images over all processes; 0 with none")
-    classes_per_batch: CountOrZero = setting(0, "classes in a labeled batch, the same on all processes")
-    supervised_imgs_per_class: ImagesPerClass = setting(0, "labeled images of each class over all processes")
-    supervised_epochs: Epochs = setting(
-        0,
-        "supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of "
-        "its loss stop falling (plateau_epochs, plateau_gain)",
-    )
-    plateau_epochs: Count = setting(10, "over how many epochs the falling of the loss is measured")
-    plateau_gain: Share = setting(0.01, "share of the loss by which it must have fallen over plateau_epochs")
-    labeled_share: Share | None = setting(
-        None,
-        "share of an update's views that are labeled (appendix D). The number of views an update and the number of "
-        "passes over the labeled images stay those of the settings above; null: the settings above as written",
-    )
-    keys: Literal["attached", "detached"] = setting(
-        "attached", "detached: no gradient flows through the keys"
-    )
-    average: Literal["sample", "class"] = setting(
-        "sample",
-        "mean of the labeled loss; the two differ if classes are unbalanced",
-    )
-    chunk_size: Count | None = setting(None, "rows of the losses at a time; null: 128, on a GPU 1,024")
-    products: Literal["tf32", "fp32"] = setting(
-        "tf32",
-        "dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 "
-        "or fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32",
-    )
+    # loss of unlabeled images; none: learn from labeled images alone
+    instance: Literal["nt_xent", "swav", "none"] = "nt_xent"
+    # loss of labeled images; sup_con: L_sup_out of the paper
+    supervision: Literal["suncet", "cross_entropy", "sup_con"] = "suncet"
+    temperature: Positive  # tau of all contrastive losses and of SwAV
+    unsupervised_batch_size: Images  # unlabeled images over all processes; 0 with none
+    classes_per_batch: CountOrZero = 0  # classes in a labeled batch, the same on all processes
+    supervised_imgs_per_class: Images = 0  # labeled images of each class over all processes
+    # supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of its
+    # loss stop falling (plateau_epochs, plateau_gain)
+    supervised_epochs: Epochs = 0
+    plateau_epochs: Count = 10  # over how many epochs the falling of the loss is measured
+    plateau_gain: Share = 0.01  # share of the loss by which it must have fallen over plateau_epochs
+    # share of an update's views that are labeled (appendix D). The number of views an update and the number of passes
+    # over the labeled images stay those of the settings above; null: the settings above as written
+    labeled_share: PartialShare | None = None
+    keys: Literal["attached", "detached"] = "attached"  # detached: no gradient flows through the keys
+    # mean of the labeled loss; the two differ if classes are unbalanced
+    average: Literal["sample", "class"] = "sample"
+    chunk_size: Count | None = None  # rows of the losses at a time; null: 128, on a GPU 1,024
+    # dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 or
+    # fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32
+    products: Literal["tf32", "fp32"] = "tf32"
 
     @property
     def supervised(self) -> bool:
@@ -272,113 +241,106 @@ class CriterionSection(Section):
 class SwavSection(Section):
     """Read with criterion.instance: swav. The two large crops are data.augmentation's; the defaults are SwAV's."""
 
-    prototypes: Count = setting(3000, "number of prototypes")
-    epsilon: Positive = setting(0.05, "entropy of the Sinkhorn-Knopp assignment")
-    iterations: Count = setting(3, "iterations of Sinkhorn-Knopp")
-    freeze_steps: CountOrZero = setting(313, "updates before the prototypes are trained")
-    small_crops: CountOrZero = setting(6, "small crops of each image")
-    small_size: Count = setting(96, "side of a small crop, in pixels")
-    small_scale: AreaShares = setting((0.05, 0.14), "area of a small crop, as a share of the image's")
+    prototypes: Prototypes = 3000  # number of prototypes
+    epsilon: Positive = 0.05  # entropy of the Sinkhorn-Knopp assignment
+    iterations: Count = 3  # iterations of Sinkhorn-Knopp
+    freeze_steps: CountOrZero = 313  # updates before the prototypes are trained
+    small_crops: CountOrZero = 6  # small crops of each image
+    small_size: Count = 96  # side of a small crop, in pixels
+    small_scale: AreaShares = (0.05, 0.14)  # area of a small crop, as a share of the image's
 
 
 class OptimizationSection(Section):
     """LARS and its schedule. The defaults are the paper's: every parameter is scaled and decayed alike."""
 
-    epochs: Count | None = setting(None, "passes over the unlabeled images")
-    steps: Count | None = setting(None, "updates; takes precedence over epochs where both are written")
-    lr: Positive = Field(description="learning rate after the warm-up")
-    start_lr: NotNegative = setting(0.0, "learning rate at the start of the warm-up")
-    final_lr: NotNegative = setting(0.0, "learning rate at the end of the cosine")
-    warmup: NotNegative = setting(0.0, "length of the warm-up in epochs; fractions are allowed")
-    legacy_schedule: Switch = setting(False, "the authors' first release: lr rises again at the end")
-    momentum: Momentum = setting(0.9, "momentum of SGD")
-    weight_decay: NotNegative = setting(1e-6, "added to the gradient before LARS scales it")
-    trust_coefficient: Positive = setting(0.001, "LARS' local learning rate")
-    nesterov: Switch = setting(False, "Nesterov momentum")
-    lr_in_momentum: Switch = setting(False, "true: the learning rate is inside the momentum buffer")
-    exclude_bias_and_norm: Switch = setting(False, "true: SGD without weight decay for biases and BatchNorm")
+    epochs: Count | None = None  # passes over the unlabeled images
+    steps: Count | None = None  # updates; takes precedence over epochs where both are written
+    lr: Positive  # learning rate after the warm-up
+    start_lr: NotNegative = 0.0  # learning rate at the start of the warm-up
+    final_lr: NotNegative = 0.0  # learning rate at the end of the cosine
+    warmup: NotNegative = 0.0  # length of the warm-up in epochs; fractions are allowed
+    legacy_schedule: Switch = False  # the authors' first release: lr rises again at the end
+    momentum: Momentum = 0.9  # momentum of SGD
+    weight_decay: NotNegative = 1e-6  # added to the gradient before LARS scales it
+    trust_coefficient: Positive = 0.001  # LARS' local learning rate
+    nesterov: Switch = False  # Nesterov momentum
+    lr_in_momentum: Switch = False  # true: the learning rate is inside the momentum buffer
+    exclude_bias_and_norm: Switch = False  # true: SGD without weight decay for biases and BatchNorm
 
 
 class LoggingSection(Section):
     """Where a run lives: `folder`/`write_tag`. The same command finds it again and continues it."""
 
-    folder: Text = setting("runs", "folder that holds all runs")
-    write_tag: Name | None = setting(None, "name of the run; null: the name of the config file")
-    log_every: Count = setting(10, "steps between two lines of metrics")
-    tensorboard: Switch = setting(False, "write TensorBoard events")
-    wandb: Text | None = setting(None, "project of Weights & Biases; null: none")
+    folder: Text = "runs"  # folder that holds all runs
+    write_tag: Name | None = None  # name of the run; null: the name of the config file
+    log_every: Count = 10  # steps between two lines of metrics
+    tensorboard: Switch = False  # write TensorBoard events
+    wandb: Text | None = None  # project of Weights & Biases; null: none
 
 
 class CheckpointSection(Section):
     """When to save, apart from the end of the run and a signal. Both intervals can be given."""
 
-    every: Count | None = setting(None, "steps between two checkpoints")
-    every_epochs: Count | None = setting(1, "epochs between two checkpoints")
-    keep: Count = setting(3, "how many of the newest checkpoints to keep")
+    every: Count | None = None  # steps between two checkpoints
+    every_epochs: Count | None = 1  # epochs between two checkpoints
+    keep: Count = 3  # how many of the newest checkpoints to keep
 
 
 class EvaluationSection(Section):
     """What is measured while training."""
 
-    knn_every_epochs: Count | None = setting(None, "epochs between two k-NN evaluations; null: none")
-    knn_k: Count = setting(10, "number of nearest neighbors")
+    knn_every_epochs: Count | None = None  # epochs between two k-NN evaluations; null: none
+    knn_k: Count = 10  # number of nearest neighbors
 
 
 class FinetuneSection(Section):
     """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
 
-    epochs: Count = setting(30, "passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90")
-    batch_size: BatchSize = setting(4096, "labeled images over all processes; CIFAR-10: 256")
-    lr: Positive | None = setting(None, "learning rate; null: 0.05 x batch_size / 256")
-    momentum: Momentum = setting(0.9, "momentum of SGD")
-    nesterov: Switch = setting(True, "Nesterov momentum")
-    weight_decay: NotNegative = setting(0.0, "weight decay of SGD")
-    accumulate: Count = setting(1, "passes for one update, to save memory; BatchNorm sees smaller parts")
-    crop_scale: AreaShares = setting((0.08, 1.0), "area of the random crop, as a share of the image's")
-    write_tag: Name | None = setting(None, "folder below the run's; null: from labels and checkpoint")
+    epochs: Count = 30  # passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90
+    batch_size: Images = 4096  # labeled images over all processes; CIFAR-10: 256
+    lr: Positive | None = None  # learning rate; null: 0.05 x batch_size / 256
+    momentum: Momentum = 0.9  # momentum of SGD
+    nesterov: Switch = True  # Nesterov momentum
+    weight_decay: NotNegative = 0.0  # weight decay of SGD
+    accumulate: Count = 1  # passes for one update, to save memory; BatchNorm sees smaller parts
+    crop_scale: AreaShares = (0.08, 1.0)  # area of the random crop, as a share of the image's
+    write_tag: Name | None = None  # folder below the run's; null: from labels and checkpoint
 
 
 class LinearSection(Section):
     """`fastsuncet evaluate linear`: logistic regression on frozen features."""
 
-    strength: Positive = setting(1.0, "inverse of the L2 penalty")
-    max_iterations: Count = setting(1000, "iterations of L-BFGS at most")
+    strength: Positive = 1.0  # inverse of the L2 penalty
+    max_iterations: Count = 1000  # iterations of L-BFGS at most
 
 
 class NpiSection(Section):
     """`fastsuncet evaluate npi`: SuNCEt's classifier without parameters (paper, appendix G)."""
 
-    temperature: Positive | None = setting(None, "null: criterion.temperature")
-    views: Count = setting(1, "random crops of each labeled image that join the supports")
+    temperature: Positive | None = None  # null: criterion.temperature
+    views: Count = 1  # random crops of each labeled image that join the supports
 
 
 class TransferSection(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
-    root: Text | None = setting(
-        None,
-        "folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100, "
-        "voc07",
-    )
-    datasets: Datasets = setting(("cifar10", "cifar100", "voc07"), "the data sets to fine-tune on")
-    download: Switch = setting(False, "cifar10, cifar100: download them if root does not hold them")
-    steps: Count = setting(20_000, "updates of each run")
-    batch_size: BatchSize = setting(256, "images over all processes")
-    momentum: Momentum = setting(0.9, "momentum of SGD")
-    learning_rates: Numbers = setting((1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1), "of the grid")
-    weight_decays: Numbers = setting(
-        (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0),
-        "weight decays of the grid, each divided by the learning rate",
-    )
-    size: Count = setting(224, "side of a crop, in pixels")
-    resize: Count = setting(256, "shorter side before the center crop, in pixels")
-    validation: Share = setting(0.1, "share of CIFAR's training images; VOC07 has a validation set")
+    # folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100, voc07
+    root: Text | None = None
+    datasets: Datasets = ("cifar10", "cifar100", "voc07")  # the data sets to fine-tune on
+    download: Switch = False  # cifar10, cifar100: download them if root does not hold them
+    steps: Count = 20_000  # updates of each run
+    batch_size: Images = 256  # images over all processes
+    momentum: Momentum = 0.9  # momentum of SGD
+    learning_rates: Numbers = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)  # of the grid
+    # weight decays of the grid, each divided by the learning rate
+    weight_decays: Numbers = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)
+    size: Count = 224  # side of a crop, in pixels
+    resize: Count = 256  # shorter side before the center crop, in pixels
+    validation: Share = 0.1  # share of CIFAR's training images; VOC07 has a validation set
 
 
-class Sections(BaseModel):
+class Sections(Section):
     """The sections. `fastsuncet.config.Config` adds what they mean together."""
-
-    model_config = Section.model_config
 
     data: DataSection
     criterion: CriterionSection
@@ -394,29 +356,42 @@ class Sections(BaseModel):
     npi: NpiSection = NpiSection()
     transfer: TransferSection = TransferSection()
 
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Self":
-        """Return the sections of plain nested values. Raises pydantic's ValidationError."""
-        # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
-        return cls.model_validate_json(json.dumps(values))
-
 
 # ------------------------------------------------------------------------------------------- the schema by dotted key
-def _sections(name: str, section: Any) -> dict[str, dict[str, FieldInfo]]:
-    fields = section.__pydantic_fields__
-    found = {name: fields}
-    for key, field in fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, (Section, Augmentation)):
-            found |= _sections(f"{name}.{key}".lstrip("."), field.annotation)
+class Schema:
+    """The fields of nested sections: `sections[dotted section][name]` ("" is the top level), `values[dotted key]`."""
+
+    def __init__(self, model: type[Section]):
+        self.sections: dict[str, dict[str, FieldInfo]] = {}
+        self.values: dict[str, FieldInfo] = {}
+        self._add("", model)
+
+    def _add(self, section: str, model: Any) -> None:
+        self.sections[section] = model.__pydantic_fields__
+        for name, field in model.__pydantic_fields__.items():
+            key = f"{section}.{name}".lstrip(".")
+            if isinstance(field.annotation, type) and issubclass(field.annotation, (Section, Augmentation)):
+                self._add(key, field.annotation)
+            else:
+                self.values[key] = field
+
+
+CONFIG = Schema(Sections)
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of nested values; {per_rank: 44} stays one value."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{above}{name}"
+        inner = isinstance(value, Mapping) and key not in CONFIG.values
+        found |= flat(value, f"{key}.") if inner else {key: value}
     return found
 
 
-# Dotted section -> its fields by name; "" is the top level.
-SECTIONS = _sections("", Sections)
-# Dotted key of a value -> its field.
-VALUES = {
-    key: field
-    for section, fields in SECTIONS.items()
-    for name, field in fields.items()
-    if (key := f"{section}.{name}".lstrip(".")) not in SECTIONS
+# Dotted key -> default in the types of JSON, of each key that need not be written.
+DEFAULTS: dict[str, Any] = {
+    key: json.loads(json.dumps(field.default))
+    for key, field in CONFIG.values.items()
+    if not field.is_required()
 }

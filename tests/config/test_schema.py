@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fastsuncet.config.schema import VALUES
+from fastsuncet.config.schema import CONFIG
 from tests.support.configs import load
 
 
@@ -24,4 +24,4 @@ def test_schema_defaults_are_the_papers():
     )
     assert (o.momentum, o.weight_decay, o.trust_coefficient, o.final_lr) == (0.9, 1e-6, 0.001, 0.0)
     assert not (o.nesterov or o.lr_in_momentum or o.exclude_bias_and_norm or o.legacy_schedule)
-    assert VALUES["criterion.temperature"].is_required()
+    assert CONFIG.values["criterion.temperature"].is_required()

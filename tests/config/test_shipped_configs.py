@@ -97,7 +97,7 @@ def test_shipped_config_batches_are_the_papers(
     name, images, world_size, unlabeled, labeled, views, steps, off
 ):
     sizes = shipped(name).resolve(world_size, images)
-    assert (sizes.local_unlabeled, sizes.local_labeled) == (unlabeled, labeled)
+    assert (sizes.local_unlabeled, sizes.global_labeled // sizes.world_size) == (unlabeled, labeled)
     assert sizes.samples(0) == views * world_size
     assert (sizes.steps_per_epoch, sizes.supervised_steps) == (steps, off * steps)
     assert (sizes.warmup_steps, sizes.steps) == (10 * steps, 500 * steps)
@@ -141,7 +141,9 @@ def test_shipped_config_demo_gives_both_methods_the_same_compute():
     assert suncet.steps == simclr.steps == 600
     assert suncet.total_samples() == simclr.total_samples()
     assert (suncet.supervised_steps, simclr.supervised_steps) == (600, 0)
-    assert shipped("digits_demo").resolve(2, DIGITS).local_labeled == 30  # it runs on two processes too
+    assert (
+        shipped("digits_demo").resolve(2, DIGITS).local_images_per_class == 3
+    )  # it runs on two processes too
 
 
 @pytest.mark.parametrize("names", [("in1k_simclr", "in1k_10pct"), ("cifar10_simclr", "cifar10_suncet")])

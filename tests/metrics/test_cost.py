@@ -26,7 +26,8 @@ def counted(config, arithmetic, supervised: bool) -> int:
                         prototypes=config.swav.prototypes if swav else None)  # fmt: skip
     shown = [torch.empty(a.local_unlabeled, 3, v.size, v.size, device="meta") for v in views(config)]
     size = config.data.augmentation.size
-    labeled = torch.empty(a.local_labeled if supervised else 0, 3, size, size, device="meta")
+    labeled_images = a.global_labeled // a.world_size if supervised else 0
+    labeled = torch.empty(labeled_images, 3, size, size, device="meta")
     with FlopCounterMode(display=False) as counter:
         MultiViewModel(model)(shown, labeled)
     # Products with prototypes are part of the loss, which the cost leaves out.

@@ -5,14 +5,12 @@ the machine: these are named in a note.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fastsuncet.commands.report.curves import COSTS, KNN, ONLINE, Curve, Measurement, Point, labels_text
-from fastsuncet.config import FREE_ON_RESUME, Config, ConfigErrors, load_config
+from fastsuncet.config import FREE_ON_RESUME, Config, flat, load_config
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
@@ -49,7 +47,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     homes: dict[Path, tuple[str, str, Config | None]] = {}  # (name, method, config) of each encoder's run
     points: dict[tuple[Path, Measurement], dict[tuple[bool, int], Point]] = {}
     for run, found in records.items():
-        config = run_config(run / "config.yaml")
+        config = load_config(run / "config.yaml")
         homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
         evaluated: list[tuple[str, Measurement, Point]] = []
         for record in found:
@@ -88,17 +86,6 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     evaluated_runs = {home for home, _ in points}
     silent = [f"{run}: nothing was evaluated yet" for run in runs if run.resolve() not in evaluated_runs]
     return curves, silent + differences
-
-
-def run_config(path: Path) -> Config:
-    """Load the config of a run, which can be of an older version. Raises ConfigErrors."""
-    try:
-        return load_config(path)
-    except ConfigErrors as error:
-        try:
-            return Config.from_checkpoint(yaml.safe_load(path.read_text()))
-        except Exception:  # it is no older config either: the first error has its file and line
-            raise error from None
 
 
 def measurement_of(record: Record) -> Measurement:
@@ -175,7 +162,7 @@ def _other_run(home: str, record: Record) -> tuple[str, str, Config | None]:
     """Return (name, method, its config if there is one) of an encoder that is not the evaluated folder's own."""
     path = Path(home) / "config.yaml"
     if path.is_file():
-        config = run_config(path)
+        config = load_config(path)
         return home, methods.name(config), config
     return home, record["encoder"].get("method") or Path(home).name, None
 
@@ -199,14 +186,6 @@ def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
     """Return the keys and values that define an experiment: without seeds, places, and what changes no result."""
     return tuple(
         (key, str(value))
-        for key, value in sorted(_flatten(config.canonical()), key=lambda item: item[0])
+        for key, value in sorted(flat(config.canonical()).items())
         if not key.endswith("seed") and not any(key == free or key.startswith(f"{free}.") for free in FREE)
     )
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -6,16 +6,15 @@ counts as long as the run has not gone on and all results named in it still exis
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.sweep.runs import Job
-from fastsuncet.config import flat
+from fastsuncet.config import Config, flat
 from fastsuncet.errors import CheckpointError
 
 FOLDER, RESULTS = "jobs", "results"  # in the run's folder
@@ -34,8 +33,7 @@ PLACES = (
 )
 
 
-@dataclass(frozen=True)
-class JobState:
+class JobState(NamedTuple):
     """Whether a job is done, and its state in words."""
 
     done: bool
@@ -48,8 +46,8 @@ def job_state(job: Job) -> JobState:
     folder = job.config.run_folder
     status = _json(folder / "status.json")
     if job.command == "train":
-        return _training_state(job, folder, status)
-    mark = _json(_mark(job))
+        return _training_state(job.config, status)
+    mark = _json(mark_path(job))
     if not mark:
         return JobState(False, "to do")
     if mark.get("step") != status.get("step"):
@@ -58,35 +56,36 @@ def job_state(job: Job) -> JobState:
     return JobState(False, f"to do again: {missing[0]} is gone") if missing else JobState(True, "done")
 
 
-def _training_state(job: Job, folder: Path, status: Mapping[str, Any]) -> JobState:
-    written = folder / "config.yaml"
-    if written.is_file():
-        try:
-            changed = job.config.changed_keys(yaml.safe_load(written.read_bytes()))
-        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, OSError) as error:
-            return JobState(False, "damaged", f"{written} cannot be read: {error}")
-        if changed:
-            key, old, new = changed[0]
-            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-            text = f"{folder} holds a run with {key}: {old}, and this one has {new}{more}"
-            return JobState(False, "other settings", f"{text}. Rename the sweep, or move that folder away")
+def _training_state(config: Config, status: dict[str, Any]) -> JobState:
+    written = config.run_folder / "config.yaml"
+    try:
+        changed = config.changed_keys(yaml.safe_load(written.read_bytes()))
+    except FileNotFoundError:
+        changed = []
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, OSError) as error:
+        return JobState(False, "damaged", f"{written} cannot be read: {error}")
+    if changed:
+        key, old, new = changed[0]
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        text = f"{written.parent} holds a run with {key}: {old}, and this one has {new}{more}"
+        return JobState(False, "other settings", f"{text}. Rename the sweep, or move that folder away")
     if not status:
         return JobState(False, "to do")
     word = status.get("state", "stopped")
-    if word != "done" and _is_running(folder):
+    if word == "done":
+        return JobState(True, word)
+    if _is_running(written.parent):
         word = "running"
     elif word == "running":
         word = "stopped"
-    return JobState(word == "done", "done" if word == "done" else f"{word} at step {status.get('step')}")
+    return JobState(False, f"{word} at step {status.get('step')}")
 
 
 def _is_running(folder: Path) -> bool:
     """Return whether a living process holds a run's folder."""
     lock = folder / ".running"
-    if not lock.exists():
-        return False
     try:
-        with atomic_files.exclusive(lock) as free:
+        with atomic_files.exclusive(lock) if lock.exists() else nullcontext(True) as free:
             return not free
     except OSError:
         return False  # the lock is another user's: status.json is all there is to know
@@ -98,21 +97,18 @@ def results_of(run: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
 
 
-def mark_done(job: Job, before: Mapping[str, tuple[int, int]]) -> None:
+def mark_done(job: Job, before: dict[str, tuple[int, int]]) -> None:
     """Write that `job` succeeded; `before` are the results when it began. Raises CheckpointError if it cannot."""
     if job.command == "train":
         return  # status.json says so
-    folder = job.config.run_folder
-    after = results_of(folder)
-    kind = job.command.split()[-1]
+    folder, kind = job.config.run_folder, job.command.split()[-1]
+    written = [name for name, stat in results_of(folder).items() if stat != before.get(name)]
     record = {
         "arguments": list(job.arguments),
         "step": _json(folder / "status.json").get("step"),
-        "results": sorted(
-            name for name in after if name.startswith(kind) and after[name] != before.get(name)
-        ),
+        "results": sorted(name for name in written if name.startswith(kind)),
     }
-    path = _mark(job)
+    path = mark_path(job)
     try:
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
@@ -120,7 +116,8 @@ def mark_done(job: Job, before: Mapping[str, tuple[int, int]]) -> None:
         raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
 
 
-def _mark(job: Job) -> Path:
+def mark_path(job: Job) -> Path:
+    """Return the file that says that an evaluation is done; its name has a digest of all that decides its numbers."""
     folder = job.config.run_folder
     options = [option.removeprefix(f"{folder}/") for option in job.options]
     values = {key: value for key, value in flat(job.config.canonical()).items() if not key.startswith(PLACES)}

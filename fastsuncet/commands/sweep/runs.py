@@ -5,14 +5,16 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastsuncet.commands.sweep.spec import TAG, Assignment, Command, Spec, Variant
+from fastsuncet.commands.sweep.spec import TAG, Group, Spec
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.messages import ConfigErrors, Origin, Problem
+from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem
+from fastsuncet.config.reader import as_yaml
 from fastsuncet.errors import ConfigError
 
 MAX_JOBS = 2_000  # of one sweep: more is a mistake
@@ -42,92 +44,97 @@ class Run:
         return self.jobs[0].config.run_folder
 
 
+class Case(NamedTuple):
+    """One combination of a group: an entry of `runs` ("" where there is none) with a value for each key of `vary`."""
+
+    entry: str
+    named: dict[str, Any]  # what tells it from the others
+    settings: dict[str, Any]  # all of it
+
+
+def _cases(group: Group) -> Iterator[Case]:
+    for entry, changes in (group.runs or {"": {}}).items():
+        for values in product(*group.vary.values()):
+            named = changes | dict(zip(group.vary, values, strict=True))
+            yield Case(entry, named, group.set | named)
+
+
 def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
     """Return the runs of a sweep in the order of its file, with `overrides` of the command line applied to each.
 
     Raises ConfigErrors with everything that is wrong with any config, and for two runs of one name or an override of a
     key that varies.
     """
-    jobs = math.prod(map(len, spec.vary)) * max(1, len(spec.variants))
-    jobs *= sum(math.prod(map(len, each.vary)) * max(1, len(each.variants)) for each in spec.commands)
-    if jobs > MAX_JOBS:
-        text = f"these are {jobs:,} command lines; a sweep can have at most {MAX_JOBS:,}"
-        raise ConfigErrors([Problem("vary", text, spec.origin("vary"), show_value=False)])
+    count, *parts = (
+        max(1, len(group.runs)) * math.prod(map(len, group.vary.values()))
+        for group in (spec, *spec.chosen.values())
+    )
+    if count * sum(parts) > MAX_JOBS:
+        text = f"these are {count * sum(parts):,} command lines; a sweep can have at most {MAX_JOBS:,}"
+        raise ConfigErrors([Problem("vary", text, spec.origin("vary"))])
+    varying = {*spec.vary, TAG}
     problems = [
-        Problem(
-            key,
-            "varies in this sweep; leave it out, or choose runs with --only",
-            Origin(override=f"{key}=..."),
-        )
+        Problem(key, "varies in this sweep; leave it out, or choose runs with --only", Origin(COMMAND_LINE))
         for key in (override.partition("=")[0] for override in overrides)
-        if key in spec.keys_varied | {TAG}
+        if key in varying
     ]
+    places = {
+        f"{key}={as_yaml(v)}": spec.origin(path, v) for _, path, key, values in spec.lines() for v in values
+    }
     runs: list[Run] = []
     differences: dict[str, str] = {}
-    for variant, varied in spec.combinations():
-        name = _name(spec, variant, varied)
-        different = " ".join(filter(None, [variant.name, *(setting.override for setting in varied)]))
+    for case in _cases(spec):
+        name, different = _name(spec, case), " ".join([case.entry, *_overrides(case.named)]).strip()
         if name in differences:
             text = (
                 f"two runs would be called {name} and share a folder: {differences[name]}, and {different}. "
                 "Put what they differ in into name"
             )
-            problems.append(Problem("name", text, spec.origin("name")))
-        differences.setdefault(name, different)
-        base, settings = variant.base or spec.base, (*spec.settings, *variant.settings, *varied)
+            problems.append(Problem("name", text, spec.origin("name", spec.name)))
+        differences[name] = different
+        tag = f"{TAG}={name}"
+        places[tag] = spec.origin("name", name)
         found: list[Job] = []
-        for command in spec.commands:
-            for case, chosen in command.combinations():
-                own = (*command.settings, *case.settings, *chosen)
+        for command, group in spec.chosen.items():
+            for own in _cases(group):
+                settings = case.settings | own.settings
+                # Relative to the sweep's own folder.
+                base = os.path.expanduser(settings.pop("base", spec.base))
+                base = os.path.normpath(os.path.join(os.path.dirname(spec.file), base))
+                words = [*_overrides(settings), *overrides, tag]
                 try:
-                    found.append(_job(base, command, settings, own, overrides, name))
+                    config = load_config(base, words, places)
                 except ConfigErrors as error:
-                    problems += _at_the_sweeps_lines(error.problems, [*settings, *own], name, spec)
+                    problems += error.problems
+                    continue
+                options = ["--every-checkpoint"] if group.every_checkpoint else []
+                if group.encoder:
+                    options = ["--encoder", os.fspath(config.run_folder / group.encoder)]
+                arguments = (*command.split(), base, *words, *options)
+                found.append(Job(command, arguments, tuple(_overrides(own.settings)), tuple(options), config))
         runs.append(Run(name, tuple(found)))
     if problems:
-        raise ConfigErrors(_merged(problems))
+        raise ConfigErrors(problems)
     return runs
 
 
-def _job(
-    base: str,
-    command: Command,
-    settings: Sequence[Assignment],
-    own: Sequence[Assignment],
-    overrides: Sequence[str],
-    name: str,
-) -> Job:
-    """Return the job. Raises ConfigErrors where its config is wrong."""
-    # The last value of a key counts, and the command line shows each key once.
-    chosen = {setting.key: setting.override for setting in (*settings, *own)}
-    words = [*chosen.values(), *overrides, f"{TAG}={name}"]
-    config = load_config(base, words)
-    options = ["--every-checkpoint"] if command.every_checkpoint else []
-    if command.encoder is not None:
-        options = ["--encoder", os.fspath(config.run_folder / command.encoder)]
-    return Job(
-        command.name,
-        arguments=(*command.name.split(), base, *words, *options),
-        own=tuple(chosen[key] for key in dict.fromkeys(setting.key for setting in own)),
-        options=tuple(options),
-        config=config,
-    )
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={as_yaml(value)}" for key, value in settings.items()]
 
 
-def _name(spec: Spec, variant: Variant, varied: Sequence[Assignment]) -> str:
-    values = {setting.key: _in_a_name(setting.value) for setting in (*variant.settings, *varied)}
-    values["run"] = variant.name
+def _name(spec: Spec, case: Case) -> str:
     if spec.name is None:
-        leaves = [setting.key.rpartition(".")[2] for setting in varied]
-        keys = [
-            leaf if leaves.count(leaf) == 1 else each.key for leaf, each in zip(leaves, varied, strict=True)
+        leaves = [key.rpartition(".")[2] for key in spec.vary]
+        parts = [
+            (leaf if leaves.count(leaf) == 1 else key) + _in_a_name(case.named[key])
+            for leaf, key in zip(leaves, spec.vary, strict=True)
         ]
-        parts = [key + _in_a_name(setting.value) for key, setting in zip(keys, varied, strict=True)]
-        return "-".join(filter(None, [Path(spec.file).stem, variant.name, *parts]))
+        return "-".join(filter(None, [Path(spec.file).stem, case.entry, *parts]))
+    values = {key: _in_a_name(value) for key, value in case.named.items()} | {"run": case.entry}
     for key in re.findall(r"{([^{}]*)}", spec.name):
         if not values.get(key):
             text = f"{{{key}}} is not in every run: it can be {{run}}, or a key under vary or in every entry of runs"
-            raise ConfigErrors([Problem("name", text, spec.origin("name"))])
+            raise ConfigErrors([Problem("name", text, spec.origin("name", spec.name))])
     return re.sub(r"{([^{}]*)}", lambda match: values[match[1]], spec.name)
 
 
@@ -136,30 +143,6 @@ def _in_a_name(value: Any) -> str:
     items = value if isinstance(value, list) else [value]
     text = "_".join(item if isinstance(item, str) else json.dumps(item) for item in items)
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
-
-
-def _at_the_sweeps_lines(
-    problems: Sequence[Problem], settings: Sequence[Assignment], name: str, spec: Spec
-) -> Iterator[Problem]:
-    """Yield the problems of one config, each at the line of the sweep that wrote the value."""
-    lines = {setting.override: setting.origin for setting in settings}
-    lines[f"{TAG}={name}"] = replace(spec.origin("name"), written=name)
-    for problem in problems:
-        yield replace(problem, origin=lines.get(problem.origin.override, problem.origin))
-
-
-def _merged(problems: Sequence[Problem]) -> list[Problem]:
-    """Return each problem once, with all values it was found with: one wrong line is wrong in every run."""
-    found: dict[Problem, list[str]] = {}
-    for problem in problems:
-        same = replace(problem, origin=replace(problem.origin, written=""))
-        found.setdefault(same, []).append(problem.origin.written)
-    return [
-        replace(
-            problem, origin=replace(problem.origin, written=", ".join(filter(None, dict.fromkeys(written))))
-        )
-        for problem, written in found.items()
-    ]
 
 
 # ----------------------------------------------------------------------------------------------- which runs are ours
@@ -183,17 +166,14 @@ def runs_of_task(
     `task` is "I/N": every N-th run from the I-th on. Without it, task T of a Slurm array does run T alone, whichever
     part of the array was submitted, so that a task submitted again is the same run again. Raises ConfigError.
     """
-    if task is not None:
-        match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", task)
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ConfigError(f"--task is I/N with 1 <= I <= N, such as 2/8, not {task}")
-        return list(runs[int(match[1]) - 1 :: int(match[2])]), f"task {task}"
     number = environment.get("SLURM_ARRAY_TASK_ID")
-    if number is None:
+    if task is None and number is None:
         return list(runs), ""
-    if not number.isdecimal() or not 1 <= int(number) <= len(runs):
+    share = task or f"{number}/{len(runs)}"
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ConfigError(
-            f"this is task {number} of a Slurm array, and the sweep has {len(runs)} runs: submit it with "
-            f"--array=1-{len(runs)}, or divide the runs with --task I/N"
+            f"there is no task {share}: --task is I/N with 1 <= I <= N, such as 2/8; a Slurm array of the {len(runs)} "
+            f"runs is --array=1-{len(runs)}"
         )
-    return [runs[int(number) - 1]], f"task {number} of a Slurm array"
+    return list(runs[int(match[1]) - 1 :: int(match[2])]), f"task {share}"
