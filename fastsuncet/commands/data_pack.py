@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastsuncet.config import Config
-from fastsuncet.config.messages import words
+from fastsuncet.config.problems import words
 from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import data_path, file_index
 from pipelines.datasets.pack import write_pack
