@@ -11,11 +11,11 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastsuncet import __version__
 from fastsuncet.commands import help as texts
@@ -38,130 +38,134 @@ class UsageError(FastSuncetError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of our others, which name the nearest option."""
+    """argparse, with errors in the form of our others, which name the nearest option or setting."""
+
+    arguments: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        match = re.match(r"unrecognized arguments: (\S+)", message)
-        if match:
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
             known = [option for action in self._actions for option in action.option_strings]
-            near = get_close_matches(match[1], known, 1)
-            message = f"unknown argument {match[1]}" + (f"; did you mean {near[0]}?" if near else "")
+            near = get_close_matches(match[1], known, 1, 0.7)
+            message = f"unknown argument {match[1]}"
+            if near:
+                message += f"; did you mean {near[0]}?"
+            elif settings := self._settings(match[1]):
+                message += f"; write {settings}"
         raise UsageError(f"{message}\nSee `{self.prog} --help`")
+
+    def _settings(self, option: str) -> str:
+        """Return the settings that `--name value` or `--name=value` can mean: "section.name=value"."""
+        if not option.startswith("--") or not any(action.dest == "words" for action in self._actions):
+            return ""
+        from fastsuncet.config.messages import keys_ending_in, nearest_key
+        from fastsuncet.config.problems import words
+        from fastsuncet.config.schema import CONFIG
+
+        name, _, value = option.removeprefix("--").partition("=")
+        after = [*self.arguments, ""][list(self.arguments).index(option) + 1]
+        value = value or ("" if after.startswith("-") else after) or "VALUE"
+        leaf = name.rpartition(".")[2].replace("-", "_")
+        keys = [name] if name in CONFIG.values else keys_ending_in(CONFIG, leaf)
+        keys = keys or list(filter(None, [nearest_key(CONFIG, leaf, {})]))
+        return words([f"{key}={value}" for key in keys]) if keys else ""
 
 
 # ---------------------------------------------------------------------------------------------- the sub-commands
-def _train(parser: Parser, arguments: list[str]) -> int:
+def _train(parser: Parser) -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything and print the plan; train nothing"
     )
-    options = _with_config(parser, arguments)
-    config = _load(options)
+    options, config = _with_config(parser)
     from fastsuncet.commands.train import run
 
-    return run(config, ["train", *arguments], dry_run=options.dry_run)
+    return run(config, ["train", *parser.arguments], dry_run=options.dry_run)
 
 
-def _finetune(parser: Parser, arguments: list[str]) -> int:
-    options = _with_encoder(parser, arguments)
-    config = _load(options)
+def _finetune(parser: Parser) -> int:
+    chosen, config = _with_encoder(parser)
     from fastsuncet.commands.finetune import finetune
 
-    return finetune(
-        config, arguments, encoder=options.encoder, step=options.step, every=options.every_checkpoint
-    )
+    return finetune(config, list(parser.arguments), **chosen)
 
 
-def _transfer(parser: Parser, arguments: list[str]) -> int:
+def _transfer(parser: Parser) -> int:
     parser.add_argument(
         "--cell", metavar="I/N", default="1/1", help="share I of N of the grid's cells, for a job array"
     )
-    options = _with_encoder(parser, arguments, several=False)
-    config = _load(options)
+    chosen, config = _with_encoder(parser, several=False)
     from fastsuncet.commands.transfer import transfer
     from fastsuncet.evaluation.transfer_grid.grid import parse_shard
 
-    shard = parse_shard(options.cell)
-    return transfer(config, arguments, encoder=options.encoder, step=options.step, shard=shard)
+    shard = parse_shard(chosen.pop("cell"))
+    return transfer(config, list(parser.arguments), shard=shard, **chosen)
 
 
-def _evaluate(kind: str, parser: Parser, arguments: list[str]) -> int:
-    options = _with_encoder(parser, arguments)
-    config = _load(options)
+def _evaluate(kind: str, parser: Parser) -> int:
+    chosen, config = _with_encoder(parser)
     from fastsuncet.commands.evaluate import evaluate
 
-    command, every = ["evaluate", kind, *arguments], options.every_checkpoint
-    return evaluate(config, kind, command, encoder=options.encoder, step=options.step, every=every)
+    return evaluate(config, kind, ["evaluate", kind, *parser.arguments], **chosen)
 
 
-def _sweep(parser: Parser, arguments: list[str]) -> int:
+def _sweep(parser: Parser) -> int:
     add = parser.add_argument
     add("--dry-run", action="store_true", help="check all configs and print all commands; start nothing")
-    add("--list", action="store_true", help="print the state of every run; start nothing")
-    add("--only", metavar="NAME", action="append", default=[], help="only these runs; wildcards * and ?")
+    add("--list", dest="show", action="store_true", help="print the state of every run; start nothing")
+    add(
+        "--only",
+        dest="patterns",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="only these runs; wildcards * and ?",
+    )
     add("--task", metavar="I/N", help="share I of N of the runs, for a job array")
     add("--keep-going", action="store_true", help="continue with the other runs after a failure")
-    options = _with_config(parser, arguments, "SWEEP")
+    chosen = vars(_parse_words(parser, "SWEEP"))
     from fastsuncet.commands.sweep import sweep
 
-    return sweep(
-        options.config,
-        options.overrides,
-        task=options.task,
-        patterns=options.only,
-        dry_run=options.dry_run,
-        show=options.list,
-        keep_going=options.keep_going,
-    )
+    return sweep(chosen.pop("config"), chosen.pop("overrides"), **chosen)
 
 
-def _preview(parser: Parser, arguments: list[str]) -> int:
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)"
-    )
-    parser.add_argument(
-        "--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)"
-    )
-    options = _with_config(parser, arguments)
-    config = _load(options)
+def _preview(parser: Parser) -> int:
+    add = parser.add_argument
+    add("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
+    add("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
+    options, config = _with_config(parser)
     from fastsuncet.commands.preview import preview
 
     print(f"wrote {preview(config, options.output, step=options.step)}")
     return 0
 
 
-def _check(parser: Parser, arguments: list[str]) -> int:
-    options = _with_config(parser, arguments)
-    if not os.path.isdir(options.config):
-        config = _load(options)
-        from fastsuncet.commands.data_check import check_config
-
-        check_config(config)
-        return 0
-    if options.overrides:
+def _check(parser: Parser) -> int:
+    options = _parse_words(parser, "FOLDER or CONFIG")
+    is_folder = os.path.isdir(options.config)
+    if is_folder and options.overrides:
         parser.error(f"{options.config} is a folder, and a folder has no keys to override")
-    from fastsuncet.commands.data_check import check_folder
+    what = Path(options.config) if is_folder else _load(options)
+    from fastsuncet.commands.data_check import check_config, check_folder
 
-    check_folder(Path(options.config))
+    check_folder(what) if isinstance(what, Path) else check_config(what)
     return 0
 
 
-def _pack(parser: Parser, arguments: list[str]) -> int:
+def _pack(parser: Parser) -> int:
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="the pack (default: data.pack)")
-    options = _with_config(parser, arguments)
-    config = _load(options)
+    options, config = _with_config(parser)
     from fastsuncet.commands.data_pack import pack
 
     pack(config, options.output)
     return 0
 
 
-def _demo(parser: Parser, arguments: list[str]) -> int:
+def _demo(parser: Parser) -> int:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
     add("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
     add("--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(parser.arguments)
     configs = Path("configs")
     if not configs.is_dir():  # called from another folder: take those of this checkout
         configs = Path(__file__).resolve().parents[1] / "configs"
@@ -171,7 +175,7 @@ def _demo(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
-def _report(parser: Parser, arguments: list[str]) -> int:
+def _report(parser: Parser) -> int:
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="the folder of a run, of any seed and method")
     add(
@@ -181,7 +185,7 @@ def _report(parser: Parser, arguments: list[str]) -> int:
     add("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
     add("--lengths", action="store_true", help="merge runs that differ only in length into one curve")
     add("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(parser.arguments)
     if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: the name of a figure was left out
         options.runs, options.paper = [options.paper, *options.runs], ""
     runs = [Path(run) for run in options.runs]
@@ -201,15 +205,15 @@ def _report(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
-def _doctor(parser: Parser, arguments: list[str]) -> int:
-    parser.parse_args(arguments)
+def _doctor(parser: Parser) -> int:
+    parser.parse_args(parser.arguments)
     from fastsuncet.commands.doctor import doctor
 
     return doctor()
 
 
-def _version(parser: Parser, arguments: list[str]) -> int:
-    parser.parse_args(arguments)
+def _version(parser: Parser) -> int:
+    parser.parse_args(parser.arguments)
     from fastsuncet.versions import DALI, installed
 
     print(f"fastsuncet {__version__}\npython {sys.version.split()[0]}")
@@ -219,22 +223,19 @@ def _version(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, tuple[Callable[[Parser, list[str]], int], texts.Help]] = {
-    "train": (_train, texts.TRAIN),
-    "finetune": (_finetune, texts.FINETUNE),
-    "transfer": (_transfer, texts.TRANSFER),
-    "evaluate knn": (partial(_evaluate, "knn"), texts.KNN),
-    "evaluate npi": (partial(_evaluate, "npi"), texts.NPI),
-    "evaluate linear": (partial(_evaluate, "linear"), texts.LINEAR),
-    "evaluate accuracy": (partial(_evaluate, "accuracy"), texts.ACCURACY),
-    "sweep": (_sweep, texts.SWEEP),
-    "preview": (_preview, texts.PREVIEW),
-    "data check": (_check, texts.CHECK),
-    "data pack": (_pack, texts.PACK),
-    "demo": (_demo, texts.DEMO),
-    "report": (_report, texts.REPORT),
-    "doctor": (_doctor, texts.DOCTOR),
-    "version": (_version, texts.VERSION),
+RUN: dict[str, Callable[[Parser], int]] = {
+    "train": _train,
+    "finetune": _finetune,
+    "transfer": _transfer,
+    **{f"evaluate {kind}": partial(_evaluate, kind) for kind in ("knn", "npi", "linear", "accuracy")},
+    "sweep": _sweep,
+    "preview": _preview,
+    "data check": _check,
+    "data pack": _pack,
+    "demo": _demo,
+    "report": _report,
+    "doctor": _doctor,
+    "version": _version,
 }
 
 
@@ -245,14 +246,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _with_config(parser: Parser, arguments: list[str], word: str = "CONFIG") -> argparse.Namespace:
+def _parse_words(parser: Parser, word: str = "CONFIG") -> argparse.Namespace:
     """Parse one config, its overrides, and the parser's options, in any order."""
+    parser.usage = f"{parser.prog} {word} [section.key=value ...] [options]"
     parser.add_argument(
         "words", nargs="*", metavar=word, help="a YAML file, and changes to it as section.key=value"
     )
-    options = parser.parse_intermixed_args(arguments)
-    options.overrides = [word for word in options.words if OVERRIDE.match(word)]
-    files = [word for word in options.words if not OVERRIDE.match(word)]
+    options = parser.parse_intermixed_args(parser.arguments)
+    words = vars(options).pop("words")
+    options.overrides = [each for each in words if OVERRIDE.match(each)]
+    files = [each for each in words if not OVERRIDE.match(each)]
     if not files:
         parser.error(f"which config? For example: {parser.prog} configs/digits_demo.yaml")
     if len(files) > 1:
@@ -263,7 +266,12 @@ def _with_config(parser: Parser, arguments: list[str], word: str = "CONFIG") -> 
     return options
 
 
-def _with_encoder(parser: Parser, arguments: list[str], *, several: bool = True) -> argparse.Namespace:
+def _with_config(parser: Parser) -> "tuple[argparse.Namespace, Config]":
+    options = _parse_words(parser)
+    return options, _load(options)
+
+
+def _with_encoder(parser: Parser, *, several: bool = True) -> "tuple[dict[str, Any], Config]":
     """Parse one config, and which encoder, or which `several`, to use."""
     parser.add_argument(
         "--encoder",
@@ -276,8 +284,12 @@ def _with_encoder(parser: Parser, arguments: list[str], *, several: bool = True)
         "--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)"
     )
     if several:
-        which.add_argument("--every-checkpoint", action="store_true", help="every good checkpoint of the run")
-    return _with_config(parser, arguments)
+        help_text = "every good checkpoint of the run"
+        which.add_argument("--every-checkpoint", dest="every", action="store_true", help=help_text)
+    options, config = _with_config(parser)
+    return {
+        name: value for name, value in vars(options).items() if name not in ("config", "overrides")
+    }, config
 
 
 def _load(options: argparse.Namespace) -> "Config":
@@ -298,35 +310,42 @@ def _handle_sigterm_as_pid1() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     """Run the sub-command that the first words of `arguments` name."""
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(texts.OVERVIEW)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    asked = not {"-h", "--help"}.isdisjoint(arguments)
+    if not arguments or (asked and arguments[0].startswith("-")):
+        print(texts.overview())
         return 0 if arguments else UsageError.exit_code
     if arguments[0] in ("-V", "--version"):
         arguments = ["version", *arguments[1:]]
-    for name, (run, text) in COMMANDS.items():
+    for name, run in RUN.items():
         words = name.split()
         if arguments[: len(words)] == words:
+            above, below = texts.help_of(name)
             parser = Parser(
                 prog=f"fastsuncet {name}",
-                usage=f"fastsuncet {name} {text.usage}",
-                description=text.purpose,
-                epilog=text.more,
+                description=above,
+                epilog=below,
                 formatter_class=argparse.RawDescriptionHelpFormatter,
                 allow_abbrev=False,
             )
-            return run(parser, arguments[len(words) :])
-    raise UsageError(_unknown_command(arguments))
+            parser.arguments = arguments[len(words) :]
+            return run(parser)
+    group = [name for name in RUN if name.startswith(f"{arguments[0]} ")]
+    if asked and group:
+        print(texts.overview(group))
+        return 0
+    raise UsageError(_unknown_command(arguments, group))
 
 
-def _unknown_command(arguments: list[str]) -> str:
+def _unknown_command(arguments: list[str], group: list[str]) -> str:
     first = arguments[0]
-    group = [name for name in COMMANDS if name.startswith(f"{first} ")]
     second = " ".join(word for word in arguments[1:2] if not word.startswith("-"))
     near = (
         (second and get_close_matches(f"{first} {second}", group, 1))
         or group
-        or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
-        or get_close_matches(first, COMMANDS, 1)
+        or get_close_matches(" ".join(arguments[:2]), RUN, 1)
+        or get_close_matches(first, RUN, 1)
     )
     if not near and first.endswith((".yaml", ".yml")):
         near = [f"train {first}"]

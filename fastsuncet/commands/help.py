@@ -1,15 +1,11 @@
-"""The help screens of the command `fastsuncet`, with examples and exit codes."""
+"""The help of each command: what it does, then examples and exit codes.
 
-from typing import NamedTuple
+The text before "examples:" or "exit codes:" stands above the options, the rest below them. A command without exit codes
+of its own has EXIT_CODES.
+"""
 
-
-class Help(NamedTuple):
-    """A sub-command's help: its usage, its purpose, and the text below its options."""
-
-    usage: str
-    purpose: str
-    more: str = ""
-
+import re
+from collections.abc import Iterable
 
 EXIT_CODES = """\
 exit codes:
@@ -22,47 +18,46 @@ exit codes:
   75   stopped by a signal and saved: run the same command again (schedulers: requeue)
   130  interrupted from the keyboard"""
 
-OVERVIEW = f"""\
-usage: fastsuncet COMMAND ...
+ENCODER = """\
+By default the encoder is the newest checkpoint of the config's own run. --encoder takes the folder
+of another run, one of its checkpoints, or a file of weights (torchvision, timm, the authors'
+checkpoints; torch.save or .safetensors)."""
 
-Pre-trains image encoders with SimCLR + SuNCEt: contrastive learning that uses the labels of some
-images.
+EVALUATED = f"""\
+{ENCODER} It also takes the folder of a fine-tuning.
 
-commands:
-  train CONFIG [section.key=value ...]    pre-train, or continue a run where it stopped
-  finetune CONFIG [section.key=value ...] train the encoder and a classifier on the labeled images
-  transfer CONFIG [section.key=value ...] fine-tune on CIFAR-10, CIFAR-100, VOC 2007, over a grid
-  evaluate knn CONFIG [...]               accuracy of the nearest labeled neighbors
-  evaluate npi CONFIG [...]               accuracy of SuNCEt's classifier without parameters
-  evaluate linear CONFIG [...]            accuracy of a linear classifier on the frozen encoder
-  evaluate accuracy CONFIG [...]          accuracy of a network that already has a classifier
-  sweep SWEEP [section.key=value ...]     several runs, and several commands on each, from one file
-  preview CONFIG [section.key=value ...]  draw the augmented views of a config as a picture
-  data check FOLDER or CONFIG             decode every image once and name the bad ones
-  data pack CONFIG --output FOLDER        the training images as tar shards, for shared file systems
-  demo                                    compare both methods on small real images, in minutes
-  report RUN ... [--baseline RUN]         compare runs: accuracy against cost, compute saved
-  doctor                                  show what is installed, what is missing, what to do
-  version                                 print versions, for a bug report
+Each validation image is counted once, on any number of processes. Each result is a file in
+<logging.folder>/<logging.write_tag>/results; repeating an evaluation replaces its file."""
 
-`fastsuncet COMMAND --help` explains a command with examples. First steps, without your own data:
+# Command -> its summary for the list of commands.
+COMMANDS = {
+    "train": "pre-train, or continue a run where it stopped",
+    "finetune": "train the encoder and a classifier on the labeled images",
+    "transfer": "fine-tune on CIFAR-10, CIFAR-100, VOC 2007, over a grid",
+    "evaluate knn": "accuracy of the nearest labeled neighbors",
+    "evaluate npi": "accuracy of SuNCEt's classifier without parameters",
+    "evaluate linear": "accuracy of a linear classifier on the frozen encoder",
+    "evaluate accuracy": "accuracy of a network that already has a classifier",
+    "sweep": "several runs, and several commands on each, from one file",
+    "preview": "draw the augmented views of a config as a picture",
+    "data check": "decode every image once and name the bad ones",
+    "data pack": "the training images as tar shards, for shared file systems",
+    "demo": "compare both methods on small real images, in minutes",
+    "report": "compare runs: accuracy against cost, compute saved",
+    "doctor": "show what is installed, what is missing, what to do",
+    "version": "print versions, for a bug report",
+}
 
-  fastsuncet doctor
-  fastsuncet demo
-
-{EXIT_CODES}"""
-
-TRAIN = Help(
-    "CONFIG [section.key=value ...] [--dry-run]",
-    """\
+TEXTS = {
+    "train": """\
 Pre-trains the encoder that CONFIG describes. The run's folder is
 <logging.folder>/<logging.write_tag>, by default runs/ and the name of the config file. The same
 command continues the run from its newest good checkpoint.
 
 On several GPUs the command starts one process for each; under torchrun or Slurm it joins the
 processes that they start. Batch sizes count the images of all processes, so a config is the same
-experiment on any number of GPUs.""",
-    f"""\
+experiment on any number of GPUs.
+
 examples:
   fastsuncet train configs/digits_demo.yaml                 small real images: no download, no GPU
   fastsuncet train configs/cifar10_suncet.yaml --dry-run    check and print the plan only
@@ -70,20 +65,8 @@ examples:
   fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
   torchrun --nproc-per-node 8 -m fastsuncet train configs/in1k_10pct.yaml
 
---dry-run prints all keys, with their values in this run.
-
-{EXIT_CODES}""",
-)
-
-EVALUATE = "CONFIG [section.key=value ...] [--encoder PATH]\n         [--step N | --every-checkpoint]"
-ENCODER = """\
-By default the encoder is the newest checkpoint of the config's own run. --encoder takes the folder
-of another run, one of its checkpoints, or a file of weights (torchvision, timm, the authors'
-checkpoints; torch.save or .safetensors)."""
-
-FINETUNE = Help(
-    EVALUATE,
-    f"""\
+--dry-run prints all keys, with their values in this run.""",
+    "finetune": f"""\
 Fine-tunes a pre-trained encoder on the labeled images of data.split and measures the accuracy on
 all validation images (paper, appendix B). The projection head is dropped, a linear classifier
 starts at zero, and all weights are trained by SGD with Nesterov momentum on random crops and flips.
@@ -94,8 +77,8 @@ The settings are in the config's section finetune.
 Each fine-tuning has a folder in <run>/finetune, named after its labels and checkpoint, or by
 finetune.write_tag. The same command continues one that was stopped, and does not repeat one that is
 finished. The accuracy is written to <run>/results. The network stays in the folder: measure it with
-`fastsuncet evaluate npi CONFIG --encoder FOLDER`.""",
-    f"""\
+`fastsuncet evaluate npi CONFIG --encoder FOLDER`.
+
 examples:
   fastsuncet finetune configs/digits_demo.yaml finetune.epochs=20 finetune.batch_size=64
   fastsuncet finetune configs/cifar10_suncet.yaml --every-checkpoint
@@ -104,14 +87,8 @@ examples:
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
 
 If memory is not enough, finetune.accumulate=A makes each update in A passes. BatchNorm then sees
-1/A of a process's images.
-
-{EXIT_CODES}""",
-)
-
-TRANSFER = Help(
-    "CONFIG [section.key=value ...] [--encoder PATH] [--step N] [--cell I/N]",
-    f"""\
+1/A of a process's images.""",
+    "transfer": f"""\
 Fine-tunes an encoder on each data set of transfer.datasets, for every learning rate and weight
 decay of a grid (paper, appendix C: 7 x 8 cells of 20,000 steps). Cells are compared on validation
 images. The best is trained again on all training images and measured once on the test images; that
@@ -125,93 +102,57 @@ cifar10, cifar100, voc07.
 
 The same command continues a grid that was stopped, and does not repeat finished cells. In a job
 array each job takes its share of the cells with --cell. The job that finishes the last cell of a
-data set chooses the best.""",
-    f"""\
+data set chooses the best.
+
 examples:
   fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data
   fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data --step 227000
   fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data --encoder resnet50.pth
-  sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
-
-{EXIT_CODES}""",
-)
-
-EVALUATED = f"""\
-{ENCODER} It also takes the folder of a fine-tuning.
-
-Each validation image is counted once, on any number of processes. Each result is a file in
-<logging.folder>/<logging.write_tag>/results; repeating an evaluation replaces its file."""
-
-KNN = Help(
-    EVALUATE,
-    f"""\
+  sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28""",
+    "evaluate knn": f"""\
 Nearest neighbors: the class of a validation image is the most frequent class of the
 evaluation.knn_k labeled training images most similar to it (paper, appendix G). Each of these is
 cropped at random once. Nothing is trained.
 
-{EVALUATED}""",
-    f"""\
+{EVALUATED}
+
 examples:
   fastsuncet evaluate knn configs/digits_demo.yaml
   fastsuncet evaluate knn configs/cifar10_suncet.yaml evaluation.knn_k=20 --every-checkpoint
   fastsuncet evaluate knn configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
-      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
-
-{EXIT_CODES}""",
-)
-
-NPI = Help(
-    EVALUATE,
-    f"""\
+      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'""",
+    "evaluate npi": f"""\
 SuNCEt's non-parametric inference (paper, appendix G): the probability of a class is the softmax
 over all labeled images of similarity / temperature, summed over the images of the class. Nothing is
 trained. npi.views is the number of random crops of each labeled image; npi.temperature is by
 default the temperature of the training. The paper fine-tunes its model first: give the folder of
 the fine-tuning with --encoder.
 
-{EVALUATED}""",
-    f"""\
+{EVALUATED}
+
 examples:
   fastsuncet evaluate npi configs/digits_demo.yaml
-  fastsuncet evaluate npi configs/in1k_10pct.yaml npi.views=10 --step 140740
-
-{EXIT_CODES}""",
-)
-
-LINEAR = Help(
-    EVALUATE,
-    f"""\
+  fastsuncet evaluate npi configs/in1k_10pct.yaml npi.views=10 --step 140740""",
+    "evaluate linear": f"""\
 The linear protocol: logistic regression on the frozen representations of the labeled training
 images, fitted until it converges. linear.strength is the inverse of the L2 penalty (scikit-learn's
 C). With data.split.kind=all it is the usual protocol on all training images.
 
-{EVALUATED}""",
-    f"""\
+{EVALUATED}
+
 examples:
   fastsuncet evaluate linear configs/digits_demo.yaml
-  fastsuncet evaluate linear configs/cifar10_simclr.yaml data.split.kind=all
-
-{EXIT_CODES}""",
-)
-
-ACCURACY = Help(
-    EVALUATE,
-    f"""\
+  fastsuncet evaluate linear configs/cifar10_simclr.yaml data.split.kind=all""",
+    "evaluate accuracy": f"""\
 The accuracy of a network that has a classifier: one that `fastsuncet finetune` trained, or a file
 of torchvision or timm with its fc layer.
 
-{EVALUATED}""",
-    f"""\
+{EVALUATED}
+
 examples:
   fastsuncet evaluate accuracy configs/in1k_10pct.yaml --encoder resnet50.pth \\
-      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
-
-{EXIT_CODES}""",
-)
-
-SWEEP = Help(
-    "SWEEP [section.key=value ...] [--only NAME] [--task I/N]\n         [--dry-run | --list] [--keep-going]",
-    """\
+      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'""",
+    "sweep": """\
 Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
 one after the other, each in its own process on all GPUs of this machine. All configs are checked
 before anything starts. The same command continues a sweep: it skips what is finished and continues
@@ -228,46 +169,32 @@ passed on to the running command, and its exit code 75 is passed back.
   commands:                                 or a plain list: [train, finetune]
     train:
     finetune: {set: {finetune.epochs: 90}, every_checkpoint: true}
-    evaluate knn: {vary: {evaluation.knn_k: [10, 20]}}""",
-    f"""\
+    evaluate knn: {vary: {evaluation.knn_k: [10, 20]}}
+
 examples:
   fastsuncet sweep configs/paper/cifar10_suncet.yaml --dry-run
   fastsuncet sweep configs/paper/cifar10_suncet.yaml --list
   fastsuncet sweep configs/paper/in1k_suncet_10pct.yaml data.root=/data/imagenet --only '*-100ep'
-  sbatch --array=1-6 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml
-
-{EXIT_CODES}""",
-)
-
-PREVIEW = Help(
-    "CONFIG [section.key=value ...] [--output FILE] [--step N]",
-    """\
+  sbatch --array=1-6 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml""",
+    "preview": """\
 Draws what the network sees at one step of a run on one process: the first images of the batch, two
-augmented views of each, and labeled images if the step uses them.""",
-    """\
+augmented views of each, and labeled images if the step uses them.
+
 examples:
   fastsuncet preview configs/digits_demo.yaml
   fastsuncet preview configs/in1k_10pct.yaml data.root=/data/imagenet --output views.png""",
-)
-
-CHECK = Help(
-    "FOLDER or CONFIG [section.key=value ...]",
-    """\
+    "data check": """\
 Decodes every image once with the decoder of the training, and names each bad file with the reason.
 A truncated file can go unnoticed for weeks, until a crop reaches its missing rows; this finds it in
-one pass. The index of files and sizes is kept for the runs of the config.""",
-    """\
+one pass. The index of files and sizes is kept for the runs of the config.
+
 examples:
   fastsuncet data check configs/in1k_10pct.yaml data.root=/data/imagenet
   fastsuncet data check /data/imagenet/train
 
 exit codes: 0 every image is good, or data.bad_images allows the bad ones; 2 the config is wrong;
 3 there are bad images, or no images""",
-)
-
-PACK = Help(
-    "CONFIG [section.key=value ...] [--output FOLDER]",
-    """\
+    "data pack": """\
 Copies the training images of CONFIG, byte for byte, into tar shards of 1 GB (WebDataset's layout)
 that a run reads with data.pack=FOLDER. The pixels are the same to the bit, so a run can switch to
 the pack when it is resumed. `fastsuncet data check CONFIG data.pack=FOLDER` verifies the checksum
@@ -276,38 +203,30 @@ of every image and decodes it.
 data.pack also reads WebDataset shards of other programs: a folder of .tar files, or a pattern such
 as '/data/train-{0000..1023}.tar', with images in KEY.jpg and class numbers in KEY.cls.
 
-The same command continues a stopped packing. FOLDER exists only once it is complete.""",
-    """\
+The same command continues a stopped packing. FOLDER exists only once it is complete.
+
 examples:
   fastsuncet data pack configs/in1k_10pct.yaml --output /data/imagenet/shards
   fastsuncet train configs/in1k_10pct.yaml data.pack=/data/imagenet/shards
 
 exit codes: 0 packed now or before; 2 the config is wrong or has no files; 3 a file is gone or has
 changed, more images are bad than data.bad_images allows, or the pack cannot be written""",
-)
-
-DEMO = Help(
-    "[section.key=value ...] [--seed N] [--folder DIR]",
-    """\
+    "demo": """\
 Trains SimCLR and SimCLR + SuNCEt on scikit-learn's digits with 10 % of the labels and the same
 compute, draws accuracy against compute, and explains what this run showed. It takes minutes on two
-CPU cores and downloads nothing.""",
-    """\
+CPU cores and downloads nothing.
+
 examples:
   fastsuncet demo
   fastsuncet demo --seed 1 --folder /tmp/demo""",
-)
-
-REPORT = Help(
-    "RUN ... [--baseline RUN] [--metric NAME] [--lengths]\n         [--paper [FIGURE]] [--output DIR]",
-    """\
+    "report": """\
 Compares runs in pictures and tables: accuracy against epochs, updates, petaFLOPs, hours and joules,
 and the share of the baseline's compute that each method needed to match the baseline. It reads
 the results of `evaluate`, `finetune` and `transfer` in each run, and the nearest-neighbor
 accuracies of its training. Runs that differ only in their seed are averaged. With --lengths, runs
 that differ only in their number of epochs become one curve, as the paper draws ImageNet. With
---paper the points of the paper are drawn too; without a RUN, only they.""",
-    """\
+--paper the points of the paper are drawn too; without a RUN, only they.
+
 examples:
   fastsuncet report runs/cifar10_simclr runs/cifar10_suncet
   fastsuncet report runs/cifar10_* --baseline runs/cifar10_simclr_seed0 --metric top1 --metric top5
@@ -320,12 +239,37 @@ losses are single points
 
 exit codes: 0 written; 2 no such metric or figure; 3 no such run, or it was not evaluated yet;
 5 a result is damaged, or the report cannot be written""",
-)
+    "doctor": """\
+Shows what is installed, what is missing, and what to do.
 
-DOCTOR = Help(
-    "",
-    "Shows what is installed here, what is missing, and what to do about it.",
-    "exit codes: 0 a run can start here; 1 something would stop it",
-)
+exit codes: 0 a run can start here; 1 something would stop it""",
+}
 
-VERSION = Help("", "Prints versions, for a bug report.")
+
+def overview(names: Iterable[str] = COMMANDS) -> str:
+    """Return the list of commands, with their summaries."""
+    lines = "\n".join(f"  {name:<18} {COMMANDS[name]}" for name in names)
+    return f"""\
+usage: fastsuncet COMMAND ...
+
+Pre-trains image encoders with SimCLR + SuNCEt: contrastive learning that uses the labels of some
+images.
+
+commands:
+{lines}
+
+`fastsuncet COMMAND --help` explains a command with examples. First steps, without your own data:
+
+  fastsuncet doctor
+  fastsuncet demo
+
+{EXIT_CODES}"""
+
+
+def help_of(name: str) -> tuple[str, str]:
+    """Return the help of a command above its options, and below them."""
+    text = TEXTS.get(name, f"Command to {COMMANDS[name]}.")
+    above, *below = re.split(r"\n\n(?=examples:|exit codes:)", text, maxsplit=1)
+    if "exit codes:" not in text:
+        below.append(EXIT_CODES)
+    return above, "\n\n".join(below)

@@ -86,9 +86,9 @@ def test_train_refuses_a_wrong_config_before_torch_is_loaded():
 
 def test_help_ends_with_0_and_no_command_with_2():
     done = command("--help")
-    assert (done.returncode, done.stdout, done.stderr) == (0, texts.OVERVIEW + "\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, texts.overview() + "\n", "")
     done = command()
-    assert (done.returncode, done.stdout) == (2, texts.OVERVIEW + "\n")
+    assert (done.returncode, done.stdout) == (2, texts.overview() + "\n")
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_data_check_of_missing_images_ends_with_3():
     Path("run.yaml").write_text(GOOD.replace("digits", "image_folder, root: nowhere"))
     done = command("data", "check", "run.yaml")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "error: no data folder nowhere/train\n"
+    assert done.stderr.startswith("error: no data folder nowhere/train\n")
 
 
 def test_main_prints_no_traceback_for_a_closed_pipe():
@@ -152,7 +152,7 @@ EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "n
         ("trian run.yaml", "unknown command trian; did you mean `fastsuncet train`?", ""),
         ("check run.yaml", "unknown command check; did you mean `fastsuncet data check`?", ""),
         ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
-        ("evaluate --help", f"unknown command evaluate; did you mean {EVALUATIONS}?", ""),
+        ("evaluate", f"unknown command evaluate; did you mean {EVALUATIONS}?", ""),
         ("data chekc", "unknown command data; did you mean `fastsuncet data check`?", ""),
         ("run.yaml", "unknown command run.yaml; did you mean `fastsuncet train run.yaml`?", ""),
         ("frobnicate", "unknown command frobnicate", ""),
@@ -161,6 +161,9 @@ EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "n
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
         ("train run.yaml --dry", "unknown argument --dry; did you mean --dry-run?", "train"),
         ("train run.yaml --zzz", "unknown argument --zzz", "train"),
+        ("train run.yaml --lr 3", "unknown argument --lr; write optimization.lr=3 or finetune.lr=3", "train"),
+        ("train run.yaml --warm-up=3", "unknown argument --warm-up=3; write optimization.warmup=3", "train"),
+        ("train run.yaml --model.stem", "unknown argument --model.stem; write model.stem=VALUE", "train"),
         ("doctor me", "unknown argument me", "doctor"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
         ("preview run.yaml --step two", "argument --step: must be a whole number, 0 or more, not two", "preview"),
@@ -174,24 +177,35 @@ def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, capsys)
     assert capsys.readouterr().err == f"error: {said}\nSee `{prog} --help`\n"
 
 
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
+@pytest.mark.parametrize("name", list(cli.RUN))
 def test_help_of_every_command(name, capsys):
+    above, below = texts.help_of(name)
     assert cli.main([*name.split(), "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: fastsuncet {name}")
-    assert cli.COMMANDS[name][1].purpose in said
-    assert f"\n  {name} " in texts.OVERVIEW or f"\n  {name}\n" in texts.OVERVIEW
+    assert above in said and below in said and "exit codes:" in below
+    assert f"\n  {name} " in texts.overview()
+    assert cli.main(["help", *name.split()]) == 0
+    assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+@pytest.mark.parametrize("group", ["data", "evaluate"])
+def test_help_of_a_group_lists_its_commands(group, capsys):
+    assert cli.main([group, "--help"]) == cli.main(["help", group]) == 0
+    said = capsys.readouterr().out
+    for name in cli.RUN:
+        assert (f"\n  {name} " in said) == name.startswith(f"{group} ")
+
+
+@pytest.mark.parametrize("name", ["", *cli.RUN])
 def test_help_fits_100_columns(name, capsys):
-    assert cli.main([*name.split(), "--help"]) == 0
+    assert cli.main([*name.split(), "--help"]) == cli.main(["help"]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 100] == []
 
 
 def test_help_examples_run(trainer, monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = "\n".join([texts.OVERVIEW, *(text.more for _, text in cli.COMMANDS.values())])
+    text = "\n".join(texts.TEXTS.values())
     lines = [
         line.strip().split("    ")[0] for line in text.splitlines() if line.startswith("  fastsuncet train ")
     ]
@@ -203,8 +217,7 @@ def test_help_examples_run(trainer, monkeypatch):
 
 def test_help_exit_codes_are_those_of_the_errors():
     for error in (ConfigError, DataError, NumericalError, CheckpointError, Preempted):
-        assert f"\n  {error.exit_code} " in texts.EXIT_CODES
-    assert texts.EXIT_CODES in texts.TRAIN.more
+        assert f"\n  {error.exit_code} " in texts.help_of("train")[1]
 
 
 def test_version_has_one_fact_on_a_line(capsys):
