@@ -36,6 +36,11 @@ class Arithmetic:
         return self.classes_per_batch * self.global_images_per_class
 
     @property
+    def local_labeled(self) -> int:
+        """Labeled images of one supervised step on each process."""
+        return self.classes_per_batch * self.local_images_per_class
+
+    @property
     def views(self) -> int:
         """Views of one unlabeled image."""
         return self.large_views + self.small_views

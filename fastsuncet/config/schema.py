@@ -166,8 +166,8 @@ class DataSection(Section):
     bad_images: CountOrZero = 0
     backend: Literal["auto", "dali", "torchvision"] = "auto"  # what makes the pixels
     # what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this project's
-    # operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the plugin where it
-    # can be built and the pixels are made on a CPU
+    # operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the plugin where
+    # it can be built and the pixels are made on a CPU
     color_operator: Literal["auto", "graph", "plugin"] = "auto"
     # of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
     decode_threads: Count | None = None
