@@ -21,7 +21,7 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.knn import online_knn
-from fastsuncet.metrics.energy import open_energy_meter
+from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.training import kernel_choice
 from fastsuncet.training.determinism import set_determinism
 from fastsuncet.training.pretraining import Pretraining

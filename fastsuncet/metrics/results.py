@@ -14,27 +14,31 @@ The name follows from what was evaluated, so that a repeated evaluation replaces
 
 import hashlib
 import json
-import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.errors import FastSuncetError
 
 FOLDER = "results"  # in the run's folder
-KINDS = ("finetune", "knn", "npi", "linear", "accuracy", "transfer")
-# Required keys and the types of their values. A record can hold further keys.
-FIELDS = {
-    "kind": str,
-    "metrics": dict,
-    "images": int,
-    "labels": dict,
-    "encoder": dict,
-    "setting": dict,
-    "run": str,
-    "versions": dict,
-}
+
+
+class Record(BaseModel):
+    """The required keys of a record, which can hold further ones."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    kind: Literal["finetune", "knn", "npi", "linear", "accuracy", "transfer"]
+    metrics: dict[str, FiniteFloat] = Field(min_length=1)
+    images: PositiveInt
+    labels: dict
+    encoder: dict
+    setting: dict
+    run: str
+    versions: dict
 
 
 class ResultError(FastSuncetError):
@@ -99,20 +103,12 @@ def name_of(run: Path, record: dict[str, Any]) -> str:
 
 def _problem(record: Any) -> str:
     """Return what is wrong with a record, or an empty string."""
-    if not isinstance(record, dict):
-        return f"it holds a {type(record).__name__} instead of a record"
-    for key, kind in FIELDS.items():
-        if key not in record:
-            return f"it has no {key}"
-        if not isinstance(record[key], kind) or isinstance(record[key], bool):
-            return f"its {key} is {record[key]!r}, which is not a {kind.__name__}"
-    if record["kind"] not in KINDS:
-        return f"its kind is {record['kind']!r}, which is not one of {', '.join(KINDS)}"
-    if not record["metrics"]:
-        return "it has no metrics"
-    for name, value in record["metrics"].items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            return f"its metric {name} is {value!r}, which is not a finite number"
-    if record["images"] < 1:
-        return f"its images are {record['images']}, but must be 1 or more"
+    try:
+        Record.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the record"
+        return f"{where}: {first['msg']}" + (
+            "" if first["type"] == "missing" else f", not {first['input']!r}"
+        )
     return ""

@@ -2,8 +2,9 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastsuncet.console import Say
 from fastsuncet.errors import ConfigError
@@ -12,7 +13,7 @@ from fastsuncet.errors import ConfigError
 class Tracker(Protocol):
     """What MetricsWriter calls."""
 
-    def write(self, step: int, kind: str, record: dict[str, Any]) -> None: ...
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -27,16 +28,11 @@ class TensorBoard:
             raise _missing("logging.tensorboard is true", "tensorboard", error) from error
         purge_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        self.flush, self.close = self._writer.flush, self._writer.close
 
-    def write(self, step: int, kind: str, record: dict[str, Any]) -> None:
-        for key, value in _numbers(record).items():
-            self._writer.add_scalar(f"{kind}/{key}", value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
 
 
 class WeightsAndBiases:
@@ -63,25 +59,19 @@ class WeightsAndBiases:
             resume="allow",
             settings=wandb.Settings(console="off", disable_git=True, save_code=False),
         )
+        self.close = self._run.finish
         # W&B's own step can only grow; ours goes back after a restart.
         self._run.define_metric("*", step_metric="step")
         hint = (
-            "" if mode != "offline" else "; WANDB_MODE=online sends during the run, `wandb sync` sends later"
+            "; WANDB_MODE=online sends during the run, `wandb sync` sends later" if mode == "offline" else ""
         )
         say(f"metrics: also to Weights & Biases, project {project}, {mode}{hint}")
 
-    def write(self, step: int, kind: str, record: dict[str, Any]) -> None:
-        self._run.log({f"{kind}/{key}": value for key, value in _numbers(record).items()} | {"step": step})
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({**scalars, "step": step})
 
     def flush(self) -> None:
         """Do nothing: W&B writes from a process of its own and has no such call."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
 
 
 def _missing(setting: str, extra: str, error: ImportError) -> ConfigError:

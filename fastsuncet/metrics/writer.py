@@ -94,8 +94,9 @@ class MetricsWriter:
                 _append(self._csv, csv_table([self._row(record)]))
         except OSError as error:
             raise self._refusal(error) from error
+        scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
         for tracker in self._trackers:
-            tracker.write(record["step"], kind, record)
+            tracker.write(record["step"], scalars)
         return record
 
     def sync(self) -> None:

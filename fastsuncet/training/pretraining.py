@@ -13,7 +13,7 @@ from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStrea
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import kernel_choice, methods
 from fastsuncet.training.cuda_graph import Step

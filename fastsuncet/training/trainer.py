@@ -26,10 +26,8 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import NumericalError, Preempted
-from fastsuncet.metrics.cost import RunCost
-from fastsuncet.metrics.data_timer import DataTimer
-from fastsuncet.metrics.energy import EnergyMeter
-from fastsuncet.metrics.interval import MetricsInterval
+from fastsuncet.metrics.cost import EnergyMeter, RunCost
+from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training import state
 from fastsuncet.training.logger import RunLogger
 

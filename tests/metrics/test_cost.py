@@ -1,6 +1,7 @@
-"""The cost of a run against an independent count: torch's FLOP counter on the very batches a run learns from."""
+"""The cost of a run: FLOPs by torch's counter on the very batches a run learns from, joules by the GPUs' counters."""
 
 import json
+import sys
 import time
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import run_macs, update_macs, views
-from fastsuncet.metrics.cost import RunCost
+from fastsuncet.metrics import cost as module
+from fastsuncet.metrics.cost import EnergyMeter, RunCost, open_energy_meter
 from fastsuncet.models.flops import FLOP_PER_MAC
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.multi_view_model import MultiViewModel
+from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, small_config, train
 from tests.training.test_methods import small
 
@@ -94,3 +97,88 @@ def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
     records = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert later[0] == 15_000  # two whole epochs, and the end
     assert 0 < records[-1]["seconds"] < 5000
+
+
+# ------------------------------------------------------------------------------------------------------ energy
+CUDA = torch.device("cuda", 0)
+BEFORE = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
+
+
+class FakeNvml:
+    """The used part of pynvml: GPUs by identity, each with the millijoules of its next readings."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, **readings: list[int | None]):
+        self.readings = {f"GPU-{uuid}": list(values) for uuid, values in readings.items()}
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in self.readings:
+            raise self.NVMLError("not found")
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        value = self.readings[handle].pop(0)
+        if value is None:
+            raise self.NVMLError("not supported")
+        return value
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Name the one GPU that torch sees "a"."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+
+
+@pytest.mark.parametrize(
+    ("readings", "state", "joules"),
+    [
+        # Read when opened, at the start of the clock, and at each tick.
+        ([1_000, 5_000, 7_500, 7_750], None, [2.5, 2.75]),
+        # The time between two starts is not the run's.
+        ([90_000, 91_000, 93_000], {**BEFORE, "joules": 40.0}, [42]),
+        # The counter began again, because a driver was reloaded.
+        ([5_000, 5_000, 6_000, 200, 1_200], None, [1, 1, 2]),
+        # A part of the run was not metered: before it, after it, or in the middle.
+        ([1, 2, 3, 4], BEFORE, [None, None]),
+        (None, {**BEFORE, "joules": 40.0}, [None, None]),
+        ([1, 2, None, 4], None, [None, None]),
+    ],
+    ids=["from the first step", "restart", "reloaded", "begun without", "continued without", "lost"],
+)
+def test_energy_is_the_counters_differences_or_absent(gpu, readings, state, joules):
+    cost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=readings)) if readings else None)
+    if state is None:
+        assert cost.record().get("joules") == (0 if readings else None)
+    else:
+        cost.restore(state)
+    cost.start_clock()
+    for expected in joules:
+        cost.tick()
+        assert cost.record().get("joules") == cost.state().get("joules") == pytest.approx(expected)
+
+
+def test_energy_meter_needs_a_gpu_its_package_and_its_counter(gpu, monkeypatch):
+    assert open_energy_meter(torch.device("cpu"), FakeNvml(a=[1])) is None
+    assert open_energy_meter(CUDA, FakeNvml(b=[1])) is None, "a slice of a GPU has another identity"
+    assert open_energy_meter(CUDA, FakeNvml(a=[None])) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_energy_meter(CUDA) is None
+
+
+def _spent(rank: int, world_size: int) -> list[float | None]:
+    shared = EnergyMeter(FakeNvml(x=[0, 3_000]), "GPU-x").spent()
+    own = EnergyMeter(FakeNvml(**{f"own{rank}": [0, 1_000 * (rank + 1)]}), f"GPU-own{rank}").spent()
+    broken = EnergyMeter(FakeNvml(**{f"own{rank}": [0, None if rank else 5]}), f"GPU-own{rank}").spent()
+    module._own_meter = lambda device, nvml: SimpleNamespace() if rank == 0 else None
+    return [shared, own, broken, open_energy_meter(CUDA)]
+
+
+@pytest.mark.slow
+def test_energy_adds_up_ranks_and_counts_a_shared_gpu_once():
+    # With one rank without a counter, no rank has a meter.
+    assert run_ranks(_spent, 2) == [[3, 1 + 2, None, None]] * 2

@@ -1,9 +1,11 @@
 """Waiting for pixels is measured on the device's own time line, and measuring it does not wait."""
 
+import time
+
 import pytest
 import torch
 
-from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.metrics.interval import DataTimer
 
 CPU = torch.device("cpu")
 
@@ -46,36 +48,27 @@ class Event:
         return 1e3 * (end.passed - self.passed)
 
 
-def step(gpu, timer, pixels, compute):
-    timer.begin()
-    gpu.queue.append(pixels)  # the stream waits for the loader's
-    timer.end()
-    gpu.queue.append(compute)
-
-
-def test_data_timer_counts_the_gap_on_the_device():
+def test_data_timer_counts_the_gap_on_the_device_until_a_restart():
     gpu = Gpu()
     timer = DataTimer(CPU, new_event=gpu.event)
-    for pixels in (0.25, 0.0, 0.5):
-        step(gpu, timer, pixels, compute=2.0)
-    assert gpu.waits == 0 and gpu.now == 0  # the host has waited for nothing
-    assert timer.seconds() == pytest.approx(0.75)
-    assert timer.seconds() == pytest.approx(0.75)  # reading changes nothing
-
-
-def test_data_timer_forgets_the_steps_before_a_restart():
-    gpu = Gpu()
-    timer = DataTimer(CPU, new_event=gpu.event)
-    for pixels in (5.0, 0.125):
+    for waits in ((0.25, 0.0, 0.5), (5.0,), (0.125, 0.125)):
         timer.restart()
         assert timer.seconds() == 0
-        step(gpu, timer, pixels, compute=1.0)
-        assert timer.seconds() == pytest.approx(pixels)
+        seen = gpu.waits, gpu.now
+        for pixels in waits:
+            timer.begin()
+            gpu.queue.append(pixels)  # the stream waits for the loader's
+            timer.end()
+            gpu.queue.append(2.0)  # the step
+        assert (gpu.waits, gpu.now) == seen, "the host has waited for nothing"
+        for _ in range(2):  # reading changes nothing
+            assert timer.seconds() == pytest.approx(sum(waits))
 
 
-def test_data_timer_on_a_cpu_is_the_hosts_clock():
+def test_data_timer_on_a_cpu_is_the_hosts_clock(monkeypatch):
     times = iter([10.0, 10.5, 20.0, 20.25])
-    timer = DataTimer(CPU, clock=lambda: next(times))
+    timer = DataTimer(CPU)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
     for _ in range(2):
         timer.begin()
         timer.end()

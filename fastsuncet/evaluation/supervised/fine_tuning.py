@@ -26,7 +26,7 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.supervised.identity import refuse_changed
 from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step, set_batchnorm_momentum
 from fastsuncet.evaluation.supervised.stream import ROLE, FineTuningStream
-from fastsuncet.metrics.data_timer import DataTimer
+from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training.step import PRECISIONS
