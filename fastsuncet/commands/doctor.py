@@ -12,9 +12,9 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import NamedTuple
 
 from fastsuncet.data import cpu_count
 from fastsuncet.versions import installed
@@ -27,8 +27,7 @@ SHM_NEEDED = 0.25 * GIGA
 EXTRAS = {"scikit-learn": "demo", "tensorboard": "tensorboard", "wandb": "wandb", "nvidia-ml-py": "energy"}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of an examination."""
 
     state: str  # "ok", "absent" or "problem"
@@ -63,10 +62,9 @@ def doctor(write: Callable[[str], object] = print, examinations: Examinations | 
 
 def python() -> Finding:
     """Compare the interpreter with the versions that the project is tested with."""
+    good = (3, 10) <= sys.version_info[:2] <= (3, 13)
     version = ".".join(map(str, sys.version_info[:3]))
-    if (3, 10) <= sys.version_info[:2] <= (3, 13):
-        return Finding("ok", version)
-    return Finding("problem", version, "use Python 3.10 to 3.13")
+    return Finding("ok", version) if good else Finding("problem", version, "use Python 3.10 to 3.13")
 
 
 def required(name: str) -> Callable[[], Finding]:
@@ -76,17 +74,19 @@ def required(name: str) -> Callable[[], Finding]:
         from packaging.requirements import Requirement
 
         wanted = _requirement(name)
-        advice = f"pip install '{wanted}'"
+        version = installed(name)
         try:
             importlib.import_module(name)
         except ImportError as error:
-            return Finding("problem", f"not installed ({error})", advice)
-        version = installed(name)
-        if version is None:  # files without pip's record: a copy, or half an uninstall
-            return Finding("problem", "importable, but of unknown version", advice)
-        if not Requirement(wanted).specifier.contains(version, prereleases=True):
-            return Finding("problem", f"{version}, tested with {wanted}", advice)
-        return Finding("ok", version)
+            facts = f"not installed ({error})"
+        else:
+            if version is None:  # files without pip's record: a copy, or half an uninstall
+                facts = "importable, but of unknown version"
+            elif Requirement(wanted).specifier.contains(version, prereleases=True):
+                return Finding("ok", version)
+            else:
+                facts = f"{version}, tested with {wanted}"
+        return Finding("problem", facts, f"pip install '{wanted}'")
 
     return look
 
@@ -104,24 +104,20 @@ def cards() -> Finding:
     """Find the GPUs that torch can use, or the reason why it can use none."""
     import torch
 
-    driver = Path("/proc/driver/nvidia/version")
+    driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        kinds = {(card.name, card.total_memory, card.major, card.minor) for card in found}
-        described = [f"{name}, {memory / 1e9:.0f} GB, {a}.{b}" for name, memory, a, b in sorted(kinds)]
+        kinds = sorted({f"{c.name}, {c.total_memory / 1e9:.0f} GB, {c.major}.{c.minor}" for c in found})
         old = min(card.major for card in found) < 8
-        return Finding(
-            "ok",
-            f"{len(found)} x {'; '.join(described)} (CUDA {torch.version.cuda})",
-            "no bfloat16 in hardware: set meta.precision=fp16" if old else "",
-        )
-    if torch.version.cuda is None:
+        advice = "no bfloat16 in hardware: set meta.precision=fp16" if old else ""
+        return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {cuda})", advice)
+    if cuda is None:
         return Finding("absent", "this torch is built without CUDA", "training runs on the CPU")
     if driver.exists():
         line = driver.read_text().splitlines()[0]
-        facts = f"there is a driver, but torch (CUDA {torch.version.cuda}) cannot use it: {line}"
+        facts = f"there is a driver, but torch (CUDA {cuda}) cannot use it: {line}"
         return Finding("problem", facts, "update the driver; start a container with --gpus all")
-    facts = f"no NVIDIA driver (torch is built for CUDA {torch.version.cuda})"
+    facts = f"no NVIDIA driver (torch is built for CUDA {cuda})"
     return Finding("absent", facts, "training runs on the CPU")
 
 
@@ -162,37 +158,25 @@ def dali() -> Finding:
     if problem is not None:
         advice = f"{install_command()}; until then torchvision reads the images, much slower"
         return Finding("absent", problem, advice)
+    import numpy as np
     import torch
     from nvidia import dali
-
-    places = ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
-    for place in places:
-        _decode(place)
-    done = " and the ".join(place.upper() for place in places)
-    return Finding("ok", f"{dali.__version__}, decoded an image on the {done}")
-
-
-def _decode(place: str) -> None:
-    import numpy as np
-    from nvidia.dali import fn
-    from nvidia.dali.pipeline import pipeline_def
     from PIL import Image
 
     jpeg = io.BytesIO()
     Image.new("RGB", (24, 16), (200, 30, 30)).save(jpeg, "JPEG")
     data = np.frombuffer(jpeg.getvalue(), np.uint8)
-
-    # DALI's stub knows no pipeline without a GPU.
-    @pipeline_def(batch_size=1, num_threads=1, device_id=0 if place == "gpu" else None)  # pyright: ignore[reportArgumentType]
-    def graph():
-        encoded = fn.external_source(lambda: [data])
-        return fn.decoders.image(encoded, device="mixed" if place == "gpu" else "cpu")
-
-    pipeline = graph()
-    pipeline.build()
-    shape = tuple(pipeline.run()[0].shape()[0])
-    if shape != (16, 24, 3):
-        raise RuntimeError(f"decoded an image of 16 x 24 pixels to the shape {shape}")
+    places = {"CPU": (None, "cpu"), **({"GPU": (0, "mixed")} if torch.cuda.is_available() else {})}
+    for number, decoder in places.values():
+        # DALI's stub knows no pipeline without a GPU.
+        with dali.Pipeline(1, 1, number) as pipeline:  # pyright: ignore[reportArgumentType]
+            encoded = dali.fn.external_source(lambda: [data])
+            pipeline.set_outputs(dali.fn.decoders.image(encoded, device=decoder))
+        pipeline.build()
+        shape = tuple(pipeline.run()[0].shape()[0])
+        if shape != (16, 24, 3):
+            raise RuntimeError(f"decoded an image of 16 x 24 pixels to the shape {shape}")
+    return Finding("ok", f"{dali.__version__}, decoded an image on the {' and the '.join(places)}")
 
 
 def apex() -> Finding:
@@ -217,20 +201,16 @@ def extras() -> Finding:
     if not missing:
         return Finding("ok", facts)
     facts = ", ".join(missing) + (f" (installed: {facts})" if facts else "")
-    return Finding(
-        "absent", facts, f"if you need them: pip install 'fastsuncet[{','.join(missing.values())}]'"
-    )
+    advice = f"if you need them: pip install 'fastsuncet[{','.join(missing.values())}]'"
+    return Finding("absent", facts, advice)
 
 
 def disk() -> Finding:
     """Look for disk space for checkpoints in the current folder."""
     free = shutil.disk_usage(".").free
     facts = f"{free / GIGA:,.1f} GB free in {Path.cwd()}"
-    if free < DISK_NEEDED:
-        return Finding(
-            "problem", facts, "free 1 GB: a ResNet-50 checkpoint is 0.2 GB and up to four are kept"
-        )
-    return Finding("ok", facts)
+    advice = "free 1 GB: a ResNet-50 checkpoint is 0.2 GB and up to four are kept"
+    return Finding("problem", facts, advice) if free < DISK_NEEDED else Finding("ok", facts)
 
 
 def shared_memory() -> Finding:

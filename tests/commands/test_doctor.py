@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastsuncet.commands import doctor as page
 from fastsuncet.commands.doctor import Finding, doctor
+from fastsuncet.data import cpu_count
 
 
 def examined(*examinations) -> tuple[int, str]:
@@ -52,25 +54,25 @@ def test_doctor_goes_on_after_an_examination_that_fails():
 
 
 @pytest.mark.parametrize(
-    ("version", "inside"),
-    [("2.11.0", True), ("2.15.1+cu130", True), ("2.10.9", False), ("2.16.0", False), ("3.0", False)],
+    ("version", "state", "facts"),
+    [
+        ("2.11.0", "ok", "2.11.0"),
+        ("2.15.1+cu130", "ok", "2.15.1+cu130"),
+        ("2.10.9", "problem", "2.10.9, tested with torch>=2.11,<2.16"),
+        ("2.16.0", "problem", "2.16.0, tested with"),
+        ("3.0", "problem", "3.0, tested with"),
+        (None, "problem", "importable, but of unknown version"),
+        ("missing", "problem", "not installed"),
+    ],
 )
-def test_required_compares_versions_with_the_bounds(version, inside, monkeypatch):
-    monkeypatch.setattr(page, "installed", lambda name: version)
+def test_required_compares_versions_with_the_bounds(version, state, facts, monkeypatch):
     monkeypatch.setattr(page, "requires", lambda name: ["torchvision>=0.26,<0.30", "torch>=2.11,<2.16"])
-    finding = page.required("torch")()
-    assert finding.state == ("ok" if inside else "problem")
-    assert finding.advice == ("" if inside else "pip install 'torch>=2.11,<2.16'")
-
-
-def test_required_names_the_command_for_a_missing_package(monkeypatch):
-    monkeypatch.setattr(page, "requires", lambda name: ["timm>=1.0.20,<2"])
-    monkeypatch.setattr(page, "installed", lambda name: None)
-    assert page.required("timm")().facts == "importable, but of unknown version"
-    monkeypatch.setitem(sys.modules, "timm", None)  # importing it now fails
-    finding = page.required("timm")()
-    assert finding.state == "problem" and finding.facts.startswith("not installed")
-    assert finding.advice == "pip install 'timm>=1.0.20,<2'"
+    monkeypatch.setattr(page, "installed", lambda name: version)
+    if version == "missing":
+        monkeypatch.setitem(sys.modules, "torch", None)  # importing it now fails
+    found = page.required("torch")()
+    assert found.state == state and found.facts.startswith(facts)
+    assert found.advice == ("" if state == "ok" else "pip install 'torch>=2.11,<2.16'")
 
 
 @pytest.mark.skipif("apex" in sys.modules, reason="a real apex is loaded")
@@ -100,21 +102,20 @@ def test_apex_is_distinguished_from_its_namesake(tmp_path, monkeypatch, name, te
             del sys.modules[module]
 
 
-@pytest.mark.parametrize(("free", "state"), [(0.5e9, "problem"), (5e9, "ok")])
-def test_disk_without_room_for_checkpoints_is_a_problem(free, state, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=free))
-    assert page.disk().state == state
-    assert f"{free / 1e9:.1f} GB free in {Path.cwd()}" in page.disk().facts
-
-
-def test_shared_memory_is_a_problem_only_for_several_gpus(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1, total=64e6))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert page.shared_memory().state == "ok"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert page.shared_memory() == Finding("problem", "64 MB", "docker run --shm-size=1g")
+@pytest.mark.parametrize(
+    ("look", "size", "gpus", "wanted"),
+    [
+        (page.disk, 0.5e9, 0, ("problem", f"0.5 GB free in {Path.cwd()}")),
+        (page.disk, 5e9, 0, ("ok", f"5.0 GB free in {Path.cwd()}")),
+        (page.shared_memory, 64e6, 1, ("ok", "0.06 GB")),
+        (page.shared_memory, 64e6, 8, ("problem", "64 MB", "docker run --shm-size=1g")),
+        (page.cores, 0, 2, ("ok", f"{cpu_count.cores()}, {cpu_count.cores() / 2:.0f} a GPU")),
+    ],
+)
+def test_room_is_a_problem_where_a_run_needs_it(look, size, gpus, wanted, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size, total=size))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert look()[: len(wanted)] == wanted
 
 
 def test_extras_that_are_missing_come_with_one_command(monkeypatch):
@@ -134,8 +135,6 @@ def test_dali_that_is_missing_comes_with_its_command(monkeypatch):
 
 
 def test_nvrtc_that_is_missing_is_absent(monkeypatch):
-    import torch
-
     from pipelines import cuda_compiler
 
     def fails():

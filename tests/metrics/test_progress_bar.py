@@ -75,17 +75,14 @@ def test_progress_line_has_every_number_as_key_and_value():
 
 
 def test_progress_lines_stay_in_columns():
+    (line,) = lines({"step": 5, "nt_xent": 1.0})
+    assert line.split() == ["step=5/600", "nt_xent=1.0000", "left=00:00"], "only what the record has"
     wide = RECORD | {"suncet": 123.4}
     shown = lines(wide, RECORD, RECORD | {"suncet": float("nan"), "lr": None})
     for key in RECORD.keys() & progress.FIELDS.keys():
         assert len({line.index(key + "=") for line in shown}) == 1, key
     assert "suncet=nan" in shown[2]
     assert "lr=- " in shown[2]
-
-
-def test_progress_line_shows_only_what_a_record_has():
-    (line,) = lines({"step": 5, "nt_xent": 1.0})
-    assert line.split() == ["step=5/600", "nt_xent=1.0000", "left=00:00"]
 
 
 def test_progress_time_left_follows_the_pace_and_forgets_the_start_up():
@@ -99,7 +96,8 @@ def test_progress_time_left_follows_the_pace_and_forgets_the_start_up():
     assert left == ["?", "2:28:20", "14:40", "14:30", "14:20", "39:40"]
 
 
-def test_progress_at_a_terminal_is_one_bar_that_is_drawn_over():
+@pytest.mark.parametrize(("width", "left"), [(120, "left 00:0"), (80, "<00:0")])
+def test_progress_at_a_terminal_is_one_bar_that_fits_and_is_drawn_over(width, left):
     def show(stream):
         shown = ProgressBar(600, 100, stream=stream)
         shown.update(RECORD)
@@ -107,37 +105,16 @@ def test_progress_at_a_terminal_is_one_bar_that_is_drawn_over():
         shown.update(RECORD | {"step": 240, "suncet": float("nan")})
         shown.close()
 
-    written = terminal(120, show)
+    written = terminal(width, show)
     frames = [frame.strip() for frame in re.split(r"[\r\n]+", written)]
-    (frame, *_) = [frame for frame in frames if "240/600" in frame]
-    assert frame.startswith("40%|")
-    for text in (
-        "left 00:0",
-        "nt_xent 5.43",
-        "suncet nan",
-        "lr 0.48",
-        "12.3k views/s",
-        "wait 3%",
-        "0.0123 PF",
-    ):
+    frame = next(frame for frame in frames if "240/600" in frame)
+    assert frame.startswith("40%|") == (width == 120)
+    for text in (left, "nt_xent 5.43", "suncet nan", "lr 0.48", "12.3k views/s", "wait 3%", "0.0123 PF"):
         assert text in frame
-    assert all(len(frame) <= 120 for frame in frames)
+    assert all(len(frame) <= width for frame in frames)
     assert "step 120: KNN 56.1 %" in frames
     # The line that was said, and the one the cursor ends on: all else is drawn over.
     assert written.count("\n") == 2
-
-
-def test_progress_bar_fits_all_numbers_into_80_columns():
-    def show(stream):
-        shown = ProgressBar(600, stream=stream)
-        shown.update(RECORD)
-        shown.close()
-
-    frames = [frame.strip() for frame in re.split(r"[\r\n]+", terminal(80, show))]
-    frame = next(frame for frame in frames if "120/600" in frame)
-    assert len(frame) <= 80
-    for text in ("120/600 <00:0", "nt_xent 5.43", "suncet 3.20", "12.3k views/s", "wait 3%", "0.0123 PF"):
-        assert text in frame
 
 
 @pytest.mark.parametrize(

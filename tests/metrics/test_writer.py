@@ -94,22 +94,16 @@ def test_writer_keeps_the_bits_of_every_float_in_both_files(values, tmp_path_fac
     assert [repr(float(cell)) for cell in cells] == list(map(repr, values))
 
 
-def test_writer_returns_tensors_and_numpy_scalars_as_numbers(tmp_path):
+def test_writer_returns_plain_numbers_and_refuses_a_key_that_is_not_a_column(tmp_path):
     values = {"nt_xent": torch.tensor(0.1), "suncet": np.float32(0.1), "lr": np.float64(0.1)}
     with MetricsWriter(tmp_path, COLUMNS) as writer:
+        with pytest.raises(KeyError, match="nt_cent: not among the columns"):
+            writer.write({"step": 1, "nt_cent": 1.0})
+        assert files_of(tmp_path) == (b"", b"step,nt_xent,suncet,lr\n")
         shown = writer.write({"step": np.int64(3), **values})
     assert shown == {"step": 3, "nt_xent": 0.10000000149011612, "suncet": 0.10000000149011612, "lr": 0.1}
     assert {type(value) for value in shown.values()} == {int, float}
     assert read(tmp_path / "metrics.jsonl") == [{**shown, "kind": "train"}]
-
-
-def test_writer_refuses_a_key_that_is_not_a_column_and_writes_no_line(tmp_path):
-    with (
-        MetricsWriter(tmp_path, COLUMNS) as writer,
-        pytest.raises(KeyError, match="nt_cent: not among the columns"),
-    ):
-        writer.write({"step": 1, "nt_cent": 1.0})
-    assert files_of(tmp_path) == (b"", b"step,nt_xent,suncet,lr\n")
 
 
 def test_writer_sync_waits_for_both_files(tmp_path, monkeypatch):
@@ -140,21 +134,15 @@ def test_restart_from_any_step_ends_with_the_files_of_an_unbroken_run(tmp_path, 
 def test_restart_keeps_and_reports_every_line_that_it_undid(tmp_path):
     run(tmp_path, 0, 6)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    moved = tmp_path / "metrics.superseded.jsonl"
     said = run(tmp_path, 2, 4, resume_step=2)
-    assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == b"".join(before[2:])
-    assert said == [
-        f"metrics: continuing from step 2; 6 later lines moved to {tmp_path / 'metrics.superseded.jsonl'}"
-    ]
+    assert moved.read_bytes() == b"".join(before[2:])
+    assert said == [f"metrics: continuing from step 2; 6 later lines moved to {moved}"]
     run(tmp_path, 3, 4, resume_step=3)  # a second restart adds to the file
     assert [line["step"] for line in superseded(tmp_path)] == [3, 3, 4, 5, 6, 6, 4]
-
-
-def test_restart_without_a_step_moves_all_lines_aside(tmp_path):
-    run(tmp_path, -1, 2)
-    said = run(tmp_path, -1, 1)
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [0, 0, 1]
-    assert [line["step"] for line in superseded(tmp_path)] == [0, 0, 1, 2]
-    assert "a fresh start" in said[0]
+    said = run(tmp_path, 0, 1)  # without a step, all lines go
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
+    assert "a fresh start; 5 later lines" in said[0] and len(superseded(tmp_path)) == 12
 
 
 @pytest.mark.slow
