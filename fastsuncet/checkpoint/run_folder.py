@@ -10,13 +10,15 @@ from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import broadcast_json
-from fastsuncet.errors import CheckpointError, Preempted
+from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
+from pipelines.data_errors import DataError
 
 Json = TypeVar("Json")
+ERRORS = {kind.exit_code: kind for kind in (ConfigError, DataError, NumericalError, CheckpointError)}
 
 
 def on_rank_0(place: launch.Place, function: Callable[[], Json]) -> Json:
-    """Return `function()` of rank 0, a JSON value, on every rank. An error there is a CheckpointError on the others.
+    """Return `function()` of rank 0, a JSON value, on every rank. An error there is one of its exit code on the others.
 
     Ranks that each looked at the disk could see different files, and a rank that waits for one that failed would wait
     until the time-out.
@@ -27,9 +29,11 @@ def on_rank_0(place: launch.Place, function: Callable[[], Json]) -> Json:
             value = function()
         except Exception as error:
             problem = error
-    value, message = broadcast_json([value, None if problem is None else str(problem)])
-    if message is not None:
-        raise problem or CheckpointError(message)
+    failure = None if problem is None else [str(problem), getattr(problem, "exit_code", None)]
+    value, failure = broadcast_json([value, failure])
+    if failure is not None:
+        message, code = failure
+        raise problem or ERRORS.get(code, CheckpointError)(message)
     return value
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.distributed.collectives import broadcast_json
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
@@ -39,14 +39,9 @@ class Images:
         assert self.held_out is not None, "open_images(validation=True) opens the validation images"
         return self.held_out
 
-    @property
-    def labeled_classes(self) -> int:
-        """The number of classes with a labeled image."""
-        return int((self.split.per_class > 0).sum())
-
     def counts(self) -> tuple[int, int, int]:
         """Return (images, classes with a labeled one, labeled images): what `Config.resolve` takes."""
-        return len(self.train), self.labeled_classes, len(self.split.indices)
+        return len(self.train), int((self.split.per_class > 0).sum()), len(self.split.indices)
 
     def fingerprint(self) -> str:
         """Return a hash of the run's images and labels: a checkpoint is continued on no others."""
@@ -58,31 +53,27 @@ def open_images(config: Config, place: Place, *, validation: bool) -> Images:
     if validation and config.data.kind == "images":
         text = "an evaluation needs labels, and images reads none. Use image_folder, or csv with data.csv"
         raise config.error("data.kind", text)
-    train = on_one_rank_first(place, lambda first: _open(config, train=True, scan=first))
+    train = rank_0_first(place, lambda first: _open(config, train=True, scan=first))
     with _naming(config, "data.split.file" if config.data.split.file else "data.split.kind"):
         split = labeled_split(train, **dict(config.data.split))
     held_out = None
     if validation:
-        held_out = on_one_rank_first(place, lambda first: _open(config, train=False, scan=first))
+        held_out = rank_0_first(place, lambda first: _open(config, train=False, scan=first))
         with _naming(config, "data.validation"):
             held_out = with_classes(held_out, train.classes)
     return Images(train, split, held_out)
 
 
-def on_one_rank_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
-    """Return `read(True)` on rank 0, then `read(False)` elsewhere; a DataError of rank 0 is raised on all ranks."""
-    index, problem = None, None
-    if place.first:
-        try:
-            index = read(True)
-        except DataError as error:
-            problem = error
-    news = broadcast_json(str(problem) if problem else None)
-    if problem is not None:
-        raise problem
-    if news is not None:
-        raise DataError(f"rank 0 could not read the data: {news}")
-    return index if index is not None else read(False)
+def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
+    """Return `read(True)` on rank 0, then `read(False)` elsewhere. An error of rank 0 is raised on all ranks."""
+    index = None
+
+    def scan() -> None:
+        nonlocal index
+        index = read(True)
+
+    on_rank_0(place, scan)
+    return read(False) if index is None else index
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def test_sheet_shows_the_runs_own_batch_and_decodes_no_more(tmp_path, monkeypatc
 
     place = Place(0, 1, 0, torch.device("cpu"))
     images = open_images(config, place, validation=False)
-    arithmetic = config.resolve(1, len(images.train), images.labeled_classes)
+    arithmetic = config.resolve(1, *images.counts()[:2])
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     batch = stream(step)
     names = [name[-22:] for name in stream.files(step, 0, "unlabeled")[:COLUMNS]]
