@@ -38,6 +38,7 @@ from fastsuncet.checkpoint.format import (
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 
+FOLDER = "checkpoints"  # of a run, in its folder
 LATEST = "latest"
 _NAME = re.compile(r"(?:\.replaced-)?(step_([0-9]{8}|[1-9][0-9]{8,}))")
 

@@ -1,53 +1,26 @@
-"""A save is interrupted: by a kill at every system call, by a power cut, by the disk. What is left must load."""
+"""A save is interrupted: by a kill at every system call, by a power cut, by the disk. What is left must load.
+
+`tests/training/test_killed.py` kills the process of a real run at random moments.
+"""
 
 import contextlib
 import errno
-import multiprocessing
 import os
-import random
 import resource
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.errors import CheckpointError
+from tests.support.checkpoints import assert_whole, save
 from tests.support.power_cut import CALLS, intercept, watch
+from tests.support.runs import Killed
 
 pytestmark = pytest.mark.slow
-
-# Children are forked from a clean server that has imported torch: a new interpreter for each would take seconds.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.checkpoint.test_faults"])
-
-
-def content(step: int, rows: int = 64) -> dict:
-    """Return what a run would save at `step`: every value depends on the step, so that a mixture is noticed."""
-    weights = torch.full((rows, 32), float(step)) + torch.arange(32)
-    return {
-        "model": {"weight": weights, "count": torch.tensor(step)},
-        "state": {"momentum": [weights / 2], "step": step},
-        "meta": {"config": {"seed": 0}, "ledger": {"images": 10 * step}},
-    }
-
-
-def save(folder: Path, step: int, keep: int = 2) -> Path:
-    return manager.save(folder, step, keep=keep, **content(step))
-
-
-def assert_whole(loaded: manager.LoadedCheckpoint) -> None:
-    wanted = content(loaded.step)
-    assert loaded.model.keys() == wanted["model"].keys()
-    assert all(torch.equal(loaded.model[name], wanted["model"][name]) for name in loaded.model)
-    assert torch.equal(loaded.state["momentum"][0], wanted["state"]["momentum"][0])
-    assert loaded.state["step"] == loaded.step
-    assert loaded.meta["ledger"] == wanted["meta"]["ledger"]
 
 
 def load_silently(folder: Path) -> manager.LoadedCheckpoint:
@@ -79,10 +52,6 @@ def prepare(folder: Path, scenario: str) -> tuple[set[int | None], int, int]:
 
 
 # ------------------------------------------------------------------------------------------------------- kill
-
-
-class Killed(BaseException):
-    """The process is dead: no code handles this, and no later call reaches the disk."""
 
 
 def save_and_die(folder: Path, step: int, keep: int, fatal: int, half: bool = False) -> list[str]:
@@ -130,39 +99,6 @@ def test_kill_at_every_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path, s
             assert load_silently(folder).step == step + 1
             shutil.rmtree(folder)
     assert found == possible  # cut before the new one counted, and after
-
-
-def _save_until_killed(folder: Path) -> None:
-    loaded = manager.load_newest(folder)
-    step = 0 if loaded is None else loaded.step
-    while True:
-        step += 1
-        save(folder, step)
-
-
-def test_kill_at_random_moments_loses_no_complete_checkpoint(tmp_path):
-    moments, reached = random.Random(0), 0
-    for _ in range(5):
-        child = SERVER.Process(target=_save_until_killed, args=(tmp_path,))
-        child.start()
-        # The first save proves that the child coped with what the last one left.
-        deadline = time.monotonic() + 60
-        while (saved := _latest_step(tmp_path)) <= reached:
-            assert child.is_alive() and time.monotonic() < deadline
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.05))
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-        reached = load_silently(tmp_path).step
-        assert reached >= saved
-
-
-def _latest_step(folder: Path) -> int:
-    try:
-        return int((folder / "latest").read_text().removeprefix("step_"))
-    except FileNotFoundError:
-        return 0
 
 
 # -------------------------------------------------------------------------------------------------- power cut
@@ -235,18 +171,11 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path, leave: int) -> Path:
-    """Fill the disk up to `leave` bytes."""
-    status = os.statvfs(folder)
-    (folder / "rubbish").write_bytes(bytes(status.f_bavail * status.f_frsize - leave))
-    return folder / "rubbish"
-
-
 def assert_refused_and_untouched(folder: Path, step: int, *words: str, rows: int = 64) -> None:
     """Saving fails with all of `words` in the message, and leaves everything as it was."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as caught:
-        manager.save(folder, step, keep=2, **content(step, rows))
+        save(folder, step, keep=2, rows=rows)
     for word in (f"step_{step:08d}", str(folder), *words):
         assert word in str(caught.value)
     assert caught.value.exit_code == 5
@@ -254,41 +183,46 @@ def assert_refused_and_untouched(folder: Path, step: int, *words: str, rows: int
     assert load_silently(folder).step < step
 
 
-@pytest.mark.parametrize("leave", [0, 4096, 3 * 4096])
-def test_disk_that_fills_up_during_a_save_keeps_what_was_there(small_disk, monkeypatch, leave):
-    # The check for free space sees no end, as it does under a quota or when another program writes meanwhile.
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 60))
-    folder = small_disk("size=400k")
-    save(folder, 1)
-    rubbish = fill(folder, leave)
-    assert_refused_and_untouched(folder, 2, "No space left on device", "df -h", "as they were")
-    rubbish.unlink()
-    save(folder, 2)
-    assert load_silently(folder).step == 2
+def filled(leave: int):
+    """Return what fills a disk up to `leave` bytes."""
+
+    def fill(folder: Path, mount) -> None:
+        status = os.statvfs(folder)
+        (folder / "rubbish").write_bytes(bytes(status.f_bavail * status.f_frsize - leave))
+
+    return fill
 
 
-def test_disk_without_inodes_keeps_what_was_there(small_disk):
-    folder = small_disk("size=40m,nr_inodes=12")
-    save(folder, 1)
-    spare = os.statvfs(folder).f_ffree - 2  # room for the new folder and one of its files
-    for number in range(spare):
+def without_inodes(folder: Path, mount) -> None:
+    for number in range(os.statvfs(folder).f_ffree - 2):  # room for the new folder and one of its files
         (folder / f"rubbish_{number}").touch()
-    assert_refused_and_untouched(folder, 2, "No space left on device", "df -i")
 
 
-def test_disk_that_is_read_only_is_named(small_disk):
-    folder = small_disk("size=40m")
-    save(folder, 1)
-    small_disk("ro")
-    assert_refused_and_untouched(folder, 2, "Read-only file system", "logging.folder")
+FULL = ("No space left on device", "df -h", "as they were")
+TOO_SMALL = ("is 1.1 MB", "(2.1 MB) of free", "has 2.0 MB", "Free 0.1 MB", "checkpoint.keep")
+DISKS = {  # options of the disk, what happens to it, words of the message, rows of the weights
+    **{f"full but for {leave}": ("size=400k", filled(leave), FULL, 64) for leave in (0, 4096, 3 * 4096)},
+    "no inodes": ("size=40m,nr_inodes=12", without_inodes, ("No space left on device", "df -i"), 64),
+    "read only": ("size=40m", lambda _, mount: mount("ro"), ("Read-only file system", "logging.folder"), 64),
+    "too small, seen before writing": ("size=4m", filled(2_000_000), TOO_SMALL, 4100),
+}
 
 
-def test_disk_with_too_little_space_is_refused_before_writing(small_disk):
-    folder = small_disk("size=4m")
-    save(folder, 1)
-    fill(folder, 2_000_000)
-    words = ("is 1.1 MB", "(2.1 MB) of free", "has 2.0 MB", "Free 0.1 MB", "checkpoint.keep")
-    assert_refused_and_untouched(folder, 2, *words, rows=4100)
+@pytest.mark.parametrize("disk", DISKS)
+def test_disk_that_refuses_a_save_keeps_what_was_there(small_disk, monkeypatch, disk):
+    options, spoil, words, rows = DISKS[disk]
+    folder = small_disk(options)
+    save(folder, 1, rows=64)
+    spoil(folder, small_disk)
+    with monkeypatch.context() as patch:
+        if "full" in disk:
+            # The check for free space sees no end, as it does under a quota or when another program writes meanwhile.
+            patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 60))
+        assert_refused_and_untouched(folder, 2, *words, rows=rows)
+    if "full" in disk:
+        (folder / "rubbish").unlink()
+        save(folder, 2, rows=64)
+        assert load_silently(folder).step == 2
 
 
 def test_limit_on_file_sizes_is_named(tmp_path):
@@ -333,7 +267,7 @@ def _save_with_io_error(folder: Path, fatal: int) -> tuple[str, list[str]]:
 
     with intercept(hook, CALLS[1:]):  # opening a file that cannot be opened is tested with the disks
         try:
-            manager.save(folder, 2, keep=1, say=lines.append, **content(2))
+            save(folder, 2, keep=1, say=lines.append)
         except CheckpointError as refusal:
             error = str(refusal)
         else:

@@ -29,11 +29,8 @@ def test_load_newest_names_a_damaged_checkpoint_and_uses_the_one_before(tmp_path
     assert (step, len(lines)) == (1, 2)
     assert str(path) in lines[0] and name in lines[0]
     assert "step_00000001" in lines[1]
-    if name != "meta.json" and how in (
-        "truncated",
-        "longer",
-    ):  # the message tells a full disk from a broken one
-        assert "bytes were written" in lines[0]
+    if name != "meta.json" and how in ("truncated", "longer"):
+        assert "bytes were written" in lines[0]  # the message tells a full disk from a broken one
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         manager.load(path)
     save(tmp_path, 2)  # the run reaches this step again
@@ -45,8 +42,7 @@ def test_load_newest_names_a_folder_that_is_gone(tmp_path):
     save(tmp_path, 1)
     shutil.rmtree(save(tmp_path, 2))
     step, lines = newest(tmp_path)
-    assert step == 1
-    assert "step_00000002" in lines[0] and "no such folder" in lines[0]
+    assert step == 1 and "step_00000002" in lines[0] and "no such folder" in lines[0]
     shutil.rmtree(tmp_path / "step_00000001")
     with pytest.raises(CheckpointError, match="step_00000002: there is no such folder"):
         newest(tmp_path)  # `latest` without a checkpoint is not a fresh start
@@ -57,24 +53,20 @@ def test_load_newest_does_not_take_a_renamed_folder_for_another_step(tmp_path):
     os.rename(save(tmp_path, 2), tmp_path / "step_00000009")
     (tmp_path / "latest").write_text("step_00000009\n")
     step, lines = newest(tmp_path)
-    assert step == 1
-    assert "is of step 2" in lines[0]
+    assert step == 1 and "is of step 2" in lines[0]
     assert manager.load(tmp_path / "step_00000009").step == 2  # named by the user, it is what it is
 
 
-def test_load_newest_finds_one_good_checkpoint_behind_damaged_ones(tmp_path):
+def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
     for step in range(1, 6):
-        path = save(tmp_path, step)
-        if step != 2:
-            corrupt(path / "train_state.pt", "truncated")
+        save(tmp_path, step)
+    for step in (3, 4, 5):
+        corrupt(tmp_path / f"step_0000000{step}" / "train_state.pt", "truncated")
     step, lines = newest(tmp_path)
     assert step == 2
     assert [f"step_0000000{n}" in line for n, line in zip((5, 4, 3, 2), lines)] == [True] * 4
-
-
-def test_load_newest_names_each_and_stops_if_none_is_good(tmp_path):
-    corrupt(save(tmp_path, 1) / "model.safetensors", "flipped")
-    corrupt(save(tmp_path, 2) / "meta.json", "missing")
+    corrupt(tmp_path / "step_00000001" / "model.safetensors", "flipped")
+    corrupt(tmp_path / "step_00000002" / "meta.json", "missing")
     with pytest.raises(CheckpointError) as caught:
         newest(tmp_path)
     assert caught.value.exit_code == 5
@@ -82,9 +74,6 @@ def test_load_newest_names_each_and_stops_if_none_is_good(tmp_path):
     assert "step_00000001: model.safetensors was changed after it was written" in message
     assert "step_00000002: meta.json cannot be read: No such file or directory" in message
     assert "move the folder away to start over" in message
-
-
-def test_load_newest_of_a_file_says_so(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be listed: .*Not a directory"):
         newest(tmp_path / "file")
@@ -98,24 +87,18 @@ def test_load_newest_of_a_file_says_so(tmp_path):
     ],
     ids=repr,
 )
-def test_latest_can_name_only_a_checkpoint_of_its_folder(tmp_path, text):
+def test_latest_can_be_missing_or_wrong_and_names_nothing_outside(tmp_path, text):
     save(tmp_path / "elsewhere", 2)
     folder = tmp_path / "run"
-    save(folder, 1)
-    (folder / "latest").write_text(text)
+    latest = save(folder, 1).with_name("latest")
+    latest.write_text(text)
     step, lines = newest(folder)
-    assert step == 1
-    assert "not a checkpoint's name" in lines[0]
-
-
-def test_latest_can_be_missing_or_a_folder(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / "latest").unlink()
-    assert newest(tmp_path) == (1, [])
-    (tmp_path / "latest").mkdir()
-    step, lines = newest(tmp_path)
-    assert step == 1
-    assert "cannot be read" in lines[0]
+    assert step == 1 and "not a checkpoint's name" in lines[0]
+    latest.unlink()
+    assert newest(folder) == (1, [])
+    latest.mkdir()
+    step, lines = newest(folder)
+    assert step == 1 and "cannot be read" in lines[0]
 
 
 def test_latest_decides_even_if_there_is_a_later_step(tmp_path):
@@ -135,8 +118,7 @@ def test_save_and_load_never_follow_a_symbolic_link(tmp_path):
     (folder / "step_00000002").symlink_to(outside)
     (folder / "latest").write_text("step_00000002\n")
     step, lines = newest(folder)
-    assert step == 1
-    assert "symbolic link" in lines[0]
+    assert step == 1 and "symbolic link" in lines[0]
     save(folder, 3, keep=1)
     save(folder, 2)  # takes the place of the link
     assert manager.load(outside).step == 2
@@ -149,7 +131,7 @@ def test_load_newest_passes_on_what_expect_raises(tmp_path):
     save(tmp_path, 2)
 
     def refuse(meta):
-        assert (meta["step"], meta["ledger"]) == (2, {"images": 7})
+        assert (meta["step"], meta["ledger"]) == (2, {"images": 14})
         raise CheckpointError(f"temperature was {meta['config']['criterion']['temperature']}")
 
     lines = []
@@ -172,17 +154,10 @@ def test_good_checkpoints_are_listed_in_order_without_damaged_ones(tmp_path):
 # ------------------------------------------------------------------------------------------ how many are kept
 
 
-def test_save_keeps_the_newest_and_removes_the_older(tmp_path):
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, keep=2)
-    assert steps(tmp_path) == [3, 4]
-    save(tmp_path, 5, keep=1)
-    assert steps(tmp_path) == [5]
-
-
-def test_save_does_not_count_a_damaged_checkpoint(tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
+def test_save_keeps_the_newest_and_does_not_count_a_damaged_one(tmp_path):
+    for step in (0, 1, 2, 3):
+        save(tmp_path, step, keep=3)
+    assert steps(tmp_path) == [1, 2, 3]
     corrupt(tmp_path / "step_00000003" / "model.safetensors", "flipped")
     lines = []
     save(tmp_path, 4, keep=2, say=lines.append)

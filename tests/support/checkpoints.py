@@ -5,15 +5,27 @@ from pathlib import Path
 import torch
 
 from fastsuncet.checkpoint import manager
+from tests.support.runs import assert_equal_to_the_bit
 
 
-def save(folder: Path, step: int, keep: int = 10, **changes) -> Path:
-    content = {
-        "model": {"weight": torch.full((3, 2), float(step))},
-        "state": {"step": step, "momentum": [torch.arange(4.0) * step]},
-        "meta": {"config": {"criterion": {"temperature": 0.1}}, "ledger": {"images": 7}},
+def content(step: int, rows: int = 3) -> dict:
+    """Return what a run would save at `step`: every value depends on the step, so that a mixture is noticed."""
+    weights = torch.full((rows, 32), float(step)) + torch.arange(32)
+    return {
+        "model": {"weight": weights, "count": torch.tensor(step)},
+        "state": {"step": step, "momentum": [weights / 2]},
+        "meta": {"config": {"criterion": {"temperature": 0.1}}, "ledger": {"images": 7 * step}},
     }
-    return manager.save(folder, step, keep=keep, **content | changes)
+
+
+def save(folder: Path, step: int, keep: int = 10, rows: int = 3, **changes) -> Path:
+    return manager.save(folder, step, keep=keep, **content(step, rows) | changes)
+
+
+def assert_whole(loaded: manager.LoadedCheckpoint) -> None:
+    wanted = content(loaded.step, len(loaded.model["weight"]))
+    assert_equal_to_the_bit([loaded.model, loaded.state], [wanted["model"], wanted["state"]])
+    assert loaded.meta["ledger"] == wanted["meta"]["ledger"]
 
 
 def steps(folder: Path) -> list[int]:
@@ -32,9 +44,8 @@ DAMAGE = {
     "empty": lambda content: b"",
     "flipped": lambda content: bytes([content[0] ^ 4]) + content[1:],
     "longer": lambda content: content + b"\0",
-    "zeros": lambda content: bytes(
-        len(content)
-    ),  # what a power cut leaves of an unsynced file on some systems
+    # What a power cut leaves of an unsynced file on some systems.
+    "zeros": lambda content: bytes(len(content)),
 }
 
 
