@@ -20,8 +20,13 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
-from fastsuncet.evaluation.finetuning.finetune_messages import accuracy_line, accuracy_table, heading
-from fastsuncet.evaluation.finetuning.job import FineTuningJob, fit_settings
+from fastsuncet.evaluation.finetuning import (
+    FineTuningJob,
+    accuracy_line,
+    accuracy_table,
+    fit_settings,
+    heading,
+)
 from fastsuncet.evaluation.scoring import true_labels
 from fastsuncet.training.determinism import set_determinism
 
@@ -80,7 +85,7 @@ def finetune_all(
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        job = FineTuningJob(config, place, images, encoder, settings, tag_suffix=every)
+        job = FineTuningJob(config, place, images, encoder, settings, several=every)
         record, written, new = job.run(truth, signals, heading(job, brief=bool(records)), say)
         records.append(record)
         say(accuracy_line(record) + ("" if new else " (done before)"))

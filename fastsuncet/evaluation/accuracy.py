@@ -25,5 +25,4 @@ def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -
             f"the classifier has {scores.shape[1]:,} classes and the images have {classes:,}: it was trained on other "
             "data"
         )
-    mine = own_rows(place)
-    return Measured(accuracies(scores[mine], truth[mine], len(truth)), len(truth), {})
+    return Measured(accuracies(scores[own_rows(place)], truth, place), len(truth), {})

@@ -19,7 +19,6 @@ from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.models.pretrained_weights import fill, read_weights
 from fastsuncet.models.resnet import WIDTHS, build_model
 from fastsuncet.training import methods
-from fastsuncet.training.state import FOLDER
 
 ENCODER, CLASSIFIER = "encoder.", "classifier."  # prefixes of their tensors in a checkpoint
 
@@ -33,10 +32,10 @@ class Encoder:
     name: str  # as in model.name
     stem: str  # "imagenet" or "cifar"
     source: str  # the folder or file, as the user named it
-    step: int | None  # updates of pre-training; None for a file of weights
-    epoch: float | None
-    ledger: dict[str, Any] | None  # what the pre-training cost; None for a file of weights
-    method: str | None  # "SimCLR + SuNCEt"
+    step: int | None = None  # updates of pre-training; None for a file of weights
+    epoch: float | None = None
+    ledger: dict[str, Any] | None = None  # what the pre-training cost; None for a file of weights
+    method: str | None = None  # "SimCLR + SuNCEt"
     classifier: nn.Linear | None = None  # (B, width) -> (B, C), where the file has one
     tuned: int | None = None  # updates of fine-tuning after the pre-training
 
@@ -64,7 +63,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
                 f"--step and --every-checkpoint choose among a run's checkpoints, but {where} is one {kind}"
             )
         return [where]
-    folder = where / FOLDER if (where / FOLDER).is_dir() else where
+    folder = where / manager.FOLDER if (where / manager.FOLDER).is_dir() else where
     if step is None and not every:
         # Not the last of `good_checkpoints`, which reads every checkpoint from end to end.
         newest = manager.load_newest(folder)
@@ -129,10 +128,6 @@ def load_encoder(where: Path, config: Config) -> Encoder:
         name=weights.name,
         stem=weights.stem,
         source=str(found),
-        step=None,
-        epoch=None,
-        ledger=None,
-        method=None,
         classifier=_classifier(*weights.classifier) if weights.classifier else None,
     )
 

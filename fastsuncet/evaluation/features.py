@@ -3,7 +3,7 @@
 Shapes: N images in all, n of them on this rank, V views of each, E the width of the network's output.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import all_gather_rows
 from fastsuncet.distributed.launch import Place
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import EvaluationLoader, open_evaluation_loader
-from pipelines.sampling.augmentation import Center
+from pipelines.loader import open_evaluation_loader
+from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.step_plan import EvaluationPlan
 
 SUPPORTS = "supports"  # the role of the draws of `embed_views`: a random stream apart from training's
@@ -47,11 +47,7 @@ def outputs(
     """
     a = config.data.augmentation
     view = view or Center(*view_size(a.size), a.mean, a.std)
-    mine, _ = _block(indices, place)
-    plan = EvaluationPlan(index, mine, min(batch, len(mine)), (view,))
-    loader = open_evaluation_loader(index, plan, **loader_options(config, place))
-    rows = _forward(network, loader, len(mine), 1, place, before_batch)
-    return all_gather_rows(rows[:, 0])[: len(indices)]  # blocks in rank order are the images' order
+    return _forward(network, index, indices, (view,), config, place, batch, before_batch)[:, 0]
 
 
 def embed_views(
@@ -70,53 +66,42 @@ def embed_views(
     the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
     """
     crop = replace(config.data.augmentation, jitter=0.0, grey=0.0, blur=0.0)
-    mine, first = _block(indices, place)
-    plan = EvaluationPlan(
-        index,
-        mine,
-        min(max(1, batch // views), len(mine)),
-        (crop,) * views,
-        seed=config.meta.seed,
-        role=SUPPORTS,
-        first=first,
-    )
-    loader = open_evaluation_loader(index, plan, **loader_options(config, place))
-    rows = _forward(network, loader, len(mine), views, place)
-    return all_gather_rows(rows)[: len(indices)]
-
-
-def _block(indices: np.ndarray, place: Place) -> tuple[np.ndarray, int]:
-    """Return this rank's block of the images, of equal length on all ranks, and its start in `indices`."""
-    length = -(-len(indices) // place.world_size)
-    first = place.rank * length
-    # The last block is filled up, because ranks gather equal shapes. The callers cut off what was added.
-    return np.resize(indices, length * place.world_size)[first:][:length], first
+    return _forward(network, index, indices, (crop,) * views, config, place, max(1, batch // views))
 
 
 @torch.no_grad()
 def _forward(
     network: nn.Module,
-    loader: EvaluationLoader,
-    images: int,
-    views: int,
+    index: ImageIndex,
+    indices: np.ndarray,
+    views: Sequence[Augmentation | Center],
+    config: Config,
     place: Place,
+    batch: int,
     before_batch: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return (n, V, E) of the loader's n images, and close the loader."""
+    """Return (N, V, E) on every rank; each computes a block of the images."""
+    count = -(-len(indices) // place.world_size)
+    first = place.rank * count
+    # The last block is filled up, because ranks gather equal shapes. What was added is cut off at the end.
+    mine = np.resize(indices, count * place.world_size)[first:][:count]
+    draws = {"seed": config.meta.seed, "role": SUPPORTS, "first": first}
+    plan = EvaluationPlan(index, mine, min(batch, count), views, **draws)
+    loader = open_evaluation_loader(index, plan, **loader_options(config, place))
     training = network.training
     network.eval()
     rows, done = None, 0
     try:
-        for shown, _, indices in loader:
+        for shown, *_ in loader:
             before_batch()
             for view, pixels in enumerate(shown):
                 h = network(pixels.to(place.device)).float()
                 # One block from the start: joining a list of batches would hold every row twice.
-                rows = h.new_empty(images, views, h.shape[1]) if rows is None else rows
+                rows = h.new_empty(count, len(views), h.shape[1]) if rows is None else rows
                 rows[done : done + len(h), view] = h
-            done += len(indices)
+            done += len(shown[0])
     finally:
         network.train(training)
         loader.close()
     assert rows is not None, "there is at least one image"
-    return rows
+    return all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order

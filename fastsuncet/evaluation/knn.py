@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.collectives import gather_json, sum_over_ranks
+from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.scoring import Measured, own_rows, supports, true_labels
@@ -82,21 +82,20 @@ def online_knn(
     images: Images,
     config: Config,
     place: Place,
-    bad: Collection[int] = (),
+    bad: Collection[int] = (),  # the same on every rank
     before_batch: Callable[[], None] = lambda: None,  # of `outputs`
 ) -> float:
     """Return the share of validation images that their k nearest training images classify correctly, during training.
 
     Supports are the labeled images of the run's split. A run without labels (SimCLR) uses up to MOST_SUPPORTS training
-    images of known class: the number then says what a classifier with labels could find. Training images in `bad` on
-    any rank are left out. Each validation image counts once on any number of ranks, and every rank returns the same
+    images of known class: the number then says what a classifier with labels could find. Training images in `bad`
+    are left out. Each validation image counts once on any number of ranks, and every rank returns the same
     number. Raises BadImage for an image that cannot be decoded, since the accuracy would be another one without it.
     """
     chosen = images.split.indices
     if not len(chosen):
         chosen = spread_over_classes(images.train.labels, MOST_SUPPORTS)
-    known_bad = {i for rank in gather_json([int(i) for i in bad]) for i in rank}.union(images.train.bad)
-    chosen = chosen[~np.isin(chosen, list(known_bad))]
+    chosen = chosen[~np.isin(chosen, [*bad, *images.train.bad])]
     queries = np.arange(len(images.validation))
     rows = outputs(model.encoder, images.validation, queries, config, place, before_batch=before_batch)
     columns = outputs(model.encoder, images.train, chosen, config, place, before_batch=before_batch)

@@ -124,8 +124,7 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     for tensor in (fit.weight, fit.bias):
         broadcast(tensor)
     fit = replace(fit, **broadcast_json({"iterations": fit.iterations, "gradient": fit.gradient}))
-    mine = own_rows(place)
-    metrics = accuracies(fit.scores(queries[mine]), truth[mine], len(truth))
+    metrics = accuracies(fit.scores(queries[own_rows(place)]), truth, place)
     setting = {"strength": strength, "max_iterations": most}
     if fit.converged:
         return Measured(metrics, len(truth), setting, (f"fitted in {fit.iterations:,} iterations",))

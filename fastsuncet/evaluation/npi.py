@@ -62,13 +62,12 @@ def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     views = embed_views(network, images.train, chosen, config.npi.views, config, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
-    mine = own_rows(place)
     scores = npi_probabilities(
-        queries[mine],
+        queries[own_rows(place)],
         views.flatten(0, 1),
         labels.repeat_interleave(config.npi.views),
         len(images.train.classes),
         setting["temperature"],
     )
     setting["seed"] = config.meta.seed  # the seed of the crops
-    return Measured(accuracies(scores, truth[mine], len(truth)), len(truth), setting)
+    return Measured(accuracies(scores, truth, place), len(truth), setting)

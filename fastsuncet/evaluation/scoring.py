@@ -52,13 +52,13 @@ def correct_in_top(scores: Tensor, truth: Tensor, ks: tuple[int, ...] = (1, 5)) 
     return torch.stack([(ahead < k).sum() for k in ks])
 
 
-def accuracies(scores: Tensor, truth: Tensor, images: int) -> dict[str, float]:
-    """Return {"top1": ..., "top5": ...} over all ranks, from this rank's scores (q, C) and truth (q,).
+def accuracies(scores: Tensor, truth: Tensor, place: Place) -> dict[str, float]:
+    """Return {"top1": ..., "top5": ...} over all ranks, from this rank's rows of the scores (q, C), and truth (Q,).
 
-    Collective: every rank calls it with its own rows of the `images` images, and together they hold each image once.
+    Collective: the rows are those of `own_rows`, so together the ranks hold each image once.
     """
-    top1, top5 = sum_over_ranks(correct_in_top(scores, truth)).tolist()
-    return {"top1": top1 / images, "top5": top5 / images}
+    top1, top5 = sum_over_ranks(correct_in_top(scores, truth[own_rows(place)])).tolist()
+    return {"top1": top1 / len(truth), "top5": top5 / len(truth)}
 
 
 def own_rows(place: Place) -> slice:
@@ -90,21 +90,29 @@ def supports(images: Images, config: Config) -> np.ndarray:
             "this evaluation learns from labeled training images, and the config selects none. Set "
             "data.split.kind=all to use every training image, or the split of the runs to compare with",
         )
-    chosen = images.split.indices
-    chosen = chosen[~np.isin(chosen, list(images.train.bad))]
-    labeled = np.bincount(images.train.labels[chosen], minlength=len(images.train.classes))
-    asked = np.bincount(
-        images.validation.labels[images.validation.labels >= 0], minlength=len(images.train.classes)
-    )
-    empty = np.flatnonzero((labeled == 0) & (asked > 0))
+    chosen, truth, classes = labeled(images), images.validation.labels, len(images.train.classes)
+    learned = np.bincount(images.train.labels[chosen], minlength=classes)
+    asked = np.bincount(truth[truth >= 0], minlength=classes)
+    empty = np.flatnonzero((learned == 0) & (asked > 0))
     if len(empty):
-        names = ", ".join(images.train.classes[int(c)] for c in empty[:_SHOWN])
-        more = f" and {len(empty) - _SHOWN} more" if len(empty) > _SHOWN else ""
         raise DataError(
-            f"{len(empty)} of {len(labeled)} classes have no labeled training image ({names}{more}): no classifier can "
-            f"predict them, and {asked[empty].sum():,} validation images would count as wrong. Labels: {images.split}"
+            f"{len(empty)} of {classes} classes have no labeled training image ({class_names(images, empty)}): no "
+            f"classifier can predict them, and {asked[empty].sum():,} validation images would count as wrong. Labels: "
+            f"{images.split}"
         )
     return chosen
+
+
+def class_names(images: Images, classes: np.ndarray) -> str:
+    """Return the names of the first few classes, and how many more there are."""
+    names = ", ".join(images.train.classes[int(c)] for c in classes[:_SHOWN])
+    return names + (f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else "")
+
+
+def labeled(images: Images) -> np.ndarray:
+    """Return the labeled training images that can be read, int64 ascending."""
+    chosen = images.split.indices
+    return chosen[~np.isin(chosen, list(images.train.bad))]
 
 
 def labels_record(images: Images, config: Config) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The output of a run while it trains: metrics files and a progress bar with the same numbers, on rank 0 only."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.metrics.writer import MetricsWriter
 
 
-class RunLogger:
+class RunLogger(contextlib.ExitStack):
     """`write(kind, record)` on every rank; only rank 0 has files and a bar. Leaving the context closes them."""
 
     def __init__(
@@ -24,6 +25,7 @@ class RunLogger:
         evaluated: bool = True,
         chosen: Mapping[str, Any] | None = None,
     ):
+        super().__init__()
         self.writer = self.progress = None
         if not place.first:
             return
@@ -38,6 +40,8 @@ class RunLogger:
             wandb=config.logging.wandb,
             say=self.progress.say,
         )
+        self.enter_context(self.writer)
+        self.callback(self.progress.close)  # before the writer, whose trackers can print when they close
 
     def write(self, kind: str, record: dict[str, int | float]) -> None:
         """Write a metrics line of that kind. A "train" line moves the bar, any other is printed too."""
@@ -61,11 +65,3 @@ class RunLogger:
         """Wait until every line is on the disk: a checkpoint must not claim a step whose line could still be lost."""
         if self.writer is not None:
             self.writer.sync()
-
-    def __enter__(self) -> "RunLogger":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for part in (self.progress, self.writer):
-            if part is not None:
-                part.close()

@@ -12,6 +12,7 @@ to a status file and exits with code 75; the same command continues the run.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,6 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
@@ -28,7 +31,6 @@ from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, RunCost
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
-from fastsuncet.training import state
 from fastsuncet.training.logger import RunLogger
 
 BatchType = TypeVar("BatchType")
@@ -125,6 +127,7 @@ class Trainer:
         self.evaluated = True  # False: an evaluation is due at this very step
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
+        self.consensus = StopConsensus()
         self.restore()
 
     def run(self, signals: SignalFlag) -> None:
@@ -138,16 +141,10 @@ class Trainer:
             return
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
         with RunLogger(*settings, evaluated=self.evaluated, chosen=task.chosen) as self.logger:
-            consensus = StopConsensus()
-
-            def stop_if_requested() -> None:
-                if consensus.agree(signals.requested is not None):
-                    raise self.preempted(signals)
-
             self.ledger.start_clock()
             self.interval.start_clock()
             if not self.evaluated:  # the run ended between the end of a step and the end of its evaluation
-                self.evaluate(stop_if_requested)
+                self.evaluate(signals)
                 self.save()
             while self.step < task.steps:
                 # ------------------------------------------------------------------------------------------ hot region
@@ -161,7 +158,7 @@ class Trainer:
                 self.step += 1  # from here on, the updates done
                 self.ledger.add(images, macs)
                 last = self.step == task.steps
-                stop = consensus.agree(signals.requested is not None) and not last
+                stop = self.consensus.agree(signals.requested is not None) and not last
                 if last or self.step % task.log_every == 0:
                     self.log()
                 due = task.evaluate_every and (last or self.step % task.evaluate_every == 0)
@@ -173,7 +170,7 @@ class Trainer:
                 # Skip the evaluation when a stop was requested: the run does it first when it continues.
                 if not self.evaluated and not stop:
                     try:
-                        self.evaluate(stop_if_requested)
+                        self.evaluate(signals)
                     except Preempted:
                         stop = True
                     # With the evaluation; without it only if nothing was saved above.
@@ -181,7 +178,12 @@ class Trainer:
                         self.save()
                 if stop:
                     raise self.preempted(signals)
-            consensus.close()
+            self.consensus.close()
+
+    def stop_if_requested(self, signals: SignalFlag) -> None:
+        """Raise Preempted once any rank got a signal. Called equally often on all ranks; waits for no device."""
+        if self.consensus.agree(signals.requested is not None):
+            raise self.preempted(signals)
 
     def preempted(self, signals: SignalFlag) -> Preempted:
         """Return the error that ends a run on a signal, once all is saved."""
@@ -224,16 +226,17 @@ class Trainer:
             self.replaced.update(i for rank in gather_json(sorted(self.task.stream.replaced)) for i in rank)
         return len(self.replaced)
 
-    def evaluate(self, before_batch: Callable[[], None]) -> None:
+    def evaluate(self, signals: SignalFlag) -> None:
         """Write a metrics line with the task's evaluation. It draws nothing from the run's random numbers.
 
-        Before each batch it calls `before_batch`; what that raises leaves the evaluation due.
+        A signal ends it at its next batch with Preempted, and the evaluation is still due.
 
         Its time and energy are not in the ledger: they depend on how many labels a method has and are not its cost.
         """
         self.interval.read()  # waits for the steps under way, which are in the ledger
         progress = self.progress()
         self.count_replaced()
+        before_batch = partial(self.stop_if_requested, signals)
         try:
             self.logger.write("knn", {**progress, **self.task.evaluate(self.replaced, before_batch)})
             self.evaluated = True
@@ -245,22 +248,23 @@ class Trainer:
         """Write a checkpoint, unless a loss or a weight is not finite.
 
         The data have no state: a step's images are a function of its number. Besides weights, momentum and scaler the
-        checkpoint holds the sums of the interrupted metrics interval, so that its line comes out the same.
+        checkpoint holds the sums of the interrupted metrics interval, so that its line comes out the same. Rank 0
+        writes, and an error there is raised on every rank.
         """
         sums, first_bad, _ = self.interval.read()
         self.require_finite(first_bad)
-        state.require_finite_weights(self.task.model, self.step)
+        require_finite_weights(self.task.model, self.step)
         self.count_replaced()
         self.ledger.tick()
         self.logger.sync()
         values = {
             "optimizer": self.task.optimizer.state_dict(),
             "scaler": self.task.scaler.state_dict(),
-            "window": {"sums": sums, "steps": self.interval.steps},
+            "interval": {"sums": sums, "steps": self.interval.steps},
             "extra": {
                 "replaced": sorted(self.replaced),
                 "evaluated": self.evaluated,
-                "reached": self.means,
+                "means": self.means,
                 **self.task.state(),
             },
         }
@@ -269,36 +273,49 @@ class Trainer:
             "world_size": self.place.world_size,
             self.task.ledger_key: self.ledger.state(),
         }
-        state.save(
-            self.folder,
-            self.step,
-            place=self.place,
-            model=self.task.model,
-            state=values,
-            meta=meta,
-            keep=self.task.keep_at_end if self.step == self.task.steps else self.task.keep,
-            say=self.logger.say,
-        )
+        keep = self.task.keep_at_end if self.step == self.task.steps else self.task.keep
+
+        def write() -> None:
+            content = {"model": self.task.model.state_dict(), "state": values, "meta": meta}
+            folder = self.folder / manager.FOLDER
+            manager.save(folder, self.step, **content, keep=keep, say=self.logger.say)
+
+        on_rank_0(self.place, write)
 
     def restore(self) -> None:
-        """Continue from the newest good checkpoint, if there is one. Raises CheckpointError on every rank."""
-        check = self.task.check_resume_compatible
-        loaded = state.load(self.folder, place=self.place, check=check, say=say_line)
-        if loaded is None:
+        """Continue from the newest good checkpoint, if there is one. Raises CheckpointError on every rank.
+
+        Rank 0 chooses, verifies and checks it; the others read what it chose.
+        """
+        loaded = None
+
+        def newest() -> str | None:
+            nonlocal loaded
+            loaded = manager.load_newest(
+                self.folder / manager.FOLDER, expect=self.task.check_resume_compatible
+            )
+            return None if loaded is None else str(loaded.path)
+
+        path = on_rank_0(self.place, newest)
+        if path is None:
             return
+        loaded = loaded or manager.load(path)
         before, now = loaded.meta["world_size"], self.place.world_size
-        if self.place.first and before != now:
-            say_line(f"on {now} processes instead of {before}: {self.task.world_size_note}")
+        if self.place.first:
+            say_line(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
+            if before != now:
+                say_line(f"on {now} processes instead of {before}: {self.task.world_size_note}")
         self.task.model.load_state_dict(loaded.model)
         self.task.optimizer.load_state_dict(loaded.state["optimizer"])
         self.task.scaler.load_state_dict(loaded.state["scaler"])
         self.ledger.restore(loaded.meta[self.task.ledger_key])
-        interval, extra = loaded.state["window"], loaded.state["extra"]
+        # "window" and "reached" are the names in checkpoints of earlier versions.
+        interval, extra = loaded.state.get("interval") or loaded.state["window"], loaded.state["extra"]
         self.interval.restore(interval["sums"], interval["steps"], self.place.rank, now)
         self.step = loaded.step
         self.replaced.update(extra.get("replaced", []))
         self.evaluated = extra.get("evaluated", True)
-        self.means = extra.get("reached", self.means)
+        self.means = extra.get("means") or extra.get("reached", self.means)
         self.task.restore(extra)
 
     def require_finite(self, first_bad: Tensor) -> None:
@@ -323,4 +340,17 @@ class Trainer:
             f"{self.task.terms[term]} is not a finite number at step {step:,} on {on}. Nothing has been saved since; "
             f"earlier checkpoints are good. Try a lower learning rate, a longer warmup or meta.precision=fp32. "
             f"The {len(names)} images of that loss:\n  {shown}"
+        )
+
+
+def require_finite_weights(model: nn.Module, step: int) -> None:
+    """Raise NumericalError for weights that must not be saved. Waits for the device once.
+
+    A gradient can overflow under a finite loss. Its update must not become what every restart begins from.
+    """
+    norms = nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+    if not torch.isfinite(norms):
+        raise NumericalError(
+            f"a weight is not a finite number after step {step:,}, though the losses are: a gradient overflowed. "
+            "Nothing has been saved since; earlier checkpoints are good. Try a lower lr or meta.precision=fp32."
         )

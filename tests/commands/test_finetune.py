@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
-from fastsuncet.evaluation.finetuning import job
+from fastsuncet.evaluation import finetuning
 from fastsuncet.evaluation.supervised.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
-from fastsuncet.training import state
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, SMALL, Killed, kill, small_config, terminate, train
@@ -110,7 +110,7 @@ def no_training(*_, **__):
 
 def test_finetune_prints_a_finished_one_again_without_training(whole, monkeypatch, capsys):
     runs, _ = whole
-    monkeypatch.setattr(job, "fit", no_training)
+    monkeypatch.setattr(finetuning, "fit", no_training)
     before = results(runs)
     (written,) = (runs / "digits_demo" / "results").glob("finetune*")
     written.unlink()
@@ -171,14 +171,14 @@ def test_finetune_of_every_checkpoint_prints_a_table(runs, capsys):
 
 
 def test_finetune_skips_a_checkpoint_that_was_deleted_meanwhile(runs, monkeypatch, capsys):
-    fit, kept = job.fit, runs / "digits_demo" / "checkpoints"
+    fit, kept = finetuning.fit, runs / "digits_demo" / "checkpoints"
 
     def training_goes_on(*arguments, **more):
         shutil.rmtree(kept / "step_00000010")
         return fit(*arguments, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "fit", training_goes_on)
+        patch.setattr(finetuning, "fit", training_goes_on)
         assert run(runs, "--every-checkpoint") == 0
     assert [record["encoder"]["step"] for record in results(runs)] == [9]
     assert "step_00000010: skipped, deleted by checkpoint.keep" in capsys.readouterr().out
@@ -252,8 +252,8 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
 
 
 def test_finetune_with_many_short_epochs_saves_at_most_twenty_times(runs, monkeypatch):
-    saved, save = [], state.save
-    monkeypatch.setattr(state, "save", lambda *a, **more: saved.append(a[1]) or save(*a, **more))
+    saved, save = [], manager.save
+    monkeypatch.setattr(manager, "save", lambda *a, **more: saved.append(a[1]) or save(*a, **more))
     assert run(runs, "finetune.epochs=30", "finetune.batch_size=160") == 0
     assert saved == [*range(2, 31, 2)], "30 updates in 30 epochs"
 

@@ -77,14 +77,11 @@ def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config,
     assert [path.name for path in choose(tmp_path, every=True)] == ["step_00000010", "step_00000030"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "step_00000020" in line
+    assert load_encoder(tmp_path, config).step == 30, (
+        "the newest good one, where `latest` names a damaged one"
+    )
     with pytest.raises(ConfigError, match=r"step 20\. It has 10, 30"):
         choose(tmp_path, step=20)
-
-
-def test_load_encoder_takes_the_newest_good_checkpoint(tmp_path, config):
-    save_run(tmp_path, config, 10, 20)
-    corrupt(tmp_path / "checkpoints" / "step_00000020" / "meta.json", "truncated")
-    assert load_encoder(tmp_path, config).step == 10
 
 
 def test_choose_refuses_what_it_cannot_find(tmp_path, config):
@@ -187,8 +184,11 @@ def test_load_encoder_finds_the_weights_in_any_wrapping(tmp_path, config, how):
     assert torch.equal(outputs(encoder.module), outputs(network))
 
 
-def test_load_encoder_reads_safetensors_and_float16_as_float32(tmp_path, config):
+def test_load_encoder_reads_safetensors_float16_and_old_files(tmp_path, config):
+    """Those without num_batches_tracked. The encoder is in float32."""
     network = trained().encoder
+    torch.save(without(network.state_dict(), "num_batches_tracked"), tmp_path / "weights.pth")
+    assert torch.equal(outputs(load_encoder(tmp_path / "weights.pth", config).module), outputs(network))
     half = {k: v.half() if v.is_floating_point() else v for k, v in network.state_dict().items()}
     safetensors.torch.save_file(half, tmp_path / "weights.safetensors")
     module = load_encoder(tmp_path / "weights.safetensors", config).module
@@ -299,12 +299,6 @@ def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     with pytest.raises(CheckpointError, match=said) as caught:
         load_encoder(tmp_path / "weights.pth", config)
     assert str(tmp_path / "weights.pth") in str(caught.value)
-
-
-def test_load_encoder_reads_old_files_without_num_batches_tracked(tmp_path, config):
-    network = trained().encoder
-    torch.save(without(network.state_dict(), "num_batches_tracked"), tmp_path / "weights.pth")
-    assert torch.equal(outputs(load_encoder(tmp_path / "weights.pth", config).module), outputs(network))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut short", b"\x80\x02}q\x00."])

@@ -14,6 +14,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
+from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit
 from fastsuncet.evaluation.supervised.identity import fit_identity
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 ALONE = Place(0, 1, 0, CPU)
 CLASSES = 3
+MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 SETTINGS = FitSettings(
     steps=6,
     batch=12,
@@ -40,12 +42,9 @@ SETTINGS = FitSettings(
     size=8,
     resize=8,
     crop_scale=(0.3, 1.0),
-    mean=(0.5, 0.4, 0.3),
-    std=(0.5, 0.25, 0.2),
     num_classes=CLASSES,
     loss="softmax",
     bn_momentum=None,
-    seed=5,
     precision="fp32",
     accumulate=1,
     save_every=3,
@@ -85,9 +84,10 @@ def resnet() -> Encoder:
     return encoder_of(build_model("resnet_tiny", stem="cifar", seed=4).encoder, 64)
 
 
-def config_in(folder: Path):
+def config_in(folder: Path, mean=MEAN, std=STD):
     fast = ("data.backend=torchvision", "data.decode_threads=1", "logging.log_every=2", "meta.device=cpu")
-    return small_config(folder, *fast)
+    pixels = (f"data.augmentation.mean={list(mean)}", f"data.augmentation.std={list(std)}")
+    return small_config(folder, *fast, *pixels, "meta.seed=5")
 
 
 def run(
@@ -112,7 +112,7 @@ def run(
 
 def stream_of(folder: Path, index: ImageIndex, indices: np.ndarray, batch: int, **normalization):
     view = Augmentation(size=8, crop_scale=(0.3, 1.0), jitter=0, grey=0, blur=0, **normalization)
-    sizes = {"batch": batch, "passes": 1, "seed": 5, "multi_label": False}
+    sizes = {"batch": batch, "passes": 1, "multi_label": False}
     return FineTuningStream(index, indices, view, config_in(folder), ALONE, **sizes)
 
 
@@ -155,7 +155,7 @@ def test_fit_follows_nesterovs_formula_in_float64(tmp_path, nesterov, decay):
     run(tmp_path, settings)
     rates = [(line["step"], line["lr"]) for line in metrics(tmp_path)]
     assert rates == [(step, pytest.approx(cosine(0.1, step - 1, 6))) for step in (2, 4, 6)]
-    stream = stream_of(tmp_path, pictures(45), np.arange(5, 45), 12, mean=settings.mean, std=settings.std)
+    stream = stream_of(tmp_path, pictures(45), np.arange(5, 45), 12, mean=MEAN, std=STD)
     model = Classifier(plain_encoder().module, 16, CLASSES).double()
     speed = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(settings.steps):
@@ -291,6 +291,17 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
     assert metrics(tmp_path) == metrics(folder)
 
 
+def test_fit_stopped_in_its_evaluation_does_it_again_to_the_bit(tmp_path, monkeypatch, whole):
+    opened = features.open_evaluation_loader
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            features, "open_evaluation_loader", lambda *a, **more: terminate() or opened(*a, **more)
+        )
+        with pytest.raises(Preempted, match="SIGTERM: saved after step 6; the same command"):
+            run(tmp_path, encoder=resnet())
+    assert torch.equal(run(tmp_path, encoder=resnet()).logits, whole[1].logits)
+
+
 def test_fit_keeps_the_last_network_only_which_can_be_evaluated(whole):
     folder, result = whole
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000006"]
@@ -298,7 +309,7 @@ def test_fit_keeps_the_last_network_only_which_can_be_evaluated(whole):
     assert (encoder.step, encoder.epoch, encoder.method, encoder.tuned) == (7, 1.5, "SimCLR", 6)
     assert encoder.ledger == {"updates": 7} and encoder.stem == "cifar"
     pixels = torch.from_numpy(pictures(10, seed=1).pixels).permute(0, 3, 1, 2) / 255
-    mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (SETTINGS.mean, SETTINGS.std))
+    mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
     with torch.no_grad():
         logits = encoder.classifier(encoder.module.eval()((pixels - mean) / std))
     torch.testing.assert_close(logits, result.logits, rtol=1e-4, atol=1e-5)
@@ -308,8 +319,8 @@ def test_fit_keeps_the_last_network_only_which_can_be_evaluated(whole):
 def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path):
     run(tmp_path)
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file())
-    with pytest.raises(CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  seed: 5 there, 6 now"):
-        run(tmp_path, replace(SETTINGS, lr=0.2, seed=6))
+    with pytest.raises(CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  momentum: 0\.9 there, 0\.8 now"):
+        run(tmp_path, replace(SETTINGS, lr=0.2, momentum=0.8))
     other = plain_encoder()
     with torch.no_grad():
         other.module[0].weight[0, 0, 0, 0] += 1

@@ -6,14 +6,12 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastsuncet.cli import main
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
-from fastsuncet.evaluation.transfer_grid.cell import batchnorm_momentum
-from fastsuncet.evaluation.transfer_grid.grid import Cell, as_csv, best, grid, parse_shard, shard_of, table
+from fastsuncet.evaluation.transfer_grid.grid import Cell, as_csv, best, grid, parse_shard, table
+from fastsuncet.evaluation.transfer_grid.run_grid import batchnorm_momentum
 from fastsuncet.evaluation.transfer_grid.tasks import stratified
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -50,13 +48,6 @@ def test_batchnorm_momentum_is_simclrs_in_torchs_convention():
         10 / (45_000 / 256)
     )  # s = 175.8: 1 - 10/s is 0.943
     assert batchnorm_momentum(2_501, 256) == pytest.approx(0.1)  # s = 9.8: 0.9 is more
-
-
-@given(st.integers(0, 200), st.integers(1, 70))
-def test_shards_cover_every_cell_once_and_evenly(count, shards):
-    parts = [shard_of(range(count), number, shards) for number in range(1, shards + 1)]
-    assert sorted(cell for part in parts for cell in part) == list(range(count))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "-1/4", "a/b", "1/4/2", ""])

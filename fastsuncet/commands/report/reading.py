@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastsuncet.checkpoint.manager import FOLDER as CHECKPOINTS
 from fastsuncet.commands.report.curves import COSTS, KNN, ONLINE, Curve, Measurement, Point, labels_text
 from fastsuncet.config import FREE_ON_RESUME, Config, flat, load_config
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
-from fastsuncet.training.state import FOLDER as CHECKPOINTS
 from pipelines.data_errors import DataError
 
 FINETUNED = "finetune"  # the folder of a run's fine-tuned encoders

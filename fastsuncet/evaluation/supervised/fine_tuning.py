@@ -51,13 +51,10 @@ class FitSettings:
     size: int  # pixels of a crop
     resize: int  # pixels of the shorter side before the center crop of an evaluation
     crop_scale: tuple[float, float]  # fraction of the image's area
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
     num_classes: int
     loss: Literal["softmax", "sigmoid"]  # sigmoid: several classes an image, of the index's `presence`
     # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
     bn_momentum: float | None
-    seed: int
     precision: str  # of meta.precision
     accumulate: int  # passes an update
     flip: float = 0.5  # probability
@@ -113,7 +110,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         settings: FitSettings,
         place: Place,
         folder: Path,  # of checkpoints/, metrics.jsonl and metrics.csv; a fit that was stopped continues from there
-        config: Config,  # how to compute and to read pixels: meta, data, logging
+        config: Config,  # how to compute, and to read and normalize pixels: meta, data, logging
         identity: dict[str, Any],  # of `fit_identity`: what must not change in `folder`
         remedy: str = REMEDY,
     ):
@@ -151,19 +148,10 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             # One launch for all weights, and fp16's scaler need not ask the device whether to step.
             fused=True,
         )
-        view = Augmentation(
-            size=s.size,
-            crop_scale=s.crop_scale,
-            crop_ratio=s.crop_ratio,
-            flip=s.flip,
-            jitter=0.0,
-            grey=0.0,
-            blur=0.0,
-            mean=s.mean,
-            std=s.std,
-        )
-        sizes = {"batch": s.batch, "passes": s.accumulate, "seed": s.seed}
-        multi_label = s.loss == "sigmoid"
+        shown = {"size": s.size, "crop_scale": s.crop_scale, "crop_ratio": s.crop_ratio, "flip": s.flip}
+        a = config.data.augmentation
+        view = Augmentation(**shown, jitter=0.0, grey=0.0, blur=0.0, mean=a.mean, std=a.std)
+        multi_label, sizes = s.loss == "sigmoid", {"batch": s.batch, "passes": s.accumulate}
         self.stream = FineTuningStream(train, indices, view, config, place, multi_label=multi_label, **sizes)
         self.steps, self.steps_per_epoch = s.steps, self.stream.steps_per_epoch
         # Half a cosine: `settings.lr` at update 0, and 0 one past the last update.
@@ -221,9 +209,9 @@ def fit(
     `means` and `ledger` are the last interval's loss and accuracy, and the cost of the fine-tuning alone.
 
     Collective. A step is a function of (seed, step) and the files, so the same call continues to the same bits after a
-    stop at any step, or a kill. A signal before the evaluation raises Preempted once all is saved. Raises
-    CheckpointError where the folder holds a fit of other settings or the disk refuses, NumericalError for a loss or a
-    weight that is not finite, BadImage.
+    stop at any step, or a kill. A signal raises Preempted once all is saved, in the evaluation at its next batch.
+    Raises CheckpointError where the folder holds a fit of other settings or the disk refuses, NumericalError for a loss
+    or a weight that is not finite, BadImage.
     """
     try:
         trainer = Trainer(task, task.place, task.folder)
@@ -235,6 +223,10 @@ def fit(
     # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
     for buffer in task.model.buffers():
         broadcast(buffer)
-    s = task.settings
-    view = Center(s.size, s.resize, s.mean, s.std)
-    return outputs(task.model, validation, indices, task.config, task.place, view=view), trainer
+    a = task.config.data.augmentation
+    view = Center(task.settings.size, task.settings.resize, a.mean, a.std)
+    stop = partial(trainer.stop_if_requested, signals)
+    where = (task.config, task.place)
+    logits = outputs(task.model, validation, indices, *where, view=view, before_batch=stop)
+    trainer.consensus.close()
+    return logits, trainer

@@ -1,8 +1,11 @@
-"""What decides the weights that a fine-tuning ends with: a folder is continued only if all of it is the same."""
+"""What decides the weights that a fine-tuning ends with, and the record of one that has ended.
+
+A folder is continued, and a record is used, only if all that decides the weights is the same.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -11,7 +14,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
 from fastsuncet.config import Config
+from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines.datasets.index import ImageIndex
@@ -66,3 +72,43 @@ def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path, remedy
 def _shown(value: Any) -> str:
     """Return a value as text, a long digest cut short."""
     return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)
+
+
+def read_record(path: Path, identity: dict[str, Any], remedy: str) -> dict[str, Any] | None:
+    """Return the record in `path`, None if there is none. Raises CheckpointError for a damaged or another's record."""
+    try:
+        record = json.loads(path.read_bytes())
+        refuse_changed(record["identity"], identity, path.parent, remedy)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is not the record of a fine-tuning ({problem}): remove it") from error
+    return record
+
+
+def record_once(
+    path: Path,
+    identity: dict[str, Any],
+    place: Place,
+    make: Callable[[], dict[str, Any]],
+    remedy: str,
+    usable: Callable[[dict[str, Any]], bool] = lambda record: True,
+) -> tuple[dict[str, Any], bool]:
+    """Return the record in `path`, and whether `make` made it now, because there was none that is `usable`.
+
+    Collective, under the folder's lock: rank 0 reads and writes for all ranks. Raises what `read_record` and `make`
+    raise, and CheckpointError if the disk refuses.
+    """
+
+    def read() -> dict[str, Any] | None:
+        record = read_record(path, identity, remedy)
+        return record if record is not None and usable(record) else None
+
+    if (record := on_rank_0(place, read)) is not None:
+        return record, False
+    record = {**make(), "identity": identity}
+    if place.first:
+        with disk_errors(path):
+            atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+    return record, True

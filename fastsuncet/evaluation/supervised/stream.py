@@ -56,14 +56,14 @@ class FineTuningStream:
         index: ImageIndex,
         indices: np.ndarray,  # int64 - the images to train on
         view: Augmentation,
-        config: Config,  # back-end, threads, bad images
+        config: Config,  # seed, back-end, threads, bad images
         place: Place,
         *,
         batch: int,  # B
         passes: int,  # A
-        seed: int,
         multi_label: bool,  # whether an image can show several classes: targets are then the index's presence
     ):
+        seed = config.meta.seed
         sampler = SubsetSampler(indices, batch, place.world_size * passes, seed)
         self.steps_per_epoch, self.passes = sampler.steps_per_epoch, passes
         self._index, self._multi_label, self._place = index, multi_label, place

@@ -5,12 +5,11 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastsuncet.config import Config
 from fastsuncet.errors import ConfigError
 
-T = TypeVar("T")
 Record = dict[str, Any]  # a cell's result, as its JSON file holds it
 COLUMNS = ("learning_rate", "weight_decay", "weight_decay_over_lr", "validation", "images", "diverged")
 
@@ -32,8 +31,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return f"lr{self.lr:.6g}-wd{self.decay:.6g}"
+
+    def __str__(self) -> str:
+        return f"lr {self.lr:.3g}, weight decay {self.decay:.3g}/lr"
 
 
 def grid(config: Config) -> tuple[Cell, ...]:
@@ -63,11 +65,6 @@ def parse_shard(text: str) -> tuple[int, int]:
             "that is --cell $SLURM_ARRAY_TASK_ID/8"
         )
     return number, count
-
-
-def shard_of(items: Sequence[T], number: int, count: int) -> Sequence[T]:
-    """Return shard `number` (from 1) of `count`; every item is in one, and their sizes differ by one at most."""
-    return items[number - 1 :: count]
 
 
 def best(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> Cell | None:

@@ -1,18 +1,26 @@
 """A transfer: each cell of a shard, then for every complete grid the choice, the retraining and the result.
 
-The result holds a metric for each data set that has been evaluated so far:
+A cell is trained once, and its record is read from then on. Its folder is below one whose name is a digest of all that
+its number depends on besides learning rate and weight decay: encoder, images, steps, batch, world size. So a cell of
+other settings is never mistaken for one of these. The result holds a metric for each data set evaluated so far:
 
 "metrics": {"cifar10": 0.976, "cifar100": 0.855, "voc07": 0.851}        top-1, top-1, 11-point mAP
 "chosen":  {"cifar10": {"lr": 0.01, "weight_decay": 1e-5, "validation": 0.974, ...}, ...}
 """
 
+import copy
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
-from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder, on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
 from fastsuncet.distributed.collectives import any_rank
@@ -20,14 +28,154 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder
-from fastsuncet.evaluation.supervised.identity import module_digest
-from fastsuncet.evaluation.transfer_grid.cell import DatasetGrid, open_grid
-from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, shard_of, table
-from fastsuncet.evaluation.transfer_grid.tasks import open_task
+from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit, resolve_batch
+from fastsuncet.evaluation.supervised.identity import (
+    fit_identity,
+    indices_digest,
+    module_digest,
+    read_record,
+    record_once,
+)
+from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, table
+from fastsuncet.evaluation.transfer_grid.tasks import TransferTask, open_task
 from fastsuncet.metrics.results import FOLDER, name_of, read_results, write_result
+from pipelines.datasets.index import ImageIndex
 
+REMEDY = "Remove that folder to run the cell again."
+PER_CELL = ("lr", "weight_decay", "bn_momentum")
 IN_RESULT = ("steps", "batch", "momentum", "size", "resize", "precision", "seed", "processes")
 FROM_RETRAINED = ("lr", "weight_decay", "weight_decay_over_lr", "train_images", "images")
+RUNNING = "    skipped: another process is running this cell"
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetGrid:
+    """The grid of one data set: what its cells have in common."""
+
+    config: Config
+    place: Place
+    encoder: Encoder
+    task: TransferTask
+    settings: FitSettings  # of all cells; each sets its own lr, weight_decay and bn_momentum
+    identity: Record  # all that a cell's number depends on besides lr and weight decay
+    folder: Path
+    signals: SignalFlag
+
+    def finished(self, cells: Sequence[Cell]) -> dict[Cell, Record]:
+        """Return the records of the finished ones among `cells`. Raises CheckpointError for a damaged one."""
+        paths = [self.folder / cell.name / "cell.json" for cell in cells]
+        records = on_rank_0(self.place, lambda: [read_record(path, self.identity, REMEDY) for path in paths])
+        return {cell: record for cell, record in zip(cells, records, strict=True) if record is not None}
+
+    def run(self, cell: Cell) -> tuple[Record | None, bool]:
+        """Return (the cell's record, whether it was trained just now); (None, False) if another process trains it.
+
+        A cell whose loss became NaN or infinite is finished too, without a validation metric: at the top of a grid of
+        learning rates that is a result and not an error.
+        """
+        task = self.task
+
+        def train(folder: Path) -> Record:
+            metric, problem = None, None
+            try:
+                metric = self._fit(cell, folder, task.train, task.images, task.validation)
+            except NumericalError as error:
+                problem = str(error).splitlines()[0].split(". ")[0]
+            return {"validation": metric, "images": len(task.validation), "diverged": problem}
+
+        return self._once(cell, self.folder / cell.name / "cell.json", train)
+
+    def retrain(self, cell: Cell) -> tuple[Record | None, bool]:
+        """Train the chosen cell on training and validation images, and evaluate it on the test images; as `run`."""
+        both, test = self.task.both, self.task.test
+
+        def train(folder: Path) -> Record:
+            metric = self._fit(cell, folder, both, test, np.arange(len(test)))
+            return {"test": metric, "images": len(test), "train_images": len(both)}
+
+        return self._once(cell, self.folder / f"selected-{cell.name}" / "selected.json", train)
+
+    def _once(self, cell: Cell, path: Path, train: Callable[[Path], Record]) -> tuple[Record | None, bool]:
+        checkpoints = path.parent / "fit"
+
+        def make() -> Record:
+            began = time.monotonic()
+            values = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
+            return {**values, **train(checkpoints), "seconds": round(time.monotonic() - began, 1)}
+
+        with lock_folder(path.parent, self.place) as locked:
+            if not locked:
+                return None, False
+            record, new = record_once(path, self.identity, self.place, make, REMEDY)
+            if self.place.first:
+                # 56 cells' checkpoints of a ResNet-50 would be 10 GB. A kill after the record was written leaves some.
+                atomic_files.remove(checkpoints)
+            return record, new
+
+    def _fit(
+        self, cell: Cell, folder: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
+    ) -> float:
+        """Return the metric, on the images `evaluated` of `index`, of `cell` trained on `chosen`. Collective."""
+        momentum = batchnorm_momentum(len(chosen), self.settings.batch)
+        own = {"lr": cell.lr, "weight_decay": cell.weight_decay, "bn_momentum": momentum}
+        # fit trains the module it is given, and every cell begins with the same weights.
+        encoder = replace(self.encoder, module=copy.deepcopy(self.encoder.module))
+        images, where = (self.task.images, chosen), (self.place, folder, self.config)
+        identity = fit_identity({**self.identity, **own}, encoder, *images, self.config)
+        task = FineTuning(encoder, *images, replace(self.settings, **own), *where, identity)
+        logits = fit(task, index, evaluated, self.signals)[0].cpu().numpy()
+        if not np.isfinite(logits).all():
+            raise NumericalError(f"{self.task.name}, {cell.name}: the outputs are not finite numbers")
+        return self.task.metric(logits, index, evaluated)
+
+
+def batchnorm_momentum(images: int, batch: int) -> float:
+    """Return torch's BatchNorm momentum: the fraction of the running statistics that a batch replaces.
+
+    SimCLR's max(1 - 10/s, 0.9), with s steps an epoch, is TensorFlow's, the fraction that is kept.
+    """
+    return 1 - max(1 - 10 * batch / images, 0.9)
+
+
+def open_grid(
+    config: Config, place: Place, encoder: Encoder, task: TransferTask, folder: Path, signals: SignalFlag
+) -> DatasetGrid:
+    """Return the grid of one data set, below `folder`. Raises ConfigErrors for a batch that does not fit."""
+    t, view = config.transfer, config.data.augmentation
+    batch = resolve_batch(config, "transfer", len(task.train), f" of {task.name}", place.world_size, passes=1)
+    settings = FitSettings(
+        steps=t.steps,
+        batch=batch,
+        lr=0.0,
+        momentum=t.momentum,
+        nesterov=True,
+        weight_decay=0.0,
+        size=t.size,
+        resize=t.resize,
+        crop_scale=(0.08, 1.0),
+        num_classes=len(task.images.classes),
+        loss=task.loss,
+        bn_momentum=None,
+        precision=config.meta.precision,
+        accumulate=1,
+    )
+    identity = {
+        "dataset": task.name,
+        "encoder": module_digest(encoder.module),
+        "images": task.images.fingerprint(),
+        "test": task.test.fingerprint(),
+        "train": len(task.train),
+        "validation": indices_digest(task.validation),
+        "processes": place.world_size,
+        "mean": view.mean,
+        "std": view.std,
+        "seed": config.meta.seed,
+        **{key: value for key, value in asdict(settings).items() if key not in (*PER_CELL, "save_every")},
+    }
+    identity = json.loads(json.dumps(identity))  # as a record gives it back, with lists for tuples
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    dataset = folder / f"{task.name}-{digest}"
+    return DatasetGrid(config, place, encoder, task, settings, identity, dataset, signals)
 
 
 def open_grids(
@@ -36,7 +184,8 @@ def open_grids(
     """Return a grid for each data set, all of them before the first cell: a missing one is then reported at once."""
     (chosen,) = choose_on_one_rank(place, where or config.run_folder, step, False)
     encoder = load_encoder(chosen, config)
-    folder = config.run_folder / "transfer" / encoder_tag(encoder)
+    name = Path(encoder.source).stem if encoder.step is None else f"step_{encoder.step:08d}"
+    folder = config.run_folder / "transfer" / f"{name}-{module_digest(encoder.module)[:8]}"
     tasks = [open_task(name, config, place) for name in config.transfer.datasets]
     grids = [open_grid(config, place, encoder, task, folder, signals) for task in tasks]
     if place.first:
@@ -51,12 +200,6 @@ def open_grids(
     return grids
 
 
-def encoder_tag(encoder: Encoder) -> str:
-    """Return a folder's name for these weights: their step or file, and a digest of their values."""
-    name = Path(encoder.source).stem if encoder.step is None else f"step_{encoder.step:08d}"
-    return f"{name}-{module_digest(encoder.module)[:8]}"
-
-
 def run_grids(
     grids: Sequence[DatasetGrid], cells: Sequence[Cell], shard: tuple[int, int], signals: SignalFlag
 ) -> None:
@@ -66,22 +209,22 @@ def run_grids(
     """
     say = say_line if grids[0].place.first else (lambda line: None)
     every = [(dataset, cell) for dataset in grids for cell in cells]
-    mine = shard_of(every, *shard)
+    number, count = shard
+    mine = every[number - 1 :: count]  # every cell is in one shard; their sizes differ by one at most
     done = {(dataset, cell) for dataset in grids for cell in dataset.finished(cells)}
     before = f", {len(done.intersection(mine))} of them done before" if done.intersection(mine) else ""
-    say(f"part       {shard[0]}/{shard[1]}: {len(mine)} of {len(every)} cells{before}")
+    say(f"part       {number}/{count}: {len(mine)} of {len(every)} cells{before}")
     seconds = []  # of the cells trained now
     for number, (dataset, cell) in enumerate(mine, 1):
         stop_if_requested(signals)
-        values = f"lr {cell.lr:.3g}, weight decay {cell.decay:.3g}/lr"
-        say(f"cell {number}/{len(mine)}  {dataset.task.name}, {values}")
+        say(f"cell {number}/{len(mine)}  {dataset.task.name}, {cell}")
         record, new = dataset.run(cell)
         remaining = ""
         if record is not None and new:
             seconds.append(record["seconds"])
             left = sum(item not in done for item in mine[number:])
             remaining = f"; {left} left, {about(left * sum(seconds) / len(seconds))}" if left else ""
-        say(f"    {cell_outcome(dataset, record, new)}{remaining}")
+        say(f"{cell_outcome(dataset, record, new)}{remaining}")
     for dataset in grids:
         stop_if_requested(signals)
         conclude(dataset, cells, say)
@@ -97,8 +240,8 @@ def stop_if_requested(signals: SignalFlag) -> None:
 def cell_outcome(dataset: DatasetGrid, record: Record | None, new: bool) -> str:
     """Return the outcome of a cell as text."""
     if record is None:
-        return "skipped: another process is running this cell"
-    before = "" if new else "done before: "
+        return RUNNING
+    before = "    " if new else "    done before: "
     if record["validation"] is None:
         return f"{before}diverged: {record['diverged']}"
     return f"{before}{dataset.task.title} {100 * record['validation']:.2f} % in {record['seconds']:,.0f} s"
@@ -137,11 +280,10 @@ def conclude(dataset: DatasetGrid, cells: Sequence[Cell], say: Say) -> None:
         raise NumericalError(
             f"{task.name}: every cell of the grid diverged; try lower transfer.learning_rates"
         )
-    values = f"lr {chosen.lr:.3g}, weight decay {chosen.decay:.3g}/lr"
-    say(f"chosen: {values}; now trained on all {len(task.both):,} images")
+    say(f"chosen: {chosen}; now trained on all {len(task.both):,} images")
     record, _ = dataset.retrain(chosen)
     if record is None:
-        say("    skipped: another process is running this cell")
+        say(RUNNING)
         return
     say(f"    {task.title} {100 * record['test']:.2f} % of {record['images']:,} test images")
     if place.first:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from fastsuncet.config import Config
-from fastsuncet.data.dataset import on_one_rank_first
+from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
 from pipelines.data_errors import DataError
@@ -52,31 +52,28 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
     assert t.root is not None  # the command checks it
     root = Path(t.root).expanduser()
     root = root / name if (root / name).is_dir() else root
-    if name == "voc07":
-        images, test = (
-            on_one_rank_first(place, lambda first, part=part: voc07(root, part))
-            for part in ("trainval", "test")
-        )
-        train, validation = part_of(images, "train"), part_of(images, "val")
+    voc = name == "voc07"
+
+    def opened(part: str) -> ImageIndex:
+        def read(first: bool) -> ImageIndex:
+            if voc:
+                return voc07(root, part)
+            return cifar(name, root, train=part != "test", download=t.download and first)
+
+        index = rank_0_first(place, read)
+        index.require_good()  # accuracies are comparable only on the same images
+        return index
+
+    images, test = opened("trainval"), opened("test")
+    if voc:
+        train, validation = np.sort(part_of(images, "train")), np.sort(part_of(images, "val"))
         if both := np.intersect1d(train, validation).tolist():
             raise DataError(
                 f"{images.path(both[0])} is in train and in val: val must be separate to choose on"
             )
-    else:
-        images, test = (
-            on_one_rank_first(
-                place,
-                lambda first, train=train: cifar(name, root, train=train, download=t.download and first),
-            )
-            for train in (True, False)
-        )
-        train, validation = stratified(images, t.validation)
-    for index in (images, test):
-        index.require_good()  # accuracies are comparable only on the same images
-    parts = (name, images, np.sort(train), np.sort(validation), test)
-    if name == "voc07":
-        return TransferTask(*parts, "sigmoid", "11-point mAP", mean_ap)
-    return TransferTask(*parts, "softmax", "top-1", top1)
+        return TransferTask(name, images, train, validation, test, "sigmoid", "11-point mAP", mean_ap)
+    train, validation = stratified(images, t.validation)
+    return TransferTask(name, images, train, validation, test, "softmax", "top-1", top1)
 
 
 def stratified(index: ImageIndex, fraction: float) -> tuple[np.ndarray, np.ndarray]:

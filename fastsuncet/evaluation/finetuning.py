@@ -1,6 +1,5 @@
-"""One fine-tuning of `fastsuncet finetune`: its settings, its folder, and its accuracy, newly trained or read."""
+"""One fine-tuning of `fastsuncet finetune`: settings, folder, messages, and its accuracy, newly trained or read."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,27 +7,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import versions
-from fastsuncet.checkpoint.run_folder import disk_errors, exclusive_run_folder, on_rank_0
+from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import Say
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import view_size
-from fastsuncet.evaluation.scoring import accuracies, labels_record, own_rows
+from fastsuncet.evaluation.scoring import (
+    accuracies,
+    class_names,
+    labeled,
+    labels_record,
+    own_rows,
+    standard_error,
+)
 from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit, resolve_batch
-from fastsuncet.evaluation.supervised.identity import config_values, fit_identity, refuse_changed
+from fastsuncet.evaluation.supervised.identity import config_values, fit_identity, record_once
 from fastsuncet.metrics.results import write_result
+from fastsuncet.models.flops import classifier_macs, petaflops
+from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import ImageIndex
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 SAVES = 20  # per fine-tuning, at most: a kill then costs a twentieth of it
@@ -40,12 +46,6 @@ KEYS = (
     *("data.augmentation.size", "data.augmentation.flip", "data.augmentation.crop_ratio"),
     *("data.augmentation.mean", "data.augmentation.std", "meta.seed", "meta.precision"),
 )
-
-
-def labeled(images: Images) -> np.ndarray:
-    """Return the labeled training images that can be read, int64 ascending."""
-    chosen = images.split.indices
-    return chosen[~np.isin(chosen, list(images.train.bad))]
 
 
 def fit_settings(config: Config, images: Images, place: Place) -> FitSettings:
@@ -77,12 +77,9 @@ def fit_settings(config: Config, images: Images, place: Place) -> FitSettings:
         size=size,
         resize=resize,
         crop_scale=f.crop_scale,
-        mean=a.mean,
-        std=a.std,
         num_classes=len(images.train.classes),
         loss="softmax",
         bn_momentum=None,
-        seed=config.meta.seed,
         precision=config.meta.precision,
         accumulate=f.accumulate,
         flip=a.flip,
@@ -101,24 +98,16 @@ class FineTuningJob:
     images: Images
     encoder: Encoder
     settings: FitSettings
-    tag_suffix: (
-        bool  # one of several checkpoints, whose folders finetune.write_tag alone would not tell apart
-    )
+    several: bool  # checkpoints are fine-tuned, so finetune.write_tag alone does not name a folder
 
     @property
     def folder(self) -> Path:
         """RUN/finetune/TAG: the names of labels and checkpoint, or finetune.write_tag."""
         named = self.config.finetune.write_tag
         parts = [named or labels_tag(self.config)]
-        if named is None or self.tag_suffix:
+        if named is None or self.several:
             parts.append(encoder_tag(self.encoder, self.config.run_folder))
         return self.config.run_folder / "finetune" / "-".join(parts)
-
-    @property
-    def validation(self) -> ImageIndex:
-        """The images to evaluate on."""
-        assert self.images.validation is not None  # the command opens them
-        return self.images.validation
 
     def values(self) -> dict[str, Any]:
         """Return what decides the weights, by the config's keys."""
@@ -134,33 +123,40 @@ class FineTuningJob:
         trained. A finished network is evaluated on other validation images without another update. Raises
         CheckpointError where the folder was begun with other settings, and what `fit` raises.
         """
-        indices = labeled(self.images)
-        identity = fit_identity(self.values(), self.encoder, self.images.train, indices, self.config)
-        with exclusive_run_folder(self.folder, self.place):
-            record = on_rank_0(self.place, lambda: self._read_result(identity))
-            new = record is None
-            for line in heading if new else heading[:2]:
+        images, validation = self.images, self.images.validation
+        fingerprint = validation.fingerprint()
+        train = (images.train, labeled(images))
+        identity = fit_identity(self.values(), self.encoder, *train, self.config)
+
+        def make() -> dict[str, Any]:
+            for line in heading:
                 say(line)
-            if record is None:
-                images = (self.images.train, indices)
-                where = (self.place, self.folder, self.config)
-                task = FineTuning(self.encoder, *images, self.settings, *where, identity, REMEDY)
-                logits, trainer = fit(task, self.validation, np.arange(len(truth)), signals)
-                record = self._record(logits, truth, trainer)
-                if self.place.first:
-                    self._write_result(identity, record)
+            where = (self.place, self.folder, self.config)
+            task = FineTuning(self.encoder, *train, self.settings, *where, identity, REMEDY)
+            logits, trainer = fit(task, validation, np.arange(len(truth)), signals)
+            return {"validation": fingerprint, "record": self._record(logits, truth, trainer)}
+
+        def usable(kept: dict[str, Any]) -> bool:
+            return "record" in kept and kept.get("validation") == fingerprint
+
+        with exclusive_run_folder(self.folder, self.place):
+            where = (self.folder / RESULT, identity, self.place)
+            kept, new = record_once(*where, make, REMEDY, usable)
+            for line in () if new else heading[:2]:
+                say(line)
+            record = kept["record"]
             written = write_result(self.config.run_folder, record) if self.place.first else None
         return record, written, new
 
     def _record(self, logits: Tensor, truth: Tensor, trainer: Trainer) -> dict[str, Any]:
-        rows, s = own_rows(self.place), self.settings
-        metrics = accuracies(logits[rows], truth[rows], len(truth))
+        s = self.settings
+        metrics = accuracies(logits[own_rows(self.place)], truth, self.place)
         if s.num_classes <= 5:
             del metrics["top5"]  # always 1
         setting = {key.split(".")[-1]: value for key, value in self.values().items()}
         setting["batchnorm_images"] = s.batch // (self.place.world_size * s.accumulate)
         if self.config.data.kind in FILES:
-            setting["validation"] = self.validation.fingerprint()[:12]  # two folders are two results
+            setting["validation"] = self.images.validation.fingerprint()[:12]  # two folders are two results
         return {
             "kind": "finetune",
             "metrics": metrics,
@@ -177,27 +173,6 @@ class FineTuningJob:
             "run": self.config.run_folder.name,
             "versions": versions(),
         }
-
-    def _read_result(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the record of a fine-tuning that has ended and was evaluated on these validation images."""
-        path = self.folder / RESULT
-        try:
-            kept = json.loads(path.read_bytes())
-            refuse_changed(kept["identity"], identity, self.folder, REMEDY)
-            same_images = kept.get("validation") == self.validation.fingerprint()
-            return kept["record"] if same_images else None
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} is not a fine-tuning's result ({type(error).__name__}: {error}): remove it"
-            ) from error
-
-    def _write_result(self, identity: dict[str, Any], record: dict[str, Any]) -> None:
-        validation = self.validation.fingerprint()
-        payload = {"identity": identity, "validation": validation, "record": record}
-        with disk_errors(self.folder / RESULT):
-            atomic_files.replace(self.folder / RESULT, json.dumps(payload, indent=1).encode() + b"\n")
 
 
 def labels_tag(config: Config) -> str:
@@ -224,3 +199,76 @@ def encoder_tag(encoder: Encoder, run: Path) -> str:
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._") or "encoder"
+
+
+def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
+    """Return lines of "name    what". `brief`: only what differs between the checkpoints of one command."""
+    s, encoder, place = job.settings, job.encoder, job.place
+    known = [
+        None if encoder.step is None else f"step {encoder.step:,}, ",
+        None if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, ",
+        None if encoder.method is None else f"{encoder.method}; ",
+    ]
+    origin = "".join(part for part in known if part)
+    lines = [
+        ("finetune", f"{job.folder}"),
+        ("encoder", f"{encoder.source} ({origin}{encoder.name}, {encoder.stem} stem)"),
+    ]
+    if brief:
+        return [f"{name:<9}{text}" for name, text in lines]
+    count, parts = len(labeled(job.images)), place.world_size * s.accumulate
+    ranks = "1 process" if place.world_size == 1 else f"{place.world_size} processes"
+    passes = "" if s.accumulate == 1 else f", in {s.accumulate} passes"
+    left_over = count % s.batch
+    over = f" (each leaves out {left_over:,} images, drawn anew)" if left_over else ""
+    decay = f"weight decay {s.weight_decay:g}" if s.weight_decay else "no weight decay"
+    momentum = f"{'Nesterov ' if s.nesterov else ''}momentum {s.momentum:g}"
+    macs = classifier_macs(encoder.name, encoder.stem, s.size, encoder.width, s.num_classes)
+    epochs = job.config.finetune.epochs
+    cost = petaflops(macs, s.steps * s.batch)
+    lines += [
+        ("labels", f"{job.images.split}"),
+        ("batch", f"{s.batch:,} images on {ranks}{passes}; BatchNorm over {s.batch // parts:,} of them"),
+        ("steps", f"{count // s.batch:,} an epoch{over}, {s.steps:,} in {epochs} epochs"),
+        ("SGD", f"lr {s.lr:g} to 0 along half a cosine, {momentum}, {decay}"),
+        ("compute", f"{cost:.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image"),
+        ("device", f"{device_name(place)}, {s.precision}, torch {torch.__version__}"),
+    ]
+    return [*(f"{name:<9}{text}" for name, text in lines), *unlabeled_classes(job)]
+
+
+def unlabeled_classes(job: FineTuningJob) -> list[str]:
+    """Return a line that names the classes without a labeled image, if there are any."""
+    classes = job.images.train.classes
+    found = np.bincount(job.images.train.labels[labeled(job.images)], minlength=len(classes))
+    empty = np.flatnonzero(found == 0)
+    if not len(empty):
+        return []
+    names = class_names(job.images, empty)
+    missed = int(np.isin(job.images.validation.labels, empty).sum())
+    return [
+        f"{len(empty)} of {len(classes)} classes have no labeled image ({names}): their {missed:,} validation "
+        "images will count as wrong"
+    ]
+
+
+def accuracy_line(record: dict[str, Any]) -> str:
+    """Return a record's accuracy as one line."""
+    metrics, images, tuned = record["metrics"], record["images"], record["finetuned"]
+    error = standard_error(metrics["top1"], images)
+    parts = [f"{100 * metrics['top1']:.2f} % of {images:,} images, standard error {100 * error:.2f}"]
+    if "top5" in metrics:
+        parts.append(f"top 5 {100 * metrics['top5']:.2f} %")
+    parts.append(f"on the training crops {100 * tuned['train_accuracy']:.1f} %")
+    return f"top 1    {'; '.join(parts)}"
+
+
+def accuracy_table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of several checkpoints, a line each."""
+    lines = [f"{'step':>10} {'epoch':>8} {'top 1':>8} {'top 5':>8}"]
+    for record in records:
+        encoder, metrics = record["encoder"], record["metrics"]
+        epoch = "" if encoder["epoch"] is None else f"{encoder['epoch']:.4g}"
+        top5 = f"{100 * metrics['top5']:.2f}" if "top5" in metrics else ""
+        lines.append(f"{encoder['step'] or 0:>10,} {epoch:>8} {100 * metrics['top1']:>8.2f} {top5:>8}")
+    return lines
