@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, Preempted
@@ -25,6 +27,7 @@ from tests.support.runs import (
 )
 
 pytestmark = pytest.mark.slow
+PARTS = ("straight", "stopped")
 
 
 # Of ten steps, four an epoch: inside an epoch; after the first step, at an epoch's end and begin, before the last.
@@ -46,6 +49,21 @@ def test_run_stopped_by_a_signal_continues_to_the_same_bits(stops, undisturbed, 
     assert_equal_to_the_bit(final_state(config), state)
 
 
+def test_run_continues_from_a_checkpoint_of_an_earlier_version(undisturbed, tmp_path):
+    """It has no sizes in its meta, and other names for the sums and means of the metrics interval."""
+    config = small_config(tmp_path)
+    train(config, stop_at=4)
+    folder = config.run_folder / "checkpoints"
+    old = manager.load_newest(folder)
+    meta = {key: value for key, value in old.meta.items() if key != "sizes"}
+    state = {**old.state, "window": old.state["interval"], "extra": dict(old.state["extra"])}
+    state["extra"]["reached"] = state["extra"].pop("means")
+    del state["interval"]
+    manager.save(folder, old.step, model=old.model, state=state, meta=meta, keep=1)
+    train(config)
+    assert_equal_to_the_bit(final_state(config), undisturbed[2])
+
+
 def test_run_that_died_before_its_first_checkpoint_starts_over(undisturbed, tmp_path, monkeypatch):
     config = small_config(tmp_path)
 
@@ -53,7 +71,7 @@ def test_run_that_died_before_its_first_checkpoint_starts_over(undisturbed, tmp_
         raise RuntimeError("the machine went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fastsuncet.training.state.save", die)
+        patch.setattr(manager, "save", die)
         with pytest.raises(RuntimeError, match="went away"):
             train(config)
     assert min(train(config)) == 0
@@ -111,28 +129,30 @@ def evaluations(config) -> list[int]:
     return [line["step"] for line in metrics(config.run_folder, "knn")]
 
 
-# The evaluations are after steps 4, 8 and 10.
-@pytest.mark.parametrize("every", [3, 4])  # no checkpoint is due with the first evaluation; one is
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(every, world_size, tmp_path):
-    rows = run_ranks(stopped_in_an_evaluation, world_size, str(tmp_path), every)
-    assert rows == [[[4], [], [4, 8, 10]]] * world_size
+def stopped_in_an_evaluation(rank: int, world_size: int, folder: str) -> list:
+    """Stop by a signal to one rank in the first of three evaluations, and continue."""
+    rows = []
+    for every in (3, 4):  # no checkpoint is due with that evaluation; one is
+        overrides = ("evaluation.knn_every_epochs=1", f"checkpoint.every={every}")
+        straight, stopped = (small_config(Path(folder, f"{every}", part), *overrides) for part in PARTS)
+        train(straight)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == world_size - 1:
+                in_next_evaluation(patch, terminate)
+            with pytest.raises(Preempted, match="saved after step 4"), join("cpu") as place:
+                train_command.train(stopped, place)
+        rows.append([saved_steps(stopped)[-1:], evaluations(stopped)])
+        train(stopped)
+        rows[-1].append(evaluations(stopped))
+        if rank == 0:
+            assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+    return rows
 
 
-def stopped_in_an_evaluation(rank: int, world_size: int, folder: str, every: int) -> list:
-    overrides = ("evaluation.knn_every_epochs=1", f"checkpoint.every={every}")
-    straight, stopped = (small_config(Path(folder, part), *overrides) for part in ("straight", "stopped"))
-    train(straight)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == world_size - 1:  # only one rank gets the signal
-            in_next_evaluation(patch, terminate)
-        with pytest.raises(Preempted, match="saved after step 4"), join("cpu") as place:
-            train_command.train(stopped, place)
-    steps, before = saved_steps(stopped)[-1:], evaluations(stopped)
-    train(stopped)
-    if rank == 0:
-        assert_equal_to_the_bit(final_state(stopped), final_state(straight))
-    return [steps, before, evaluations(stopped)]
+def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(tmp_path, two_ranks):
+    rows = [[[4], [], [4, 8, 10]]] * 2
+    assert stopped_in_an_evaluation(0, 1, str(tmp_path)) == rows
+    assert [rank["evaluation"] for rank in two_ranks[1]] == [rows, rows]
 
 
 def saved_steps(config) -> list[int]:
@@ -164,81 +184,72 @@ def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, tmp_path
     assert_equal_to_the_bit(final_state(killed), final_state(straight))
 
 
-PER_RANK = (
-    "criterion.unsupervised_batch_size={per_rank: 180}",
-    "criterion.supervised_imgs_per_class={per_rank: 2}",
-)
-
-
-def stop_on_a_rank(rank: int, world_size: int, folder: str, overrides: tuple[str, ...]) -> None:
-    train(small_config(Path(folder), *overrides), stop_at=2)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "changed"),
-    [
-        (
-            PER_RANK,
-            ["unlabeled images an update: 360 in the checkpoint, 180 now", "updates an epoch: 4 .*, 8 now"],
-        ),
-        (
-            ("criterion.labeled_share=0.25", "criterion.supervised_epochs=1"),
-            ["labeled images of each class an update: 20 .*, 19 now"],
-        ),
-    ],
-)
-def test_other_world_size_that_changes_a_size_is_refused(overrides, changed, tmp_path):
-    run_ranks(stop_on_a_rank, 2, str(tmp_path), overrides)
-    with pytest.raises(CheckpointError, match=r"processes \(1 instead of 2\) this is another run") as error:
-        train(small_config(tmp_path, *overrides))
-    for line in changed:
-        assert re.search(line, str(error.value))
-
-
-def test_other_world_size_with_global_batch_sizes_continues(tmp_path):
-    run_ranks(stop_on_a_rank, 2, str(tmp_path), ())
-    assert sorted(train(small_config(tmp_path))) == list(range(4, 10))  # two ranks stop a step later than one
-
-
+# ------------------------------------------------------------------------------------------------- on several ranks
 SEVEN = "optimization.steps=7"
 STATISTICS = ("model.sync_batchnorm=true", "model.sync_batchnorm=false")
 THREE = "criterion.supervised_imgs_per_class=6"  # shared by three
+# What a run of two ranks is continued with on one, and what the message says.
+SIZES = {
+    "per_rank": (
+        (
+            "criterion.unsupervised_batch_size={per_rank: 180}",
+            "criterion.supervised_imgs_per_class={per_rank: 2}",
+        ),
+        ["unlabeled images an update: 360 in the checkpoint, 180 now", "updates an epoch: 4 .*, 8 now"],
+    ),
+    "share": (
+        ("criterion.labeled_share=0.25", "criterion.supervised_epochs=1"),
+        ["labeled images of each class an update: 20 .*, 19 now"],
+    ),
+    "global": ((), []),
+}
 
 
-def stopped_on_one_of_two(rank: int, world_size: int, folder: str) -> list:
-    """Only one rank gets each signal; both must stop and save."""
-    right = []
-    for name in STATISTICS:
-        straight, stopped = (
-            small_config(Path(folder, name, part), name, SEVEN) for part in ("straight", "stopped")
-        )
-        batches = train(straight)
-        seen = train(stopped, stop_at=1, rank=1)
-        seen |= train(stopped, stop_at=5, rank=0)
-        seen |= train(stopped)
-        right.append(batches == seen and sorted(seen) == list(range(7)))
-    return right
+def stopped_and_straight(folder: str, name: str, stops: tuple[tuple[int, int], ...]) -> bool:
+    """Train straight, and with a signal at each (step, rank); return whether both saw the same batches."""
+    straight, stopped = (small_config(Path(folder, name, part), name, SEVEN) for part in PARTS)
+    batches, seen = train(straight), {}
+    for step, rank in stops:
+        seen |= train(stopped, stop_at=step, rank=rank)
+    return batches == seen | train(stopped)
 
 
-def stopped_on_one_of_three(rank: int, world_size: int, folder: str) -> list:
+def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
+    same = [stopped_and_straight(folder, name, ((1, 1), (5, 0))) for name in STATISTICS]
+    for name, (overrides, _) in SIZES.items():
+        train(small_config(Path(folder, name), *overrides), stop_at=2)
+    return {"same": same, "evaluation": stopped_in_an_evaluation(rank, world_size, folder)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("two")
+    return folder, run_ranks(on_two_ranks, 2, str(folder))
+
+
+def on_three_ranks(rank: int, world_size: int, folder: str) -> bool:
     """From three ranks on a sum depends on its order, and DDP changes the order of its buckets in its first passes."""
-    straight, stopped = (
-        small_config(Path(folder, THREE, part), THREE, SEVEN) for part in ("straight", "stopped")
-    )
-    batches = train(straight)
-    seen = train(stopped, stop_at=4, rank=2)
-    return [seen | train(stopped) == batches]
+    return stopped_and_straight(folder, THREE, ((4, 2),))
 
 
-@pytest.mark.parametrize(
-    ("on_rank", "world_size", "names"),
-    [(stopped_on_one_of_two, 2, STATISTICS), (stopped_on_one_of_three, 3, [THREE])],
-    ids=["two", "three"],
-)
-def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, on_rank, world_size, names):
-    assert run_ranks(on_rank, world_size, str(tmp_path)) == [[True] * len(names)] * world_size
-    for name in names:
-        straight, stopped = (
-            final_state(small_config(tmp_path / name / part, name, SEVEN)) for part in ("straight", "stopped")
-        )
+def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, two_ranks):
+    folder, ranks = two_ranks
+    assert [rank["same"] for rank in ranks] == [[True, True]] * 2
+    assert run_ranks(on_three_ranks, 3, str(tmp_path)) == [True] * 3
+    for top, name in (*((folder, name) for name in STATISTICS), (tmp_path, THREE)):
+        straight, stopped = (final_state(small_config(top / name / part, name, SEVEN)) for part in PARTS)
         assert_equal_to_the_bit(stopped, straight)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_other_world_size_continues_unless_it_changes_a_size(two_ranks, tmp_path, name):
+    overrides, changed = SIZES[name]
+    shutil.copytree(two_ranks[0] / name, tmp_path, dirs_exist_ok=True)
+    config = small_config(tmp_path, *overrides)
+    if not changed:
+        assert sorted(train(config)) == list(range(4, 10))  # two ranks stop a step later than one
+        return
+    with pytest.raises(CheckpointError, match=r"processes \(1 instead of 2\) this is another run") as error:
+        train(config)
+    for line in changed:
+        assert re.search(line, str(error.value))
