@@ -78,9 +78,6 @@ def fit_settings(config: Config, images: Images, place: Place) -> FitSettings:
         resize=resize,
         crop_scale=f.crop_scale,
         num_classes=len(images.train.classes),
-        loss="softmax",
-        bn_momentum=None,
-        precision=config.meta.precision,
         accumulate=f.accumulate,
         flip=a.flip,
         crop_ratio=a.crop_ratio,
@@ -232,7 +229,7 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         ("steps", f"{count // s.batch:,} an epoch{over}, {s.steps:,} in {epochs} epochs"),
         ("SGD", f"lr {s.lr:g} to 0 along half a cosine, {momentum}, {decay}"),
         ("compute", f"{cost:.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image"),
-        ("device", f"{device_name(place)}, {s.precision}, torch {torch.__version__}"),
+        ("device", f"{device_name(place)}, {job.config.meta.precision}, torch {torch.__version__}"),
     ]
     return [*(f"{name:<9}{text}" for name, text in lines), *unlabeled_classes(job)]
 

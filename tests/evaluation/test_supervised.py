@@ -37,16 +37,10 @@ SETTINGS = FitSettings(
     batch=12,
     lr=0.1,
     momentum=0.9,
-    nesterov=True,
-    weight_decay=0.0,
     size=8,
     resize=8,
     crop_scale=(0.3, 1.0),
     num_classes=CLASSES,
-    loss="softmax",
-    bn_momentum=None,
-    precision="fp32",
-    accumulate=1,
     save_every=3,
 )
 FOUR_STEPS = replace(SETTINGS, steps=4)

@@ -44,19 +44,20 @@ class FitSettings:
 
     steps: int  # updates
     batch: int  # images an update, over all processes and passes
-    lr: float  # of the first update
     momentum: float
-    nesterov: bool
-    weight_decay: float  # of every parameter
     size: int  # pixels of a crop
     resize: int  # pixels of the shorter side before the center crop of an evaluation
     crop_scale: tuple[float, float]  # fraction of the image's area
     num_classes: int
-    loss: Literal["softmax", "sigmoid"]  # sigmoid: several classes an image, of the index's `presence`
+    loss: Literal["softmax", "sigmoid"] = (
+        "softmax"  # sigmoid: several classes an image, of the index's `presence`
+    )
+    lr: float = 0.0  # of the first update
+    nesterov: bool = True
+    weight_decay: float = 0.0  # of every parameter
     # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
-    bn_momentum: float | None
-    precision: str  # of meta.precision
-    accumulate: int  # passes an update
+    bn_momentum: float | None = None
+    accumulate: int = 1  # passes an update
     flip: float = 0.5  # probability
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
     save_every: int = 1000  # updates; the last update and a stop are saved too
@@ -123,7 +124,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
         # Torch's stubs lack memory_format.
         self.model.to(place.device, memory_format=layout).train()  # pyright: ignore[reportCallIssue]
-        dtype = PRECISIONS[s.precision]
+        dtype = PRECISIONS[config.meta.precision]
         self.autocast = partial(
             torch.autocast, place.device.type, dtype=dtype, enabled=dtype != torch.float32
         )

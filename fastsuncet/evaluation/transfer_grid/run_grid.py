@@ -146,18 +146,12 @@ def open_grid(
     settings = FitSettings(
         steps=t.steps,
         batch=batch,
-        lr=0.0,
         momentum=t.momentum,
-        nesterov=True,
-        weight_decay=0.0,
         size=t.size,
         resize=t.resize,
         crop_scale=(0.08, 1.0),
         num_classes=len(task.images.classes),
         loss=task.loss,
-        bn_momentum=None,
-        precision=config.meta.precision,
-        accumulate=1,
     )
     identity = {
         "dataset": task.name,
@@ -170,6 +164,7 @@ def open_grid(
         "mean": view.mean,
         "std": view.std,
         "seed": config.meta.seed,
+        "precision": config.meta.precision,
         **{key: value for key, value in asdict(settings).items() if key not in (*PER_CELL, "save_every")},
     }
     identity = json.loads(json.dumps(identity))  # as a record gives it back, with lists for tuples
