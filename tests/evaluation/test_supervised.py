@@ -258,10 +258,10 @@ def whole(tmp_path_factory) -> tuple[Path, SimpleNamespace]:
     return folder, run(folder, encoder=resnet())
 
 
-@pytest.mark.parametrize("at", [0, 2, 3, 5])  # saved are steps 3 and 6
+@pytest.mark.parametrize("at", [0, 2, 3, 5, 6])  # saved are steps 3 and 6; 6 is the evaluation
 @pytest.mark.parametrize("how", [terminate, kill])
 def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole, at, how):
-    read = FineTuningStream.__call__
+    read, opened = FineTuningStream.__call__, features.open_evaluation_loader
 
     def interrupted(stream, step, part):
         if (step, part) == (at, 0):
@@ -270,9 +270,12 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
 
     with monkeypatch.context() as patch:
         patch.setattr(FineTuningStream, "__call__", interrupted)
+        if at == SETTINGS.steps:
+            patch.setattr(features, "open_evaluation_loader", lambda *a, **more: how() or opened(*a, **more))
         stopped = pytest.raises(Killed)
         if how is terminate:
-            stopped = pytest.raises(Preempted, match=f"SIGTERM: saved after step {at + 1}; the same command")
+            done = min(at + 1, SETTINGS.steps)
+            stopped = pytest.raises(Preempted, match=f"SIGTERM: saved after step {done}; the same command")
         with stopped:
             run(tmp_path, encoder=resnet())
     result = run(tmp_path, encoder=resnet())
@@ -283,17 +286,6 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
     ours, theirs = (manager.load_newest(path / "checkpoints") for path in (tmp_path, folder))
     assert_equal_to_the_bit([ours.model, ours.state], [theirs.model, theirs.state])
     assert metrics(tmp_path) == metrics(folder)
-
-
-def test_fit_stopped_in_its_evaluation_does_it_again_to_the_bit(tmp_path, monkeypatch, whole):
-    opened = features.open_evaluation_loader
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            features, "open_evaluation_loader", lambda *a, **more: terminate() or opened(*a, **more)
-        )
-        with pytest.raises(Preempted, match="SIGTERM: saved after step 6; the same command"):
-            run(tmp_path, encoder=resnet())
-    assert torch.equal(run(tmp_path, encoder=resnet()).logits, whole[1].logits)
 
 
 def test_fit_keeps_the_last_network_only_which_can_be_evaluated(whole):
