@@ -100,7 +100,7 @@ def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]
     a, model = arithmetic, _model(config)
     sizes = [view.size for view in views(config)] or [config.data.augmentation.size]
     unlabeled = a.large_views * a.local_unlabeled
-    large = {unlabeled, unlabeled + (a.global_labeled // a.world_size if a.supervised_steps else 0)}
+    large = {unlabeled, unlabeled + (a.local_labeled if a.supervised_steps else 0)}
     batches = {(count, sizes[0]) for count in large if count}
     if a.small_views:
         batches.add((a.small_views * a.local_unlabeled, sizes[-1]))
