@@ -7,6 +7,12 @@ class DataError(Exception):
     exit_code = 3
 
 
+class CannotWrite(DataError):
+    """An index or a pack cannot be written: the disk is full, or there is no permission. Exit code 5."""
+
+    exit_code = 5
+
+
 class BadImage(DataError):
     """One or more image files cannot be decoded.
 

@@ -4,6 +4,7 @@ A truncated file can pass for weeks, until a crop reaches the missing rows; this
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ def check_config(config: Config) -> None:
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
+    options["megapixels"] = data.max_megapixels
     if data.pack is not None:
         train, kept = packed_index(config), pack_index_path(config)
         if not kept.exists():
@@ -75,16 +77,17 @@ def _device() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _checked(index: ImageIndex, kept: Path | None, **options) -> CheckReport:
+def _checked(index: ImageIndex, kept: Path | None, megapixels: float = 100, **options) -> CheckReport:
     """Check the images, show progress on a terminal, and keep the index in `kept`."""
 
     def progress(done: int, total: int) -> None:
         print(f"\r{index.root}: {done:,} of {total:,}", end="" if done < total else "\n", file=sys.stderr)
 
-    report = check(index, progress=progress if sys.stderr.isatty() else None, **options)
+    whole = check(index, progress=progress if sys.stderr.isatty() else None, **options)
+    report = replace(whole, index=whole.index.within(megapixels))
     state = f"{len(report.bad):,} bad" if report.bad else "all good"
     print(f"{index.root}: {len(index):,} images decoded with {report.decoder}, {state}")
     if kept is not None:
-        save_index(report.index, kept)
+        save_index(whole.index, kept)
         print(f"{index.root}: index kept in {kept}")
     return report

@@ -43,6 +43,7 @@ FREE_ON_RESUME = (
     "data.split.file",
     "data.download",
     "data.bad_images",
+    "data.changed_images",
     "data.decode_threads",
     "data.prefetch",
     "data.decoder_buffers",

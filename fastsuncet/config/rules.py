@@ -25,7 +25,7 @@ ROOT = "it is the folder that holds the images"
 # no effect otherwise.
 READ_ONLY_WITH = [
     (["data.root"], "data.kind", (*FILES, *CIFAR)),
-    (["data.index", "data.pack"], "data.kind", FILES),
+    (["data.index", "data.pack", "data.max_megapixels", "data.changed_images"], "data.kind", FILES),
     (["data.hw_decoder_share", "data.decoder_buffers"], "data.kind", FILES),
     ([key for key in CONFIG.values if key.startswith("data.synthetic.")], "data.kind", ("synthetic",)),
     (["data.csv"], "data.kind", ("csv",)),

@@ -164,6 +164,10 @@ class DataSection(Section):
     # how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
     # (unlabeled, labeled), counted anew when the run is started again
     bad_images: CountOrZero = 0
+    # images with more pixels count as bad; decoding takes 3 MB of memory a megapixel
+    max_megapixels: Annotated[float, Allowed(lambda x: 0 < x <= 100, "a number above 0 and up to 100")] = 100.0
+    # continue a run although files of its images were written again since its last checkpoint
+    changed_images: Switch = False
     backend: Literal["auto", "dali", "torchvision"] = "auto"  # what makes the pixels
     # what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this project's
     # operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the plugin where

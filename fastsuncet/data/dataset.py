@@ -18,11 +18,12 @@ from fastsuncet.config.rules import FILES
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
-from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
+from pipelines.datasets.folders import count_images, image_folder, image_tree, with_classes, with_csv_labels
 from pipelines.datasets.in_memory import digits, synthetic
 from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.label_splits import Split, labeled_split
 from pipelines.datasets.pack import open_pack
+from pipelines.output import say_line
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
         index = file_index(config, train=train, scan=scan)
     if train:
         index = with_labels(config, index)
+    index = index.within(data.max_megapixels)
+    for note in index.notes() if train and scan else ():
+        say_line(f"note: {note}")
     with _naming(config, "data.bad_images"):
         # Accuracies are comparable only on the same images.
         index.require_good(data.bad_images if train else 0)
@@ -157,11 +161,15 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     folder = image_root(config, train=train)
     kept = index_path(config, folder, train)
     if kept.exists():
-        # New files are not looked for here (`fastsuncet data check` does); changed and missing ones are, by one rank,
-        # which saves what it found before the others read it.
+        # Changed and missing files are looked for by one rank, which saves what it found before the others read it.
+        # New ones are only counted: a run that took them in would be another run.
         with _naming(config, "data.root"):
             index = load_index(kept, root=folder, refresh=False)
             refreshed = index.refreshed() if scan else index
+            count = count_images(folder, classes=bool(index.classes)) if scan else 0
+        if count > len(index):
+            text = f"{count - len(index):,} new images in {folder} are not used: `fastsuncet data check` adds them"
+            say_line(f"note: {text}")
         if refreshed is not index:
             save_index(refreshed, kept)
         return refreshed

@@ -82,6 +82,7 @@ class Pretraining(TrainingTask[Batch]):
         self.columns = ("epoch", "loss", *losses, *SPEED, *COST, "joules")
         self.update_macs = {on: update_macs(config, arithmetic, on) for on in (True, False)}
         self.fingerprint = images.fingerprint()
+        self.contents = {"contents": images.train.contents(), "changed": len(images.train.changed)}
         self.sizes = {name: getattr(arithmetic, name) for name in SIZES}
 
     def batch(self, step: int, timer: DataTimer) -> Batch:
@@ -113,7 +114,13 @@ class Pretraining(TrainingTask[Batch]):
 
     def meta(self, epoch: float) -> dict[str, Any]:
         config = self.config.canonical()
-        return {"config": config, "epoch": epoch, "images": self.fingerprint, "sizes": self.sizes}
+        return {
+            "config": config,
+            "epoch": epoch,
+            "images": self.fingerprint,
+            "sizes": self.sizes,
+            **self.contents,
+        }
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         changed = self.config.changed_keys(meta["config"])
@@ -128,6 +135,17 @@ class Pretraining(TrainingTask[Batch]):
                 "the training images or their labels differ from those this run was started with (files added, "
                 "removed, resized or labeled otherwise). Bring them back, or give the new run another "
                 "logging.write_tag."
+            )
+        train, known = self.images.train, self.contents | meta  # earlier versions saved no contents
+        changed = (
+            known["contents"] != self.contents["contents"] or known["changed"] < self.contents["changed"]
+        )
+        if changed and not self.config.data.changed_images:
+            which = f"{len(train.changed)} of {len(train)} training images ({train.some(train.changed)})"
+            raise CheckpointError(
+                f"{which if train.changed else 'training images'} were written again since this run was saved. "
+                "Bring the files back, set data.changed_images=true to continue on the new ones, or give the new run "
+                "another logging.write_tag."
             )
         before = meta.get("sizes", self.sizes)  # earlier versions saved none
         lines = [

@@ -11,7 +11,7 @@ import numpy as np
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, read_headers
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names, leaves_root
+from pipelines.datasets.string_table import Names, leaves_root, links_out
 
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
 
@@ -74,6 +74,11 @@ def image_tree(root: str | Path) -> ImageIndex:
     if not files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
     return with_headers(root, files, np.full(len(files), -1), ())
+
+
+def count_images(root: Path, *, classes: bool) -> int:
+    """Return how many images `image_folder` (with `classes`) or `image_tree` finds below `root` now."""
+    return sum("/" in name or not classes for name in _images(root))
 
 
 def with_headers(
@@ -181,7 +186,6 @@ def _is_folder(entry: os.DirEntry, root: Path) -> bool:
 
 def _images(root: Path, folder: str = "") -> Iterator[str]:
     """Yield the paths below root, with "/", of the images below root/folder, in no order."""
-    inside = os.path.realpath(root) + os.sep
     waiting = [folder]
     while waiting:
         below = waiting.pop()
@@ -190,7 +194,7 @@ def _images(root: Path, folder: str = "") -> Iterator[str]:
             if _is_folder(entry, root):
                 waiting.append(name)
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
-                if entry.is_symlink() and not os.path.realpath(entry.path).startswith(inside):
+                if entry.is_symlink() and links_out(entry.path, root):
                     raise DataError(
                         f"{entry.path} is a link that leads out of {root}; put the file itself there"
                     )

@@ -93,8 +93,8 @@ def read_sizes(size_of: Callable[[int], tuple[int, int]], count: int) -> tuple[n
 
 
 def stamp(status: os.stat_result) -> tuple[int, int]:
-    """Return the bytes and the modification time (ns) of a file."""
-    return status.st_size, status.st_mtime_ns
+    """Return the bytes and the modification time (ns) of a file; a time after the year 2262 wraps in its 64 bits."""
+    return status.st_size, (status.st_mtime_ns + 2**63) % 2**64 - 2**63
 
 
 def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:

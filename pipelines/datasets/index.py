@@ -9,18 +9,19 @@ import contextlib
 import hashlib
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from pipelines.data_errors import BadImage, DataError
+from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets.image_headers import file_stamps, read_headers
-from pipelines.datasets.shards import Shards
+from pipelines.datasets.shards import Shards, require_inside
 from pipelines.datasets.string_table import Names, leaves_root
 
 _KIND, _VERSION = "fastsuncet image index", 1
+_LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
 _MAKE = "`fastsuncet data check CONFIG` makes one"
 
 
@@ -43,6 +44,7 @@ class ImageIndex:
     # int8 (N, classes), for images that show several: 1 the class is there, -1 it is not, 0 difficult, not counted.
     presence: np.ndarray | None = None
     pack: Shards | None = None  # where the content of the files is read from instead
+    changed: tuple[int, ...] = ()  # images whose files were written again after the index was made
 
     def __post_init__(self):
         if not isinstance(self.files, Names):
@@ -68,8 +70,11 @@ class ImageIndex:
                 f"labels reach from {self.labels.min()} to {self.labels.max()}, but {len(self.classes)} "
                 f"classes are numbered from 0, and -1 means not labeled"
             )
-        if self.bad and not 0 <= min(self.bad) <= max(self.bad) < n:
-            raise DataError(f"bad images reach from {min(self.bad)} to {max(self.bad)}, of {n} images")
+        for which in (self.bad, self.changed):
+            if which and not 0 <= min(which) <= max(which) < n:
+                raise DataError(
+                    f"bad or changed images reach from {min(which)} to {max(which)}, of {n} images"
+                )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -108,6 +113,47 @@ class ImageIndex:
                 digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
         return digest.hexdigest()
 
+    def contents(self) -> str:
+        """Return the sha256 of the encoded images' lengths, which a copy of the files or a pack of them keeps."""
+        lengths = np.zeros(len(self), "<i8")
+        if self.pack is not None:
+            lengths[:] = self.pack.members["length"]
+        elif self.stamps is not None:
+            lengths[:] = self.stamps[:, 0]
+        lengths[list(self.bad)] = 0
+        return hashlib.sha256(lengths.tobytes()).hexdigest()
+
+    def within(self, megapixels: float) -> "ImageIndex":
+        """Return this index with the images of more pixels as bad ones, of size 0, 0."""
+        large = np.flatnonzero(self.sizes.prod(1, dtype=np.int64) > megapixels * 1e6).tolist()
+        said = "{1} x {0} pixels, more than data.max_megapixels ({2:g})"
+        bad = {i: said.format(*self.sizes[i], megapixels) for i in large}
+        sizes = self.sizes.copy()
+        sizes[large] = 0
+        return replace(self, sizes=sizes, bad=dict(sorted({**self.bad, **bad}.items()))) if bad else self
+
+    def notes(self) -> list[str]:
+        """Return sentences to print before a run: about changed files, and images that take much memory."""
+        notes, pixels = [], self.sizes.prod(1, dtype=np.int64)
+        if self.changed:
+            names = self.some(self.changed)
+            notes.append(
+                f"{len(self.changed)} of {len(self)} images changed since their index was made: {names}"
+            )
+        if self.pixels is None and (large := np.flatnonzero(pixels > _LARGE).tolist()):
+            most = int(pixels.argmax())
+            height, width = self.sizes[most].tolist()
+            notes.append(
+                f"{len(large)} images have more than {_LARGE / 1e6:g} megapixels. The largest, {self.name(most)}, "
+                f"takes {3 * pixels[most] / 1e6:,.0f} MB decoded ({width} x {height}), and a batch can hold several. "
+                "A lower data.max_megapixels makes them bad images"
+            )
+        return notes
+
+    def some(self, numbers: Sequence[int]) -> str:
+        """Return the names of the first three of some images."""
+        return ", ".join(self.name(i) for i in numbers[:3]) + (", ..." if len(numbers) > 3 else "")
+
     def require_good(self, allowed: int = 0) -> None:
         """Raise BadImage, which names them all, when more than `allowed` images are bad."""
         if len(self.bad) > allowed:
@@ -124,10 +170,9 @@ class ImageIndex:
         stamps = file_stamps(self.root, self.files)
         gone = np.flatnonzero((stamps[:, 0] < 0) & (self.stamps[:, 0] >= 0)).tolist()
         if gone:
-            shown = ", ".join(self.name(i) for i in gone[:3]) + (", ..." if len(gone) > 3 else "")
             raise DataError(
-                f"{len(gone)} of the {len(self)} files in the index cannot be found under {self.root}: {shown}. "
-                f"Correct data.root, or make the index again with `fastsuncet data check CONFIG`"
+                f"{len(gone)} of the {len(self)} files in the index cannot be found under {self.root}: "
+                f"{self.some(gone)}. Correct data.root, or make the index again with `fastsuncet data check CONFIG`"
             )
         changed = np.flatnonzero((stamps != self.stamps).any(axis=1)).tolist()
         if not changed:
@@ -138,11 +183,12 @@ class ImageIndex:
         sizes[changed] = headers.sizes
         bad = {i: reason for i, reason in self.bad.items() if i not in set(changed)}
         bad |= {changed[row]: reason for row, reason in headers.bad.items()}
-        return replace(self, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
+        bad, every = dict(sorted(bad.items())), tuple(sorted({*self.changed, *changed}))
+        return replace(self, sizes=sizes, stamps=stamps, bad=bad, changed=every)
 
 
 def save_index(index: ImageIndex, path: Path) -> None:
-    """Write an index of files or of tar shards to `path`. Raises DataError when the disk refuses."""
+    """Write an index of files or of tar shards to `path`. Raises CannotWrite when the disk refuses."""
     if index.root is None or (index.stamps is None and index.pack is None):
         raise DataError("only an index of files is kept on disk; data in memory are read again each time")
     arrays = {
@@ -158,6 +204,7 @@ def save_index(index: ImageIndex, path: Path) -> None:
         "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
         "stamps": index.stamps,
         "presence": index.presence,
+        "changed": np.array(index.changed, np.int64),
     }
     if index.pack is not None:
         arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
@@ -176,7 +223,7 @@ def save_index(index: ImageIndex, path: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise DataError(f"cannot write the index {path}: {error.strerror or error}") from error
+        raise CannotWrite(f"cannot write the index {path}: {error.strerror or error}") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -218,6 +265,7 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
             stamps=None if shards else arrays["stamps"],
             bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
             presence=arrays.get("presence"),
+            changed=tuple(arrays["changed"].tolist()) if "changed" in arrays else (),
         )
         if index.fingerprint() != str(arrays["fingerprint"]):
             raise ValueError("its content does not match its fingerprint")
@@ -229,5 +277,7 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
     except Exception as error:
         raise DataError(f"the index {path} cannot be used: {error}. Delete it; {_MAKE}") from error
     if places:
-        return replace(index, pack=Shards([folder / name for name in shards], *places))
+        paths = [folder / name for name in shards]
+        require_inside(paths, folder)
+        return replace(index, pack=Shards(paths, *places))
     return index.refreshed() if refresh else index

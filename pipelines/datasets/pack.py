@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.data_errors import DataError
+from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.folders import class_numbers
 from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, load_index, save_index, sync_folder
-from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, scan_shard
+from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
 
 INDEX = "index.npz"
@@ -88,6 +88,7 @@ def _expanded(pattern: str) -> Iterator[str]:
 def _scanned(paths: list[Path]) -> ImageIndex:
     """Return the index of shards that another program wrote."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
+    require_inside(paths, root)
     stamps = np.array([stamp(path.stat()) for path in paths], np.int64)
     with ThreadPoolExecutor(THREADS) as pool:
         scans = list(pool.map(scan_shard, paths))
@@ -135,8 +136,8 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     """Pack the files of `index` into `folder`; return how many images an earlier, killed start had packed already.
 
     Does nothing where `folder` is a pack of the same images. Bad images keep their numbers and reasons, without bytes.
-    Raises DataError: files that are gone or have changed since the index was made, a disk that refuses or is too
-    small, another writer, or a `folder` that is something else.
+    Raises CannotWrite when the disk refuses, and DataError: files that are gone or have changed since the index was
+    made, a disk that is too small, another writer, or a `folder` that is something else.
     """
     if index.root is None or index.stamps is None:
         raise DataError("only images that are files can be packed")
@@ -159,7 +160,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
             os.rename(part, folder)
         sync_folder(folder.parent)
     except OSError as error:
-        raise DataError(
+        raise CannotWrite(
             f"cannot write the pack {folder}: {error.strerror or error}. The same command continues it"
         ) from error
     return before

@@ -23,7 +23,7 @@ import numpy as np
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, stamp
-from pipelines.datasets.string_table import leaves_root
+from pipelines.datasets.string_table import leaves_root, links_out
 
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
 # crc32 of the bytes, -1 where the shard has none.
@@ -115,6 +115,16 @@ class Shards:
             return None
         path = self.paths[self.members[i]["shard"]]
         return f"damaged in the shard {path}: its checksum is another. {REMEDY}"
+
+
+def require_inside(paths: Sequence[Path], root: Path) -> None:
+    """Raise DataError for a shard that is, or lies behind, a link that leads out of `root`."""
+    for path in paths:
+        if links_out(path, root):
+            raise DataError(
+                f"the shard {path} is a link that leads out of {root}: put the file itself there, or name the folder "
+                "that it is in"
+            )
 
 
 class Scan(NamedTuple):

@@ -1,6 +1,7 @@
 """A million file names in one block of bytes: 40 bytes a name instead of the 100 of a list of strings."""
 
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -72,6 +73,11 @@ class Names(Sequence[str]):
             if name in places:
                 places[name] = position
         return np.fromiter((places[name] for name in wanted), np.int64, len(wanted))
+
+
+def links_out(path: str | os.PathLike, root: str | os.PathLike) -> bool:
+    """Return whether a path below `root` leads out of it by a link."""
+    return not os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
 
 
 def leaves_root(name: str) -> bool:

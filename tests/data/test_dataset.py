@@ -94,6 +94,42 @@ def test_synthetic_images_depend_on_the_seed_alone():
     assert other.fingerprint() != one.fingerprint()
 
 
+@pytest.mark.slow
+def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
+    def train(*overrides: str) -> tuple[int, str]:
+        tiny = (
+            "model.name=resnet_tiny",
+            "data.augmentation.size=16",
+            "checkpoint.every=1",
+            "meta.device=cpu",
+        )
+        code = cli.main(["train", "run.yaml", *tiny, *overrides])
+        output = capsys.readouterr()
+        return code, output.out + output.err
+
+    assert train("optimization.epochs=2", "optimization.steps=null")[0] == 0
+    for name in ("1.jpg", "x/y/3.jpg"):
+        write_image(here / "tree" / name, quality=30)
+    write_images(here / "tree", "new.jpg")
+    for _ in range(2):  # a second try does not forget
+        code, output = train("optimization.epochs=2", "optimization.steps=null")
+        assert code == 5 and "2 of 3 training images (1.jpg, x/y/3.jpg) were written again" in output
+        assert "1 new images in tree are not used: `fastsuncet data check` adds them" in output
+        assert "data.changed_images=true" in output
+    allowed = ("optimization.epochs=2", "optimization.steps=null", "data.changed_images=true")
+    code, output = train(*allowed)
+    assert code == 0 and "note: 2 of 3 images changed since their index was made" in output
+
+
+def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    assert cli.main(["train", "run.yaml", "--dry-run"]) == 5
+    assert "cannot write the index runs/indices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "said"),
     [

@@ -1,5 +1,6 @@
 """The index of a data set: a table of names, headers of many files, and a file verified when it is read."""
 
+import contextlib
 import os
 import time
 from dataclasses import replace
@@ -163,6 +164,7 @@ def test_index_has_names_and_paths_but_not_in_memory(index, folder):
         {"pixels": np.zeros((2, 4, 4, 3), np.float32)},
         {"bad": {2: "why"}},
         {"bad": {-1: "why"}},
+        {"changed": (2,)},
     ],
 )
 def test_index_refuses_parts_that_do_not_fit(changes):
@@ -257,6 +259,38 @@ def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypa
     assert load_index(kept).bad == {}
 
 
+def test_refreshed_counts_changed_images_until_the_next_scan(kept, folder):
+    before = load_index(kept)
+    assert before.changed == () and before.notes() == []
+    write_image(folder / "cat" / "a.jpg", quality=30)  # as many pixels
+    changed = load_index(kept)
+    assert changed.changed == (0,) and changed.fingerprint() == before.fingerprint()
+    assert changed.contents() != before.contents() == load_index(kept, refresh=False).contents()
+    assert changed.notes() == ["1 of 4 images changed since their index was made: cat/a.jpg"]
+    save_index(changed, kept)
+    assert load_index(kept).changed == (0,)
+    os.utime(folder / "dog" / "c.jpg", ns=(0, 1))
+    assert load_index(kept).changed == (0, 3) and load_index(kept).contents() == changed.contents()
+
+
+def test_a_modification_time_of_any_year_is_kept(index, kept, folder):
+    os.utime(folder / "cat" / "a.jpg", (0, 10_413_792_000))  # 2300
+    save_index(load_index(kept), kept)
+    assert load_index(kept).refreshed().changed == (0,)
+    assert image_folder(folder).stamps[0, 1] == 10_413_792_000 * 10**9 - 2**64
+
+
+def test_within_makes_large_images_bad():
+    index = small_index(sizes=np.array([[9999, 9999], [6, 9]], np.int32))
+    assert index.within(100) is index
+    assert (
+        "takes 300 MB decoded (9999 x 9999)" in index.notes()[0] and "data.max_megapixels" in index.notes()[0]
+    )
+    small = index.within(50)
+    assert small.bad == {0: "9999 x 9999 pixels, more than data.max_megapixels (50)"} and small.notes() == []
+    assert small.sizes.tolist() == [[0, 0], [6, 9]] and small.contents() == index.within(50).contents()
+
+
 def test_refreshed_compares_times_and_leaves_the_rest(index, folder):
     assert index.refreshed() is index and small_index(root=None).refreshed().root is None
     path = folder / "cat" / "a.jpg"
@@ -283,8 +317,9 @@ def test_save_index_leaves_the_old_one_when_it_fails(index, kept, tmp_path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pipelines.datasets.index.np.savez", full)
-    with pytest.raises(DataError, match=r"cannot write the index .*index.npz: No space left on device"):
+    with pytest.raises(DataError, match=r"cannot write the index .*index.npz: No space left") as error:
         save_index(replace(index, bad={0: "why"}), kept)
+    assert error.value.exit_code == 5
     assert load_index(kept).bad == {} and sorted(os.listdir(tmp_path)) == ["images", "index.npz"]
 
 
@@ -315,6 +350,18 @@ def test_load_index_refuses_damage_with_the_remedy(kept, damage):
     kept.write_bytes(damage(whole))
     with pytest.raises(DataError, match="data check"):
         load_index(kept)
+
+
+def test_load_index_names_any_damage(kept, index):
+    """Bytes exchanged anywhere, in the zip's own tables too, are a message or do no harm."""
+    whole, draws = kept.read_bytes(), np.random.default_rng(0)
+    for _ in range(400):
+        damaged = bytearray(whole)
+        first = int(draws.integers(len(whole)))
+        damaged[first : first + int(draws.integers(1, 5))] = draws.bytes(1)
+        kept.write_bytes(damaged)
+        with contextlib.suppress(DataError):
+            assert load_index(kept).fingerprint() == index.fingerprint()
 
 
 class Trap:

@@ -250,6 +250,18 @@ def test_load_index_refuses_shards_outside_of_a_pack(folder, tmp_path):
             load_index(tmp_path / "index.npz")
 
 
+def test_shards_behind_links_out_of_their_folder_are_refused(folder, tmp_path):
+    save_index(open_pack(folder), tmp_path / "index.npz")
+    (folder / "a-001.tar").rename(tmp_path / "away.tar")
+    (folder / "a-001.tar").symlink_to(tmp_path / "away.tar")
+    for opening in (lambda: open_pack(folder), lambda: load_index(tmp_path / "index.npz")):
+        with pytest.raises(DataError, match=r"a-001.tar is a link that leads out of .*shards"):
+            opening()
+    (folder / "a-001.tar").unlink()
+    (folder / "a-001.tar").symlink_to("a-000.tar")
+    assert len(open_pack(folder)) == 4
+
+
 def test_shards_raise_the_limit_of_open_files(monkeypatch):
     """ImageNet has 1,024 shards on a public hub, as many as most systems let a process open."""
     calls = []
