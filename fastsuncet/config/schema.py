@@ -165,7 +165,9 @@ class DataSection(Section):
     # (unlabeled, labeled), counted anew when the run is started again
     bad_images: CountOrZero = 0
     # images with more pixels count as bad; decoding takes 3 MB of memory a megapixel
-    max_megapixels: Annotated[float, Allowed(lambda x: 0 < x <= 100, "a number above 0 and up to 100")] = 100.0
+    max_megapixels: Annotated[float, Allowed(lambda x: 0 < x <= 100, "a number above 0 and up to 100")] = (
+        100.0
+    )
     # continue a run although files of its images were written again since its last checkpoint
     changed_images: Switch = False
     backend: Literal["auto", "dali", "torchvision"] = "auto"  # what makes the pixels
