@@ -95,21 +95,14 @@ RULES: list[Rule] = [
         "data.root",
         f"is needed with data.kind: %(data.kind)s; {ROOT}. Or set data.pack to tar shards",
     ),
-    (
-        lambda v: v["data.kind"] == "images" and v["criterion.supervised_epochs"] != 0,
-        "data.kind",
-        "images reads no labels, and criterion.supervised_epochs is %(criterion.supervised_epochs)s. Use csv with a "
-        "file of labels in data.csv, or image_folder. For SimCLR alone write supervised_epochs: 0",
-    ),
-    (
-        lambda v: v["data.kind"] == "images" and v["data.split.kind"] != "none",
-        "data.split.kind",
-        "must be none with data.kind: images, which reads no labels",
-    ),
-    (
-        lambda v: v["data.kind"] == "images" and v["evaluation.knn_every_epochs"] is not None,
-        "evaluation.knn_every_epochs",
-        "needs labels, and data.kind: images reads none; null turns it off",
+    *(
+        (
+            lambda v, key=key: v["data.kind"] == "images" and v[key] != DEFAULTS[key],
+            key,
+            f"must be {as_yaml(DEFAULTS[key])} with data.kind: images, which reads no labels; use csv with a file of "
+            "labels in data.csv, or image_folder",
+        )
+        for key in ("criterion.supervised_epochs", "data.split.kind", "evaluation.knn_every_epochs")
     ),
     (
         lambda v: v["data.split.kind"] == "names" and v["data.kind"] not in FILES,

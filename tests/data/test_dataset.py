@@ -147,9 +147,17 @@ def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, 
         (
             ["criterion.supervised_epochs=all", "data.split.kind=all"],
             2,
-            ["images reads no labels", "Use csv", "data.split.kind", "must be none with data.kind: images"],
+            [
+                "supervised_epochs=all",
+                "must be 0 with data.kind: images, which reads no labels; use csv",
+                "be none with",
+            ],
         ),
-        (["evaluation.knn_every_epochs=1", "data.validation=val"], 2, ["needs labels", "null turns it off"]),
+        (
+            ["evaluation.knn_every_epochs=1", "data.validation=val"],
+            2,
+            ["knn_every_epochs=1", "must be null with"],
+        ),
         (["data.synthetic.images=3"], 2, ["data.synthetic.images", "read only with data.kind: synthetic"]),
         (
             ["data.kind=synthetic", "data.root=null", "data.synthetic.size=9999"],
