@@ -143,6 +143,7 @@ def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, 
             ["labels no.csv: No such", "command line: data.csv=no.csv"],
         ),
         (["data.pack=no.tar"], 3, ["no pack or shard no.tar", "command line: data.pack=no.tar"]),
+        (["data.max_megapixels=4e-5"], 3, ["3 images", "1.jpg: 8 x 6 pixels, more than data.max_megapixels"]),
         (["data.root=null"], 2, ["data.root", "is needed with data.kind: images", "data.pack"]),
         (
             ["criterion.supervised_epochs=all", "data.split.kind=all"],
