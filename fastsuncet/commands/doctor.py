@@ -108,9 +108,7 @@ def cards() -> Finding:
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         kinds = sorted({f"{c.name}, {c.total_memory / 1e9:.0f} GB, {c.major}.{c.minor}" for c in found})
-        old = min(card.major for card in found) < 8
-        advice = "no bfloat16 in hardware: set meta.precision=fp16" if old else ""
-        return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {cuda})", advice)
+        return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {cuda})")
     if cuda is None:
         return Finding("absent", "this torch is built without CUDA", "training runs on the CPU")
     if driver.exists():

@@ -28,7 +28,7 @@ from fastsuncet.evaluation.finetuning import (
     heading,
 )
 from fastsuncet.evaluation.scoring import true_labels
-from fastsuncet.training.determinism import set_determinism
+from fastsuncet.training.determinism import resolve_precision, set_determinism
 
 
 def finetune(
@@ -55,6 +55,7 @@ def finetune(
         return launch.start_ranks(["finetune", *arguments], status)
     with launch.join(config.meta.device) as place, SignalFlag() as signals:
         set_determinism(config, place)
+        config, _ = resolve_precision(config, place.device)
         if place.first:
             atomic_files.remove(status)
         try:

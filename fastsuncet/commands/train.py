@@ -23,7 +23,7 @@ from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.knn import online_knn
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.training import kernel_choice
-from fastsuncet.training.determinism import set_determinism
+from fastsuncet.training.determinism import resolve_precision, set_determinism
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer
@@ -67,18 +67,20 @@ def train(config: Config, place: launch.Place) -> Trainer:
 def plan(config: Config) -> list[str]:
     """Return the resolved config and what it would do here. Raises what would end the run before its first step."""
     device = launch.pick_device(config.meta.device, 0)
+    config, why = resolve_precision(config, device)
     world_size = launch.expected_ranks(config.meta.device)
     place = launch.Place(0, 1, 0, device)
     images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
     arithmetic = config.resolve(world_size, *images.counts())
     stream_notes = PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
-    lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None)
+    lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None, why)
     end = "dry run: all checks passed, nothing was trained"
     return [config.to_yaml().rstrip(), "", *lines, *stream_notes, "", end]
 
 
 def start(config: Config, place: launch.Place, images: Images, folder: Path) -> Trainer:
     """Return a trainer that stands where the run was stopped; write config.yaml and print the summary."""
+    config, why = resolve_precision(config, place.device)
     arithmetic = config.resolve(place.world_size, *images.counts())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     task = Pretraining(config, place, arithmetic, stream, images, online_knn)
@@ -87,7 +89,7 @@ def start(config: Config, place: launch.Place, images: Images, folder: Path) -> 
     if place.first:
         note = f"# chosen for this hardware: {json.dumps(task.chosen)}\n"
         atomic_files.replace(folder / "config.yaml", (config.to_yaml() + note).encode())
-        lines = summary(config, place, images, arithmetic, stream)
+        lines = summary(config, place, images, arithmetic, stream, why)
         lines.append(f"{'kernels':<9}{kernel_choice.describe(config, task.kernels)}")
         for line in [*lines, *stream.notes()]:
             say_line(line)

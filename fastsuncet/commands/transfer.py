@@ -16,7 +16,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.transfer_grid.grid import grid
 from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
-from fastsuncet.training.determinism import set_determinism
+from fastsuncet.training.determinism import resolve_precision, set_determinism
 
 
 def transfer(
@@ -40,6 +40,7 @@ def transfer(
         return launch.start_ranks(["transfer", *arguments], status)
     with launch.join(config.meta.device) as place, SignalFlag() as signals:
         set_determinism(config, place)
+        config, _ = resolve_precision(config, place.device)
         run_status = RunStatus(status, place)
         with run_status.recording():
             grids = open_grids(config, place, encoder, step, signals)

@@ -180,6 +180,17 @@ RULES: list[Rule] = [
         "keeps the passes through the labeled images that supervised_epochs makes, and that is "
         "%(criterion.supervised_epochs)s; write a number of epochs there, or remove labeled_share",
     ),
+    # ---- model
+    Rule(
+        lambda c: c.model.fused_batchnorm and c.meta.compile,
+        "model.fused_batchnorm",
+        "has no effect with meta.compile: true, which fuses BatchNorm itself; set one of the two to false",
+    ),
+    Rule(
+        lambda c: c.model.fused_batchnorm and not c.meta.channels_last,
+        "model.fused_batchnorm",
+        "has no effect with meta.channels_last: false, because its kernels read NHWC; change one of the two",
+    ),
     # ---- optimization
     (
         lambda v: v["optimization.epochs"] is None and v["optimization.steps"] is None,

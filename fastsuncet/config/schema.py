@@ -109,11 +109,16 @@ class MetaSection(Section):
 
     seed: Seed = 0  # seed of all random numbers but those of data.split
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the network, not of the losses
+    # of the network, not of the losses. auto: bf16 where the hardware computes it, fp16 on older GPUs, fp32 on other
+    # CPUs; the run keeps what was chosen
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     channels_last: Switch = True  # keep images in NHWC memory format
     compile: Switch = False  # torch.compile of the network; the first step then takes minutes
     cuda_graph: Switch = False  # run the step as one CUDA graph; off until measured on a GPU
     deterministic: Switch = True  # false: fastest kernels; a resumed run differs in its last bits
+    # let cuDNN, and Inductor with meta.compile, time several algorithms and take the fastest; a restart can choose
+    # others, and then differs in its last bits. null: the opposite of deterministic
+    autotune: Switch | None = None
     threads: Count | None = None  # threads of torch on a CPU; null: torch decides
 
 

@@ -1,7 +1,7 @@
 """Write a run's numbers to files: one JSON object per line, and the training records as a table.
 
     metrics.jsonl              {"step": 200, "kind": "train", "nt_xent": 5.21, ...}; other kinds: "knn", ...
-                               the first line, of kind "chosen", has the precision and the kernels of the run
+                               the first line, of kind "chosen", has what was chosen for the hardware
     metrics.csv                the records of kind "train", with the same columns from first to last
     metrics.superseded.jsonl   lines that a restart undid: nothing is thrown away
 
@@ -19,7 +19,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,7 +36,6 @@ class MetricsWriter:
 
     `columns` are the keys that a training record can have, without "step", in the table's order. With `resume_step` the
     files continue from there: lines of later steps, and a line cut by a kill, are moved aside, and one line reports it.
-    `chosen` is the first line of a fresh metrics.jsonl, of kind "chosen".
     If that step is not `evaluated`, so is the line of its evaluation, which will be written again. None is a fresh
     start: all lines are moved aside. `tensorboard` and `wandb` (a project's name) add those trackers; ConfigError if
     their packages are missing. Raises CheckpointError if the disk is full.
@@ -49,7 +48,6 @@ class MetricsWriter:
         *,
         resume_step: int | None = None,
         evaluated: bool = True,
-        chosen: Mapping[str, Any] | None = None,
         tensorboard: bool = False,
         wandb: str | None = None,
         say: Say = say_line,
@@ -69,9 +67,6 @@ class MetricsWriter:
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
             self._jsonl = open(self.folder / JSONL, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
             self._csv = open(self.folder / CSV, "ab", buffering=0)  # noqa: SIM115
-            if chosen and resume_step is None:
-                line = {"step": 0, "kind": "chosen", **chosen}
-                _append(self._jsonl, json.dumps(line, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise self._refusal(error) from error
 

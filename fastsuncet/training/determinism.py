@@ -1,4 +1,4 @@
-"""Switches of torch that make a step a function of its inputs, down to the bit."""
+"""Precision, and the switches of torch that make a step a function of its inputs, down to the bit."""
 
 import os
 
@@ -7,19 +7,23 @@ from torch.utils import deterministic
 
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
+from fastsuncet.distributed.collectives import gather_json
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def set_determinism(config: Config, place: launch.Place) -> None:
     """Make a step a function of its inputs, down to the bit, on one kind of machine.
 
-    On a GPU that rules out cuDNN's search for the fastest algorithm, which can choose another one after a restart,
-    unless `meta.deterministic` is off. It also rules out TF32, which would compute "fp32" in 10 bits. Torch warns where
-    it has no deterministic kernel.
+    `meta.deterministic` keeps torch to kernels that give the same bits in every run; torch warns where it has none.
+    `meta.autotune` is about choosing among them: cuDNN and Inductor time several, and a restart can choose another.
+    TF32 is off, which would compute "fp32" in 10 bits.
     """
     if config.meta.threads is not None:
         torch.set_num_threads(config.meta.threads)
     exact = config.meta.deterministic
-    torch.backends.cudnn.benchmark = not exact
+    autotune = not exact if config.meta.autotune is None else config.meta.autotune
+    torch.backends.cudnn.benchmark = autotune
     torch.backends.cudnn.deterministic = exact
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False  # NVIDIA's images turn it on by an environment variable
@@ -29,3 +33,34 @@ def set_determinism(config: Config, place: launch.Place) -> None:
         torch.use_deterministic_algorithms(exact, warn_only=True)
         # By default that also fills every new tensor with NaN before it is written: a pass over each activation.
         setattr(deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - the stubs do not know it
+        if config.meta.compile:
+            from torch._inductor import config as inductor  # slow to import, and only now needed
+
+            # Under deterministic algorithms Inductor leaves one configuration of each reduction, untimed.
+            inductor.write_are_deterministic_algorithms_enabled = not autotune
+
+
+def native_precision(device: torch.device) -> tuple[str, str]:
+    """Return the precision of `meta.precision: auto` on `device`, and the reason."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return "bf16", "this GPU computes bfloat16"
+        return "fp16", f"this GPU, of compute capability {major}.{minor}, has no bfloat16"
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return "bf16", "this CPU computes bfloat16"
+    return "fp32", "this CPU has neither AVX512_BF16 nor AMX"
+
+
+def resolve_precision(config: Config, device: torch.device) -> tuple[Config, str]:
+    """Return `config` with the precision that `meta.precision: auto` means here, and a note for the summary.
+
+    The same on all ranks: of different hardware, the precision that all of it computes. A collective for "auto". The
+    run keeps it, as if it had been written: a checkpoint of another precision is refused by name.
+    """
+    if config.meta.precision != "auto":
+        return config, ""
+    found = gather_json(native_precision(device))
+    precision, why = max(found, key=lambda choice: list(PRECISIONS).index(choice[0]))
+    meta = config.meta.model_copy(update={"precision": precision})
+    return config.model_copy(update={"meta": meta}), f" (auto: {why})"

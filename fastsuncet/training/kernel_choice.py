@@ -20,7 +20,7 @@ from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import lars_kernel
-from fastsuncet.training.step import PRECISIONS
+from fastsuncet.training.determinism import PRECISIONS
 
 INT32 = 2**31 - 1
 

@@ -23,7 +23,6 @@ class RunLogger(contextlib.ExitStack):
         step: int,
         place: Place,
         evaluated: bool = True,
-        chosen: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self.writer = self.progress = None
@@ -35,7 +34,6 @@ class RunLogger(contextlib.ExitStack):
             columns,
             resume_step=step or None,
             evaluated=evaluated,
-            chosen=chosen,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb,
             say=self.progress.say,
@@ -43,17 +41,16 @@ class RunLogger(contextlib.ExitStack):
         self.enter_context(self.writer)
         self.callback(self.progress.close)  # before the writer, whose trackers can print when they close
 
-    def write(self, kind: str, record: dict[str, int | float]) -> None:
-        """Write a metrics line of that kind. A "train" line moves the bar, any other is printed too."""
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Write a metrics line of that kind. A "train" line moves the bar, any other with numbers is printed too."""
         if self.writer is None or self.progress is None:
             return
-        record = self.writer.write(record, kind)
+        record = self.writer.write(dict(record), kind)
         if kind == "train":
             self.progress.update(record)
-        else:
-            values = "  ".join(
-                f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, float)
-            )
+        elif values := "  ".join(
+            f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, float)
+        ):
             self.progress.say(f"{kind}: step {record['step']:,}  {values}")
 
     def say(self, line: str) -> None:

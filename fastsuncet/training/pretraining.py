@@ -30,6 +30,11 @@ SIZES = {
     "supervised_steps": "updates with labels",
     "warmup_steps": "updates of the warm-up",
 }
+# Why a setting cannot change, in the message that refuses it.
+NOTES = {
+    "meta.precision": " (auto chooses by the hardware; write the checkpoint's to continue on other hardware)",
+    "meta.cuda_graph": " (no GPU has shown yet that a replayed step has the bits of a launched one)",
+}
 
 
 class Pretraining(TrainingTask[Batch]):
@@ -125,7 +130,10 @@ class Pretraining(TrainingTask[Batch]):
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         changed = self.config.changed_keys(meta["config"])
         if changed:
-            lines = [f"{key}: {old!r} in the checkpoint, {new!r} now" for key, old, new in changed]
+            lines = [
+                f"{key}: {old!r} in the checkpoint, {new!r} now{NOTES.get(key, '')}"
+                for key, old, new in changed
+            ]
             raise CheckpointError(
                 "\n  ".join(["the config differs from the one this run was started with:", *lines])
                 + "\nSet these back to continue the run, or give the new run another logging.write_tag."

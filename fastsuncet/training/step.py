@@ -18,9 +18,8 @@ from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from fastsuncet.training import methods
+from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.multi_view_model import MultiViewModel, Outputs
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def train_step(

@@ -16,9 +16,14 @@ from pipelines.backend import dali_problem
 
 
 def summary(
-    config: Config, place: Place, images: Images, arithmetic: Arithmetic, stream: PairedStream | None
+    config: Config,
+    place: Place,
+    images: Images,
+    arithmetic: Arithmetic,
+    stream: PairedStream | None,  # None for a run that is not started
+    why: str = "",  # the precision is as it is: the note of `resolve_precision`
 ) -> list[str]:
-    """Return lines of "name    what", each a fact about this run. `stream` is None for a run that is not started."""
+    """Return lines of "name    what", each a fact about this run."""
     a, c = arithmetic, config.criterion
     method = methods.name(config) if a.supervised_steps else f"{methods.name(config)}, without labels"
     if 0 < a.supervised_steps < a.steps:
@@ -46,7 +51,7 @@ def summary(
         ("compute", f"{view}: {update:.4g} petaFLOPs an update, {epoch:.4g} an epoch, {whole:.4g} the run"),
         ("memory", f"about {size} a process for the step (an estimate)"),
         ("norm", describe(a.world_size, shared=config.model.sync_batchnorm)),
-        ("device", f"{device_name(place)}, {config.meta.precision}, torch {torch.__version__}"),
+        ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
         color = f"{config.data.augmentation.color} color{' in one operator' if stream.own_color else ''}"

@@ -140,7 +140,9 @@ class Trainer:
         if self.step == task.steps and self.evaluated:
             return
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
-        with RunLogger(*settings, evaluated=self.evaluated, chosen=task.chosen) as self.logger:
+        with RunLogger(*settings, evaluated=self.evaluated) as self.logger:
+            if self.step == 0 and task.chosen:
+                self.logger.write("chosen", {"step": 0, **task.chosen})
             self.ledger.start_clock()
             self.interval.start_clock()
             if not self.evaluated:  # the run ended between the end of a step and the end of its evaluation

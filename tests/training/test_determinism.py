@@ -1,14 +1,20 @@
-"""The switches of torch for a run on a GPU. They are the process's; no GPU is needed."""
+"""Precision, and the switches of torch for a run on a GPU. They are the process's; no GPU is needed."""
+
+import json
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from fastsuncet.config import load_config
 from fastsuncet.distributed.launch import Place
-from fastsuncet.training.determinism import set_determinism
-from tests.support.runs import CONFIGS
+from fastsuncet.errors import CheckpointError
+from fastsuncet.training import determinism
+from fastsuncet.training.determinism import resolve_precision, set_determinism
+from tests.support.runs import CONFIGS, small_config, train
 
 CARD = Place(0, 1, 0, torch.device("cuda", 0))
+AUTO = "meta.precision=auto"
 CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
 
 
@@ -16,6 +22,7 @@ SWITCHES = (
     *((CUDNN, name) for name in ("benchmark", "deterministic", "allow_tf32")),
     (MATMUL, "allow_tf32"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
+    (inductor, "write_are_deterministic_algorithms_enabled"),
 )
 
 
@@ -32,10 +39,16 @@ def restored_switches(monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_set_determinism_chooses_exact_or_fastest_kernels_without_tf32(exact):
-    set_determinism(load_config(CONFIGS / "digits_demo.yaml", [f"meta.deterministic={exact}"]), CARD)
+@pytest.mark.parametrize("autotune", [None, True, False])
+def test_set_determinism_takes_exact_kernels_and_the_search_among_them_apart(exact, autotune):
+    """And never TF32."""
+    words = [f"meta.deterministic={exact}", "meta.compile=true"]
+    words += [] if autotune is None else [f"meta.autotune={autotune}"]
+    set_determinism(load_config(CONFIGS / "digits_demo.yaml", words), CARD)
+    searches = not exact if autotune is None else autotune
     assert CUDNN.deterministic == torch.are_deterministic_algorithms_enabled() == exact
-    assert CUDNN.benchmark != exact
+    assert CUDNN.benchmark == searches
+    assert inductor.write_are_deterministic_algorithms_enabled != searches
     assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32
 
 
@@ -45,3 +58,58 @@ def test_set_determinism_leaves_new_memory_unfilled():
     address = torch.full((1 << 16,), 7.0).data_ptr()  # freed at once, and most likely allocated again
     fresh = torch.empty(1 << 16)
     assert not fresh.isnan().all(), f"a new tensor (at {fresh.data_ptr() == address}) is all NaN"
+
+
+def pretend(monkeypatch, *, cpu=False, card=(8, 0)):
+    """Let this CPU have bfloat16, or not, and a GPU a compute capability."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+
+
+@pytest.mark.parametrize(
+    ("device", "has", "precision", "why"),
+    [
+        ("cuda", {"card": (8, 0)}, "bf16", "this GPU computes bfloat16"),
+        ("cuda", {"card": (7, 5)}, "fp16", "this GPU, of compute capability 7.5, has no bfloat16"),
+        ("cpu", {"cpu": True}, "bf16", "this CPU computes bfloat16"),
+        ("cpu", {"cpu": False}, "fp32", "this CPU has neither AVX512_BF16 nor AMX"),
+    ],
+)
+def test_precision_auto_is_what_the_hardware_computes(monkeypatch, device, has, precision, why):
+    pretend(monkeypatch, **has)
+    config = load_config(CONFIGS / "digits_demo.yaml", [AUTO])
+    resolved, note = resolve_precision(config, torch.device(device))
+    assert (resolved.meta.precision, note) == (precision, f" (auto: {why})")
+    written = load_config(CONFIGS / "digits_demo.yaml", ["meta.precision=fp16"])
+    assert resolve_precision(written, torch.device(device)) == (written, "")
+
+
+def test_precision_auto_is_one_that_all_ranks_compute(monkeypatch):
+    pretend(monkeypatch)
+    monkeypatch.setattr(determinism, "gather_json", lambda own: [own, ["fp16", "another GPU"]])
+    config = load_config(CONFIGS / "digits_demo.yaml", [AUTO])
+    assert resolve_precision(config, CARD.device)[0].meta.precision == "fp16"
+
+
+@pytest.mark.slow
+def test_precision_that_was_chosen_is_kept_and_refused_on_other_hardware(tmp_path, monkeypatch, capfd):
+    """Kept in config.yaml, in the first metrics line and in the checkpoint."""
+    config = small_config(tmp_path, AUTO, "optimization.steps=2", "optimization.warmup=0")
+    pretend(monkeypatch, cpu=False)
+    train(config)
+    assert "fp32 (auto: this CPU has neither AVX512_BF16 nor AMX)" in capfd.readouterr().out
+    folder = config.run_folder
+    assert load_config(folder / "config.yaml").meta.precision == "fp32"
+    assert (
+        '# chosen for this hardware: {"precision": "fp32", "kernels": []}'
+        in (folder / "config.yaml").read_text()
+    )
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert first == {"step": 0, "kind": "chosen", "precision": "fp32", "kernels": []}
+    pretend(monkeypatch, cpu=True)
+    with pytest.raises(
+        CheckpointError, match=r"meta.precision: 'fp32' in the checkpoint, 'bf16' now \(auto chooses"
+    ):
+        train(config)
+    train(small_config(tmp_path, "meta.precision=fp32", "optimization.steps=2", "optimization.warmup=0"))

@@ -17,7 +17,8 @@ from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetun
 from fastsuncet.metrics import interval
 from fastsuncet.models import resnet
 from fastsuncet.training.cuda_graph import Step
-from fastsuncet.training.step import PRECISIONS, build
+from fastsuncet.training.determinism import PRECISIONS
+from fastsuncet.training.step import build
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.training.test_methods import METHODS, small
 from tools.bench import bench_step

@@ -34,8 +34,8 @@ from fastsuncet.data.paired_stream import Batch, PairedStream
 from fastsuncet.distributed.launch import Place, join
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step
-from fastsuncet.training.determinism import set_determinism
-from fastsuncet.training.step import PRECISIONS, build
+from fastsuncet.training.determinism import PRECISIONS, resolve_precision, set_determinism
+from fastsuncet.training.step import build
 from tools.bench import harness
 from tools.bench.dispatch_counter import Counter
 from tools.bench.harness import Call, format_spread, ratios, spread, target
@@ -229,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config(files[0] if files else digits, overrides)
     report = harness.Report("bench_step", options.json, config=config.canonical())
     with join(config.meta.device) as place:
+        config, _ = resolve_precision(config, place.device)
         set_determinism(config, place)
         device = place.device.type
         bench, stream = StepBench.open(config, place)

@@ -29,7 +29,7 @@ from fastsuncet.evaluation.supervised.stream import ROLE, FineTuningStream
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import warmup_cosine
-from fastsuncet.training.step import PRECISIONS
+from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center
