@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from fastsuncet.console import Say, say_line
 from fastsuncet.data.paired_stream import Batch
@@ -21,6 +22,9 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.optim import LARS
 from fastsuncet.training.step import StepSettings, train_step
 
+# Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
+# branch of 2.13 and before that of 2.14). Before it, a run without its graph would miss the memory of a whole step.
+TORCH = "2.14"
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
 # PyTorch asks for eleven passes before it.
 WARMUP, WARMUP_IN_DDP = 3, 11
@@ -49,8 +53,8 @@ class Step:
         self.network, self.optimizer, self.setting, self.say = network, optimizer, setting, say
         self.capture = capture or capture_on_device
         self.graphs = graphs
-        if graphs and setting.device.type != "cuda" and capture is None:
-            self._disable(f"there is no CUDA device, this is {setting.device.type}")
+        if graphs and capture is None and (problem := why_no_graph(setting.device)):
+            self._disable(problem)
         self.warmup = WARMUP_IN_DDP if isinstance(network, nn.parallel.DistributedDataParallel) else WARMUP
         self._seen: dict[tuple, int] = {}  # kind of step -> how many ran kernel by kernel
         # kind of step -> graph, the batch it reads, the losses it writes
@@ -98,23 +102,50 @@ class Step:
             problem = first_message(error)
         # NCCL wants a collective in all ranks' graphs or in none, so all ranks replay or none does.
         if any_rank(problem is not None):
-            self._captured.pop(kind, None)
+            self._release()
+            self._recover()
             self._disable(problem or "another rank could not capture its step")
+
+    def close(self) -> None:
+        """Destroy all graphs. NCCL waits in the end of its process group until no graph holds one of its kernels."""
+        self._release()
 
     def _release(self) -> None:
         """Free all graphs: the kinds of a run follow each other, and none returns.
 
         Each graph holds the memory of a whole step. A kind that did return would be captured again.
         """
-        if self.setting.device.type == "cuda":
+        if self._captured and self.setting.device.type == "cuda":
             torch.cuda.synchronize()  # a replay can be under way
+        # Not left to the garbage collector: the traceback of an error keeps what the frames of a run hold.
+        for graph, _, _ in self._captured.values():
+            graph.reset()
         self._captured.clear()
+
+    def _recover(self) -> None:
+        """Make DDP and the scaler forget a step that was not finished, and free what it allocated."""
+        if isinstance(self.network, nn.parallel.DistributedDataParallel):
+            # Else the next step fails: "Expected to have finished reduction in the prior iteration".
+            self.network.reducer._reset_state()
+        if self.setting.scaler.is_enabled():
+            self.setting.scaler._per_optimizer_states.clear()  # else "step() has already been called since ..."
+        if self.setting.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _disable(self, why: str) -> None:
         self.graphs = False
         self.say(
             f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"
         )
+
+
+def why_no_graph(device: torch.device) -> str | None:
+    """Return why no step can be captured on `device`, None if it can be tried."""
+    if device.type != "cuda":
+        return f"there is no CUDA device, this is {device.type}"
+    if TorchVersion(torch.__version__) < TORCH:
+        return f"torch {torch.__version__} keeps the memory of a failed capture; install {TORCH} or later"
+    return None
 
 
 def tensors(batch: Batch) -> tuple[Tensor, ...]:
@@ -140,12 +171,15 @@ def capture_on_device(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph,
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # garbage, such as a loader's buffers, must not be freed during the capture
+    graph = torch.cuda.CUDAGraph()
     try:
-        graph = torch.cuda.CUDAGraph()
         # DALI's threads and NCCL's watchdog go on meanwhile. In the default mode CUDA would refuse them what a capture
         # cannot hold (memory, the state of an event), and that would end the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             losses = step()
+    except BaseException:
+        graph.reset()  # gives back the memory of the step, which the error's traceback would keep
+        raise
     finally:
         torch.cuda.set_stream(before)  # up to 2.11 torch stays on the capture's stream after a failure
         if collecting:

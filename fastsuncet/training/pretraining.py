@@ -170,6 +170,9 @@ class Pretraining(TrainingTask[Batch]):
                 "per_rank and without criterion.labeled_share are the same on any number."
             )
 
+    def close(self) -> None:
+        self.update.close()
+
     def state(self) -> dict[str, Any]:
         kernels = {source: reason is None for source, reason in self.kernels.items()}
         return {"supervision": self.supervision.state(), "kernels": kernels}

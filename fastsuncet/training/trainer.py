@@ -12,6 +12,7 @@ to a status file and exits with code 75; the same command continues the run.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -108,6 +109,9 @@ class TrainingTask(ABC, Generic[BatchType]):
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         """Raise CheckpointError, naming each difference, if a checkpoint's `meta` is that of another run."""
 
+    def close(self) -> None:
+        """Free what must not outlive the process group. Called at the end of a run, however it ends."""
+
     def state(self) -> dict[str, Any]:
         """Return plain values that a checkpoint keeps for `restore`. Collective."""
         return {}
@@ -140,7 +144,7 @@ class Trainer:
         if self.step == task.steps and self.evaluated:
             return
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
-        with RunLogger(*settings, evaluated=self.evaluated) as self.logger:
+        with closing(task), RunLogger(*settings, evaluated=self.evaluated) as self.logger:
             if self.step == 0 and task.chosen:
                 self.logger.write("chosen", {"step": 0, **task.chosen})
             self.ledger.start_clock()

@@ -2,7 +2,10 @@
 
 import contextlib
 import gc
+import weakref
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from fastsuncet.commands.train import start
 from fastsuncet.commands.train import train as train_command
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.launch import Place, join
 from fastsuncet.training import cuda_graph
-from fastsuncet.training.cuda_graph import WARMUP, Step, capture_on_device
+from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, capture_on_device
+from tests.support import runs
+from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 from tests.training.test_methods import METHODS, small
 
@@ -31,6 +36,9 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.losses.copy_(self.step())
+
+    def reset(self) -> None:
+        self.step = None
 
 
 def fake(step):
@@ -113,6 +121,91 @@ def test_step_that_another_rank_cannot_capture_is_not_replayed(task, monkeypatch
     assert not step._captured and said[0].endswith("another rank could not capture its step")
 
 
+@pytest.mark.parametrize("stop_at", [None, 6])
+def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, stop_at):
+    """NCCL would wait for it for ever. The traceback of Preempted still holds the frames of the run."""
+    graphs, alive = [], []
+
+    def watched(step):
+        graph, losses = fake(step)
+        graphs.append(weakref.ref(graph))
+        return graph, losses
+
+    @contextlib.contextmanager
+    def watched_join(device):
+        with join(device) as place:
+            try:
+                yield place
+            finally:  # where the process group is destroyed
+                alive.append([graph() for graph in graphs])
+
+    defaults = {**Step.__init__.__kwdefaults__, "capture": watched}
+    monkeypatch.setattr(cuda_graph.Step.__init__, "__kwdefaults__", defaults)
+    monkeypatch.setattr(runs, "join", watched_join)
+    train(small_config(tmp_path, "meta.cuda_graph=true"), stop_at=stop_at)
+    assert alive == [[None]]
+
+
+def test_step_after_a_refused_capture_can_use_the_scaler(task, monkeypatch):
+    scaler, weight = torch.amp.GradScaler("cpu"), torch.ones(2, requires_grad=True)
+    sgd = torch.optim.SGD([weight], 0.1)
+
+    def refused_after_the_update(step):
+        scaler.scale(weight.sum()).backward()
+        scaler.step(sgd)
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(task.setting, "scaler", scaler)
+    step, _ = one_step(task, capture=refused_after_the_update)
+    step._capture((), task.stream(0))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(sgd)  # torch refuses a second step before scaler.update()
+    scaler.update()
+
+
+def weights_around_a_refusal(rank, world_size, folder):
+    """Return the weights after some steps, whose capture is refused in the middle of backward or not tried."""
+    found = []
+    for graphs in (False, True):
+        config = small_config(Path(folder) / str(graphs), "data.backend=torchvision")
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        place = Place(rank, world_size, rank, torch.device("cpu"))
+        task = start(config, place, open_images(config, place, validation=False), config.run_folder).task
+        middle = task.model.encoder.layer2[0].conv1.weight
+
+        def refused(step, middle=middle):
+            def fail(gradient):
+                raise RuntimeError("refused in backward")
+
+            with contextlib.closing(SimpleNamespace(close=middle.register_hook(fail).remove)):
+                return step()
+
+        said = []
+        step = Step(
+            task.network, task.optimizer, task.setting, graphs=graphs, say=said.append, capture=refused
+        )
+        batch = task.stream(0)
+        for _ in range(WARMUP_IN_DDP + 2):
+            step(batch, 0.1)
+        assert len(said) == graphs
+        found.append([p.detach() for p in task.model.parameters()])
+    return found
+
+
+def test_ranks_train_on_after_a_capture_refused_in_backward(tmp_path):
+    """As if it had not been tried. Without a reset DDP waits for the gradients of the step that failed."""
+    for plain, refused in run_ranks(weights_around_a_refusal, 2, str(tmp_path)):
+        assert all(map(torch.equal, plain, refused))
+
+
+def test_why_no_graph_asks_for_a_torch_that_frees_failed_captures(monkeypatch):
+    for version, refused in (("2.13.1", True), ("2.14.0+cu132", False), ("2.15.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        problem = cuda_graph.why_no_graph(torch.device("cuda"))
+        assert (problem is not None) == refused
+        assert not refused or "torch 2.13.1 keeps the memory of a failed capture; install 2.14" in problem
+
+
 def test_replay_overwrites_its_result_and_no_batch(task):
     step, _ = one_step(task, capture=fake)
     batches = [task.stream(number) for number in range(WARMUP + 2)]
@@ -134,6 +227,7 @@ def test_new_kind_of_step_frees_the_old_graphs(task):
     for _ in range(WARMUP + 1):
         step(half, 0.1)
     assert FakeGraph.captured == 2 and graph not in [held[0] for held in step._captured.values()]
+    assert graph.step is None  # reset
     step(batch, 0.1)
     assert FakeGraph.captured == 3 and not said
 
@@ -159,7 +253,8 @@ def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
 
     monkeypatch.setattr(gc, "collect", lambda: None)  # of a whole test session: seconds
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    reset = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(reset=lambda: reset.append(True)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
     monkeypatch.setattr(torch.cuda, "set_stream", left_on.append)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
@@ -172,7 +267,7 @@ def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
 
     with pytest.raises(RuntimeError):
         capture_on_device(fails)
-    assert gc.isenabled() and left_on == [now, now]
+    assert gc.isenabled() and left_on == [now, now] and reset == [True]
 
 
 def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
