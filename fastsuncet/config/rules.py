@@ -181,13 +181,13 @@ RULES: list[Rule] = [
         "%(criterion.supervised_epochs)s; write a number of epochs there, or remove labeled_share",
     ),
     # ---- model
-    Rule(
-        lambda c: c.model.fused_batchnorm and c.meta.compile,
+    (
+        lambda v: v["model.fused_batchnorm"] and v["meta.compile"],
         "model.fused_batchnorm",
         "has no effect with meta.compile: true, which fuses BatchNorm itself; set one of the two to false",
     ),
-    Rule(
-        lambda c: c.model.fused_batchnorm and not c.meta.channels_last,
+    (
+        lambda v: v["model.fused_batchnorm"] and not v["meta.channels_last"],
         "model.fused_batchnorm",
         "has no effect with meta.channels_last: false, because its kernels read NHWC; change one of the two",
     ),

@@ -56,7 +56,7 @@ optimization:
   command line: optimization.momentum
       an override is written section.key=value, without spaces around the =
   command line: meta.precision=fp15
-      must be bf16, fp16 or fp32"""
+      must be auto, bf16, fp16 or fp32"""
     )
 
 
