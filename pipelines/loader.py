@@ -62,9 +62,9 @@ def open_loader(
 
     Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that do not exist.
     """
-    exact = any(isinstance(view, Augmentation) and view.color == "exact" for view in plan.augmentations)
+    augments = any(isinstance(view, Augmentation) for view in plan.augmentations)
     backend = _open_backend(
-        color_operator=color_operator if exact else "graph",
+        color_operator=color_operator if augments else "graph",
         hw_decoder_share=hw_decoder_share,
         decoder_buffers=decoder_buffers,
         **options,

@@ -19,11 +19,6 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import Visit
 
-# DALI's linear color space: luma, and a plane in which hue is an angle and saturation a radius.
-YIQ = torch.tensor(
-    [[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]], dtype=torch.float64
-)
-
 
 class TorchvisionEngine:
     """Gives the views of first_step, first_step + 1, ..., read `prefetch` steps ahead by `threads` threads.
@@ -106,9 +101,8 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
     if view.flip[row]:
         image = F.horizontal_flip(image)
     if augmentation.recolors:
-        recolor = twist if augmentation.color == "fast" else jitter
         factors = (view.brightness, view.contrast, view.saturation, view.hue)
-        image = recolor(image, *(float(factor[row]) for factor in factors))
+        image = jitter(image, *(float(factor[row]) for factor in factors))
     if view.grey[row]:
         image = F.rgb_to_grayscale(image, num_output_channels=3)
     if view.sigma[row] > 0:
@@ -138,24 +132,6 @@ def jitter(
     ):
         image = image if factor == neutral else adjust(image, factor)
     return image
-
-
-def twist(
-    image: torch.Tensor, brightness: float, contrast: float, saturation: float, hue: float
-) -> torch.Tensor:
-    """Apply the same factors as one linear map, as DALI's color_twist does.
-
-    Saturation scales and hue turns the plane beside luma; contrast is taken about a fixed 128, where torchvision takes
-    the image's mean; hue keeps luma, where HSV keeps value. Pixels are rounded and clipped once, at the end.
-    """
-    angle = torch.tensor(2 * torch.pi * hue, dtype=torch.float64)
-    plane = torch.eye(3, dtype=torch.float64)
-    plane[1:, 1:] = saturation * torch.stack(
-        [torch.stack([angle.cos(), angle.sin()]), torch.stack([-angle.sin(), angle.cos()])]
-    )
-    matrix = brightness * contrast * torch.linalg.inv(YIQ) @ plane @ YIQ
-    pixels = matrix @ image.double().flatten(1) + brightness * (1 - contrast) * 128
-    return pixels.round().clamp(0, 255).to(torch.uint8).view_as(image)
 
 
 def read_rgb(file: os.PathLike | bytes) -> np.ndarray:

@@ -35,7 +35,6 @@ READ_ONLY_WITH = [
         "data.backend",
         ("auto", "dali"),
     ),
-    (["data.color_operator"], "data.augmentation.color", ("exact",)),
     (["data.split.file"], "data.split.kind", ("names", "csv")),
     (["data.split.sha256"], "data.split.kind", ("names",)),
     (["data.split.fraction", "data.split.seed"], "data.split.kind", ("bernoulli",)),

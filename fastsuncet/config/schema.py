@@ -145,6 +145,9 @@ class SyntheticSection(Section):
 class AugmentationSection(Augmentation):
     """The training view: the settings of the pixels' own class."""
 
+    # configs of older versions have this key; all runs now do what exact did
+    color: Literal["exact"] = Field(default="exact", exclude=True)
+
     def __post_init__(self) -> None:
         """Leave conflicts between settings to `rules.py`, which reports them with the other problems."""
 

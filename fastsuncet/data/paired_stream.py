@@ -124,8 +124,8 @@ class PairedStream:
         return next(iter(self._loaders.values())).backend
 
     @property
-    def own_color(self) -> bool:
-        """Whether exact color is made by our own operator for DALI (data.color_operator)."""
+    def own_operator(self) -> bool:
+        """Whether our own operator for DALI makes the views (data.color_operator)."""
         return next(iter(self._loaders.values())).uses_plugin
 
     def notes(self) -> list[str]:

@@ -54,8 +54,8 @@ def summary(
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
-        color = f"{config.data.augmentation.color} color{' in one operator' if stream.own_color else ''}"
-        lines.append(("pixels", f"{pixel_source(stream, config.data.backend)}, {color}"))
+        operator = ", views in one operator" if stream.own_operator else ""
+        lines.append(("pixels", f"{pixel_source(stream, config.data.backend)}{operator}"))
     return [f"{name:<9}{text}" for name, text in lines]
 
 

@@ -1,6 +1,6 @@
-"""Color in a DALI graph: "exact" is torchvision's jitter, "fast" is one linear map that only resembles it.
+"""torchvision's color jitter in a DALI graph, of DALI's own operators and arithmetic.
 
-`pipelines.dali.plugin` computes exact color, and all that follows it, in one operator: the same pixels, faster.
+`pipelines.dali.plugin` computes it, and all that follows it, in one operator: the same pixels, faster.
 
 Every function takes and returns a node of uint8 HWC RGB images and runs on its image's device. The order of the four
 factors is fixed: brightness, contrast, saturation, hue. (torchvision draws an order for every image; a graph over
@@ -9,16 +9,15 @@ batches would have to compute all orders. Two orders differ by about 9 gray leve
 Mean absolute difference from torchvision (uint8 tensors, same order) in gray levels of 255, on 32 ImageNet crops of
 224, where crop and resize alone account for 0.16:
 
-                         exact         fast
-    brightness .4, 1.6   0.39, 0.44    0.39, 0.44
-    contrast .3, 1.7     0.88, 0.30    16.9, 11.7
-    saturation .3, 1.7   0.88, 0.40    0.88, 0.40
-    hue .05, .1, .2      0.24 to 0.27  5.3, 8.4, 8.4   (without any hue: 3.5, 7.0, 14.0)
-    gray                 0.58          0.58
-    all, as drawn        1.2 to 1.5    9.5 to 12
+    brightness .4, 1.6   0.39, 0.44
+    contrast .3, 1.7     0.88, 0.30
+    saturation .3, 1.7   0.88, 0.40
+    hue .05, .1, .2      0.24 to 0.27
+    gray                 0.58
+    all, as drawn        1.2 to 1.5
 
-So "fast" is another augmentation of about the same strength. On a CPU it takes a quarter of the time of exact color by
-DALI's own operators.
+DALI's `color_twist`, one linear map, is not used: its contrast is about a fixed 128 (12 to 17 levels from
+torchvision's), and its hue turns a plane beside luma (5 to 8).
 """
 
 # DALI's stubs lack operators, constants and the arithmetic of nodes.
@@ -41,11 +40,6 @@ def jitter(image, augmentation, view):
     Images that are not to be jittered come with neutral factors, which change no pixel. That is cheaper than sorting
     these images out and back in.
     """
-    if augmentation.color == "fast":
-        factors = {name: getattr(view, name) for name in FACTORS if getattr(augmentation, name)}
-        if augmentation.hue:
-            factors["hue"] = 360 * view.hue  # in degrees
-        return fn.color_twist(image, **factors)
     if augmentation.brightness:
         image = fn.brightness(image, brightness=view.brightness)
     if augmentation.contrast:

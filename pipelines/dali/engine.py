@@ -24,7 +24,7 @@ class DaliEngine:
 
     `visit` maps a step to its Visit and raises StopIteration after the last step. run() calls it in the caller's
     thread, up to `prefetch` steps ahead. The graph has no other input and no state. `plugin` says whether the plug-in,
-    which `pipelines.dali.plugin.use.choose` has loaded, makes exact color.
+    which `pipelines.dali.plugin.use.choose` has loaded, makes the views.
     """
 
     def __init__(

@@ -72,8 +72,7 @@ def one_view(
     if isinstance(augmentation, Center):
         return normalize(center_crop(image, view, augmentation.size), augmentation, dtype)
     image = crop_resize(image, view.corner, view.extent, augmentation.size)
-    make = by_plugin if plugin and augmentation.color == "exact" else by_operators
-    return make(image, augmentation, view, dtype)
+    return (by_plugin if plugin else by_operators)(image, augmentation, view, dtype)
 
 
 def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):

@@ -96,9 +96,6 @@ class Augmentation:
         "width of the blur kernel, in pixels; auto: 2 * ceil(3 * sigma) + 1, within 0.03 gray levels of SimCLR's 23 "
         "at size 224",
     )
-    color: Annotated[Literal["exact", "fast"], Allowed(lambda c: c in ("exact", "fast"), "exact or fast")] = (
-        setting("exact", "exact: torchvision's contrast and hue; fast: one linear map of the colors")
-    )
     mean: Annotated[
         Color, Allowed(lambda c: all(map(math.isfinite, c)), "three numbers [red, green, blue]")
     ] = setting(

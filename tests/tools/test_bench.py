@@ -183,7 +183,8 @@ def test_bench_host_makes_as_many_calls_for_many_images_as_for_few(report_of):
 
 def test_bench_pipeline_reports_speed_and_cpu_time_against_peers(report_of):
     report = report_of(bench_pipeline)
-    ours, peer, files, pack = report["points"]
+    ours, peer, *parts, files, pack = report["points"]
+    assert [part["engine"] for part in parts] == ["decode", "crops", "colors"]
     assert ours["peer"] == peer["name"] and "speed_to_peer" not in peer
     assert pack["peer"] == files["name"] and is_spread(pack["speed_to_peer"]) and "peer" not in files
     for row in report["points"]:

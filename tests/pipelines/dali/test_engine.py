@@ -57,7 +57,7 @@ def place_of(device: str) -> dict:
 
 
 def gpu_views(stored: str, **options):
-    augmentations = (Augmentation(), Augmentation(color="fast"), Center())
+    augmentations = (Augmentation(), Augmentation(blur=0), Center())
     build = {"batch_size": 2, "num_threads": 1, "device_id": None, "dtype": "float16", "decode": "mixed"}
     return graphs.views(lambda _: None, lambda _: None, augmentations, stored=stored, **build, **options)
 

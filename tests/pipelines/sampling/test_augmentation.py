@@ -228,7 +228,6 @@ def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
         ({"blur_sigma": (-1, 2)}, "blur_sigma must be two numbers"),
         ({"strength": 2.5, "hue": 0.3}, "times strength is 0.75 turns"),
         ({"hue": 0.6}, "hue must be a number of turns"),
-        ({"color": "slow"}, "color must be exact or fast"),
         ({"std": (1, 0, 1)}, "std must be three numbers above 0"),
         ({"size": 0, "blur": 0}, "size must be a whole number"),
         ({"blur_window": 22}, "odd number of pixels"),

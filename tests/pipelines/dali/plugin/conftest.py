@@ -1,19 +1,10 @@
-"""A plug-in that is built, and a cache for libraries that a tiny compiler writes."""
+"""A cache for libraries that a tiny compiler writes."""
 
 from pathlib import Path
 
 import pytest
 
-from pipelines.dali.plugin import use
 from tests.support.plugin import MISSING, tiny_compiler
-
-
-@pytest.fixture(scope="session")
-def plugin() -> Path:
-    """The plug-in of these sources, in DALI. Built here if it was not before, which takes about ten seconds."""
-    path = use.built()
-    use.load(path)
-    return path
 
 
 @pytest.fixture
