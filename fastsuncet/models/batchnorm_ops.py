@@ -41,9 +41,10 @@ class PlainPasses:
 
     @staticmethod
     def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
-        """Return (2, C): the sums of dy and of dy * (x - mean)."""
+        """Return (2, 2, C): the sums of dy and of dy * (x - mean), twice: for this rank, and to add up over ranks."""
         dims, dy = _all_but_channels(x), dy.to(mean.dtype)
-        return torch.stack([dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)])
+        sums = dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)
+        return torch.stack(sums * 2).view(2, 2, -1)
 
     @staticmethod
     def gradient(
@@ -83,7 +84,7 @@ class CudaPasses(PlainPasses):
         # Only the sums: the gradients of weight and bias follow from them at no cost.
         outputs = (True, False, False)
         sums = torch.batch_norm_backward_reduce(_like(dy, x), x, mean, inverse, weight, *outputs)
-        return torch.stack(sums[:2])
+        return torch.stack(sums[:2] * 2).view(2, 2, -1)
 
     @staticmethod
     def gradient(

@@ -11,8 +11,9 @@ number of ranks: gathering all ranks' statistics would be a ring with as many ho
 all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too.
 
 It makes four passes over the activations (batchnorm_ops.py): on CUDA with the operators of
-`torch.nn.SyncBatchNorm`, elsewhere with plain ones. For the backward pass it keeps the input, in its own dtype.
-Not timed on a GPU yet.
+`torch.nn.SyncBatchNorm`, elsewhere with plain ones. Where the kernels of norm_kernel.py run, they compute and
+join the statistics: 6 launches forward and 8 backward, all-reduces included; by operators it is 26 forward. For the
+backward pass it keeps the input, in its own dtype. Not timed on a GPU yet.
 
 Gradients: a rank's backward pass gives its inputs and parameters their share of the gradient of the SUM over
 ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
-from fastsuncet.distributed.collectives import sum_over_ranks, sum_over_ranks_, world_size
+from fastsuncet.distributed.collectives import sum_over_ranks_, world_size
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.batchnorm_ops import passes_for
 
@@ -150,10 +151,11 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor):
         x, weight, total, mean, inverse = ctx.saved_tensors
-        own = ctx.passes.sums(gradient, x, mean, inverse, weight)
-        # Of standardized rows, as ranks that run the kernels of fused_batchnorm.py send them.
-        own[1].mul_(inverse)
-        means = sum_over_ranks(own) / total
+        sums = ctx.passes.sums(gradient, x, mean, inverse, weight)
+        # Of standardized rows, as ranks that run the kernels of norm_kernel.py send them.
+        sums[:, 1].mul_(inverse)
+        own, joined = sums
+        means = sum_over_ranks_(joined) / total
         d_x = ctx.passes.gradient(gradient, x, mean, inverse, weight, means)
         if weight is None:
             return d_x, *[None] * 6

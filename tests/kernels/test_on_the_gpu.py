@@ -2,18 +2,22 @@
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
 
-from fastsuncet.kernels import self_test
+from fastsuncet.config import load_config
 from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet, sup_con
-from fastsuncet.models import fused_batchnorm
+from fastsuncet.models import fused_batchnorm, norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, parameter_groups
+from fastsuncet.training import kernel_choice
+from fastsuncet.training.cuda_graph import capture_on_device
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.networks import give_gradients
+from tests.support.runs import CONFIGS
 from tools.bench import bench_lars, bench_norm
 
 pytestmark = [
@@ -45,15 +49,49 @@ def waiting_raises():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_every_kernel_agrees_with_its_twin():
-    proofs = {
-        "lars.cu": lars_kernel.prove,
-        "contrast.cu": lambda device: contrast_kernel.prove(device, contrast.row_pass),
-        "norm.cu": fused_batchnorm.prove,
-    }
-    for source, proof in proofs.items():
-        proof(GPU)
-        assert self_test.usable(source, torch.zeros(1, device=GPU), proof)
+@pytest.mark.parametrize("config", ["in1k_10pct", "cifar10_suncet"])
+def test_every_kernel_agrees_with_its_twin_on_a_runs_own_shapes(config):
+    words = ["data.root=none", "model.fused_batchnorm=true", "meta.precision=bf16"]
+    words += ["data.split.file=none"] if config == "in1k_10pct" else []
+    many = config == "in1k_10pct"
+    config = load_config(CONFIGS / f"{config}.yaml", words)
+    sizes = config.resolve(64 if many else 1, 1_281_167, 1000 if many else 10, 128_000)
+    assert set(kernel_choice.prove(config, sizes, GPU).values()) == {None}
+    for dtype in norm_kernel.ELEMENTS:
+        norm_kernel.prove(GPU, dtypes=[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(norm_kernel.ELEMENTS))
+def test_batchnorm_over_ranks_by_kernels_is_that_by_operators_without_a_sync(dtype, monkeypatch):
+    generator = torch.Generator(GPU).manual_seed(0)
+    x = torch.randn(32, 56, 56, 64, device=GPU, dtype=dtype, generator=generator).movedim(-1, 1)
+    monkeypatch.setattr(sync_batchnorm, "world_size", lambda: 2)
+    results = []
+    for kernels in (True, False):
+        monkeypatch.setattr(norm_kernel, "usable", lambda *_, kernels=kernels: kernels)
+        layer, own = sync_batchnorm.RankBatchNorm(64).to(GPU), x.detach().clone().requires_grad_()
+        layer(own).sum().backward()  # compiles the kernels
+        with waiting_raises():
+            y = layer(own)
+            y.backward(x)
+        results.append([y.detach(), own.grad, layer.weight.grad, layer.running_mean, layer.running_var])
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for a, b in zip(*results):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_failed_capture_gives_its_memory_back():
+    def refused():
+        held = torch.ones(64 << 20, device=GPU)
+        return held.sum().item()  # a sync
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError):
+        capture_on_device(refused)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
 
 
 def stepped(implementation, steps, *, capture=False):
@@ -141,7 +179,7 @@ def test_contrast_row_longer_than_shared_memory():
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", list(fused_batchnorm.ELEMENTS))
+@pytest.mark.parametrize("dtype", list(norm_kernel.ELEMENTS))
 @pytest.mark.parametrize(("images", "channels", "side"), [(32, 64, 56), (64, 2048, 7), (3, 24, 5)])
 def test_fused_batchnorm_is_pytorchs(dtype, images, channels, side):
     generator = torch.Generator(GPU).manual_seed(0)
@@ -158,7 +196,7 @@ def test_fused_batchnorm_is_pytorchs(dtype, images, channels, side):
     ours = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
     theirs = [t.double().requires_grad_() for t in (x, residual, weight, bias)]
     rule = {"eps": 1e-5, "momentum": 0.1}
-    y = fused_batchnorm.fused_norm(*ours, *running, relu=True, shared=False, **rule)
+    y = norm_kernel.fused_norm(*ours, *running, relu=True, shared=False, **rule)
     y.backward(d_y)
     wide = torch.nn.functional.batch_norm(theirs[0], *truth, *theirs[2:], training=True, **rule)
     ((wide + theirs[1]) * (y.detach() > 0)).backward(d_y.double())

@@ -2,6 +2,9 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -301,3 +304,18 @@ def test_replayed_run_on_a_gpu_is_the_plain_run_to_the_bit(tmp_path, capfd, prec
             train_command(config, place)
     assert "training without a graph" not in capfd.readouterr().out
     assert_equal_to_the_bit(final_state(configs[1]), final_state(configs[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_ranks_with_graphs_end_on_a_signal(tmp_path):
+    """NCCL would wait for the graphs, and the run would be killed without its exit code."""
+    words = ["meta.device=cuda", "meta.cuda_graph=true", "meta.precision=bf16", "optimization.steps=100000"]
+    command = [sys.executable, "-m", "fastsuncet", "train", str(runs.CONFIGS / "digits_demo.yaml")]
+    with subprocess.Popen([*command, *words, f"logging.folder={tmp_path}"]) as process:
+        metrics = tmp_path / "digits_demo" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 10:
+            time.sleep(1)
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(60) == 75

@@ -243,9 +243,16 @@ def variants(bench: StepBench) -> dict[str, Callable[[], Call]]:
             "+ fused BatchNorm": ours(batch, fused_batchnorm=True),
             "+ CUDA graph": ours(batch, fused_batchnorm=True, cuda_graph=True),
             "not deterministic: cuDNN's search": ours(batch, deterministic=False),
+            "deterministic, and cuDNN's search": ours(batch, autotune=True),
+            "fused, graph, not deterministic": ours(
+                batch, fused_batchnorm=True, cuda_graph=True, deterministic=False
+            ),
             "CUDA graph, BatchNorm not fused": ours(batch, cuda_graph=True),
             "torch.compile, BatchNorm not fused": ours(batch, compile=True),
             "torch.compile and CUDA graph": ours(batch, compile=True, cuda_graph=True),
+            "compile, graph, not deterministic": ours(
+                batch, compile=True, cuda_graph=True, deterministic=False
+            ),
         }
     return found
 
