@@ -10,11 +10,13 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 # Bytes of one write() call: small enough that a signal is noticed soon, large enough that the calls cost nothing.
 CHUNK = 8 << 20
+LOCKS: dict[Path, int] = {}  # the lock files that this process holds, and their descriptors
 
 
 def write_synced(path: Path, payload: bytes) -> None:
@@ -62,6 +64,19 @@ def replace(path: Path, payload: bytes) -> None:
     sync_folder(path.parent)
 
 
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return a file's content. Raises OSError, without waiting, for all but a regular file of at most `limit` bytes."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > limit:
+            text = f"it has {status.st_size:,} bytes; at most {limit:,} bytes were written"
+            raise OSError(errno.EFBIG, text, str(path))
+        return stream.read(limit)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a symbolic link (never its target) or a folder with all its content. Nothing there: no error."""
     if path.is_dir() and not path.is_symlink():
@@ -88,9 +103,29 @@ def exclusive(path: Path) -> Iterator[bool]:
                 held = False
             elif error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
+        if held:
+            LOCKS[path] = descriptor
         yield held
     finally:
+        if LOCKS.get(path) == descriptor:
+            del LOCKS[path]
         os.close(descriptor)
+
+
+def lost_lock() -> Path | None:
+    """Return a lock file of this process whose path leads elsewhere by now, None if there is none.
+
+    Its folder was removed, moved or unmounted, and what is written there now can belong to another run, or fill the
+    disk below the mount point.
+    """
+    for path, descriptor in LOCKS.items():
+        try:
+            same = os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except OSError:
+            same = False
+        if not same:
+            return path
+    return None
 
 
 def advice(error: OSError) -> str:

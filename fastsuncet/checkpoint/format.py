@@ -28,6 +28,8 @@ from fastsuncet.versions import dali, installed
 
 FORMAT = 1  # of meta.json and the layout: raise it when an older program could misread a newer checkpoint
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
+META_LIMIT = 64 << 20  # bytes; a config and a ledger have a few thousand
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 PLAIN = (
     int,
     float,
@@ -186,7 +188,7 @@ def verify(path: Path, step: int | None = None) -> tuple[dict[str, Any], bytes, 
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads(_read(path / META))
+        meta = json.loads(_read(path / META, META_LIMIT))
         intact = meta.pop("sha256") == meta_sha256(meta)
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
@@ -210,19 +212,21 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _read_listed(path: Path, meta: dict[str, Any]) -> bytes:
-    payload, wanted = _read(path), meta["files"][path.name]
-    if len(payload) != wanted.get("bytes"):
-        raise DamagedCheckpoint(
-            f"{path.name} has {len(payload)} bytes, {wanted.get('bytes')} bytes were written"
-        )
+    wanted = meta["files"][path.name]
+    size = wanted.get("bytes")
+    if type(size) is not int or not 0 < size <= MEMORY:
+        raise DamagedCheckpoint(f"{META} says that {path.name} has {size} bytes; {MEMORY:,} fit into memory")
+    payload = _read(path, size)
+    if len(payload) != size:
+        raise DamagedCheckpoint(f"{path.name} has {len(payload)} bytes, {size} bytes were written")
     if _sha256(payload) != wanted.get("sha256"):
         raise DamagedCheckpoint(f"{path.name} was changed after it was written: its sha256 differs")
     return payload
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, limit: int) -> bytes:
     try:
-        payload = path.read_bytes()
+        payload = atomic_files.read_bytes(path, limit)
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}") from error
     if not payload:

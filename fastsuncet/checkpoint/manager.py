@@ -253,8 +253,7 @@ def _latest(folder: Path, say: Say) -> int | None:
     """Return the step that `latest` names; None if there is no such file, or it does not hold a checkpoint's name."""
     path = folder / LATEST
     try:
-        with open(path, "rb") as stream:
-            text = stream.read(100).decode("utf-8", "replace").strip()
+        text = atomic_files.read_bytes(path, 100).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -73,6 +73,16 @@ def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
         yield
 
 
+def require_run_folder() -> None:
+    """Raise CheckpointError if a folder that this process has locked was removed, moved, replaced or unmounted."""
+    if lost := atomic_files.lost_lock():
+        raise CheckpointError(
+            f"{lost.parent} was removed, moved, replaced or unmounted while the run used it ({lost.name} is gone). "
+            "Nothing was saved there since. Bring the folder back: the same command continues from its newest "
+            "checkpoint"
+        )
+
+
 class RunStatus:
     """status.json: how the run stood when it last wrote, for launchers and people. Rank 0 writes it atomically."""
 
@@ -97,7 +107,7 @@ class RunStatus:
 
     def write(self, state: str, step: int | None, message: str = "") -> None:
         """Write `state` (running, done, preempted or failed) and `step`, the updates done or None before a start."""
-        if not self.place.first or not self.path.parent.exists():
+        if not self.place.first or not self.path.parent.exists() or atomic_files.lost_lock():
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         try:

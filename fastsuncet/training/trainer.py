@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.run_folder import on_rank_0
+from fastsuncet.checkpoint.run_folder import on_rank_0, require_run_folder
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
@@ -282,6 +282,7 @@ class Trainer:
         keep = self.task.keep_at_end if self.step == self.task.steps else self.task.keep
 
         def write() -> None:
+            require_run_folder()
             content = {"model": self.task.model.state_dict(), "state": values, "meta": meta}
             folder = self.folder / manager.FOLDER
             manager.save(folder, self.step, **content, keep=keep, say=self.logger.say)

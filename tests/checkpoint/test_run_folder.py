@@ -1,11 +1,23 @@
-"""What rank 0 does for all ranks."""
+"""What rank 0 does for all ranks, and the folder that a run holds."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from fastsuncet.checkpoint.run_folder import ERRORS, on_rank_0
+from fastsuncet.checkpoint.run_folder import (
+    ERRORS,
+    RunStatus,
+    exclusive_run_folder,
+    on_rank_0,
+    require_run_folder,
+)
 from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import CheckpointError
 from tests.support.ranks import run_ranks
+
+ALONE = Place(0, 1, 0, torch.device("cpu"))
 
 
 def raised_on_rank(rank: int, world_size: int) -> list[list]:
@@ -25,3 +37,29 @@ def raised_on_rank(rank: int, world_size: int) -> list[list]:
 @pytest.mark.slow
 def test_on_rank_0_raises_its_errors_with_their_exit_code_on_every_rank():
     assert run_ranks(raised_on_rank, 2) == [[*([code, "why"] for code in (2, 3, 4, 5)), ["rank", 0]]] * 2
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def replace(folder: Path) -> None:
+    """Do what a user and a new run do."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / ".running").touch()
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, move, replace])
+def test_run_folder_that_is_not_the_locked_one_is_refused(change, tmp_path):
+    """After an unmount the path leads to another folder, or nowhere, as it does here."""
+    folder = tmp_path / "run"
+    status = RunStatus(folder / "status.json", ALONE)
+    with exclusive_run_folder(folder, ALONE):
+        require_run_folder()
+        change(folder)
+        with pytest.raises(CheckpointError, match=r"run was removed, moved, replaced or unmounted"):
+            require_run_folder()
+        status.write("failed", 3)
+        assert not status.path.exists()
+    require_run_folder()  # it holds none any more

@@ -1,6 +1,7 @@
 """The training loop on real data: what it refuses, what it logs, and that ranks share one experiment."""
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from fastsuncet import losses
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
+from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.training import step
@@ -195,6 +197,26 @@ def test_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
     refused = pytest.raises(CheckpointError, match="another process is running")
     with join("cpu") as place, exclusive_run_folder(config.run_folder, place), refused:
         train(config)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_run_whose_folder_was_removed_ends_at_its_next_save(tmp_path, monkeypatch, again):
+    """It writes nothing more there, whether or not another run has made the folder again."""
+    config, read = small_config(tmp_path), PairedStream.__call__
+    folder = config.run_folder
+
+    def reading(stream, step, supervised=True):
+        if step == 4:
+            shutil.rmtree(folder)
+            if again:
+                folder.mkdir()
+                (folder / ".running").touch()
+        return read(stream, step, supervised)
+
+    monkeypatch.setattr(PairedStream, "__call__", reading)
+    with pytest.raises(CheckpointError, match="removed, moved, replaced or unmounted while the run used it"):
+        train(config)
+    assert [path.name for path in folder.glob("*")] == [".running"] * again
 
 
 def test_folder_that_cannot_be_written_is_refused():
