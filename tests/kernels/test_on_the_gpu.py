@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.config import load_config
-from fastsuncet.losses import contrast, contrast_kernel, nt_xent, suncet, sup_con
+from fastsuncet.losses import nt_xent, suncet, sup_con
 from fastsuncet.models import fused_batchnorm, norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
@@ -165,44 +165,6 @@ def test_losses_by_the_kernel_are_the_dense_equations(rows):
         assert value.item() == pytest.approx(true_value.item(), rel=1e-5)
         assert (slope.cpu().double() - true_slope).norm() < 1e-5 * true_slope.norm()
         assert torch.equal(value, again[0]) and torch.equal(slope, again[1])
-
-
-def test_contrast_row_longer_than_shared_memory():
-    keys = contrast_kernel.STAGED * 2 + 5
-    ids = torch.arange(keys, device=GPU) % (keys // 4)
-    logits = torch.randn(64, keys, device=GPU) * 10
-    weights = torch.ones(64, device=GPU)
-    for every in (False, True):
-        found = contrast_kernel.row_pass(ids, every)(logits.clone(), 7, weights)
-        expected = contrast.row_pass(ids, every)(logits.double(), 7, weights.double())
-        for a, b in zip(found, expected):
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", list(norm_kernel.ELEMENTS))
-@pytest.mark.parametrize(("images", "channels", "side"), [(32, 64, 56), (64, 2048, 7), (3, 24, 5)])
-def test_fused_batchnorm_is_pytorchs(dtype, images, channels, side):
-    generator = torch.Generator(GPU).manual_seed(0)
-    shape = (images, channels, side, side)
-    x, residual, d_y = (
-        torch.randn(shape, device=GPU, generator=generator)
-        .to(dtype)
-        .contiguous(memory_format=torch.channels_last)
-        for _ in range(3)
-    )
-    weight, bias = torch.randn(2, channels, device=GPU, generator=generator)
-    running = torch.zeros(channels, device=GPU), torch.ones(channels, device=GPU)
-    truth = [r.double() for r in running]
-    ours = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
-    theirs = [t.double().requires_grad_() for t in (x, residual, weight, bias)]
-    rule = {"eps": 1e-5, "momentum": 0.1}
-    y = norm_kernel.fused_norm(*ours, *running, relu=True, shared=False, **rule)
-    y.backward(d_y)
-    wide = torch.nn.functional.batch_norm(theirs[0], *truth, *theirs[2:], training=True, **rule)
-    ((wide + theirs[1]) * (y.detach() > 0)).backward(d_y.double())
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-    for a, b in zip([*running, *(t.grad for t in ours)], [*truth, *(t.grad for t in theirs)]):
-        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
 
 
 def test_fused_network_trains_as_the_plain_one_also_in_a_graph():

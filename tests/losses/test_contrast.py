@@ -105,33 +105,6 @@ def test_loss_in_float32_is_near_float64(name, temperature):
     assert_near(found, truth(name, z, labels, temperature), 3e-6)
 
 
-@every_loss
-@pytest.mark.parametrize("average", ["sample", "class"])
-def test_loss_passes_gradcheck(name, average):
-    z, labels = labeled_batch(rows=10, width=4, classes=3)
-    arguments = (0.2,) if name == "nt_xent" else (labels, 0.2)
-    options = {} if name == "nt_xent" else {"average": average}
-    loss = getattr(losses, name)
-    assert torch.autograd.gradcheck(
-        lambda z: loss(z, *arguments, **options, chunk_size=3), z.requires_grad_()
-    )
-
-
-@labeled_loss
-def test_averages_differ_only_where_classes_differ_in_size(name):
-    z, _ = labeled_batch(rows=12)
-    for labels, same in ((torch.arange(12) % 3, True), (torch.tensor([0] * 6 + [1] * 4 + [2] * 2), False)):
-        by_sample, by_class = (run(name, z, labels, 0.1, average=a)[0] for a in ("sample", "class"))
-        assert ((by_sample - by_class).abs() < 1e-12) == same
-
-
-@every_loss
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 299, 300, 10_000])
-def test_chunk_size_changes_only_rounding(name, chunk_size):
-    z, labels = labeled_batch(rows=300, width=32, dtype=F32)
-    assert_near(run(name, z, labels, 0.1, chunk_size=chunk_size), run(name, z, labels, 0.1), 3e-6)
-
-
 @pytest.mark.parametrize("name", ["nt_xent", "suncet"])
 def test_symmetric_sweep_equals_the_general_one(name, monkeypatch):
     z, labels = labeled_batch(rows=300, width=32, dtype=F32)
