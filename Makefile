@@ -35,8 +35,9 @@ test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra p
 	$(PYTEST) -m "not slow"
 
 results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
-	@for points in docs/results/*/rules.md; do folder=$$(dirname $$points); \
-	  $(BIN)/python tools/results.py show $$folder/points.csv --figure $$folder/accuracy.png; done
+	@for folder in docs/results/*; do if [ -e $$folder/rules.md ]; \
+	  then $(BIN)/python tools/results.py show $$folder/points.csv --figure $$folder/accuracy.png; \
+	  else $(BIN)/python tools/results.py small $$folder/points.csv; fi || exit 1; echo; done
 	@$(BIN)/python tools/results.py demo docs/demo
 
 lint: $(READY)  ## ruff (check and format) and pyright

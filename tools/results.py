@@ -2,10 +2,11 @@
 
     python tools/results.py collect RUN_FOLDER ... --output docs/results/NAME/points.csv   # from runs to points
     python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
+    python tools/results.py small docs/results/NAME/points.csv  # from the points of `fastsuncet report` to the tables
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
-A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment, and `demo`; a test
-compares the output with the pages.
+A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment with rules, `small` for the
+others, and `demo`; a test compares the output with the pages.
 """
 
 import argparse
@@ -71,6 +72,22 @@ def read(path: Path) -> dict[str, Panel]:
     return {panel.measurement.kind: panel for panel in arrange(curves)}
 
 
+def read_report(path: Path) -> list[Panel]:
+    """Return the panels of fine-tuning in a points.csv of `fastsuncet report`, one for each share of labels."""
+    points = defaultdict(list)
+    with path.open(newline="") as file:
+        for r in csv.DictReader(file):
+            if r["evaluation"] == "finetune":
+                point = Point(
+                    int(r["step"]), {"petaflops": float(r["petaflops"])}, {"top1": float(r["top1"])}
+                )
+                points[r["labels"], r["method"], int(r["seed"])].append(point)
+    return arrange(
+        Curve("", method, seed, Measurement("finetune", labels), tuple(found), method != BASELINE)
+        for (labels, method, seed), found in points.items()
+    )
+
+
 def groups(panel: Panel) -> dict[str, Group]:
     """Return the groups of a panel by their names."""
     return {group.name: group for group in panel.groups}
@@ -100,20 +117,21 @@ def accuracy(shares: Sequence[float]) -> str:
     return percent(shares, 2, unit="")
 
 
-def saved(panel: Panel, *, linear: bool) -> list[str]:
+def saved(panel: Panel, *, linear: bool, method: str = METHOD) -> list[str]:
     """Return the FLOPs until the baseline's accuracy by each rule of RULES, in words."""
     cells = []
     for rule in RULES:
         found = [
-            s for s in savings(panel, "top1") if (s.method, s.cost, s.rule) == (METHOD, "petaflops", rule)
+            s for s in savings(panel, "top1") if (s.method, s.cost, s.rule) == (method, "petaflops", rule)
         ]
         there, said = reached([s.shares and s.shares[0 if linear else 1] for s in found])
-        cells.append(f"{percent(there, 0)}; {said}" if there else said)
+        bound = "at most " if there and any(s.at_first for s in found) else ""
+        cells.append(f"{bound}{percent(there, 0)}; {said}" if there else said)
     return cells
 
 
-def show(panels: dict[str, Panel]) -> str:
-    """Return the tables of a paired experiment as Markdown."""
+def show(panels: dict[str, Panel]) -> list[str]:
+    """Return the tables of a paired experiment as Markdown: by updates, the last checkpoint, compute saved."""
     linear, rows, last, ends = groups(panels["linear"]), [], (0.0, 0.0), []
     for a, b in zip(linear[BASELINE].common("top1"), linear[METHOD].common("top1")):
         last = difference(a.metrics["top1"], b.metrics["top1"])
@@ -124,16 +142,35 @@ def show(panels: dict[str, Panel]) -> str:
         paired = "{:+.2f} ± {:.2f}".format(*difference(end[BASELINE], end[METHOD]))
         ends.append([title, *(accuracy(end[name]) for name in NAMES.values()), paired])
     names = [f"{name}, %" for name in NAMES.values()]
+    verdict = ["", f"Decision by the rule: **{decision(*last)}**."]
     shares = [list(row) for row in zip(RULES.values(), saved(panels["linear"], linear=True))]
-    return "\n".join(
-        [
-            *markdown(["updates", "petaFLOPs", *names[:2], DIFFERENCE], rows),
-            *("", f"Decision by the rule: **{decision(*last)}**.", ""),
-            *markdown([f"FLOPs until {METHOD} has", "mean (lowest to highest)"], shares),
-            "",
-            *markdown(["evaluation of the last checkpoint", *names, DIFFERENCE], ends),
-        ]
-    )
+    return [
+        "\n".join([*markdown(["updates", "petaFLOPs", *names[:2], DIFFERENCE], rows), *verdict]),
+        "\n".join(markdown(["evaluation of the last checkpoint", *names, DIFFERENCE], ends)),
+        "\n".join(markdown([f"FLOPs until {METHOD} has", "mean (lowest to highest)"], shares)),
+    ]
+
+
+def show_small(panels: Sequence[Panel]) -> list[str]:
+    """Return the tables of fine-tuned accuracies, and of compute until the baseline's, as Markdown."""
+    ends, shares = [], []
+    for panel in panels:
+        base, *others = panel.groups
+        end = base.common("top1")[-1]
+        cost, top1 = end.costs["petaflops"], end.metrics["top1"]
+        ends.append([panel.measurement.labels, base.name, "100", percent(top1, unit=""), ""])
+        for group in others:
+            ours = group.common("top1")[-1]
+            found = ours.metrics["top1"]
+            flops = f"{100 * ours.costs['petaflops'] / cost:.0f}"
+            paired = "{:+.1f} ± {:.1f}".format(*difference(top1, found))
+            ends.append(["", group.name, flops, percent(found, unit=""), paired])
+            shares.append(
+                [panel.measurement.labels, group.name, *saved(panel, linear=True, method=group.name)]
+            )
+    columns = ["labels", "method", "FLOPs, % of SimCLR's", "top-1, %, fine-tuned", DIFFERENCE]
+    heads = [f"FLOPs until {words}" for words in RULES.values()]
+    return ["\n".join(markdown(columns, ends)), "\n".join(markdown(["labels", "method", *heads], shares))]
 
 
 def read_demo(folder: Path) -> Panel:
@@ -218,17 +255,22 @@ def main() -> None:
     two = commands.add_parser("show", help="print the tables of points, and draw the figure")
     two.add_argument("points", type=Path)
     two.add_argument("--figure", type=Path)
-    three = commands.add_parser("demo", help="print the tables of the demo")
-    three.add_argument("folder", type=Path)
+    three = commands.add_parser("small", help="print the tables of the points of a report")
+    three.add_argument("points", type=Path)
+    four = commands.add_parser("demo", help="print the tables of the demo")
+    four.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "demo":
         print("\n\n".join(show_demo(read_demo(arguments.folder))))
+        return
+    if arguments.command == "small":
+        print("\n\n".join(show_small(read_report(arguments.points))))
         return
     if arguments.command == "collect":
         arguments.output.write_bytes(csv_table([COLUMNS, *collect(arguments.runs)]))
         return
     panels = read(arguments.points)
-    print(show(panels))
+    print("\n\n".join(show(panels)))
     if arguments.figure:
         draw(panels, arguments.figure)
 
