@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastsuncet import __version__
 from fastsuncet.commands import help as texts
+from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import CheckpointError, FastSuncetError
 from pipelines.data_errors import DataError
 
@@ -361,6 +362,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         _handle_sigterm_as_pid1()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this rank
+            end_with_parent()
         code = _dispatch(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code

@@ -7,10 +7,14 @@
 3. The loop saves a checkpoint and raises `Preempted` (errors.py). The command writes status.json and ends with 75: the
    same command continues the run. Until the process has ended it ignores further signals.
 
-Who passes signals on: launch.py to the ranks that it started, commands/sweep/child.py to the sweep's command.
+Who passes signals on: launch.py to the ranks that it started, commands/sweep/child.py to the sweep's command. Ranks of
+an agent that died, of kill -9 or of a signal that it does not handle, get SIGTERM from the kernel (`end_with_parent`).
 """
 
+import ctypes
+import os
 import signal
+import sys
 import time
 from types import FrameType
 from typing import Any
@@ -23,6 +27,20 @@ _HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ("SIGHUP
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", *_HANG_UP)
 # One Ctrl-C can arrive twice, from the terminal and from a launcher. Two presses are further apart than this.
 ONE_PRESS = 0.5  # seconds
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the process that started this one ends, however it ends. Only on Linux.
+
+    Ranks whose agent was killed would go on training, beside those of the restarted job.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class SignalFlag:

@@ -126,6 +126,13 @@ def job_of_two(
     return process
 
 
+def wait_for(process: multiprocessing.Process, *files: Path) -> None:
+    """Wait until the ranks have made `files`."""
+    while not all(file.exists() for file in files):
+        assert process.is_alive(), files[0].with_name("errors").read_text()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("first", "other", "code"),
     [
@@ -145,9 +152,7 @@ def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(first, other
 def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, status, code):
     """Ranks that are killed before they have saved must not look like a saved run."""
     process = job_of_two(tmp_path, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
-    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
-        assert process.is_alive(), (tmp_path / "errors").read_text()
-        time.sleep(0.05)
+    wait_for(process, tmp_path / "0", tmp_path / "1")
     (tmp_path / "status.json").write_text(status)
     os.kill(process.pid, signal.SIGTERM)
     process.join(120)
@@ -170,15 +175,40 @@ time.sleep(60)
 def test_start_ranks_ignores_a_repeated_signal_while_the_ranks_save(name, tmp_path):
     process = job_of_two(tmp_path, SAVING)
     for files in (("0", "1"), ("saving 0", "saving 1")):
-        while not all((tmp_path / file).exists() for file in files):
-            assert process.is_alive(), (tmp_path / "errors").read_text()
-            time.sleep(0.05)
+        wait_for(process, *(tmp_path / file for file in files))
         os.kill(process.pid, signal.Signals[name])
     for _ in range(3):
         time.sleep(0.3)
         os.kill(process.pid, signal.Signals[name])
     process.join(120)
     assert process.exitcode == 75, (tmp_path / "errors").read_text()[-2000:]
+
+
+RANK = """
+from fastsuncet import cli
+from fastsuncet.distributed.signals import SignalFlag
+def train(arguments):
+    with SignalFlag() as signals:
+        open(os.environ['RANK'], 'w').close()
+        for _ in range(2000):
+            if signals.requested is None:
+                time.sleep(0.05)
+        open(f"saved {os.environ['RANK']}", 'w').write(str(signals.requested))
+    return 75
+cli._dispatch = train
+sys.exit(cli.main())
+"""
+
+
+def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
+    process = job_of_two(tmp_path, RANK)
+    wait_for(process, tmp_path / "0", tmp_path / "1")
+    process.kill()
+    saved = [tmp_path / "saved 0", tmp_path / "saved 1"]
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() == "SIGTERM" for path in saved):
+        assert time.monotonic() < end, "a rank goes on without its agent"
+        time.sleep(0.05)
 
 
 def test_start_ranks_trains_in_a_folder_with_packages_of_our_names(tmp_path):
