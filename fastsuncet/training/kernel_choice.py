@@ -85,7 +85,11 @@ def describe(config: Config, verdicts: dict[str, str | None]) -> str:
         without = "; model.fused_batchnorm has no effect here" if config.model.fused_batchnorm else ""
         return f"PyTorch's operators, as on any CPU{without}"
     used = ", ".join(source for source, reason in verdicts.items() if reason is None) or "PyTorch's operators"
-    return "; ".join([used, *(f"not {source}: {reason}" for source, reason in verdicts.items() if reason)])
+    notes = [f"not {source}: {reason}" for source, reason in verdicts.items() if reason]
+    meta = config.meta
+    if meta.compile and meta.deterministic and not meta.autotune:
+        notes.append("Inductor does not time its reductions (meta.autotune)")
+    return "; ".join([used, *notes])
 
 
 def uses_norm_kernels(config: Config, world_size: int) -> bool:

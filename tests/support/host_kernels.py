@@ -19,7 +19,7 @@ SHIM = Path(__file__).parent / "host_shim"
 SOURCES = Path(launcher.__file__).parent
 CACHE = cuda_compiler.folder().parent / "host_kernels"
 # A small block, and warps of 4: barriers and exchanges are of the same kind, and each thread is a real one.
-SIZES = {"THREADS": 8, "CHUNK": 32, "TENSORS": 6, "FLAGS": 3}
+SIZES = {"THREADS": 8, "CHUNK": 32, "TENSORS": 6, "FLAGS": 64}
 
 
 @functools.cache

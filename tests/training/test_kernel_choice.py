@@ -105,6 +105,13 @@ def test_describe_names_what_runs(tmp_path):
     verdicts = {"lars.cu": None, "contrast.cu": None, "norm.cu": "rank 1: no NVRTC"}
     assert kernel_choice.describe(config, verdicts) == "lars.cu, contrast.cu; not norm.cu: rank 1: no NVRTC"
     assert "model.fused_batchnorm has no effect" in kernel_choice.describe(config, {})
+    for words, silent in (
+        (("meta.compile=true",), False),
+        (("meta.compile=true", "meta.autotune=true"), True),
+    ):
+        assert (
+            "Inductor does not time" not in kernel_choice.describe(paper(1, *words)[0], verdicts)
+        ) == silent
 
 
 def test_batch_that_overflows_batchnorms_index_is_refused():
