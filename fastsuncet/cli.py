@@ -167,12 +167,9 @@ def _demo(parser: Parser) -> int:
     add("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
     add("--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)")
     options = parser.parse_intermixed_args(parser.arguments)
-    configs = Path("configs")
-    if not configs.is_dir():  # called from another folder: take those of this checkout
-        configs = Path(__file__).resolve().parents[1] / "configs"
     from fastsuncet.commands.demo import demo
 
-    demo(configs, options.folder, seed=options.seed, overrides=tuple(options.overrides))
+    demo(options.folder, seed=options.seed, overrides=tuple(options.overrides))
     return 0
 
 
@@ -206,6 +203,26 @@ def _report(parser: Parser) -> int:
     return 0
 
 
+def _configs(parser: Parser) -> int:
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
+    add("--copy", metavar="FILE", type=Path, nargs="?", const="", help="write it to FILE (default: its name)")
+    options = parser.parse_intermixed_args(parser.arguments)
+    from fastsuncet.commands import configs
+
+    if options.copy is not None:
+        if options.name is None:
+            parser.error(f"which config? For example: {parser.prog} in1k_10pct --copy my.yaml")
+        file = options.copy if options.copy.name else Path(f"{Path(options.name).name}.yaml")
+        configs.copy(options.name, file)
+        print(f"wrote {file}")
+    elif options.name is not None:
+        print(configs.config_text(options.name), end="")
+    else:
+        print("\n".join(configs.listing()))
+    return 0
+
+
 def _doctor(parser: Parser) -> int:
     parser.parse_args(parser.arguments)
     from fastsuncet.commands.doctor import doctor
@@ -235,6 +252,7 @@ RUN: dict[str, Callable[[Parser], int]] = {
     "data pack": _pack,
     "demo": _demo,
     "report": _report,
+    "configs": _configs,
     "doctor": _doctor,
     "version": _version,
 }
@@ -251,14 +269,17 @@ def _parse_words(parser: Parser, word: str = "CONFIG") -> argparse.Namespace:
     """Parse one config, its overrides, and the parser's options, in any order."""
     parser.usage = f"{parser.prog} {word} [section.key=value ...] [options]"
     parser.add_argument(
-        "words", nargs="*", metavar=word, help="a YAML file, and changes to it as section.key=value"
+        "words",
+        nargs="*",
+        metavar=word,
+        help="a YAML file or the name of a shipped config, and changes to it as section.key=value",
     )
     options = parser.parse_intermixed_args(parser.arguments)
     words = vars(options).pop("words")
     options.overrides = [each for each in words if OVERRIDE.match(each)]
     files = [each for each in words if not OVERRIDE.match(each)]
     if not files:
-        parser.error(f"which config? For example: {parser.prog} configs/digits_demo.yaml")
+        parser.error(f"which config? For example: {parser.prog} digits_demo")
     if len(files) > 1:
         parser.error(
             f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"

@@ -28,7 +28,7 @@ TRAIN = sorted({line for page in PAGES for line in commands(page) if "fastsuncet
 def test_docs_train_command_is_a_valid_config(command):
     words = shlex.split(command.replace("$PWD", "/here"))
     arguments = words[words.index("train") + 1 :]
-    load_config(ROOT / arguments[0], [word for word in arguments[1:] if not word.startswith("--")])
+    load_config(arguments[0], [word for word in arguments[1:] if not word.startswith("--")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -21,8 +21,8 @@ from pipelines.datasets.label_splits import bernoulli
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "configs" / "paper"
-FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
-SWEEPS = [name for name in FILES if re.search(r"^commands:", (FOLDER / name).read_text(), re.M)]
+FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+SWEEPS = [name for name in FILES if re.search(r"^commands:", (FOLDER / f"{name}.yaml").read_text(), re.M)]
 DOCUMENT = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 TABLE = [line for line in DOCUMENT.splitlines() if re.match(r"\| (\d+|all) \|", line)]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE]
@@ -44,7 +44,7 @@ TRANSFER_CLASSES = {"cifar10": 10, "cifar100": 100, "voc07": 20}
 
 @functools.cache
 def runs_of(path: str, *overrides: str):
-    return expand(read_sweep(ROOT / path), overrides)
+    return expand(read_sweep(path), overrides)
 
 
 def jobs_of(command: str) -> list[Job]:
@@ -55,18 +55,18 @@ def jobs_of(command: str) -> list[Job]:
     if name == "sweep":
         runs = runs_of(words[0], *words[1:])
         return [job for run in (runs_named(runs, patterns) if patterns else runs) for job in run.jobs]
-    config = [] if name == "report" else [load_config(ROOT / words[0], words[1:])]
+    config = [] if name == "report" else [load_config(words[0], words[1:])]
     return [Job(name, (name, *words), (), (), each) for each in config]
 
 
 def jobs_in(name: str) -> list[Job]:
     """Return the jobs of a file of configs/paper."""
-    return jobs_of(f"fastsuncet {'sweep' if name in SWEEPS else 'train'} configs/paper/{name}")
+    return jobs_of(f"fastsuncet {'sweep' if name in SWEEPS else 'train'} paper/{name}")
 
 
 def train_config(name: str, pattern: str) -> Config:
     """Return the first training config of the runs of a sweep that `pattern` names."""
-    jobs = jobs_of(f"fastsuncet sweep configs/paper/{name} --only '{pattern}'")
+    jobs = jobs_of(f"fastsuncet sweep paper/{name} --only '{pattern}'")
     return next(job.config for job in jobs if job.command == "train")
 
 
@@ -140,13 +140,11 @@ def test_document_has_28_rows_with_commands_and_says_which_were_run():
     assert sorted(COMMANDS) == list(range(1, 29))
     for row in ROWS[:-1]:
         assert len(row) == 7 and (row[6] == "not run" or "RESULTS.md" in row[6])
-        linked = set(re.findall(r"\(\.\./(configs/[^)]+)\)", row[2]))
-        named = {
-            word for line in COMMANDS[int(row[0])] for word in line.split() if word.startswith("configs/")
-        }
+        linked = set(re.findall(r"\(\.\./configs/([^)]+)\.yaml\)", row[2]))
+        named = {word for line in COMMANDS[int(row[0])] for word in line.split() if word.startswith("paper/")}
         assert linked == named
-    assert {word for line in LINES for word in line.split() if word.startswith("configs/")} == {
-        f"configs/paper/{name}" for name in FILES
+    assert {word for line in LINES for word in line.split() if word.startswith("paper/")} == {
+        f"paper/{name}" for name in FILES
     }
 
 
@@ -200,7 +198,7 @@ def test_document_command_is_valid(line, started, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_config_header_names_its_rows_and_a_valid_command(name):
-    lines = (FOLDER / name).read_text().split("\n\n")[0].splitlines()
+    lines = (FOLDER / f"{name}.yaml").read_text().split("\n\n")[0].splitlines()
     page = "\n".join(line.lstrip("#").strip() for line in lines)
     assert re.match(r"(ImageNet|CIFAR-10)", page)
     for entry in ("Paper ", "Hardware ", "Hours ", "Accuracy ", "Command "):
@@ -226,7 +224,7 @@ def test_runs_fit_their_data_and_keep_the_papers_hyper_parameters(name):
         o = c.optimization
         assert sizes.steps > sizes.warmup_steps >= 0
         # SwAV's own settings are another paper's.
-        if job.command == "train" and o.steps is None and name != "in1k_swav.yaml":
+        if job.command == "train" and o.steps is None and name != "in1k_swav":
             assert (o.start_lr, o.lr, o.final_lr, o.warmup) == schedule
             assert c.criterion.temperature == temperature
             assert (o.momentum, o.weight_decay, o.trust_coefficient) == (0.9, 1e-6, 0.001)
@@ -242,16 +240,16 @@ def test_runs_fit_their_data_and_keep_the_papers_hyper_parameters(name):
 @pytest.mark.parametrize(
     ("name", "pattern", "unlabeled", "labeled", "views"),
     [  # on each of the paper's 64 GPUs
-        ("in1k_simclr.yaml", "*", 64, 0, 128),
-        ("in1k_suncet_10pct.yaml", "*", 44, 40, 128),
-        ("in1k_cross_entropy_1pct.yaml", "*", 44, 40, 128),
-        ("in1k_swav_suncet.yaml", "", 44, 40, 44 * 8 + 40),
-        ("in1k_all_labels.yaml", "*-suncet", 64, 20, 148),
-        ("in1k_labels_alone.yaml", "*-suncet", 0, 250, 250),
+        ("in1k_simclr", "*", 64, 0, 128),
+        ("in1k_suncet_10pct", "*", 44, 40, 128),
+        ("in1k_cross_entropy_1pct", "*", 44, 40, 128),
+        ("in1k_swav_suncet", "", 44, 40, 44 * 8 + 40),
+        ("in1k_all_labels", "*-suncet", 64, 20, 148),
+        ("in1k_labels_alone", "*-suncet", 0, 250, 250),
     ],
 )
 def test_a_gpu_of_64_has_the_papers_batch(name, pattern, unlabeled, labeled, views):
-    config = train_config(name, pattern) if pattern else load_config(FOLDER / name)
+    config = train_config(name, pattern) if pattern else load_config(FOLDER / f"{name}.yaml")
     sizes = config.resolve(64, 1_281_167, 1000, 128_116 if config.criterion.instance != "none" else None)
     assert (sizes.local_unlabeled, sizes.global_labeled, sizes.samples(0)) == (
         unlabeled,
@@ -277,8 +275,8 @@ def test_labels_of_every_run_are_the_papers():
 
 
 def test_labeled_share_changes_the_batch_and_not_the_labeled_passes():
-    for name, epochs in (("in1k_labeled_share_10pct.yaml", 250), ("in1k_labeled_share_1pct.yaml", 30)):
-        for run in runs_of(f"configs/paper/{name}"):
+    for name, epochs in (("in1k_labeled_share_10pct", 250), ("in1k_labeled_share_1pct", 30)):
+        for run in runs_of(f"paper/{name}"):
             config = run.jobs[0].config
             sizes = sizes_of(config)
             assert sizes.supervised_steps * sizes.global_labeled == pytest.approx(
@@ -292,10 +290,10 @@ def test_labeled_share_changes_the_batch_and_not_the_labeled_passes():
 @pytest.mark.parametrize(
     ("here", "run", "there"),
     [
-        ("in1k_transfer.yaml", "in1k_simclr-500ep", "in1k_simclr.yaml"),
-        ("in1k_transfer.yaml", "in1k_simclr-1000ep", "in1k_simclr.yaml"),
-        ("in1k_transfer.yaml", "in1k_suncet_10pct-500ep", "in1k_suncet_10pct.yaml"),
-        ("in1k_npi.yaml", "in1k_suncet_10pct-400ep", "in1k_suncet_10pct.yaml"),
+        ("in1k_transfer", "in1k_simclr-500ep", "in1k_simclr"),
+        ("in1k_transfer", "in1k_simclr-1000ep", "in1k_simclr"),
+        ("in1k_transfer", "in1k_suncet_10pct-500ep", "in1k_suncet_10pct"),
+        ("in1k_npi", "in1k_suncet_10pct-400ep", "in1k_suncet_10pct"),
     ],
 )
 def test_run_shared_by_two_files_is_the_same_run(here, run, there):
@@ -311,9 +309,7 @@ def test_evaluations_have_different_marks_unless_they_are_the_same():
     for name in SWEEPS:
         marks = [mark_path(job) for job in jobs_in(name) if job.command != "train"]
         assert len(set(marks)) == len(marks), name
-    npi, suncet = (
-        f"fastsuncet sweep configs/paper/{name}.yaml" for name in ("in1k_npi", "in1k_suncet_10pct")
-    )
+    npi, suncet = (f"fastsuncet sweep paper/{name}" for name in ("in1k_npi", "in1k_suncet_10pct"))
     assert finetune_marks(npi) == finetune_marks(f"{suncet} --only *-400ep") != set()
-    two_lists = "fastsuncet sweep configs/paper/in1k_simclr.yaml finetune.epochs=30 --only *-100ep"
+    two_lists = "fastsuncet sweep paper/in1k_simclr finetune.epochs=30 --only *-100ep"
     assert len(finetune_marks(two_lists)) == 2

@@ -15,6 +15,7 @@ from fastsuncet.commands.report.compute_saved import crossing, target
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.figures import draw_panel
 from fastsuncet.config import Config, load_config
+from fastsuncet.config.reader import shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place, join
@@ -22,19 +23,19 @@ from fastsuncet.evaluation.linear import linear
 from fastsuncet.training import methods
 from fastsuncet.training.step import build
 
-CONFIGS = ("digits_simclr.yaml", "digits_demo.yaml")  # SimCLR, SimCLR + SuNCEt
+CONFIGS = ("digits_simclr", "digits_demo")  # SimCLR, SimCLR + SuNCEt
 
 
-def demo(configs: Path, folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> list[Curve]:
+def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> list[Curve]:
     """Run both methods with `seed`, write the pictures and the numbers into `folder`, and print what was seen."""
     began = time.perf_counter()
     curves = []
     for name in CONFIGS:
         config = load_config(
-            configs / name,
+            shipped()[name],
             [
                 f"logging.folder={folder}",
-                f"logging.write_tag={Path(name).stem}_seed{seed}",
+                f"logging.write_tag={name}_seed{seed}",
                 f"meta.seed={seed}",
                 "checkpoint.every=60",  # ten points on a curve
                 "checkpoint.keep=10",

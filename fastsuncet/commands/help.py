@@ -44,6 +44,7 @@ COMMANDS = {
     "data pack": "the training images as tar shards, for shared file systems",
     "demo": "compare both methods on small real images, in minutes",
     "report": "compare runs: accuracy against cost, compute saved",
+    "configs": "list the shipped configs, or copy one to start from",
     "doctor": "show what is installed, what is missing, what to do",
     "version": "print versions, for a bug report",
 }
@@ -59,11 +60,11 @@ processes that they start. Batch sizes count the images of all processes, so a c
 experiment on any number of GPUs.
 
 examples:
-  fastsuncet train configs/digits_demo.yaml                 small real images: no download, no GPU
-  fastsuncet train configs/cifar10_suncet.yaml --dry-run    check and print the plan only
-  fastsuncet train configs/in1k_10pct.yaml data.root=/data/imagenet optimization.epochs=100
+  fastsuncet train digits_demo                   small real images: no download, no GPU
+  fastsuncet train cifar10_suncet --dry-run      check and print the plan only
+  fastsuncet train in1k_10pct data.root=/data/imagenet optimization.epochs=100
   fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
-  torchrun --nproc-per-node 8 -m fastsuncet train configs/in1k_10pct.yaml
+  torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct
 
 --dry-run prints all keys, with their values in this run.""",
     "finetune": f"""\
@@ -80,10 +81,10 @@ finished. The accuracy is written to <run>/results. The network stays in the fol
 `fastsuncet evaluate npi CONFIG --encoder FOLDER`.
 
 examples:
-  fastsuncet finetune configs/digits_demo.yaml finetune.epochs=20 finetune.batch_size=64
-  fastsuncet finetune configs/cifar10_suncet.yaml --every-checkpoint
-  fastsuncet finetune configs/in1k_10pct.yaml finetune.accumulate=4 --step 140740
-  fastsuncet finetune configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
+  fastsuncet finetune digits_demo finetune.epochs=20 finetune.batch_size=64
+  fastsuncet finetune cifar10_suncet --every-checkpoint
+  fastsuncet finetune in1k_10pct finetune.accumulate=4 --step 140740
+  fastsuncet finetune in1k_10pct data.root=/data/imagenet --encoder resnet50.pth \\
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
 
 If memory is not enough, finetune.accumulate=A makes each update in A passes. BatchNorm then sees
@@ -105,9 +106,9 @@ array each job takes its share of the cells with --cell. The job that finishes t
 data set chooses the best.
 
 examples:
-  fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data
-  fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data --step 227000
-  fastsuncet transfer configs/in1k_10pct.yaml transfer.root=/data --encoder resnet50.pth
+  fastsuncet transfer in1k_10pct transfer.root=/data
+  fastsuncet transfer in1k_10pct transfer.root=/data --step 227000
+  fastsuncet transfer in1k_10pct transfer.root=/data --encoder resnet50.pth
   sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28""",
     "evaluate knn": f"""\
 Nearest neighbors: the class of a validation image is the most frequent class of the
@@ -117,9 +118,9 @@ cropped at random once. Nothing is trained.
 {EVALUATED}
 
 examples:
-  fastsuncet evaluate knn configs/digits_demo.yaml
-  fastsuncet evaluate knn configs/cifar10_suncet.yaml evaluation.knn_k=20 --every-checkpoint
-  fastsuncet evaluate knn configs/in1k_10pct.yaml data.root=/data/imagenet --encoder resnet50.pth \\
+  fastsuncet evaluate knn digits_demo
+  fastsuncet evaluate knn cifar10_suncet evaluation.knn_k=20 --every-checkpoint
+  fastsuncet evaluate knn in1k_10pct data.root=/data/imagenet --encoder resnet50.pth \\
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'""",
     "evaluate npi": f"""\
 SuNCEt's non-parametric inference (paper, appendix G): the probability of a class is the softmax
@@ -131,8 +132,8 @@ the fine-tuning with --encoder.
 {EVALUATED}
 
 examples:
-  fastsuncet evaluate npi configs/digits_demo.yaml
-  fastsuncet evaluate npi configs/in1k_10pct.yaml npi.views=10 --step 140740""",
+  fastsuncet evaluate npi digits_demo
+  fastsuncet evaluate npi in1k_10pct npi.views=10 --step 140740""",
     "evaluate linear": f"""\
 The linear protocol: logistic regression on the frozen representations of the labeled training
 images, fitted until it converges. linear.strength is the inverse of the L2 penalty (scikit-learn's
@@ -141,8 +142,8 @@ C). With data.split.kind=all it is the usual protocol on all training images.
 {EVALUATED}
 
 examples:
-  fastsuncet evaluate linear configs/digits_demo.yaml
-  fastsuncet evaluate linear configs/cifar10_simclr.yaml data.split.kind=all""",
+  fastsuncet evaluate linear digits_demo
+  fastsuncet evaluate linear cifar10_simclr data.split.kind=all""",
     "evaluate accuracy": f"""\
 The accuracy of a network that has a classifier: one that `fastsuncet finetune` trained, or a file
 of torchvision or timm with its fc layer.
@@ -150,7 +151,7 @@ of torchvision or timm with its fc layer.
 {EVALUATED}
 
 examples:
-  fastsuncet evaluate accuracy configs/in1k_10pct.yaml --encoder resnet50.pth \\
+  fastsuncet evaluate accuracy in1k_10pct --encoder resnet50.pth \\
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'""",
     "sweep": """\
 Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
@@ -172,24 +173,24 @@ passed on to the running command, and its exit code 75 is passed back.
     evaluate knn: {vary: {evaluation.knn_k: [10, 20]}}
 
 examples:
-  fastsuncet sweep configs/paper/cifar10_suncet.yaml --dry-run
-  fastsuncet sweep configs/paper/cifar10_suncet.yaml --list
-  fastsuncet sweep configs/paper/in1k_suncet_10pct.yaml data.root=/data/imagenet --only '*-100ep'
+  fastsuncet sweep paper/cifar10_suncet --dry-run
+  fastsuncet sweep paper/cifar10_suncet --list
+  fastsuncet sweep paper/in1k_suncet_10pct data.root=/data/imagenet --only '*-100ep'
   sbatch --array=1-6 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml""",
     "preview": """\
 Draws what the network sees at one step of a run on one process: the first images of the batch, two
 augmented views of each, and labeled images if the step uses them.
 
 examples:
-  fastsuncet preview configs/digits_demo.yaml
-  fastsuncet preview configs/in1k_10pct.yaml data.root=/data/imagenet --output views.png""",
+  fastsuncet preview digits_demo
+  fastsuncet preview in1k_10pct data.root=/data/imagenet --output views.png""",
     "data check": """\
 Decodes every image once with the decoder of the training, and names each bad file with the reason.
 A truncated file can go unnoticed for weeks, until a crop reaches its missing rows; this finds it in
 one pass. The index of files and sizes is kept for the runs of the config.
 
 examples:
-  fastsuncet data check configs/in1k_10pct.yaml data.root=/data/imagenet
+  fastsuncet data check in1k_10pct data.root=/data/imagenet
   fastsuncet data check /data/imagenet/train
 
 exit codes: 0 every image is good, or data.bad_images allows the bad ones; 2 the config is wrong;
@@ -206,8 +207,8 @@ as '/data/train-{0000..1023}.tar', with images in KEY.jpg and class numbers in K
 The same command continues a stopped packing. FOLDER exists only once it is complete.
 
 examples:
-  fastsuncet data pack configs/in1k_10pct.yaml --output /data/imagenet/shards
-  fastsuncet train configs/in1k_10pct.yaml data.pack=/data/imagenet/shards
+  fastsuncet data pack in1k_10pct --output /data/imagenet/shards
+  fastsuncet train in1k_10pct data.pack=/data/imagenet/shards
 
 exit codes: 0 packed now or before; 2 the config is wrong or has no files; 3 a file is gone or has
 changed, more images are bad than data.bad_images allows, or the pack cannot be written""",
@@ -239,6 +240,17 @@ losses are single points
 
 exit codes: 0 written; 2 no such metric or figure; 3 no such run, or it was not evaluated yet;
 5 a result is damaged, or the report cannot be written""",
+    "configs": """\
+Lists the configs of the package. Every command takes one by its name, where no file has this name.
+NAME prints one. Its base is then written by name, so that a copy works in any folder.
+
+examples:
+  fastsuncet configs
+  fastsuncet configs cifar10_suncet
+  fastsuncet configs in1k_simclr --copy my.yaml
+  fastsuncet train in1k_10pct data.root=/data/imagenet
+
+exit codes: 0 done; 2 no such config, or the file exists""",
     "doctor": """\
 Shows what is installed, what is missing, and what to do.
 

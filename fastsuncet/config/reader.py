@@ -27,6 +27,9 @@ MAX_BYTES = 1_000_000
 MAX_VALUES = 5_000
 MAX_DEPTH = 16
 
+# Folder of the configs that are installed with the package: in a checkout the link `fastsuncet/configs`.
+SHIPPED = (Path(__file__).resolve().parents[1] / "configs").resolve()
+
 CORE = "tag:yaml.org,2002:"
 # Words of PyYAML's messages -> what to do about them.
 HINTS = {
@@ -224,6 +227,18 @@ def parse_override(argument: str, place: Origin | None = None) -> Document:
     return document
 
 
+def shipped() -> dict[str, Path]:
+    """Return the files of the shipped configs by name: "in1k_10pct", "paper/in1k_simclr"."""
+    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def find_config(name: str, folder: str = "") -> str:
+    """Return the path that `name` has below `folder` or, where no file is there, that of the shipped config `name`."""
+    path = os.path.join(folder, os.path.expanduser(name))
+    exists = os.path.exists(path) and not os.path.isdir(path)
+    return path if exists else os.fspath(shipped().get(name, path))
+
+
 def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | None = None) -> Document:
     """Parse the file at `path`, called `shown` in messages. `origin` is the line that named it, if a line did.
 
@@ -253,10 +268,13 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
 
 def _not_found(path: Path, shown: str) -> str:
     folder, there = Path(shown).parent, sorted(each.name for each in path.parent.glob("*.y*ml"))
-    if not path.parent.is_dir():
-        return f"no such file: there is no folder {folder}"
     if near := get_close_matches(path.name, there, 1):
         return f"no such file; did you mean {folder / near[0]}?"
+    name = os.path.splitext(shown)[0].removeprefix("configs/")
+    if near := get_close_matches(name, shipped(), 1):
+        return f"no such file; did you mean {near[0]}, a config of the package?"
+    if not path.parent.is_dir():
+        return f"no such file: there is no folder {folder}"
     return "no such file" + (f"; {folder} holds {', '.join(there[:8])}" if there else "")
 
 
@@ -268,10 +286,11 @@ def read_config(
     `places` has the origin of overrides that are not from the command line. Returns the document and the problems of
     overrides. Raises ConfigErrors as `read_file` does.
     """
-    path, problems = Path(shown).expanduser(), []
+    shown = find_config(shown)
+    path, problems = Path(shown), []
     document = read_file(path, shown)
     if "base" in document.values:
-        over, document = document, _read_base(document, path)
+        over, document = document, _read_base(document)
         document.lay(over)
     for argument in overrides:
         try:
@@ -286,15 +305,15 @@ def read_config(
     return document, problems
 
 
-def _read_base(document: Document, path: Path) -> Document:
+def _read_base(document: Document) -> Document:
     """Remove `base` from the document and read the file that it names."""
     base, at = document.values.pop("base"), document.origins.pop("base")
-    text = "must be the name of another config file, such as base.yaml"
+    text = "must be the name of another config file, such as base.yaml, or of a shipped config"
     if isinstance(base, str) and base:
-        base = os.path.expanduser(base)
+        path = find_config(base, os.path.dirname(document.file))
         # normpath and not resolve(): messages name the file as its reader would type it.
-        shown = os.path.normpath(os.path.join(os.path.dirname(document.file), base))
-        found = read_file(path.parent / base, shown, origin=at)
+        shown = os.path.normpath(path)
+        found = read_file(Path(path), shown, origin=at)
         if "base" not in found.values:
             return found
         text = f"{shown} has a base itself, {found.values['base']}; only one level is allowed"

@@ -142,7 +142,7 @@ def test_train_takes_a_config_whose_path_has_an_equals_sign(trainer):
 
 
 TWO_CONFIGS = "expected one config, not 2 (a.yaml, b.yaml). Write changes to it as section.key=value"
-CONFIG_NEEDED = "which config? For example: fastsuncet train configs/digits_demo.yaml"
+CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
 EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "npi", "linear", "accuracy"))
 
 

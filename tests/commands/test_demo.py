@@ -10,7 +10,6 @@ from fastsuncet.commands.demo import CONFIGS as NAMES
 from fastsuncet.commands.demo import demo, table, verdict
 from fastsuncet.commands.report.curves import Curve, Measurement, Point
 from fastsuncet.config import load_config
-from tests.support.runs import CONFIGS
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +56,7 @@ def test_table_has_a_line_for_each_checkpoint():
 
 
 def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys):
-    seen = demo(CONFIGS, tmp_path, seed=3, overrides=("optimization.steps=120", "meta.threads=1"))
+    seen = demo(tmp_path, seed=3, overrides=("optimization.steps=120", "meta.threads=1"))
     kept = json.loads((tmp_path / "demo_seed3.json").read_text())
     assert list(kept) == ["SimCLR", "SimCLR + SuNCEt"]
     simclr, suncet = kept.values()
@@ -73,4 +72,4 @@ def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys
 
 @pytest.mark.parametrize("name", NAMES)
 def test_demo_configs_show_256_views_an_update(name):
-    assert load_config(CONFIGS / name).resolve(1, 1442, 10).samples(0) == 256
+    assert load_config(name).resolve(1, 1442, 10).samples(0) == 256

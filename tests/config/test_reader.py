@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.config import ConfigErrors, load_config
-from fastsuncet.config.reader import MAX_BYTES, MAX_VALUES
+from fastsuncet.config.reader import MAX_BYTES, MAX_VALUES, SHIPPED
 from tests.support.configs import GOOD, load, refusal
 
 
@@ -175,3 +175,23 @@ def test_reader_overrides():
     assert (config.optimization.lr, config.data.augmentation.crop_scale) == (4.8, (0.2, 1.0))
     assert (config.data.validation, config.logging.wandb, config.logging.folder) == (None, None, "a=b")
     assert (config.model.output, config.model.hidden) == (64, 2048)
+
+
+# ---------------------------------------------------------------------------------------------- shipped configs
+def test_reader_shipped_config_is_found_by_its_name():
+    """A file of the same name wins; a folder does not."""
+    assert load_config("in1k_10pct") == load_config(SHIPPED / "in1k_10pct.yaml")
+    Path("in1k_10pct").mkdir()
+    write("run.yaml", "base: in1k_simclr\nmodel: {output: 32}\n")
+    assert load_config("in1k_10pct").logging.write_tag == "in1k_10pct"
+    assert load_config("run.yaml") == load_config("in1k_simclr", ["model.output=32", "logging.write_tag=run"])
+    write("in1k_simclr", GOOD)
+    assert load_config("run.yaml").data.root == "/images"
+
+
+@pytest.mark.parametrize("name", ["in1k_10pc", "in1k_10pct.yaml", "configs/in1k_10pct.yaml"])
+def test_reader_unknown_config_suggests_a_shipped_one(name):
+    with pytest.raises(
+        ConfigErrors, match=r"no such file; did you mean in1k_10pct, a config of the package\?"
+    ):
+        load_config(name)

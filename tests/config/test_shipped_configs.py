@@ -43,8 +43,8 @@ def test_shipped_config_header(name):
     assert shipped(name).run_folder == Path("runs") / name
     assert commands(name)
     for _, _, config, *overrides in commands(name):
-        assert load_config(FOLDER.parent / config, overrides)
-        assert Path(config).stem == name
+        assert load_config(config, overrides)
+        assert config == name
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "cifar10_suncet"])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fastsuncet.commands.sweep.spec import TAG, Group, Spec
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem
-from fastsuncet.config.reader import as_yaml
+from fastsuncet.config.reader import as_yaml, find_config
 from fastsuncet.errors import ConfigError
 
 MAX_JOBS = 2_000  # of one sweep: more is a mistake
@@ -98,9 +98,8 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
         for command, group in spec.chosen.items():
             for own in _cases(group):
                 settings = case.settings | own.settings
-                # Relative to the sweep's own folder.
-                base = os.path.expanduser(settings.pop("base", spec.base))
-                base = os.path.normpath(os.path.join(os.path.dirname(spec.file), base))
+                base = find_config(settings.pop("base", spec.base), os.path.dirname(spec.file))
+                base = os.path.normpath(base)
                 words = [*_overrides(settings), *overrides, tag]
                 try:
                     config = load_config(base, words, places)

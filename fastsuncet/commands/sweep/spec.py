@@ -27,7 +27,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, creat
 
 from fastsuncet.config.messages import allowed, field_problems
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem, words
-from fastsuncet.config.reader import Document, as_yaml, read_file
+from fastsuncet.config.reader import Document, as_yaml, find_config, read_file
 from fastsuncet.config.schema import BELOW, CONFIG, Schema, Section, Switch, described, matching
 from pipelines.sampling.augmentation import Allowed
 
@@ -133,7 +133,8 @@ SWEEP = Schema(Spec)
 
 def read_sweep(path: str | os.PathLike[str]) -> Spec:
     """Read the sweep at `path`. Raises ConfigErrors with everything that is wrong with the sweep's own keys."""
-    document = read_file(Path(path).expanduser(), os.fspath(path), SWEEP)
+    file = find_config(os.fspath(path))
+    document = read_file(Path(file), file, SWEEP)
     values = document.values
     if not {"base", "commands"} & set(values) and set(CONFIG.sections) & set(values):
         text = (

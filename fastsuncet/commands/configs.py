@@ -1,0 +1,47 @@
+"""`fastsuncet configs`: list the configs of the package, print one, or copy one to start from."""
+
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from fastsuncet.config.reader import shipped
+from fastsuncet.errors import ConfigError
+
+
+def listing() -> list[str]:
+    """Return a line for each shipped config: its name, and the first comment of its file."""
+    files = shipped()
+    width = max(map(len, files))
+    first = {name: path.read_text().partition("\n")[0].lstrip("# ") for name, path in files.items()}
+    return [f"{name:<{width}}  {line}" for name, line in first.items()]
+
+
+def config_text(name: str) -> str:
+    """Return the text of a shipped config with its bases by name, so that it can be saved in any folder.
+
+    Raises ConfigError for an unknown name.
+    """
+    files = shipped()
+    if name not in files:
+        near = get_close_matches(name, files, 1)
+        raise ConfigError(
+            f"no config of the package is called {name}"
+            + (f"; did you mean {near[0]}?" if near else "; `fastsuncet configs` lists them")
+        )
+    names = {os.fspath(path): name for name, path in files.items()}
+
+    def by_name(match: re.Match[str]) -> str:
+        return "base: " + names.get(os.path.normpath(files[name].parent / match[1]), match[1])
+
+    return re.sub(r"\bbase: ([\w./-]+)", by_name, files[name].read_text())
+
+
+def copy(name: str, file: Path) -> None:
+    """Write `config_text` to a new file. Raises ConfigError where there is one already."""
+    text = config_text(name)
+    try:
+        with file.open("x") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{file} exists; name another file: --copy FILE") from None

@@ -1,0 +1,52 @@
+"""The configs of the package: listed, printed, and copied so that they work in any folder."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fastsuncet import cli
+from fastsuncet.commands.sweep.runs import expand
+from fastsuncet.commands.sweep.spec import read_sweep
+from fastsuncet.config import load_config
+from fastsuncet.config.reader import shipped
+
+NAMES = list(shipped())
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_configs_lists_every_file_with_its_first_comment(capsys):
+    assert cli.main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES and len(NAMES) > 20
+    (main,) = [line for line in lines if line.startswith("in1k_10pct ")]
+    assert main.endswith("  ImageNet, SimCLR + SuNCEt with 10 % of the labels: the paper's main result.")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configs_copy_means_the_same_in_another_folder(name):
+    file = Path(name).name + ".yaml"
+    assert cli.main(["configs", name, "--copy"]) == 0
+    if re.search(r"(?m)^commands:", Path(file).read_text()):
+        of_copy, of_original = (
+            [[job.config for job in run.jobs] for run in expand(read_sweep(each))] for each in (file, name)
+        )
+        assert of_copy == of_original
+    else:
+        assert load_config(file) == load_config(name)
+
+
+def test_configs_keeps_a_file_that_exists(capsys):
+    Path("my.yaml").write_text("mine")
+    assert cli.main(["configs", "in1k_simclr", "--copy", "my.yaml"]) == 2
+    assert capsys.readouterr().err == "error: my.yaml exists; name another file: --copy FILE\n"
+    assert Path("my.yaml").read_text() == "mine"
+
+
+def test_configs_unknown_name_suggests_the_nearest(capsys):
+    assert cli.main(["configs", "in1k_10"]) == 2
+    assert "did you mean in1k_10pct?" in capsys.readouterr().err
