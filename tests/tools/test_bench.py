@@ -1,15 +1,17 @@
 """The bench tools compare equals: every peer computes what ours does. Each tool reports what it measured."""
 
 import json
+import sys
 
 import pytest
 import torch
 
+from fastsuncet.errors import FastSuncetError
 from fastsuncet.losses import nt_xent
 from fastsuncet.optim import LARS, LARSSettings, lars_kernel
 from tests.support.host_kernels import on_the_host
-from tools.bench import bench_host, bench_lars, bench_loss, bench_pipeline, bench_step
-from tools.bench.bench_loss import LISTING, OURS, contenders, forward_backward, inputs
+from tools.bench import bench_host, bench_lars, bench_loss, bench_pipeline, bench_step, peers
+from tools.bench.bench_loss import OURS, contenders, forward_backward, inputs
 from tools.bench.dispatch_counter import Counter
 
 pytestmark = pytest.mark.slow
@@ -42,34 +44,28 @@ def report_of(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("loss", "name"),
-    [(loss, name) for loss in ("suncet", "nt_xent") for name in contenders(loss, 64) if name != OURS],
+    [(loss, name) for loss in ("suncet", "nt_xent") for name in contenders(loss) if name != OURS],
 )
 def test_bench_loss_peers_have_our_value_and_gradient(loss, name):
     results = {}
     for contender in (OURS, name):
         z, ids = inputs(loss, 64)
-        value = forward_backward(contenders(loss, 64)[contender](ids), z)
+        value = forward_backward(contenders(loss)[contender](ids), z)
         results[contender] = value, z.grad
     torch.testing.assert_close(results[name], results[OURS], rtol=1e-5, atol=1e-5)
     assert results[OURS][1].norm() > 0.01
-
-
-def test_bench_loss_leaves_out_the_loop_over_classes_where_it_takes_minutes():
-    assert LISTING in contenders("suncet", 1024)
-    assert LISTING not in contenders("suncet", 4096)
 
 
 def test_bench_loss_reports_time_memory_operators_and_waits(report_of):
     rows = {(row["loss"], row["name"]): row for row in report_of(bench_loss)["points"]}
     for loss in ("suncet", "nt_xent"):
         assert min(rows[loss, bench_loss.LIMIT]["seconds"]) > 0
-        for name in contenders(loss, 256):
+        for name in contenders(loss):
             row = rows[loss, name]
             assert min(row["seconds"]) > 0 and is_spread(row["time_to_ours"])
             assert row["live_bytes"] > 256 * 256 * 4 and row["operators"] > 10
             assert min(row["resident_bytes"]) > 0
         assert rows[loss, OURS]["host_waits"] == 0
-    assert rows["suncet", LISTING]["host_waits"] > 32  # 32 classes
 
 
 # LARS
@@ -202,3 +198,27 @@ def test_bench_pipeline_data_loaders_give_two_different_views_in_0_to_1(tmp_path
                 assert view.shape == (3, 224, 224) and view.dtype == torch.float32
                 assert 0 <= view.min() < view.max() <= 1
             assert not torch.equal(one, other)
+
+
+# The peers
+
+
+def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):
+    bench_pipeline.write_pictures(tmp_path, 8, 40, 50)
+    config = peers.config_of(str(tmp_path), 32, "resnet_tiny", 4)
+    steps = peers.train_ours(config)
+    assert [next(steps) for _ in range(2)] == [None, None]
+    assert config.data.augmentation.blur == 0 and config.criterion.supervised_epochs == 0
+    monkeypatch.setitem(sys.modules, "lightly.transforms", None)
+    with pytest.raises(FastSuncetError, match="lightly cannot be imported"):
+        peers.main([str(tmp_path)])
+
+
+def test_peers_reports_speed_processor_time_and_memory_of_both(tmp_path, report_of):
+    pytest.importorskip("lightly.transforms", reason="lightly is not installed (extra bench)")
+    (tmp_path / "pictures").mkdir()
+    bench_pipeline.write_pictures(tmp_path / "pictures", 8, 40, 50)
+    ours, lightly = report_of(peers, str(tmp_path / "pictures"), "--batch", "4")["points"]
+    for row in (ours, lightly):
+        assert min(row["views_per_second"]) > 0 and min(row["cpu_per_view"]) > 0 and min(row["memory"]) > 5e7
+    assert is_spread(ours["cpu_to_peer"]) and "cpu_to_peer" not in lightly

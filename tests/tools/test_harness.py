@@ -1,8 +1,11 @@
 """What the bench tools share: turns, ratios, counts, the report, the exit codes; and every tool's --help."""
 
 import json
+import queue
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from pipelines.data_errors import DataError
 from tools.bench import harness
 from tools.bench.dispatch_counter import Counter
 from tools.bench.harness import ratios, spread, target, time_in_turns
+from tools.bench.processes import time_batches_in_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(p for p in ROOT.glob("tools/**/*.py") if 'if __name__ == "__main__":' in p.read_text())
@@ -125,6 +129,29 @@ def test_resident_growth_is_the_memory_that_the_work_touches():
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=ROOT)
     assert 38e6 < int(done.stdout) < 60e6
+
+
+def _prepared_ahead():
+    """A source that needs 10 ms a batch and keeps up to 4 ready."""
+    ready = queue.Queue(maxsize=4)
+
+    def prepare():
+        while True:
+            time.sleep(0.01)
+            ready.put(None)
+
+    threading.Thread(target=prepare, daemon=True).start()
+    while True:
+        yield ready.get()
+
+
+@pytest.mark.slow
+def test_batches_prepared_before_a_turn_are_not_counted():
+    sources = dict.fromkeys("ab", (_prepared_ahead, ()))
+    turns = time_batches_in_turns(sources, 12, rounds=3, discarded=6)
+    assert all(turn.wall > 0.115 and turn.memory > 1e7 for found in turns.values() for turn in found)
+    with pytest.raises(ValueError, match="11 batches a turn are too few"):
+        time_batches_in_turns(sources, 11, rounds=3, discarded=6)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a graph can be captured")

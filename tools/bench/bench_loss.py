@@ -31,9 +31,8 @@ from tools.bench.harness import format_spread, ratios, spread, target
 from tools.bench.processes import PROCESSES, resident_growth
 
 WIDTH, TEMPERATURE, IMAGES_PER_CLASS = 128, 0.1, 8
-LISTING_ROWS = 1024  # each class's slice has an N x N gradient: a minute per call at 4,096
 OURS, TF32, AUTHORS = "fastsuncet", "fastsuncet, TF32 products", "dense, as the authors"
-LISTING, NCA, LIMIT = "Listing 2, by class", "metric-learning NCALoss", "3 matrix products alone"
+NCA, LIMIT = "metric-learning NCALoss", "3 matrix products alone"
 Loss = Callable[[Tensor], Tensor]  # z (N, D) -> scalar
 # ids (N,) int64 -> the loss, with the constants that it keeps from step to step
 Prepare = Callable[[Tensor], Loss]
@@ -90,21 +89,6 @@ def class_probabilities(ids: Tensor) -> Loss:
     return loss
 
 
-def by_class(ids: Tensor) -> Loss:
-    """Return Listing 2 of the paper to the letter, a loop over the classes (its `fill_diag(0)` as a product)."""
-    others = off_diagonal(ids)
-
-    def loss(z: Tensor) -> Tensor:
-        exps, total, classes = exponentials(z, others), z.new_zeros(()), set(ids.tolist())
-        for label in classes:
-            rows = ids == label
-            above, below = exps[rows][:, rows].sum(dim=1), exps[rows].sum(dim=1)
-            total = total - torch.log(above / below).sum() / rows.sum()
-        return total / len(classes)
-
-    return loss
-
-
 def log_sum_exp(ids: Tensor) -> Loss:
     """Return the careful dense form: two log-sum-exps of masked logits."""
     negatives = ids[:, None] != ids[None, :]
@@ -131,7 +115,7 @@ def metric_learning() -> Prepare | None:
     return lambda ids: lambda z: nca(z, ids)
 
 
-def contenders(loss: str, rows: int, device: str = "cpu") -> dict[str, Prepare]:
+def contenders(loss: str, device: str = "cpu") -> dict[str, Prepare]:
     """Return all that compute `loss` ("suncet" or "nt_xent"), ours first. They agree in value and gradient."""
     found = {OURS: ours(loss)}
     if device == "cuda":
@@ -140,8 +124,6 @@ def contenders(loss: str, rows: int, device: str = "cpu") -> dict[str, Prepare]:
     if loss == "suncet":
         found["dense, two masks"] = two_masks
     found["dense, log-sum-exp"] = log_sum_exp
-    if loss == "suncet" and rows <= LISTING_ROWS:
-        found[LISTING] = by_class
     nca = metric_learning()
     return found if nca is None else {**found, NCA: nca}
 
@@ -184,7 +166,7 @@ def three_products(rows: int, device: str) -> Callable[[], None]:
 def memory_and_counts(loss: str, name: str, rows: int, device: str = "cpu") -> dict[str, int]:
     """Return memory and counts of one contender, its constants included. On a CPU, call it in a fresh process."""
     torch.set_num_threads(1)
-    prepare = contenders(loss, rows, device)[name]
+    prepare = contenders(loss, device)[name]
     # A first call loads libraries, which is not the loss's memory.
     z, ids = inputs(loss, 64, device)
     forward_backward(prepare(ids), z)
@@ -204,7 +186,7 @@ def memory_and_counts(loss: str, name: str, rows: int, device: str = "cpu") -> d
 def measure(loss: str, rows: int, rounds: int, processes: int, device: str = "cpu") -> list[dict[str, Any]]:
     """Return one point per contender: time in turns, then memory, on a CPU in `processes` fresh processes each."""
     z, ids = inputs(loss, rows, device)
-    prepared = contenders(loss, rows, device)
+    prepared = contenders(loss, device)
     calls = {name: partial(forward_backward, prepare(ids), z) for name, prepare in prepared.items()}
     repeats = 10 if device == "cuda" else 1
     seconds = harness.time_in_turns({**calls, LIMIT: three_products(rows, device)}, device, rounds, repeats)

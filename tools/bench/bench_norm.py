@@ -4,9 +4,8 @@
     torchrun --nproc-per-node 8 tools/bench/bench_norm.py          # the same with the statistics of all ranks
 
 Contenders take turns on the same activations, channels-last and in bf16: torch's three operators, torch.compile of
-them, our kernels, and apex's two group BatchNorms where apex is installed. Each is first compared with float32; one
-that differs is not timed, and if it is ours the exit code is 1. On a GPU each runs as a CUDA graph where it can, so
-that the times are those of the kernels.
+them, and our kernels. Each is first compared with float32; one that differs is not timed, and if it is ours the exit
+code is 1. On a GPU each runs as a CUDA graph where it can, so that the times are those of the kernels.
 
 The limit is a copy of as many bytes as two passes forward and two backward must move. A layer that fits in the caches
 can be faster than that, and on a CPU, where a copy also reads what it overwrites, every layer can.
@@ -14,28 +13,154 @@ can be faster than that, and on a CPU, where a copy also reads what it overwrite
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.distributed.launch import Place, join
+from fastsuncet.kernels.self_test import agrees
+from fastsuncet.models.norm_kernel import fused_norm, prove
+from fastsuncet.models.sync_batchnorm import RankBatchNorm
 from tools.bench import harness
 from tools.bench.harness import format_spread, ratios, spread
-from tools.bench.norm_contenders import COMPILED, CONTENDERS, OPERATORS, OURS, Pass, Unavailable, operators
-from tools.bench.norm_layers import LayerShape, NormLayer, resnet50_shapes
 
+OPERATORS, COMPILED, OURS = "torch, three operators", "torch.compile of them", "fastsuncet kernels"
 LIMIT = "limit: a copy of as many bytes"
 TOLERANCE = 0.02  # mean difference to float32 over the mean value: 16 bits cost less than half of it
+EPS, MOMENTUM = 1e-5, 0.1
+
+Kind = Literal["plain", "relu", "add"]  # y = n, relu(n), relu(n + residual), with n = BatchNorm(x)
+WORDS = {"plain": "BatchNorm", "relu": "BatchNorm, ReLU", "add": "BatchNorm, residual, ReLU"}
+PASSES = {"plain": 8, "relu": 8, "add": 10}  # over the activations, reads and writes together
+# One forward and backward pass: y, and the gradients of x, weight, bias and, where there is one, the residual.
+Pass = Callable[[], list[Tensor]]
 
 
-def reference(layer: NormLayer) -> list[Tensor]:
-    """Return y and the gradients by torch's operators in float32."""
-    return operators(layer.to(torch.float32))()
+@dataclass(frozen=True)
+class LayerShape:
+    """Layers of one shape and kind, and how many of them the network has."""
+
+    kind: Kind
+    channels: int
+    size: int  # height and width in pixels
+    layers: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.channels} x {self.size} x {self.size}: {WORDS[self.kind]}"
+
+    def moved(self, images: int) -> int:
+        """Return the bytes that forward and backward of one layer must read and write at least, in 16 bits.
+
+        Forward reads x for the statistics, reads it again with the residual, and writes y. Backward reads dy and x for
+        the sums and again for the gradient, and writes that and the residual's.
+        """
+        return 2 * PASSES[self.kind] * images * self.channels * self.size**2
+
+
+def resnet50_shapes() -> list[LayerShape]:
+    """Return the shapes of torchvision's ResNet-50 at 224 pixels, those that move most bytes first."""
+    shapes = [LayerShape("relu", 64, 112), LayerShape("relu", 64, 56, 6)]
+    for width, size, blocks in ((64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)):
+        shapes += [LayerShape("add", 4 * width, size, blocks), LayerShape("plain", 4 * width, size)]
+        if width > 64:
+            # The first block halves the size, in its second convolution.
+            shapes += [LayerShape("relu", width, 2 * size), LayerShape("relu", width, size, 2 * blocks - 1)]
+    return sorted(shapes, key=lambda shape: -shape.layers * shape.moved(1))
+
+
+class NormLayer:
+    """The tensors of one layer on this rank, which all contenders share: channels-last; weight and bias float32."""
+
+    def __init__(self, shape: LayerShape, images: int, place: Place, dtype: torch.dtype = torch.bfloat16):
+        self.shape, self.images, self.place = shape, images, place
+        generator = torch.Generator(place.device).manual_seed(place.rank)
+        size = (images, shape.channels, shape.size, shape.size)
+
+        def draw(mean: float) -> Tensor:
+            # Drawn in 16 bits for every dtype, so that all have the same values.
+            x = torch.empty(
+                size, dtype=torch.bfloat16, device=place.device, memory_format=torch.channels_last
+            )
+            return x.normal_(mean, generator=generator).to(dtype)
+
+        # A gradient of mean 1, so that its sums over a layer are large compared with their rounding.
+        self.x, self.d_y = draw(0.5).requires_grad_(), draw(1.0)
+        self.residual = draw(0.0).requires_grad_() if shape.kind == "add" else None
+        wave = torch.arange(shape.channels, device=place.device)
+        self.weight, self.bias = ((1 + 0.5 * torch.sin(wave * step)).requires_grad_() for step in (0.3, 0.7))
+
+    def through(self, forward: Callable[[Tensor, Tensor | None], Tensor], *parameters: Tensor) -> Pass:
+        """Return a pass through `forward`, whose weight and bias are `parameters`."""
+        leaves = [self.x, *parameters, *([] if self.residual is None else [self.residual])]
+
+        def forward_backward() -> list[Tensor]:
+            y = forward(self.x, self.residual)
+            return [y.detach(), *torch.autograd.grad(y, leaves, self.d_y)]
+
+        return forward_backward
+
+
+def operators(layer: NormLayer, *, compile: bool = False) -> Pass:
+    """Return BatchNorm, an addition and a ReLU of torch, in torch.compile if asked.
+
+    Over several ranks the BatchNorm is torch's SyncBatchNorm, or ours on a CPU, where torch's cannot train.
+    """
+    norm: Any = nn.BatchNorm2d(layer.shape.channels, eps=EPS, momentum=MOMENTUM).to(layer.place.device)
+    with torch.no_grad():
+        norm.weight.copy_(layer.weight)
+        norm.bias.copy_(layer.bias)
+    if layer.place.world_size > 1:
+        on_cpu = layer.place.device.type == "cpu"
+        norm = RankBatchNorm.take_over(norm) if on_cpu else nn.SyncBatchNorm.convert_sync_batchnorm(norm)
+
+    def forward(x: Tensor, residual: Tensor | None) -> Tensor:
+        y = norm(x)
+        y = y if residual is None else y + residual
+        return y if layer.shape.kind == "plain" else F.relu(y)
+
+    if compile:
+        # Without a reset torch.compile stops compiling a function after some shapes.
+        torch._dynamo.reset()
+        forward = torch.compile(forward, dynamic=False)
+    return layer.through(forward, norm.weight, norm.bias)
+
+
+def kernels(layer: NormLayer) -> Pass:
+    """Return our kernels, without a check of the device."""
+    running = [torch.zeros_like(layer.weight), torch.ones_like(layer.weight)]
+    rest: dict[str, Any] = {
+        "eps": EPS,
+        "momentum": MOMENTUM,
+        "relu": layer.shape.kind != "plain",
+        "shared": True,
+    }
+
+    def forward(x: Tensor, residual: Tensor | None) -> Tensor:
+        return fused_norm(x, residual, layer.weight, layer.bias, *running, **rest)
+
+    return layer.through(forward, layer.weight, layer.bias)
+
+
+CONTENDERS: dict[str, Callable[[NormLayer], Pass]] = {
+    OPERATORS: operators,
+    COMPILED: lambda layer: operators(layer, compile=True),
+    OURS: kernels,
+}
+
+
+def unavailable(name: str, device: torch.device) -> str:
+    """Return why a contender cannot run on a device, "" if it can."""
+    if name != OURS or (device.type == "cuda" and agrees("norm.cu", device, prove)):
+        return ""
+    differs = "its results differ from those of its reference; see the warning above"
+    return differs if device.type == "cuda" else "needs a CUDA device"
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -57,15 +182,16 @@ def prepare(layer: NormLayer) -> tuple[dict[str, Pass], dict[str, str], float | 
     # Over ranks some contenders return a weight's gradient of this rank's rows, some the mean of all: not compared.
     compared = [0, 1] if layer.place.world_size > 1 else [0, 1, 2, 3]
     compared += [4] if layer.residual is not None else []
-    expected = reference(layer)
+    # The same layer with activations in float32.
+    expected = operators(NormLayer(layer.shape, layer.images, layer.place, torch.float32))()
     for name, make in CONTENDERS.items():
+        if why := unavailable(name, layer.place.device):
+            notes[name] = why
+            continue
         began = time.perf_counter()
         try:
             call = make(layer)
             found = call()
-        except Unavailable as reason:
-            notes[name] = str(reason)
-            continue
         # A compiler, a kernel or the memory can fail in any way, and the other contenders are still wanted.
         except Exception as error:
             notes[name] = f"failed: {type(error).__name__}: {harness.first_line(error)}"

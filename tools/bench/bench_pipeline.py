@@ -1,10 +1,11 @@
-"""Time SimCLR's two views from JPEG files: the DALI loader and its torchvision twin against torchvision's DataLoader.
+"""Time SimCLR's two views from JPEG files: the DALI loader against torchvision's DataLoader.
 
     python tools/bench/bench_pipeline.py [FOLDER] [--pack] [--images N] [--json FILE] [--rounds R] [--quick]
 
 FOLDER is any tree of images; without one, pictures are generated first. All contenders have two threads or two worker
-processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 32. Each runs
-in its own process; they take turns, and only the one whose turn it is works.
+processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 16. Each runs
+in its own process; they take turns, and only the one whose turn it is works. A turn starts with more batches than a
+contender can have prepared before it, which are not counted.
 
 Ours applies torchvision's jitter in the fixed order brightness, contrast, saturation, hue, the DataLoader in a random
 order. "own operator" is `pipelines.dali.plugin`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
@@ -43,13 +44,14 @@ from tools.bench import harness
 from tools.bench.harness import format_spread, ratios, spread, target
 from tools.bench.processes import time_batches_in_turns
 
-WORKERS, SIGMA = 2, (0.1, 2.0)
+WORKERS, SIGMA, BATCH = 2, (0.1, 2.0), 16
+# More than a contender can prepare while others have their turns: a DataLoader two batches for each worker, DALI two.
+DISCARDED = 2 * WORKERS + 2
 # What makes the views, or a part of the work alone, and how the table calls it.
 ENGINES = {
     "dali": "fastsuncet DALI",
     "plugin": "fastsuncet DALI, own operator",
     "pack": "fastsuncet DALI from a pack",
-    "twin": "fastsuncet torchvision twin",
     "tensors": "DataLoader, v2 on tensors",
     "PIL": "DataLoader, v2 on PIL",
     "decode": "only DALI's decoding",
@@ -75,11 +77,7 @@ class Contender:
 
 
 CONTENDERS = (
-    *(
-        Contender(engine, blur)
-        for engine in ("dali", "plugin", "twin", *DATA_LOADERS)
-        for blur in ("23", "sigma")
-    ),
+    *(Contender(engine, blur) for engine in ("dali", "plugin", *DATA_LOADERS) for blur in ("23", "sigma")),
     Contender("PIL", "box"),
     *map(Contender, ("decode", "crops", "colors", "read files", "read pack")),
 )
@@ -162,11 +160,9 @@ def batches(contender: Contender, folder: str, pack: str, batch: int) -> Iterato
     if engine in ("decode", "read files", "read pack"):
         yield from part_of_the_work(plan, engine)
         return
-    backend = "torchvision" if engine == "twin" else "dali"
-    operator = {"dali": "graph", "twin": "auto"}.get(engine, "plugin")
-    loader = open_loader(index, plan, backend=backend, color_operator=operator, threads=WORKERS)
-    for step in itertools.count():
-        yield loader(step)
+    operator = "graph" if engine == "dali" else "plugin"
+    loader = open_loader(index, plan, backend="dali", color_operator=operator, threads=WORKERS)
+    yield from map(loader, itertools.count())
 
 
 def part_of_the_work(plan: Plan, engine: str) -> Iterator[Any]:
@@ -198,19 +194,22 @@ def part_of_the_work(plan: Plan, engine: str) -> Iterator[Any]:
 
 
 def measure(
-    contenders: Sequence[Contender], folder: str, pack: str, batch: int, count: int, rounds: int
+    contenders: Sequence[Contender], folder: str, pack: str, batch: int, images: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Return one point per contender: images per wall second and CPU ms per image in each turn of `count` batches."""
+    """Return one point per contender: images per wall second and CPU ms per image in each turn of `images`, or more."""
     sources = {contender: (batches, (contender, folder, pack, batch)) for contender in contenders}
-    turns = time_batches_in_turns(sources, count, rounds)
+    count = max(images // batch, 2 * DISCARDED)
+    turns = time_batches_in_turns(sources, count, rounds, DISCARDED)
     images = count * batch
-    points = []
-    for contender in contenders:
-        rates = [images / wall for wall, _ in turns[contender]]
-        cpu = [1e3 * seconds / images for _, seconds in turns[contender]]
-        facts = {"name": contender.name, **vars(contender)}
-        points.append({**facts, "images_per_second": rates, "cpu_ms_per_image": cpu})
-    return points
+    return [
+        {
+            "name": contender.name,
+            **vars(contender),
+            "images_per_second": [images / turn.wall for turn in turns[contender]],
+            "cpu_ms_per_image": [1e3 * turn.cpu / images for turn in turns[contender]],
+        }
+        for contender in contenders
+    ]
 
 
 def add_comparisons(points: list[dict[str, Any]]) -> None:
@@ -220,11 +219,10 @@ def add_comparisons(points: list[dict[str, Any]]) -> None:
     """
     from_files = {"pack": "plugin", "read pack": "read files"}
     for point in points:
-        engine, blur = point["engine"], point["blur"]
+        engine, same = point["engine"], [p for p in points if p["blur"] == point["blur"]]
+        peers = [p for p in same if p["engine"] in DATA_LOADERS]
         if engine in from_files:
-            peers = [p for p in points if p["engine"] == from_files[engine] and p["blur"] == blur]
-        else:
-            peers = [p for p in points if p["engine"] in DATA_LOADERS and p["blur"] == blur]
+            peers = [p for p in same if p["engine"] == from_files[engine]]
         if not peers or engine in DATA_LOADERS:
             continue
         peer = max(peers, key=lambda p: spread(p["images_per_second"])["median"])
@@ -257,15 +255,16 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=5, quick="seven contenders, 8 pictures", devices=())
+    parser = harness.parser(__doc__, rounds=3, quick="seven contenders, 8 pictures", devices=())
     parser.add_argument("folder", nargs="?", help="a tree of images (default: 256 generated pictures)")
-    parser.add_argument("--images", type=int, default=384, help="images in a turn (default: %(default)s)")
+    fewest, what = 2 * DISCARDED * BATCH, "images in a turn, at least and by default %(default)s"
+    parser.add_argument("--images", type=int, default=fewest, help=what)
     parser.add_argument("--pack", action="store_true", help="only what is read from files and from a pack")
     options = parser.parse_args(arguments)
-    batch, count, rounds = 32, max(1, options.images // 32), options.rounds
+    batch, rounds = BATCH, options.rounds
     contenders: Sequence[Contender] = PACKED if options.pack else CONTENDERS
     if options.quick:
-        batch, count, rounds, contenders = 4, 2, 2, QUICK
+        batch, rounds, contenders = 2, 2, QUICK
     notes = [
         "x peer: against the fastest DataLoader with the same blur; for a pack, against files",
         "Files and pack were in the page cache: a cold disk is not measured.",
@@ -283,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_pictures(folder, 8 if options.quick else 256)
         index, pack = image_tree(folder), f"{scratch}/shards"
         write_pack(index, Path(pack))
-        points = measure(contenders, str(folder), pack, batch, count, rounds)
+        points = measure(contenders, str(folder), pack, batch, options.images * batch // BATCH, rounds)
     add_comparisons(points)
     # The targets on a CPU, for both blur kernels.
     targets = [

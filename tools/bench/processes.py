@@ -3,13 +3,15 @@
 import multiprocessing
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from tools.bench.harness import rotated
 
@@ -17,24 +19,32 @@ from tools.bench.harness import rotated
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torchvision.transforms.v2", "PIL.Image"])
 
-DISCARDED = (
-    5  # batches before each turn: more than a contender can have prepared while others had their turns
-)
 # An importable function that yields batches without end, and its arguments.
 Source = tuple[Callable[..., Iterator[Any]], tuple]
 
 
-def time_batches_in_turns(
-    sources: Mapping[Any, Source], count: int, rounds: int
-) -> dict[Any, list[tuple[float, float]]]:
-    """Return (wall, CPU) seconds over `count` batches of each source, by turn.
+class Turn(NamedTuple):
+    """What a turn took: seconds on the wall, processor seconds and bytes of memory, of all processes."""
 
-    Each source has its own process, and only the one whose turn it is works. What it prepared while others had their
-    turns is discarded before its clock starts.
+    wall: float
+    cpu: float
+    memory: int
+
+
+def time_batches_in_turns(
+    sources: Mapping[Any, Source], count: int, rounds: int, discarded: int
+) -> dict[Any, list[Turn]]:
+    """Return what `count` batches of each source take, by turn; progress goes to stderr.
+
+    Each source has its own process, and only the one whose turn it is works. `discarded` batches come before the clock:
+    more than a source can prepare while others have their turns. `count` must be several times that. Else batches that
+    were prepared before the clock, or half of one that is nearly done, are a large part of a turn.
     """
+    if count < 2 * discarded:
+        raise ValueError(f"{count} batches a turn are too few for sources that prepare up to {discarded - 1}")
     pipes: dict[Any, Connection] = {}
     processes = []
-    turns: dict[Any, list[tuple[float, float]]] = {name: [] for name in sources}
+    turns: dict[Any, list[Turn]] = {name: [] for name in sources}
     try:
         for name, source in sources.items():
             pipes[name], far_end = multiprocessing.Pipe()
@@ -43,14 +53,13 @@ def time_batches_in_turns(
             process.start()
             processes.append(process)
             far_end.close()
+            pipes[name].recv()
+        order = [name for turn in range(rounds) for name in rotated(list(sources), turn)]
+        for name in tqdm(order, "turns", file=sys.stderr, mininterval=1):
+            pipes[name].send((discarded, count))
+            turns[name].append(pipes[name].recv())
         for pipe in pipes.values():
-            pipe.recv()
-        for turn in range(rounds):
-            for name in rotated(list(sources), turn):
-                pipes[name].send(count)
-                turns[name].append(pipes[name].recv())
-        for pipe in pipes.values():
-            pipe.send(0)
+            pipe.send(None)
     finally:
         for pipe in pipes.values():
             pipe.close()
@@ -62,19 +71,20 @@ def time_batches_in_turns(
 
 
 def _serve(pipe: Connection, source: Source) -> None:
-    """Send (wall seconds, CPU seconds) for each number of batches that is received, until it is 0."""
+    """Send a Turn for each pair of numbers that is received, until it is None."""
     torch.set_num_threads(1)
     batches = source[0](*source[1])
     next(batches)
     pipe.send(None)
     try:
-        while count := pipe.recv():
-            for _ in range(DISCARDED):
+        while asked := pipe.recv():
+            discarded, count = asked
+            for _ in range(discarded):
                 next(batches)
             wall, cpu = time.perf_counter(), _cpu_seconds()
             for _ in range(count):
                 next(batches)
-            pipe.send((time.perf_counter() - wall, _cpu_seconds() - cpu))
+            pipe.send(Turn(time.perf_counter() - wall, _cpu_seconds() - cpu, _memory()))
     except EOFError:
         pass  # the parent process has ended
 
@@ -89,19 +99,18 @@ def _cpu_seconds() -> float:
     return total
 
 
+def _memory() -> int:
+    """Return the bytes of this process and of its workers; pages that several share are counted once in all."""
+    ids = ["self", *(worker.pid for worker in multiprocessing.active_children())]
+    return sum(1024 * _kib(Path(f"/proc/{each}/smaps_rollup"), "Pss") for each in ids)
+
+
 def resident_growth(work: Callable[[], Any]) -> int:
-    """Return the bytes by which this process's resident memory rose at most during `work`, as the system counts.
+    """Return the bytes by which this process's resident memory rose at most during `work`, as Linux counts.
 
     Call it in a fresh process: memory that was freed before and kept by the allocator would not be counted.
     """
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not status.exists():
-        # Other systems have only a high-water mark since the start, in bytes on macOS.
-        import resource
-
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        work()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     # 5 sets the high-water mark to what is resident now.
     reset.write_text("5")
     before = _kib(status, "VmRSS")
@@ -110,4 +119,4 @@ def resident_growth(work: Callable[[], Any]) -> int:
 
 
 def _kib(status: Path, field: str) -> int:
-    return int(re.findall(rf"{field}:\s+(\d+) kB", status.read_text())[0])
+    return int(re.findall(rf"^{field}:\s+(\d+) kB", status.read_text(), re.MULTILINE)[0])

@@ -1,0 +1,151 @@
+"""Train SimCLR end to end by this project and by lightly, in turns: the same network, files, views and batch.
+
+    python tools/bench/peers.py FOLDER [--size 32] [--network NAME] [--batch N] [--steps K] [--rounds R] [--json FILE]
+
+FOLDER is any tree of images. Both train a network of the same weights on a CPU in float32, from files, with one thread
+for the network and two threads or workers for the pixels. lightly makes views with its SimCLRTransform (torchvision
+on PIL images) in a DataLoader, and trains with its NTXentLoss and LARS, as its examples do. Views are SimCLR's; below
+64 pixels without blur and with half the color strength, as SimCLR has them for CIFAR-10. lightly draws the order of the
+color operations for each image, ours is fixed.
+
+Processor time and memory are those of all processes of a contender. solo-learn is no contender: its one release in the
+package index, 1.0.2, requires torch 1.9.1, which no Python of this project can install.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
+
+from fastsuncet.config import Config, load_config
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import FastSuncetError
+from fastsuncet.models.resnet import build_model
+from pipelines.dali.plugin.build import kept, unavailable
+from pipelines.datasets.folders import image_tree
+from tools.bench import harness
+from tools.bench.bench_pipeline import Endless
+from tools.bench.bench_step import StepBench
+from tools.bench.harness import format_spread, ratios, target
+from tools.bench.processes import time_batches_in_turns
+
+OURS, LIGHTLY = "fastsuncet", "lightly, DataLoader"
+HERE, WORKERS, SMALL = Place(0, 1, 0, torch.device("cpu")), 2, 64
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "in1k_simclr.yaml"
+
+
+def config_of(folder: str, size: int, network: str, batch: int) -> Config:
+    """Return SimCLR's config on all images below `folder`."""
+    words = f"""
+        data.kind=images data.validation=null data.augmentation.size={size} data.decode_threads={WORKERS}
+        model.name={network} model.stem={"cifar" if size < SMALL else "imagenet"}
+        criterion.unsupervised_batch_size={batch} evaluation.knn_every_epochs=null meta.device=cpu meta.precision=fp32
+    """.split()
+    small = ["data.augmentation.blur=0", "data.augmentation.strength=0.5"] if size < SMALL else []
+    return load_config(CONFIG, [*words, *small, f"data.root={folder}"])
+
+
+def train_ours(config: Config) -> Iterator[None]:
+    """Train by this project; yield after each step."""
+    bench, stream = StepBench.open(config, HERE)
+    step = bench.ours(stream)
+    while True:
+        step()
+        yield
+
+
+class Files(Dataset):
+    """A file -> two views, in lightly's form."""
+
+    def __init__(self, paths: list[Path], transform: Any):
+        self.paths, self.transform = paths, transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> list[torch.Tensor]:
+        return self.transform(Image.open(self.paths[i]).convert("RGB"))
+
+
+def train_lightly(config: Config) -> Iterator[None]:
+    """Train by lightly; yield after each step."""
+    from lightly.loss import NTXentLoss
+    from lightly.transforms import SimCLRTransform
+    from lightly.utils.lars import LARS
+
+    view, m, rule = config.data.augmentation, config.model, config.optimization
+    transform = SimCLRTransform(
+        view.size, cj_strength=view.strength, gaussian_blur=view.blur, sigmas=view.blur_sigma, normalize=None
+    )
+    index = image_tree(str(config.data.root))
+    data = Files([index.path(i) for i in range(len(index))], transform)
+    batch = config.criterion.unsupervised_batch_size
+    loader = DataLoader(data, batch, sampler=Endless(len(data)), num_workers=WORKERS)
+    model = build_model(m.name, m.library, m.stem, m.hidden, m.output, m.head_batchnorm).train()
+    loss = NTXentLoss(config.criterion.temperature)
+    optimizer = LARS(model.parameters(), 1e-3, rule.momentum, weight_decay=rule.weight_decay)
+    for first, second in loader:
+        loss(model(first), model(second)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table and write the JSON."""
+    parser = harness.parser(__doc__, rounds=5, quick="two turns of two steps", devices=())
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--size", type=int, default=32, help="side of a view in pixels (default: %(default)s)"
+    )
+    parser.add_argument("--network", default="resnet_tiny", help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=128, help="images of two views (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="in a turn (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    rounds, steps = (2, 2) if options.quick else (options.rounds, options.steps)
+    try:
+        import lightly.transforms  # noqa: F401
+    except ImportError as error:
+        raise FastSuncetError(f"lightly cannot be imported ({error}): pip install -e '.[bench]'") from error
+    report = harness.Report("peers", options.json)
+    config = config_of(str(options.folder.resolve()), options.size, options.network, options.batch)
+    sources = {OURS: (train_ours, (config,)), LIGHTLY: (train_lightly, (config,))}
+    turns = time_batches_in_turns(sources, steps, rounds, discarded=max(1, min(6, steps // 2)))
+    views = 2 * options.batch * steps
+    points = []
+    for name, found in turns.items():
+        rates, cpu = [views / turn.wall for turn in found], [turn.cpu / views for turn in found]
+        memory = [turn.memory for turn in found]
+        points.append({"name": name, "views_per_second": rates, "cpu_per_view": cpu, "memory": memory})
+    ours, peer = points
+    ours["speed_to_peer"] = ratios(ours["views_per_second"], peer["views_per_second"])
+    ours["cpu_to_peer"] = ratios(ours["cpu_per_view"], peer["cpu_per_view"])
+    ours["memory_to_peer"] = ratios(ours["memory"], peer["memory"])
+    columns = [
+        ("", "name", str),
+        ("views/s", "views_per_second", harness.scaled(1)),
+        ("x peer", "speed_to_peer", format_spread),
+        ("CPU ms/view", "cpu_per_view", harness.scaled(1e3)),
+        ("x peer", "cpu_to_peer", format_spread),
+        ("memory, MB", "memory", harness.scaled(1e-6)),
+        ("x peer", "memory_to_peer", format_spread),
+    ]
+    title = (
+        f"SimCLR, {options.network}, {options.batch} images of two views of {options.size} pixels, from files"
+    )
+    targets = [
+        target("processor time a view, times lightly's", ours["cpu_to_peer"], 0.65, at_least=False),
+        target("views/s, times lightly's", ours["speed_to_peer"], 1, at_least=True),
+    ]
+    notes = ["our views by our own operator" if kept() else f"our views by DALI's operators: {unavailable()}"]
+    return report.finish([harness.table(title, points, columns)], points=points, targets=targets, notes=notes)
+
+
+if __name__ == "__main__":
+    harness.run(main)
