@@ -102,7 +102,7 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
         image = F.horizontal_flip(image)
     if augmentation.recolors:
         factors = (view.brightness, view.contrast, view.saturation, view.hue)
-        image = jitter(image, *(float(factor[row]) for factor in factors))
+        image = jitter(image, *(float(factor[row]) for factor in factors), order=view.order[row])
     if view.grey[row]:
         image = F.rgb_to_grayscale(image, num_output_channels=3)
     if view.sigma[row] > 0:
@@ -121,15 +121,22 @@ def center_crop(image: torch.Tensor, view: CenterParams, row: int, size: int) ->
 
 
 def jitter(
-    image: torch.Tensor, brightness: float, contrast: float, saturation: float, hue: float
+    image: torch.Tensor,
+    brightness: float,
+    contrast: float,
+    saturation: float,
+    hue: float,
+    order: Sequence[int] | np.ndarray = (0, 1, 2, 3),
 ) -> torch.Tensor:
-    """Apply torchvision's ColorJitter in the fixed order brightness, contrast, saturation, hue (in turns)."""
-    for adjust, factor, neutral in (
+    """Apply torchvision's ColorJitter in the order of `order`, whose numbers count the factors. `hue` is in turns."""
+    adjustments = (
         (F.adjust_brightness, brightness, 1),
         (F.adjust_contrast, contrast, 1),
         (F.adjust_saturation, saturation, 1),
         (F.adjust_hue, hue, 0),
-    ):
+    )
+    for i in order:
+        adjust, factor, neutral = adjustments[i]
         image = image if factor == neutral else adjust(image, factor)
     return image
 

@@ -186,6 +186,8 @@ def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any]
     }
     if augmentation.recolors:
         inputs |= {name: attrgetter(name) for name in color.FACTORS if getattr(augmentation, name)}
+        if augmentation.color_order == "random":
+            inputs["order"] = lambda view: view.order @ color.BITS
     # DALI takes no bool as an operator's argument.
     if augmentation.grey:
         inputs["grey"] = lambda view: view.grey.astype(np.int32)

@@ -6,6 +6,7 @@ the same numbers, and a global batch is the same however many ranks share it.
 """
 
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
@@ -14,8 +15,9 @@ import numpy as np
 from annotated_types import Predicate
 
 CROP_TRIES = 10  # torchvision's RandomResizedCrop gives up after ten boxes that do not fit
-# 20 for the tries, 2 for the corner, 9 for the rest, 1 spare: whole blocks of Philox's four words.
+# 20 for the tries, 2 for the corner, 10 for the rest: whole blocks of Philox's four words.
 DRAWS_PER_ROW = 32
+ORDERS = np.array(list(itertools.permutations(range(4))), np.int32)  # the first is the fixed one
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Augmentation:
 
     The color jitter changes brightness, contrast and saturation by a factor uniform in [max(0, 1-x), 1+x], where x is
     `strength` times the setting, and turns the hue by an angle uniform in [-x, x] turns. All four apply to the same
-    share `jitter` of the images, in this fixed order. torchvision draws the order for each image; a fixed order costs
-    a batched pipeline nothing and is the one documented difference of recipe.
+    share `jitter` of the images. torchvision draws their order for each image, as `color_order` "random" does; a fixed
+    order is the one documented difference of recipe.
 
     Raises ValueError for a setting outside its range, and SettingsConflict.
     """
@@ -81,6 +83,13 @@ class Augmentation:
     saturation: Amount = setting(0.8, "largest change of the saturation factor at strength 1")
     hue: Annotated[float, Allowed(lambda x: 0 <= x <= 0.5, "a number of turns from 0 to 0.5")] = setting(
         0.2, "largest change of the hue at strength 1, in turns"
+    )
+    color_order: Annotated[
+        Literal["fixed", "random"], Allowed(lambda o: o in ("fixed", "random"), "fixed or random")
+    ] = setting(
+        "fixed",
+        "order of the four: fixed: brightness, contrast, saturation, hue; random: drawn for each image, as torchvision "
+        "does",
     )
     grey: Probability = setting(0.2, "probability of a gray image")
     blur: Probability = setting(0.5, "probability of a Gaussian blur")
@@ -146,6 +155,9 @@ class ViewParams:
     contrast: np.ndarray  # (B,) float32 factor, 1 = neutral
     saturation: np.ndarray  # (B,) float32 factor, 1 = neutral
     hue: np.ndarray  # (B,) float32 turns, 0 = neutral
+    order: (
+        np.ndarray
+    )  # (B, 4) int32: which of the four factors above comes first, second ...; 0 is brightness
     grey: np.ndarray  # (B,) bool
     sigma: np.ndarray  # (B,) float32 pixels, 0 = no blur
 
@@ -200,7 +212,7 @@ def draw_view(
     draws = uniform(seed, role, (first_row * blocks, 0, 0, step), len(sizes) * DRAWS_PER_ROW)
     draws = draws.reshape(len(sizes), DRAWS_PER_ROW)
     tries, (top, left, *rest) = draws[:, : 2 * CROP_TRIES], draws[:, 2 * CROP_TRIES :].T
-    flip, jitter, brightness, contrast, saturation, hue, grey, blur, sigma, _spare = rest
+    flip, jitter, brightness, contrast, saturation, hue, grey, blur, sigma, order = rest
     jittered, turns = jitter < augmentation.jitter, augmentation.strength * augmentation.hue
 
     def where(chosen: np.ndarray, drawn: np.ndarray, neutral: float) -> np.ndarray:
@@ -217,6 +229,7 @@ def draw_view(
         contrast=factor(contrast, augmentation.contrast),
         saturation=factor(saturation, augmentation.saturation),
         hue=where(jittered, between(hue, -turns, turns), 0.0),
+        order=ORDERS[(order * len(ORDERS) * (augmentation.color_order == "random")).astype(int)],
         grey=grey < augmentation.grey,
         sigma=where(blur < augmentation.blur, between(sigma, *augmentation.blur_sigma), 0.0),
     )

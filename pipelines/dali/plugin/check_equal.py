@@ -13,17 +13,17 @@ from nvidia.dali import pipeline_def
 
 from pipelines.backend import require_gpu
 from pipelines.dali import graphs
-from pipelines.dali.color import FACTORS
+from pipelines.dali.color import BITS, FACTORS
 from pipelines.data_errors import DataError
-from pipelines.sampling.augmentation import Augmentation
+from pipelines.sampling.augmentation import ORDERS, Augmentation
 
 Images = list[np.ndarray]  # each uint8 (H, W, 3)
 Inputs = dict[
     str, np.ndarray
 ]  # one number for each image, by the names of `pipelines.dali.graphs.view_inputs`
-INPUTS = (*FACTORS, "grey", "sigma", "flip")
+INPUTS = (*FACTORS, "order", "grey", "sigma", "flip")
 # Normalized, because a wrong order of the channels would not show otherwise.
-EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), color_order="random")
 
 
 def require_equal(device: str = "cpu") -> None:
@@ -97,15 +97,26 @@ def random_batch(seed: int, count: int = 24) -> tuple[Images, Inputs]:
     # The border is mirrored once, so an image must be wider than half of the kernel.
     inputs["sigma"][(rng.random(count) < 0.3) | (np.ceil(3 * inputs["sigma"]) >= sides)] = 0
     numbers = {name: values.astype(np.float32) for name, values in inputs.items()}
-    return images, {**numbers, "grey": coins(rng, count, 0.2), "flip": coins(rng, count, 0.5)}
+    orders = (ORDERS @ BITS)[rng.integers(len(ORDERS), size=count)]
+    return images, {
+        **numbers,
+        "order": orders,
+        "grey": coins(rng, count, 0.2),
+        "flip": coins(rng, count, 0.5),
+    }
 
 
 def full_batch() -> tuple[Images, Inputs]:
-    """Return a batch as large as training's, of images of training's size, for a GPU: 256 of 224 pixels."""
+    """Return a batch as large as training's, of images of training's size, for a GPU: 256 of 224 pixels, one larger.
+
+    The larger one has more than 65,536 pixels, and no contrast, whose mean a GPU rounds otherwise there.
+    """
     rng = np.random.default_rng(2)
     _, inputs = random_batch(seed=2, count=256)
     inputs["sigma"] = np.where(rng.random(256) < 0.5, rng.uniform(0.1, 2, 256), 0).astype(np.float32)
-    return list(rng.integers(0, 256, (256, 224, 224, 3), np.uint8)), inputs
+    inputs["contrast"][-1] = 1
+    images = list(rng.integers(0, 256, (255, 224, 224, 3), np.uint8))
+    return [*images, rng.integers(0, 256, (400, 300, 3), np.uint8)], inputs
 
 
 def coins(rng: np.random.Generator, count: int, chance: float) -> np.ndarray:
@@ -128,6 +139,7 @@ def rounding_batch() -> tuple[Images, Inputs]:
     inputs["contrast"][:-1] = 30_000
     inputs["brightness"][-1] = np.nextafter(np.float32(0.5), np.float32(0))
     inputs["sigma"] = np.zeros(count, np.float32)
+    inputs["order"] = np.full(count, ORDERS[0] @ BITS)
     return images, {**inputs, "grey": coins(rng, count, 0), "flip": coins(rng, count, 0)}
 
 

@@ -127,6 +127,8 @@ def test_draws_never_change():
         for rows in (view.flip, view.hue != 0, view.grey, view.sigma > 0)
     ]
     assert chosen == [".x.xxxx.", "xx.x.xxx", ".xx.xxx.", "..x..x.x"]
+    view = draw(np.full((3, 2), 300), Augmentation(color_order="random"), role="unlabeled/view 0")
+    assert view.order.tolist() == [[2, 3, 0, 1], [1, 0, 2, 3], [1, 3, 0, 2]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -177,6 +179,17 @@ def test_draws_of_factors_are_uniform_over_their_ranges(many):
         assert values.min() >= np.float32(low) and values.max() <= np.float32(high), name
         ideal = np.linspace(low, high, len(values))
         assert np.abs(np.sort(values) - ideal).max() < 1.95 / math.sqrt(len(values)) * (high - low), name
+
+
+def test_draws_of_a_random_order_are_uniform_and_change_nothing_else(many):
+    assert (many.order == [0, 1, 2, 3]).all()
+    ordered = draw(np.full((COUNT, 2), 300), Augmentation(color_order="random"), seed=11)
+    orders, counts = np.unique(ordered.order, axis=0, return_counts=True)
+    assert len(orders) == 24 and (np.sort(orders) == [0, 1, 2, 3]).all()
+    assert np.abs(counts / COUNT - 1 / 24).max() < 4.5 * math.sqrt(1 / 24 / COUNT)
+    for field in fields(ViewParams):
+        same = np.array_equal(getattr(ordered, field.name), getattr(many, field.name))
+        assert same == (field.name != "order"), field.name
 
 
 def test_draws_are_uncorrelated(many):

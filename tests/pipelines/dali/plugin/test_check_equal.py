@@ -25,6 +25,7 @@ pytestmark = [needs_plugin, pytest.mark.usefixtures("plugin")]
 # Times 1 and plus a half it makes 1, but it must be rounded to 0.
 BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
 NEUTRAL = {
+    "order": 0xE4,
     "brightness": 1.0,
     "contrast": 1.0,
     "saturation": 1.0,
@@ -39,7 +40,10 @@ PLAIN = replace(check_equal.EXACT, mean=(0, 0, 0), std=(1 / 255,) * 3)  # values
 def inputs(count: int, **factors) -> dict[str, np.ndarray]:
     """Numbers of `count` views, neutral but for those given: one for all, or one each."""
     found = {name: np.broadcast_to(factors.get(name, neutral), count) for name, neutral in NEUTRAL.items()}
-    return {name: v.astype(np.int32 if name in ("grey", "flip") else np.float32) for name, v in found.items()}
+    return {
+        name: v.astype(np.int32 if name in ("order", "grey", "flip") else np.float32)
+        for name, v in found.items()
+    }
 
 
 def require_same_bits(images, given, augmentation=check_equal.EXACT, dtype="float32") -> list[np.ndarray]:
@@ -162,7 +166,11 @@ def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
 @pytest.mark.filterwarnings("error:The external source node")
 @pytest.mark.parametrize(
     ("extra", "dtype"),
-    [({}, torch.float32), ({"grey": 0, "flip": 0}, torch.float16), ({"jitter": 0}, torch.float32)],
+    [
+        ({}, torch.float32),
+        ({"grey": 0, "flip": 0, "color_order": "random"}, torch.float16),
+        ({"jitter": 0}, torch.float32),
+    ],
 )
 def test_loader_gives_the_same_bits_with_and_without_the_plugin(tmp_path, monkeypatch, extra, dtype):
     index = write_pictures(tmp_path, count=6, side=70)
