@@ -109,6 +109,20 @@ def _evaluate(kind: str, parser: Parser) -> int:
     return evaluate(config, kind, ["evaluate", kind, *parser.arguments], **chosen)
 
 
+def _export(parser: Parser) -> int:
+    add = parser.add_argument
+    add("--to", metavar="FORMAT", required=True, choices=texts.EXPORTS, help=", ".join(texts.EXPORTS))
+    add("--output", metavar="PATH", type=Path, help="the file or folder (default: one in RUN/export)")
+    add("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
+    add("--force", action="store_true", help="replace what is at --output")
+    options = _parse_words(parser, "RUN or CONFIG")
+    where = _run_folder(parser, options)
+    from fastsuncet.commands.export import export
+
+    export(where, options.to, output=options.output, step=options.step, force=options.force)
+    return 0
+
+
 def _sweep(parser: Parser) -> int:
     add = parser.add_argument
     add("--dry-run", action="store_true", help="check all configs and print all commands; start nothing")
@@ -246,6 +260,7 @@ RUN: dict[str, Callable[[Parser], int]] = {
     "finetune": _finetune,
     "transfer": _transfer,
     **{f"evaluate {kind}": partial(_evaluate, kind) for kind in ("knn", "npi", "linear", "accuracy")},
+    "export": _export,
     "sweep": _sweep,
     "preview": _preview,
     "data check": _check,
@@ -312,6 +327,16 @@ def _with_encoder(parser: Parser, *, several: bool = True) -> "tuple[dict[str, A
     return {
         name: value for name, value in vars(options).items() if name not in ("config", "overrides")
     }, config
+
+
+def _run_folder(parser: Parser, options: argparse.Namespace) -> Path:
+    """Return the folder that the words name, or that of the run of the config that they name."""
+    where = Path(options.config).expanduser()
+    if where.suffix in (".yaml", ".yml"):
+        return _load(options).run_folder
+    if options.overrides:
+        parser.error(f"{where} is no config, and only a config has keys to override")
+    return where
 
 
 def _load(options: argparse.Namespace) -> "Config":

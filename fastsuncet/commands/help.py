@@ -7,6 +7,8 @@ of its own has EXIT_CODES.
 import re
 from collections.abc import Iterable
 
+EXPORTS = ("torchvision", "timm", "safetensors", "onnx")  # of `fastsuncet export --to`
+
 EXIT_CODES = """\
 exit codes:
   0    done
@@ -14,7 +16,7 @@ exit codes:
   2    the config or the command line is wrong; nothing was started
   3    the data is wrong: a missing folder, an image that cannot be decoded
   4    a loss is not finite; nothing of that step was saved
-  5    no checkpoint can be used, or none can be written
+  5    no checkpoint can be used, or none can be written; or an export cannot (the run is saved)
   75   stopped by a signal and saved: run the same command again (schedulers: requeue)
   130  interrupted from the keyboard"""
 
@@ -38,6 +40,7 @@ COMMANDS = {
     "evaluate npi": "accuracy of SuNCEt's classifier without parameters",
     "evaluate linear": "accuracy of a linear classifier on the frozen encoder",
     "evaluate accuracy": "accuracy of a network that already has a classifier",
+    "export": "write the encoder for torchvision, timm, Hugging Face or ONNX",
     "sweep": "several runs, and several commands on each, from one file",
     "preview": "draw the augmented views of a config as a picture",
     "data check": "decode every image once and name the bad ones",
@@ -153,6 +156,25 @@ of torchvision or timm with its fc layer.
 examples:
   fastsuncet evaluate accuracy in1k_10pct --encoder resnet50.pth \\
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'""",
+    "export": """\
+Writes the encoder of a run's newest good checkpoint, or of --step, for other programs: the weights
+without the projection head, in float32, and a JSON with the config, the normalization, the image
+size, the sha256 and the results. A fine-tuned encoder keeps its classifier.
+
+  torchvision   RUN/export/torchvision.pth   torchvision.models.resnet50().load_state_dict
+  timm          RUN/export/timm.pth          the same for timm.create_model
+  safetensors   RUN/export/safetensors       a folder for timm.create_model("local-dir:...") and for
+                                             the Hugging Face hub: weights, config.json, README.md
+  onnx          RUN/export/onnx.onnx         needs pip install 'fastsuncet[onnx]'
+
+`fastsuncet train` does this at the end of a run for the formats in checkpoint.export. An export
+replaces the earlier one in RUN/export in one step. What is at --output stays, unless --force is
+given. docs/export.md shows how to load each format.
+
+examples:
+  fastsuncet export runs/in1k_10pct --to torchvision
+  fastsuncet export configs/in1k_10pct.yaml --to safetensors --output ~/hub/in1k_10pct
+  fastsuncet export runs/in1k_10pct/finetune/10pct --to onnx --step 9000""",
     "sweep": """\
 Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
 one after the other, each in its own process on all GPUs of this machine. All configs are checked

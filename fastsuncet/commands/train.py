@@ -5,6 +5,7 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
     config.yaml     the resolved config               checkpoints/    step_00012345/ ..., latest
     metrics.jsonl   one line per metrics interval     metrics.csv     the same as a table
     status.json     running, done, preempted or failed, and at which step
+    export/         the encoder for other programs, at the end of the run
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder
+from fastsuncet.commands import export
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images
@@ -51,6 +53,8 @@ def train(config: Config, place: launch.Place) -> Trainer:
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
     set_determinism(config, place)
+    for to in config.checkpoint.export:
+        export.check(config, to)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
@@ -61,11 +65,14 @@ def train(config: Config, place: launch.Place) -> Trainer:
                 asked = signals.requested or "another rank"
                 raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
             trainer.run(signals)
+        export.export_at_end(config, place)  # after the status: a disk that is full now has not lost the run
         return trainer
 
 
 def plan(config: Config) -> list[str]:
     """Return the resolved config and what it would do here. Raises what would end the run before its first step."""
+    for to in config.checkpoint.export:
+        export.check(config, to)
     device = launch.pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
     world_size = launch.expected_ranks(config.meta.device)

@@ -88,6 +88,10 @@ Datasets = Annotated[
     tuple[Literal["cifar10", "cifar100", "voc07"], ...],
     Allowed(bool, "a list of cifar10, cifar100 and voc07"),
 ]
+Exports = Annotated[
+    tuple[Literal["torchvision", "timm", "safetensors", "onnx"], ...],
+    described("a list of torchvision, timm, safetensors and onnx, or []"),
+]
 Switch = Annotated[bool, described("true or false")]
 Text = Annotated[str, matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits in small letters")]
@@ -293,11 +297,13 @@ class LoggingSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to save, apart from the end of the run and a signal. Both intervals can be given."""
+    """When to save, apart from the end of the run and a signal (both intervals can be given), and what to export."""
 
     every: Count | None = None  # steps between two checkpoints
     every_epochs: Count | None = 1  # epochs between two checkpoints
     keep: Count = 3  # how many of the newest checkpoints to keep
+    # what the encoder is exported to at the end of the run, as `fastsuncet export` does; []: nothing
+    export: Exports = ("torchvision",)
 
 
 class EvaluationSection(Section):

@@ -1,5 +1,10 @@
-"""The encoder to evaluate: a run's checkpoint, or a file of weights from torchvision, timm or the authors."""
+"""The encoder to evaluate: a run's checkpoint, an export, or a file of weights from torchvision, timm or the authors.
 
+An export is a file and a JSON, named by `record_path`, that says what network it is and which pixels it expects.
+"""
+
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +14,20 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import META, LoadedCheckpoint
+from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
+from fastsuncet.evaluation.features import evaluation_view
 from fastsuncet.models.pretrained_weights import fill, read_weights
 from fastsuncet.models.resnet import WIDTHS, build_model
 from fastsuncet.training import methods
+from pipelines.sampling.augmentation import Center
 
+WEIGHTS = MODEL  # of an exported folder; timm reads this name too
 ENCODER, CLASSIFIER = "encoder.", "classifier."  # prefixes of their tensors in a checkpoint
 
 
@@ -38,6 +46,8 @@ class Encoder:
     method: str | None = None  # "SimCLR + SuNCEt"
     classifier: nn.Linear | None = None  # (B, width) -> (B, C), where the file has one
     tuned: int | None = None  # updates of fine-tuning after the pre-training
+    trained: Config | None = None  # the config of the run; None for a file of weights of another program
+    view: Center | None = None  # the pixels that the encoder expects; None where nothing says it
 
     def record(self) -> dict[str, Any]:
         """Return what a result records of its encoder."""
@@ -53,9 +63,11 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
     where = Path(where).expanduser()
     if not where.exists():
         raise ConfigError(
-            f"{where} does not exist. --encoder takes a run's folder, one of its checkpoints, or a file of weights. "
-            "Without it the config's own run is evaluated, which `fastsuncet train` makes"
+            f"{where} does not exist. An encoder is a run's folder, one of its checkpoints, or a file of weights. "
+            "`fastsuncet train CONFIG` makes the run of a config"
         )
+    if record_path(where / WEIGHTS).is_file():
+        where /= WEIGHTS
     if where.is_file() or (where / META).is_file():
         if step is not None or every:
             kind = "file" if where.is_file() else "checkpoint"
@@ -109,21 +121,23 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
     return None
 
 
-def load_encoder(where: Path, config: Config) -> Encoder:
+def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     """Load the encoder in `where`: a run's folder (its newest good checkpoint), one checkpoint, or a file of weights.
 
     A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network. The network
     of a file is inferred from its shapes, and built by `config.model.library`. Projection heads are dropped, a
     classifier is kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
-    says; CheckpointError, with keys and shapes, for weights that do not fit.
+    says (without a `config` any will do); CheckpointError, with keys and shapes, for weights that do not fit.
     """
     (found,) = choose(where)
     if found.is_dir():
         return _from_checkpoint(manager.load(found), config)
+    if record_path(found).is_file():
+        return _from_export(found, config)
     weights = read_weights(found)
-    library = "torchvision" if weights.name == "resnet_tiny" else config.model.library
+    library = "torchvision" if weights.name == "resnet_tiny" or config is None else config.model.library
     return Encoder(
-        module=_build(weights.name, library, weights.stem, weights.encoder, str(found)),
+        module=_filled(build_model(weights.name, library, weights.stem).encoder, weights.encoder, str(found)),
         width=WIDTHS[weights.name],
         name=weights.name,
         stem=weights.stem,
@@ -132,24 +146,67 @@ def load_encoder(where: Path, config: Config) -> Encoder:
     )
 
 
-def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config) -> Encoder:
-    source = str(loaded.path)
+def record_path(weights: Path) -> Path:
+    """Return the JSON that describes the exported file `weights`: in a folder of its own, or next to the file."""
+    return weights.with_name("fastsuncet.json") if weights.name == WEIGHTS else weights.with_suffix(".json")
+
+
+def _from_export(path: Path, shown: Config | None) -> Encoder:
+    """Load what `fastsuncet export` wrote. Raises CheckpointError for a file that its record does not describe."""
     try:
-        config = Config.from_checkpoint(loaded.meta["config"])
+        record = json.loads(record_path(path).read_bytes())
+        digest, cost = record["sha256"], record["encoder"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{record_path(path)} is no record of `fastsuncet export`: {error!r}"
+        ) from error
+    if path.suffix == ".onnx":
+        raise CheckpointError(
+            f"{path} is for ONNX runtimes. Export the run --to torchvision to load it in torch"
+        )
+    if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        raise CheckpointError(
+            f"{path} was changed after it was exported: its sha256 differs from {record_path(path)}"
+        )
+    config = _trained(str(path), record, shown)
+    weights = read_weights(path)
+    return Encoder(
+        module=_build(config, weights.encoder, str(path)),
+        width=WIDTHS[config.model.name],
+        name=config.model.name,
+        stem=config.model.stem,
+        source=str(path),
+        **{key: cost.get(key) for key in ("step", "epoch", "ledger", "method", "tuned")},
+        classifier=_classifier(*weights.classifier) if weights.classifier else None,
+        trained=config,
+        view=evaluation_view(config),
+    )
+
+
+def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
+    """Return the config in `meta`. Raises ConfigError where `shown` has another normalization."""
+    try:
+        config = Config.from_checkpoint(meta["config"])
     except (KeyError, ValidationError, ConfigErrors) as error:
         problems = error.problems if isinstance(error, ConfigErrors) else []
         why = "".join(f"\n  {each.key} {each.text}" for each in problems)
         raise CheckpointError(
             f"{source} does not say what network it holds: this version cannot read its config. It was written by "
-            f"{loaded.meta.get('versions')}{why}"
+            f"{meta.get('versions')}{why}"
         ) from error
     # The network would still give numbers, only worse ones, and nothing else would say why.
-    trained, now = _normalization(config), _normalization(shown)
+    trained, now = _normalization(config), _normalization(shown or config)
     if trained != now:
         raise ConfigError(
             f"{source} was trained on pixels normalized by {trained}, but this config has {now}"
         )
-    m, tensors = config.model, loaded.model
+    return config
+
+
+def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
+    source, tensors = str(loaded.path), loaded.model
+    config = _trained(source, loaded.meta, shown)
+    m = config.model
     encoder = {key.removeprefix(ENCODER): x for key, x in tensors.items() if key.startswith(ENCODER)}
     # A fine-tuned checkpoint records the encoder that it started from: results count that one's step and cost.
     started = loaded.meta.get("encoder")
@@ -163,7 +220,7 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config) -> Encoder:
     if f"{CLASSIFIER}weight" in tensors:
         classifier = _classifier(tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"])
     return Encoder(
-        module=_build(m.name, m.library, m.stem, encoder, source),
+        module=_build(config, encoder, source),
         width=WIDTHS[m.name],
         name=m.name,
         stem=m.stem,
@@ -171,6 +228,8 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config) -> Encoder:
         **{key: cost.get(key) for key in ("step", "epoch", "ledger", "method")},
         classifier=classifier,
         tuned=None if started is None else loaded.step,
+        trained=config,
+        view=evaluation_view(config),
     )
 
 
@@ -182,8 +241,12 @@ def _normalization(config: Config) -> str:
     )
 
 
-def _build(name: str, library: str, stem: str, tensors: Mapping[str, Tensor], source: str) -> nn.Module:
-    module = build_model(name, library, stem).encoder
+def _build(config: Config, tensors: Mapping[str, Tensor], source: str) -> nn.Module:
+    m = config.model
+    return _filled(build_model(m.name, m.library, m.stem).encoder, tensors, source)
+
+
+def _filled(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> nn.Module:
     fill(module, tensors, source)
     return module
 

@@ -27,6 +27,12 @@ def view_size(size: int) -> tuple[int, int]:
     return (size, round(size * 256 / 224)) if size > 64 else (size, size)
 
 
+def evaluation_view(config: Config) -> Center:
+    """Return the view that every evaluation of `config` sees: one center crop, normalized as in training."""
+    a = config.data.augmentation
+    return Center(*view_size(a.size), a.mean, a.std)
+
+
 def outputs(
     network: nn.Module,  # (B, 3, S, S) -> (B, E), on the place's device
     index: ImageIndex,
@@ -45,8 +51,7 @@ def outputs(
     often on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for an image that
     cannot be decoded, since the accuracy would be another one without it.
     """
-    a = config.data.augmentation
-    view = view or Center(*view_size(a.size), a.mean, a.std)
+    view = view or evaluation_view(config)
     return _forward(network, index, indices, (view,), config, place, batch, before_batch)[:, 0]
 
 

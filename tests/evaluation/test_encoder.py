@@ -89,7 +89,7 @@ def test_choose_refuses_what_it_cannot_find(tmp_path, config):
     for where in (tmp_path / "empty", tmp_path / "empty" / "checkpoints"):
         with pytest.raises(CheckpointError, match=r"no checkpoint that can be used.*checkpoint\.every"):
             choose(where)
-    with pytest.raises(ConfigError, match=r"nowhere does not exist\. --encoder takes"):
+    with pytest.raises(ConfigError, match=r"nowhere does not exist\. An encoder is"):
         choose(tmp_path / "nowhere")
     save_run(tmp_path, config, 10)
     with pytest.raises(ConfigError, match="is one checkpoint"):

@@ -1,0 +1,273 @@
+"""An export loads into the libraries that it is for, gives the same features, and is whole or absent."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import timm
+import torch
+import torchvision
+
+from fastsuncet import cli
+from fastsuncet.checkpoint import manager
+from fastsuncet.commands import export as command
+from fastsuncet.commands import train as train_command
+from fastsuncet.commands.export import export
+from fastsuncet.config import load_config
+from fastsuncet.distributed.launch import join
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.models.resnet import build_model
+from tests.support.runs import CONFIGS, small_config, train
+
+IMAGES = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+NORMALIZED = ("data.augmentation.mean=[0.5, 0.4, 0.3]", "data.augmentation.std=[0.2, 0.3, 0.4]")
+SIZE = "data.augmentation.size=112"
+
+
+def features(module: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return module.eval()(IMAGES)
+
+
+def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch.nn.Module:
+    """Save one checkpoint in `folder` and return its model; with `classes` it is that of a fine-tuning."""
+    words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
+    config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
+    m = config.model
+    model = build_model(m.name, m.library, m.stem, 32, 16, classes=classes, seed=3)
+    model.train()(IMAGES)  # other BatchNorm statistics than the initial ones
+    ledger = {"images": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
+    meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}
+    if classes:
+        meta["encoder"] = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": ledger}
+    manager.save(folder / "checkpoints", 7, model=model.state_dict(), state={}, meta=meta, keep=9)
+    return model.eval()
+
+
+def timm_model(**options) -> torch.nn.Module:
+    return timm.create_model("resnet18", **options)
+
+
+# ------------------------------------------------------------------------------------------------- round trips
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_export_state_dict_loads_strictly_with_equal_features(tmp_path, library):
+    model = save_run(tmp_path / "run", f"model.library={library}")
+    for to in ("torchvision", "timm"):
+        state = torch.load(export(tmp_path / "run", to), weights_only=True)
+        vision = torchvision.models.resnet18()
+        vision.fc = torch.nn.Identity()
+        vision.load_state_dict(state, strict=True)
+        theirs = timm_model(num_classes=0)
+        theirs.load_state_dict(state, strict=True)
+        assert torch.equal(features(vision), features(model.encoder))
+        assert torch.equal(features(theirs), features(model.encoder))
+
+
+@pytest.mark.slow
+def test_export_fine_tuned_network_keeps_its_classifier(tmp_path):
+    model = save_run(tmp_path / "run", classes=4)
+    network = torch.nn.Sequential(model.encoder, model.classifier)
+    state = torch.load(export(tmp_path / "run", "torchvision"), weights_only=True)
+    vision = torchvision.models.resnet18(num_classes=4)
+    vision.load_state_dict(state, strict=True)
+    assert torch.equal(features(vision), features(network))
+    folder = export(tmp_path / "run", "safetensors")
+    assert torch.equal(features(timm.create_model(f"local-dir:{folder}", pretrained=True)), features(network))
+    record = json.loads((folder / "fastsuncet.json").read_text())
+    assert record["classes"] == 4 and record["encoder"]["tuned"] == 7
+    loaded = load_encoder(folder)
+    assert torch.equal(loaded.classifier.weight, model.classifier.weight) and loaded.tuned == 7
+
+
+@pytest.mark.slow
+def test_export_cifar_stem_loads_after_two_lines(tmp_path):
+    model = save_run(tmp_path / "run", "model.stem=cifar")
+    state = torch.load(export(tmp_path / "run", "torchvision"), weights_only=True)
+    vision = torchvision.models.resnet18()
+    vision.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    vision.maxpool = vision.fc = torch.nn.Identity()
+    vision.load_state_dict(state, strict=True)
+    assert torch.equal(features(vision), features(model.encoder))
+
+
+@pytest.mark.slow
+def test_export_safetensors_folder_is_a_model_of_timm(tmp_path):
+    model = save_run(tmp_path / "run")
+    folder = export(tmp_path / "run", "safetensors")
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert torch.equal(features(theirs), features(model.encoder))
+    pixels = timm.data.resolve_model_data_config(theirs)
+    assert (pixels["mean"], pixels["std"]) == ([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+    assert (tuple(pixels["input_size"]), pixels["crop_pct"]) == ((3, 112, 112), 112 / 128)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architecture"], config["num_features"], config["num_classes"]) == ("resnet18", 512, 0)
+    assert "library_name: timm" in (folder / "README.md").read_text()
+    assert len(list(folder.iterdir())) == 4 and len(list(folder.parent.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_export_onnx_gives_the_features_in_onnxruntime(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'fastsuncet[onnx]'")
+    import onnxruntime
+
+    model = save_run(tmp_path / "run", "data.augmentation.size=64")
+    path = export(tmp_path / "run", "onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for count in (1, 3):
+        (found,) = session.run(None, {"images": IMAGES[:count].numpy()})
+        torch.testing.assert_close(
+            torch.from_numpy(found), features(model.encoder)[:count], atol=1e-4, rtol=1e-4
+        )
+    with pytest.raises(CheckpointError, match="is for ONNX runtimes"):
+        load_encoder(path)
+
+
+@pytest.mark.slow
+def test_load_encoder_reads_every_export(tmp_path):
+    model = save_run(tmp_path / "run")
+    for to in ("torchvision", "timm", "safetensors"):
+        encoder = load_encoder(export(tmp_path / "run", to))
+        assert torch.equal(features(encoder.module), features(model.encoder))
+        assert (encoder.step, encoder.method) == (7, "SimCLR + SuNCEt")
+        assert (encoder.view.size, encoder.view.mean) == (112, (0.5, 0.4, 0.3))
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+def test_export_record_describes_the_weights(tmp_path):
+    save_run(tmp_path / "run")
+    lines = [{"step": 6, "kind": "knn", "knn_accuracy": 0.5}, {"step": 8, "kind": "knn", "knn_accuracy": 0.6}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    path = export(tmp_path / "run", "torchvision")
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert record["metrics"] == {"knn": lines[0]}
+    assert (record["mean"], record["std"]) == ([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+    assert (record["image_size"], record["resize"], record["width"]) == (112, 128, 512)
+    assert record["config"]["model"]["name"] == "resnet18" and record["versions"]["fastsuncet"]
+
+
+def test_export_never_replaces_an_output_unasked(tmp_path, capsys):
+    save_run(tmp_path / "run")
+    words = ["export", str(tmp_path / "run"), "--to", "torchvision", "--output", str(tmp_path / "mine.pth")]
+    (tmp_path / "mine.pth").write_text("mine")
+    assert cli.main(words) == 2
+    assert (tmp_path / "mine.pth").read_text() == "mine" and "add --force" in capsys.readouterr().err
+    assert cli.main([*words, "--force"]) == 0
+    assert "mine.pth (replaced): resnet18, step 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["torchvision", "safetensors"])
+@pytest.mark.parametrize("call", range(3))
+def test_export_interrupted_leaves_what_was_there(tmp_path, monkeypatch, to, call):
+    """Whichever rename fails, the older export is whole, and so is the next one."""
+    save_run(tmp_path / "run")
+    path = export(tmp_path / "run", to)
+    before, done = weights(path).read_bytes(), []
+
+    def failing(rename):
+        def step(*names):
+            done.append(names)
+            if len(done) == call + 1:
+                raise OSError(28, "No space left on device")
+            return rename(*names)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace"):
+            patch.setattr(command.os, name, failing(getattr(os, name)))
+        if call < 2:
+            with pytest.raises(CheckpointError, match=r"cannot be written: .*No space"):
+                export(tmp_path / "run", to)
+    assert weights(path).read_bytes() == before
+    assert not [name for name in os.listdir(path.parent) if name.startswith(".")]
+    export(tmp_path / "run", to)
+    load_encoder(path)
+
+
+def weights(path: Path) -> Path:
+    return path / "model.safetensors" if path.is_dir() else path
+
+
+def test_load_encoder_refuses_an_export_that_was_changed(tmp_path):
+    save_run(tmp_path / "run")
+    path = export(tmp_path / "run", "torchvision")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"torchvision\.pth was changed after it was exported"):
+        load_encoder(path)
+    path.with_suffix(".json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"torchvision\.json is no record"):
+        load_encoder(path)
+
+
+def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
+    save_run(tmp_path / "tiny", "model.name=resnet_tiny")
+    for to in ("timm", "safetensors"):
+        with pytest.raises(ConfigError, match="timm has no resnet_tiny"):
+            export(tmp_path / "tiny", to)
+    save_run(tmp_path / "small", "model.stem=cifar")
+    with pytest.raises(ConfigError, match=r"docs/export\.md for the two lines"):
+        export(tmp_path / "small", "safetensors")
+    with pytest.raises(ConfigError, match="is a file of weights"):
+        export(export(tmp_path / "small", "timm").rename(tmp_path / "weights.pth"), "timm")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs onnx and onnxscript: pip install 'fastsuncet\[onnx\]'"):
+        export(tmp_path / "tiny", "onnx")
+
+
+# ------------------------------------------------------------------------------------------------ the end of a run
+@pytest.mark.slow
+def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path):
+    config = small_config(tmp_path, "data.backend=torchvision")
+    (config.run_folder / "export").parent.mkdir(parents=True)
+    (config.run_folder / "export").write_text("in the way")
+    with pytest.raises(CheckpointError, match="the run is complete and saved, but its encoder could not be"):
+        train(config)
+    assert json.loads((config.run_folder / "status.json").read_text())["state"] == "done"
+    (config.run_folder / "export").unlink()
+    train(config)
+    path = config.run_folder / "export" / "torchvision.pth"
+    encoder, stamp = load_encoder(path), path.stat().st_mtime_ns
+    assert torch.equal(encoder.module.conv1.weight, load_encoder(config.run_folder).module.conv1.weight)
+    train(config)
+    assert path.stat().st_mtime_ns == stamp
+
+
+def test_train_refuses_an_export_that_will_fail_before_it_starts(tmp_path):
+    config = small_config(tmp_path, "checkpoint.export=[timm]")
+    with pytest.raises(ConfigError, match="timm has no resnet_tiny"), join("cpu") as place:
+        train_command.train(config, place)
+    assert not config.run_folder.exists()
+
+
+# ---------------------------------------------------------------------------------------------------- docs/export.md
+PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+
+
+@pytest.mark.slow
+def test_docs_export_page_runs_as_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, without_onnx = Path("runs/in1k_10pct"), importlib.util.find_spec("onnxruntime") is None
+    save_run(run, "model.name=resnet50", "data.augmentation.size=224")
+    for to in command.FILES:
+        if to != "onnx" or not without_onnx:
+            export(run, to)
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    for block in blocks:
+        if "onnxruntime" not in block or not without_onnx:
+            exec(block, names)
+        if "features = model" in block or "features,) = " in block:
+            assert names["features"].shape[1] == 2048
+    assert len(blocks) >= 5
+    image = PIL.Image.effect_noise((300, 260), 80).convert("RGB")
+    pixels = names["transform"](image)  # timm's, from the folder's config.json
+    assert pixels.shape == (3, 224, 224)
