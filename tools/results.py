@@ -5,8 +5,8 @@
     python tools/results.py small docs/results/NAME/points.csv  # from the points of `fastsuncet report` to the tables
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
-A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment with rules, `small` for the
-others, and `demo`; a test compares the output with the pages.
+A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment with rules, `small` for
+the others, and `demo`; a test compares the output with the pages.
 """
 
 import argparse
