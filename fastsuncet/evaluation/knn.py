@@ -18,7 +18,7 @@ from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.scoring import Measured, own_rows, supports, true_labels
 from fastsuncet.models.resnet import Model
 
-# A run without labels can use every image of known class as a support. For ImageNet these are 1.28 million rows of
+# Without labels, or with all, every image of known class can be a support. For ImageNet these are 1.28 million rows of
 # 2,048 floats, 10.5 GB on each GPU in the middle of a run. 50,000 rows are 0.4 GB, and all of CIFAR-10.
 MOST_SUPPORTS = 50_000
 
@@ -60,9 +60,11 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
 
     `network` (B, 3, S, S) -> (B, E). Both votes are reported because the paper does not say which it takes. Supports
     are one random crop of each labeled image, the same views as those of `npi` with one view, since appendix G compares
-    the two. Queries are single center crops.
+    the two. Queries are single center crops. With split.kind all, MOST_SUPPORTS images are supports.
     """
     chosen, truth = supports(images, config), true_labels(images, place)
+    if config.data.split.kind == "all":
+        chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
     columns = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     rows = outputs(network, images.validation, np.arange(len(truth)), config, place)
@@ -72,7 +74,7 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
         for weighted in (False, True)
     ]
     plain, weighted = (sum_over_ranks(torch.stack(right)).double() / len(truth)).tolist()
-    setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
+    setting = {"k": k, "supports": len(chosen), "seed": config.meta.seed}  # the seed of the crops
     notes = (f"all {len(chosen)} labeled images vote, fewer than k = {k}",) if k > len(chosen) else ()
     return Measured({"top1": plain, "top1_weighted": weighted}, len(truth), setting, notes)
 
@@ -84,16 +86,17 @@ def online_knn(
     place: Place,
     bad: Collection[int] = (),  # the same on every rank
     before_batch: Callable[[], None] = lambda: None,  # of `outputs`
-) -> float:
+) -> dict[str, float]:
     """Return the share of validation images that their k nearest training images classify correctly, during training.
 
-    Supports are the labeled images of the run's split. A run without labels (SimCLR) uses up to MOST_SUPPORTS training
-    images of known class: the number then says what a classifier with labels could find. Training images in `bad`
-    are left out. Each validation image counts once on any number of ranks, and every rank returns the same
-    number. Raises BadImage for an image that cannot be decoded, since the accuracy would be another one without it.
+    The dict has "knn_accuracy", and "knn_supports", their number. Supports are the labeled images of the run's split. A
+    run without labels (SimCLR), or with all, uses up to MOST_SUPPORTS training images of known class: without labels,
+    the number says what a classifier with labels could find. Training images in `bad` are left out. Each validation
+    image counts once on any number of ranks, and every rank returns the same numbers. Raises BadImage for an image that
+    cannot be decoded, since the accuracy would be another one without it.
     """
     chosen = images.split.indices
-    if not len(chosen):
+    if config.data.split.kind in ("none", "all"):
         chosen = spread_over_classes(images.train.labels, MOST_SUPPORTS)
     chosen = chosen[~np.isin(chosen, [*bad, *images.train.bad])]
     queries = np.arange(len(images.validation))
@@ -103,7 +106,8 @@ def online_knn(
     truth = torch.from_numpy(images.validation.labels).to(place.device)
     mine = own_rows(place)
     predicted = knn_predict(rows[mine], columns, labels, len(images.train.classes), k=config.evaluation.knn_k)
-    return sum_over_ranks((predicted == truth[mine]).sum()).item() / len(truth)
+    accuracy = sum_over_ranks((predicted == truth[mine]).sum()).item() / len(truth)
+    return {"knn_accuracy": accuracy, "knn_supports": len(chosen)}
 
 
 def spread_over_classes(labels: np.ndarray, most: int) -> np.ndarray:

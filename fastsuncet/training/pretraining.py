@@ -53,7 +53,9 @@ class Pretraining(TrainingTask[Batch]):
         arithmetic: Arithmetic,
         stream: PairedStream,
         images: Images,
-        evaluate_online: Callable[..., float],  # `online_knn`: this folder imports nothing of evaluation
+        evaluate_online: Callable[
+            ..., dict[str, float]
+        ],  # `online_knn`: this folder imports nothing of evaluation
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.evaluate_online = stream, images, evaluate_online
@@ -114,8 +116,7 @@ class Pretraining(TrainingTask[Batch]):
             for buffer in self.model.buffers():
                 broadcast(buffer)
         what = (self.model, self.images, self.config, self.place)
-        accuracy = self.evaluate_online(*what, bad=bad, before_batch=before_batch)
-        return {"knn_accuracy": accuracy}
+        return self.evaluate_online(*what, bad=bad, before_batch=before_batch)
 
     def meta(self, epoch: float) -> dict[str, Any]:
         config = self.config.canonical()

@@ -117,12 +117,12 @@ def test_read_runs_reads_knn_lines_of_the_training(tmp_path):
     run = make_run(tmp_path, "a")
     costs = {"epoch": 1.0, "images": 8, "updates": 4, "petaflops": 2.0, "seconds": 7.2, "joules": 3.0}
     lines = [
-        {"step": 4, "kind": "knn", **costs, "knn_accuracy": 0.5},
+        {"step": 4, "kind": "knn", **costs, "knn_accuracy": 0.5, "knn_supports": 16},
         {"step": 4, "kind": "train", "loss": 1.0},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = read_runs([run])[0]
-    assert found.measurement == Measurement("online knn", "10 % labels")
+    assert found.measurement == Measurement("online knn", "10 % labels", "16 supports")
     (point,) = found.points
     assert point.costs == {"epochs": 1, "updates": 4, "petaflops": 2, "hours": 0.002, "joules": 3}
     assert point.metrics == {"knn": 0.5}

@@ -76,7 +76,7 @@ def test_knn_takes_the_same_views_as_npi(tmp_path, monkeypatch):
     measured = knn(network, images, config, ALONE)
     views = embed_views(network, images.train, images.split.indices, 1, config, ALONE)
     assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
-    assert measured.setting == {"k": 10, "seed": 0} and measured.notes == ()
+    assert measured.setting == {"k": 10, "supports": len(images.split.indices), "seed": 0} and measured.notes == ()
 
 
 def test_knn_notes_that_there_are_fewer_labeled_images_than_k(tmp_path):
@@ -103,9 +103,10 @@ def test_spread_over_classes_is_even_over_and_within_classes(labels, most):
 
 
 @pytest.mark.slow
-def test_online_knn_without_labels_limits_its_supports(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["none", "all"])
+def test_online_knn_without_labels_or_with_all_limits_its_supports(tmp_path, monkeypatch, kind):
     config = small_config(
-        tmp_path, "data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0"
+        tmp_path, f"data.split.kind={kind}", "data.split.fraction=null", "criterion.supervised_epochs=0"
     )
     images = open_images(config, ALONE, validation=True)
     asked = {}
@@ -116,7 +117,17 @@ def test_online_knn_without_labels_limits_its_supports(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "MOST_SUPPORTS", 100)
     monkeypatch.setattr(module, "outputs", remembered)
-    online_knn(build_model("resnet_tiny"), images, config, ALONE)
+    found = online_knn(build_model("resnet_tiny"), images, config, ALONE)
     supports = asked[id(images.train)]
     assert np.array_equal(supports, spread_over_classes(images.train.labels, 100))
     assert set(np.bincount(images.train.labels[supports])) <= {9, 10, 11}
+    assert found["knn_supports"] == 100
+
+
+@pytest.mark.slow
+def test_knn_with_all_labels_limits_its_supports(tmp_path, monkeypatch):
+    config = small_config(tmp_path, "data.split.kind=all", "data.split.fraction=null")
+    images = open_images(config, ALONE, validation=True)
+    monkeypatch.setattr(module, "MOST_SUPPORTS", 100)
+    measured = knn(build_model("resnet_tiny").encoder, images, config, ALONE)
+    assert measured.setting["supports"] == 100

@@ -88,7 +88,7 @@ def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
 
     def slow(*_, **__) -> float:
         later[0] += 5000
-        return 0.5
+        return {"knn_accuracy": 0.5}
 
     monkeypatch.setattr("fastsuncet.metrics.cost.time", clock)
     monkeypatch.setattr("fastsuncet.commands.train.online_knn", slow)

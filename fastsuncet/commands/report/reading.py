@@ -64,7 +64,9 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         if (run / writer.JSONL).is_file():
             for line in writer.read(run / writer.JSONL, KNN):
                 made = point(line["step"], line.get("epoch"), line, {KNN: line["knn_accuracy"]})
-                evaluated.append((str(run), online, made))
+                number = line.get("knn_supports")  # earlier versions did not write it
+                counted = "" if number is None else f"{number:,} supports"
+                evaluated.append((str(run), online._replace(variant=counted), made))
         for home, measurement, made in evaluated:
             by_step = points.setdefault((Path(home).resolve(), measurement), {})
             by_step[made.step is None, made.step or 0] = made
