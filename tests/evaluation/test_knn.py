@@ -76,7 +76,10 @@ def test_knn_takes_the_same_views_as_npi(tmp_path, monkeypatch):
     measured = knn(network, images, config, ALONE)
     views = embed_views(network, images.train, images.split.indices, 1, config, ALONE)
     assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
-    assert measured.setting == {"k": 10, "supports": len(images.split.indices), "seed": 0} and measured.notes == ()
+    assert (
+        measured.setting == {"k": 10, "supports": len(images.split.indices), "seed": 0}
+        and measured.notes == ()
+    )
 
 
 def test_knn_notes_that_there_are_fewer_labeled_images_than_k(tmp_path):
