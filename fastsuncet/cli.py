@@ -83,6 +83,22 @@ def _train(parser: Parser) -> int:
     return run(config, ["train", *parser.arguments], dry_run=options.dry_run)
 
 
+def _tune(parser: Parser) -> int:
+    if parser.arguments[:1] == ["--child"]:  # what the command starts to try one contender
+        from fastsuncet.tuning.child import main
+
+        return main(*parser.arguments[1:])
+    add = parser.add_argument
+    add("--all", dest="everything", action="store_true", help="also try what no run tries itself")
+    add("--minutes", metavar="M", type=float, default=10.0, help="start nothing after this (default: 10)")
+    add("--output", metavar="FILE", type=Path, default="speed.png", help="the picture (default: speed.png)")
+    options, config = _with_config(parser)
+    from fastsuncet.commands.tune import run
+
+    words = ["tune", *parser.arguments]
+    return run(config, words, options.minutes, options.output, everything=options.everything)
+
+
 def _finetune(parser: Parser) -> int:
     chosen, config = _with_encoder(parser)
     from fastsuncet.commands.finetune import finetune
@@ -257,6 +273,7 @@ def _version(parser: Parser) -> int:
 
 RUN: dict[str, Callable[[Parser], int]] = {
     "train": _train,
+    "tune": _tune,
     "finetune": _finetune,
     "transfer": _transfer,
     **{f"evaluate {kind}": partial(_evaluate, kind) for kind in ("knn", "npi", "linear", "accuracy")},

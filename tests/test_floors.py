@@ -22,6 +22,7 @@ FLOORS = [
     "fastsuncet.metrics fastsuncet.data",
     "fastsuncet.training",
     "fastsuncet.evaluation",
+    "fastsuncet.tuning",
     "fastsuncet.commands",
     "fastsuncet",  # cli.py and __main__.py
 ]

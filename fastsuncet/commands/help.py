@@ -34,6 +34,7 @@ Each validation image is counted once, on any number of processes. Each result i
 # Command -> its summary for the list of commands.
 COMMANDS = {
     "train": "pre-train, or continue a run where it stopped",
+    "tune": "find what makes a run faster on this machine",
     "finetune": "train the encoder and a classifier on the labeled images",
     "transfer": "fine-tune on CIFAR-10, CIFAR-100, VOC 2007, over a grid",
     "evaluate knn": "accuracy of the nearest labeled neighbors",
@@ -70,6 +71,20 @@ examples:
   torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct
 
 --dry-run prints all keys, with their values in this run.""",
+    "tune": """\
+Tries the switches of speed that CONFIG does not write, one on top of the other, on this machine and
+on the run's own batches: fused BatchNorm, CUDA graph, torch.compile, threads, read-ahead, the pixel
+operator. Each is tried in a process of its own with a time limit. It must first prove that it
+computes what plain computes. It stays if it is 3 % faster, and faster than plain in any turn.
+
+Prints a table, draws it, writes the same numbers as JSON beside the picture, and keeps the choice
+for new runs (meta.speed: fixed, or auto in long runs) on this machine, with these versions and the
+same config. On several GPUs it starts one process for each, as `train` does.
+
+examples:
+  fastsuncet tune digits_demo
+  fastsuncet tune in1k_10pct data.root=/data/imagenet --all --minutes 30
+  fastsuncet train in1k_10pct data.root=/data/imagenet meta.speed=fixed""",
     "finetune": f"""\
 Fine-tunes a pre-trained encoder on the labeled images of data.split and measures the accuracy on
 all validation images (paper, appendix B). The projection head is dropped, a linear classifier

@@ -29,6 +29,8 @@ from fastsuncet.training.determinism import resolve_precision, set_determinism
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer
+from fastsuncet.tuning.record import applied
+from fastsuncet.tuning.settle import PLAIN, Settled, settle
 
 
 def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
@@ -42,24 +44,27 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
         return 0
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
+    with launch.join("cpu") as place:
+        settled = settle(config, place)
     with launch.join(config.meta.device) as place:
-        train(config, place)
+        train(config, place, settled)
     return 0
 
 
-def train(config: Config, place: launch.Place) -> Trainer:
+def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trainer:
     """Do one rank's whole run. Raises what ends it before its last step; status.json says it too.
 
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
-    set_determinism(config, place)
+    set_determinism(applied(config, settled.speed), place)
     for to in config.checkpoint.export:
         export.check(config, to)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
-        images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
-        trainer = start(config, place, images, folder)
+        validation = config.evaluation.knn_every_epochs is not None
+        images = settled.images or open_images(config, place, validation=validation)
+        trainer = start(config, place, images, folder, settled)
         with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"
@@ -85,19 +90,23 @@ def plan(config: Config) -> list[str]:
     return [config.to_yaml().rstrip(), "", *lines, *stream_notes, "", end]
 
 
-def start(config: Config, place: launch.Place, images: Images, folder: Path) -> Trainer:
+def start(
+    config: Config, place: launch.Place, images: Images, folder: Path, settled: Settled = PLAIN
+) -> Trainer:
     """Return a trainer that stands where the run was stopped; write config.yaml and print the summary."""
     config, why = resolve_precision(config, place.device)
     arithmetic = config.resolve(place.world_size, *images.counts())
-    stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
-    task = Pretraining(config, place, arithmetic, stream, images, online_knn)
+    fast = applied(config, settled.speed)
+    stream = PairedStream(fast, images.train, images.split.indices, arithmetic, place)
+    task = Pretraining(fast, place, arithmetic, stream, images, online_knn, config, settled.speed)
     trainer = Trainer(task, place, folder, open_energy_meter(place.device))
     # Only now: a refused run must not overwrite the config of the run that is in the folder.
     if place.first:
         note = f"# chosen for this hardware: {json.dumps(task.chosen)}\n"
         atomic_files.replace(folder / "config.yaml", (config.to_yaml() + note).encode())
-        lines = summary(config, place, images, arithmetic, stream, why)
-        lines.append(f"{'kernels':<9}{kernel_choice.describe(config, task.kernels)}")
+        lines = summary(fast, place, images, arithmetic, stream, why)
+        lines.append(f"{'kernels':<9}{kernel_choice.describe(fast, task.kernels)}")
+        lines.append(f"{'speed':<9}{settled.line}")
         for line in [*lines, *stream.notes()]:
             say_line(line)
     return trainer

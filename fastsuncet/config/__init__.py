@@ -14,6 +14,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ FREE_ON_RESUME = (
     "linear",
     "npi",
     "transfer",
+    "meta.speed",  # the checkpoint keeps what was chosen
 )
 
 
@@ -105,6 +108,20 @@ class Config(Sections):
             return arithmetic(self, world_size, num_images, num_classes, num_labeled)
         except ConfigErrors as error:
             raise ConfigErrors(map(self._document.locate, error.problems)) from None
+
+    def is_written(self, key: str) -> bool:
+        """Return whether the value of a dotted key was written, in a file or on the command line."""
+        return key in self._document.origins
+
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
+        """Return this config with other `values` of dotted keys. Raises as the constructor does."""
+        sections = self.canonical()
+        for key, value in values.items():
+            *above, name = key.split(".")
+            reduce(getitem, above, sections)[name] = value
+        config = Config.from_values(sections)
+        config._document = self._document
+        return config
 
     def error(self, key: str, text: str) -> ConfigErrors:
         """Return an error for the caller to raise about the value of a dotted key, with its line."""

@@ -124,6 +124,9 @@ class MetaSection(Section):
     # others, and then differs in its last bits. null: the opposite of deterministic
     autotune: Switch | None = None
     threads: Count | None = None  # threads of torch on a CPU; null: torch decides
+    # How a new run chooses the switches of speed that are not written. auto: it proves and times them first, in at most
+    # 0.5 % of its time; plain: it keeps the defaults; fixed: it uses what `fastsuncet tune` chose.
+    speed: Literal["auto", "plain", "fixed"] = "auto"
 
 
 class SplitSection(Section):

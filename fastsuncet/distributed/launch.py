@@ -12,6 +12,7 @@ the rank that failed first: it tells a scheduler to requeue the job (75) or neve
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from fastsuncet.console import cli_command
 from fastsuncet.distributed.signals import STOP_SIGNALS
@@ -204,6 +207,19 @@ def work_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _store(rank: int, world_size: int, port: str | None) -> Store:
+    """Return torch's store with keys of their own for each group that this process joins."""
+    return PrefixStore(f"group {next(_groups)}", _server(rank, world_size, port))
+
+
+@functools.cache  # a process can join again, and the server must outlive its first group
+def _server(rank: int, world_size: int, port: str | None) -> Store:
+    return next(rendezvous("env://", rank, world_size, timeout=TIMEOUT))[0]
+
+
+_groups = itertools.count()
+
+
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Place]:
     """Join the ranks that the launcher's variables describe (none: a single rank), and leave them at the end."""
@@ -221,6 +237,7 @@ def join(device: str) -> Iterator[Place]:
     dist.init_process_group(
         # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's stream.
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=_store(rank, world_size, os.environ.get("MASTER_PORT")),
         timeout=TIMEOUT,
         rank=rank,
         world_size=world_size,

@@ -53,12 +53,14 @@ class Pretraining(TrainingTask[Batch]):
         arithmetic: Arithmetic,
         stream: PairedStream,
         images: Images,
-        evaluate_online: Callable[
-            ..., dict[str, float]
-        ],  # `online_knn`: this folder imports nothing of evaluation
+        # `online_knn`: this folder imports nothing of evaluation
+        evaluate_online: Callable[..., dict[str, float]],
+        asked: Config | None = None,  # `config` before its switches of speed were chosen
+        speed: dict[str, Any] | None = None,  # the record of that choice, as `tuning.record` makes it
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.evaluate_online = stream, images, evaluate_online
+        self.asked, self.speed = asked or config, speed
         o, a = config.optimization, arithmetic
         self.steps, self.steps_per_epoch = a.steps, a.steps_per_epoch
         self.lr = partial(
@@ -119,17 +121,23 @@ class Pretraining(TrainingTask[Batch]):
         return self.evaluate_online(*what, bad=bad, before_batch=before_batch)
 
     def meta(self, epoch: float) -> dict[str, Any]:
-        config = self.config.canonical()
         return {
-            "config": config,
+            "config": self.asked.canonical(),
             "epoch": epoch,
             "images": self.fingerprint,
             "sizes": self.sizes,
             **self.contents,
+            **({} if self.speed is None else {"speed": self.speed}),
         }
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
-        changed = self.config.changed_keys(meta["config"])
+        chosen = [(speed or {}).get("chosen", {}) for speed in (meta.get("speed"), self.speed)]
+        if chosen[0] != chosen[1]:
+            raise CheckpointError(
+                f"this run was started with the switches of speed {chosen[0]}, and it would go on with {chosen[1]}: "
+                "continue it by `fastsuncet train`, which reads them from the checkpoint"
+            )
+        changed = self.asked.changed_keys(meta["config"])
         if changed:
             lines = [
                 f"{key}: {old!r} in the checkpoint, {new!r} now{NOTES.get(key, '')}"
@@ -188,4 +196,5 @@ class Pretraining(TrainingTask[Batch]):
     @property
     def chosen(self) -> dict[str, Any]:
         used = [source for source, reason in self.kernels.items() if reason is None]
-        return {"precision": self.config.meta.precision, "kernels": used}
+        speed = self.speed and {name: value for name, value in self.speed.items() if name != "key"}
+        return {"precision": self.config.meta.precision, "kernels": used, "speed": speed}

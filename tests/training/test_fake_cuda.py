@@ -19,10 +19,10 @@ from fastsuncet.models import resnet
 from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.step import build
+from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.training.test_methods import METHODS, small
 from tools.bench import bench_step
-from tools.gpu.workloads import variants
 
 pytestmark = pytest.mark.slow
 
@@ -131,21 +131,34 @@ def test_nearest_neighbors_stay_on_the_gpu():
     assert watch.mixed == []
 
 
-def test_every_rung_of_the_gpu_bench_is_a_config_that_steps(tmp_path, monkeypatch):
-    # Switches of the whole process.
+def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
+    # A switch of the whole process.
+    monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
+    config = small(tmp_path, "SimCLR + SuNCEt")
+    rungs = candidates(config, "cuda", everything=True)
+    assert len(rungs) >= 8 and {rung.clock for rung in rungs} == {"step", "loop"}
+    with fake_card():
+        for rung in rungs:
+            if "meta.compile" not in rung.values:  # compiled for a GPU, which is not there
+                bench = bench_step.StepBench(config.with_values(rung.values), HERE, batch_of(config, S), 10)
+                step = bench.ours(lambda _, bench=bench: bench.batch)
+                with Watch() as watch:
+                    loss = step()
+                assert loss.device == CARD and watch.mixed == [], rung.name
+
+
+def test_plain_step_of_a_tutorial_can_train_in_nchw(tmp_path, monkeypatch):
+    """DALI hands over channels-last images."""
     monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
     monkeypatch.setattr(bench_step, "build_model", lambda *named: resnet.build_model(*named))
     config = small(tmp_path, "SimCLR + SuNCEt")
     with fake_card():
         bench = bench_step.StepBench(config, HERE, batch_of(config, S), 10)
-        rungs = variants(bench)
-        assert len(rungs) >= 12
-        for name, make in rungs.items():
-            if "torch.compile" not in name:  # compiled for a GPU, which is not there
-                step = make()
-                with Watch() as watch:
-                    loss = step()
-                assert loss.device == CARD and watch.mixed == [], name
-                if "NCHW" in name:  # though DALI hands over channels-last images
-                    assert watch.convolutions[0] == (torch.float32, False, False)
+        step = bench.changed(precision="fp32", channels_last=False).plain(
+            partial(bench_step.dense_nt_xent, temperature=0.1), tf32=True
+        )
+        with Watch() as watch:
+            loss = step()
+    assert loss.device == CARD and watch.mixed == []
+    assert watch.convolutions[0] == (torch.float32, False, False)

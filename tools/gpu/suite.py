@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 
 import torch
 
+from fastsuncet.commands.tune import table as tune_table
 from tools.bench.harness import Report
 from tools.bench.harness import markdown as markdown_table
 from tools.gpu.workloads import cifar_overrides, generate_images, imagenet_overrides
@@ -89,21 +90,28 @@ def step(config: str, overrides: Callable[[Path, str, bool], list[str]]) -> Call
 
 
 def tune(options: Options) -> list[str]:
-    """Return the command of tune_loader.py on the ImageNet step."""
+    """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU; it writes ladder.json itself."""
     words = imagenet_overrides(options.folder, options.device, options.small)
-    size = ("1", "1", "0.2") if options.small else ("8", "3", "4")
-    size = zip(("--steps", "--rounds", "--minutes"), size)
+    minutes = ["--minutes", "1" if options.small else "7"]
+    output = ["--output", str(options.folder / "ladder.png")]
+    return ["-m", "fastsuncet", "tune", "configs/in1k_10pct.yaml", *words, "--all", *minutes, *output]
+
+
+def ranks(options: Options) -> list[str]:
+    """Return the command of bench_norm.py on every GPU, or on two processes of a CPU."""
+    processes = torch.cuda.device_count() if options.device == "cuda" else 2
     return [
-        "tools/tune_loader.py",
-        "configs/in1k_10pct.yaml",
-        *words,
-        *(word for pair in size for word in pair),
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        *options.bench("bench_norm", "--most", "6"),
     ]
 
 
 PARTS = (
     Part("tests", 5, "the tests that need a GPU", gpu_tests, reports=False),
     Part("resume", 3, "a continued run against a whole one, to the bit", lambda o: o.workload("resume")),
+    Part("decoder", 2, "the hardware JPEG decoder, by its share", lambda o: o.workload("decoder")),
     Part("imagenet", 5, "ResNet-50 at 224 pixels", step("configs/in1k_10pct.yaml", imagenet_overrides)),
     Part(
         "cifar",
@@ -119,11 +127,10 @@ PARTS = (
         "BatchNorm, residual and ReLU",
         lambda o: o.bench("bench_norm", "--most", "6", "--rounds", "5"),
     ),
-    Part("loader", 5, "the loader's settings", tune),
-    Part("decoder", 2, "the hardware JPEG decoder, by its share", lambda o: o.workload("decoder")),
-    Part("ladder", 5, "one change at a time from plain PyTorch to our step", lambda o: o.workload("ladder")),
+    Part("ladder", 8, "what makes a run faster: fastsuncet tune --all", tune, reports=False),
     Part("profile", 3, "where the time of a step goes", lambda o: o.workload("profile")),
-    Part("race", 7, "SimCLR and SimCLR + SuNCEt to the same accuracy", lambda o: o.workload("race")),
+    Part("ranks", 3, "BatchNorm over ranks, on two GPUs or more", ranks),
+    Part("race", 6, "SimCLR and SimCLR + SuNCEt to the same accuracy", lambda o: o.workload("race")),
 )
 
 
@@ -172,8 +179,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`{where['commit'] or 'unknown'}`, Python {where['python']}, {versions}, CUDA {torch.version.cuda or 'none'}. "
         f"`{command}`",
         "",
-        "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round, except in the "
-        "ladder.",
+        "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round.",
         "",
         "| part | | seconds |",
         "|---|---|---:|",
@@ -184,6 +190,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         found = part.get("found", {})
         for table in found.get("tables", ()):
             lines += [f"### {part['name']}: {table['title']}", "", *markdown_table(table), ""]
+        if "rungs" in found:
+            lines += [f"### {part['name']}: {found['line']}", "", *tune_table(found["rungs"]), ""]
         if found.get("wrong"):
             lines += [f"**Wrong in {part['name']}:** {'; '.join(found['wrong'])}.", ""]
         for text in (*found.get("notes", ()), *last_lines(part)):
@@ -234,7 +242,9 @@ def suite(
         generate_images(options.folder, small)
         for part in parts:
             left, found = end - time.perf_counter(), options.folder / f"{part.name}.json"
-            if left < 5:
+            if part.name == "ranks" and device == "cuda" and torch.cuda.device_count() < 2:
+                record = {"name": part.name, "what": part.what, "status": "left out: one GPU", "seconds": 0.0}
+            elif left < 5:
                 record = {"name": part.name, "what": part.what, "status": "left out: no time", "seconds": 0.0}
             else:
                 command = part.command(options) + (["--json", str(found)] if part.reports else [])

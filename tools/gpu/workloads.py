@@ -2,18 +2,15 @@
 
     resume    a run that is continued from a checkpoint gives the weights of the whole run, to the bit
     decoder   whether an image's pixels depend on the other images of its batch, or on its row
-    ladder    one change at a time from the plain step of a tutorial to ours
     profile   where the time of our step goes
     race      seconds until SimCLR + SuNCEt reaches the best accuracy of SimCLR
 
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
-import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -29,7 +26,6 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
-from fastsuncet.losses import nt_xent
 from fastsuncet.training.cuda_graph import WARMUP
 from fastsuncet.training.determinism import set_determinism
 from pipelines.datasets.cifar import CLASSES
@@ -40,19 +36,19 @@ from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
 from tools.bench.bench_pipeline import write_pictures
-from tools.bench.bench_step import StepBench, dense_nt_xent
-from tools.bench.harness import Call, Report, spread
+from tools.bench.bench_step import StepBench
+from tools.bench.harness import Report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DIGIT_SIDE = 32
 IMAGENET = """
     data.train=pictures data.validation=null data.split.kind=all data.split.file=null
-    data.backend=dali data.decode_threads=12 data.prefetch=3
+    data.backend=dali
     criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8
     evaluation.knn_every_epochs=null optimization.warmup=0
 """
 IMAGENET_SMALL = """
-    model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 data.decode_threads=2
+    model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0
     criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2
 """
 DIGITS = "data.kind=cifar10 data.augmentation.size=32"
@@ -208,107 +204,6 @@ def resume(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], wrong=wrong, points=points)
 
 
-def variants(bench: StepBench) -> dict[str, Callable[[], Call]]:
-    """Return, from the step of a tutorial to ours, a function for each change that builds its step."""
-    temperature = bench.config.criterion.temperature
-
-    def tutorial(loss: Callable, **settings: Any) -> Callable[[], Call]:
-        return lambda: bench.changed(**settings).plain(loss, tf32=True)
-
-    def ours(batch: Any, **settings: Any) -> Callable[[], Call]:
-        def build() -> Call:
-            changed = bench.changed(precision="bf16", **settings)
-            changed.notes = bench.notes
-            return changed.ours(lambda _: batch)
-
-        return build
-
-    def our_nt_xent(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return nt_xent(torch.cat([first, second]), temperature)
-
-    dense = functools.partial(dense_nt_xent, temperature=temperature)
-    found = {
-        "plain PyTorch: float32 with its TF32, NCHW, SGD": tutorial(
-            dense, precision="fp32", channels_last=False
-        ),
-        "+ bf16": tutorial(dense, precision="bf16", channels_last=False),
-        "+ channels-last": tutorial(dense, precision="bf16"),
-        "+ our NT-Xent": tutorial(our_nt_xent, precision="bf16"),
-        "+ LARS: our step, SimCLR alone": ours(bench.simclr_batch()),
-        "+ SuNCEt: our whole step": ours(bench.batch),
-    }
-    if bench.place.device.type == "cuda":
-        batch = bench.batch
-        found |= {
-            "+ fused BatchNorm": ours(batch, fused_batchnorm=True),
-            "+ CUDA graph": ours(batch, fused_batchnorm=True, cuda_graph=True),
-            "not deterministic: cuDNN's search": ours(batch, deterministic=False),
-            "deterministic, and cuDNN's search": ours(batch, autotune=True),
-            "fused, graph, not deterministic": ours(
-                batch, fused_batchnorm=True, cuda_graph=True, deterministic=False
-            ),
-            "CUDA graph, BatchNorm not fused": ours(batch, cuda_graph=True),
-            "torch.compile, BatchNorm not fused": ours(batch, compile=True),
-            "torch.compile and CUDA graph": ours(batch, compile=True, cuda_graph=True),
-            "compile, graph, not deterministic": ours(
-                batch, compile=True, cuda_graph=True, deterministic=False
-            ),
-        }
-    return found
-
-
-def ladder(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Time each variant of the step on one fixed batch, alone on the device."""
-    rounds, repeats = (2, 1) if small else (5, 10)
-    config = load_config(CONFIGS / "in1k_10pct.yaml", imagenet_overrides(folder, device, small))
-    columns = [
-        ("", "name", str),
-        ("ms a step", "seconds", harness.scaled(1e3)),
-        ("views/s", "views_per_second", "{:.0f}".format),
-        ("speed, x the one before", "speed_to_previous", "{:.2f}".format),
-        ("speed, x the first", "speed_to_first", "{:.2f}".format),
-        ("MB above the network's", "megabytes", "{:.0f}".format),
-        ("", "note", str),
-    ]
-    points: list[dict[str, Any]] = []
-    table: dict[str, Any] = {}
-    with join(config.meta.device) as place:
-        set_determinism(config, place)
-        bench, stream = StepBench.open(config, place)
-        stream.close()
-        for name, build in variants(bench).items():
-            point: dict[str, Any] = {"name": name}
-            try:
-                step = build()
-                for _ in range(WARMUP + 2):
-                    step()
-                point["seconds"] = [harness.seconds_of(step, device, repeats) for _ in range(rounds)]
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    step()
-                    point["megabytes"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-            # A compiler, a kernel or the memory can fail in any way, and the other variants are still wanted.
-            except Exception as error:
-                point["note"] = f"{type(error).__name__}: {harness.first_line(error)}"
-            step = None
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            # A graph that could not be captured: the step ran without it.
-            if bench.notes:
-                point["note"] = bench.notes.pop()
-            if "seconds" in point:
-                median = spread(point["seconds"])["median"]
-                point |= {"median": median, "views_per_second": bench.views / median}
-                if timed := [p for p in points if "median" in p]:
-                    point["speed_to_previous"] = timed[-1]["median"] / median
-                    point["speed_to_first"] = timed[0]["median"] / median
-            points.append(point)
-            table = harness.table("one change at a time", points, columns)
-            report.save(tables=[table], points=points)
-    return report.finish([table], points=points)
-
-
 def profile(report: Report, folder: Path, device: str, small: bool) -> int:
     """Record where the time of our step on a fixed batch goes, what it converts and where the host waits."""
     steps = 2 if small else 10
@@ -390,7 +285,7 @@ def race(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], points=points, curves=curves)
 
 
-PARTS = {"resume": resume, "decoder": decoder, "ladder": ladder, "profile": profile, "race": race}
+PARTS = {"resume": resume, "decoder": decoder, "profile": profile, "race": race}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,99 @@
+"""The contenders of a config on a device, the most promising first. What is written in the config is never tried."""
+
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from fastsuncet.config import Config, ConfigErrors, flat
+from fastsuncet.data.cpu_count import MOST, cores, decode_threads
+from fastsuncet.distributed.ddp import require_compiler
+from fastsuncet.errors import ConfigError
+from fastsuncet.training.determinism import native_precision
+from fastsuncet.tuning.chooser import Rung
+from pipelines.dali.plugin.build import unavailable
+
+
+def candidates(config: Config, device: str, *, everything: bool = False) -> list[Rung]:
+    """Return the rungs for `config` on "cuda" or "cpu"; with `everything` also those that no run tries itself."""
+    rungs = (_gpu if device == "cuda" else _cpu)(config, everything)
+    return [rung for rung in rungs if _is_open(config, rung)]
+
+
+def _is_open(config: Config, rung: Rung) -> bool:
+    """Return whether a rung changes the config, and nothing in it that was written."""
+    now = flat(config.canonical())
+    changed = [key for key, value in rung.values.items() if now[key] != value]
+    try:
+        config.with_values(rung.values)
+    except ConfigErrors:
+        return False
+    return bool(changed) and not any(config.is_written(key) for key in changed)
+
+
+def _gpu(config: Config, everything: bool) -> Iterator[Rung]:
+    yield Rung("fused BatchNorm", {"model.fused_batchnorm": True})
+    yield Rung("CUDA graph", {"meta.cuda_graph": True}, exact=True)
+    if _has_compiler():
+        yield Rung("compile", {"meta.compile": True, "model.fused_batchnorm": False})
+    if unavailable() is None:
+        yield Rung("pixels in one operator", {"data.color_operator": "plugin"}, clock="loop")
+    yield from _loader(config, everything, (4,))
+    # Two decoders share a batch, so its pixels can differ with an image's neighbors: only a person chooses that.
+    for share in (0.25, 0.5, 0.65, 0.8, 0.9, 1.0) if everything else (1.0,):
+        values = {"data.hw_decoder_share": share}
+        yield Rung(f"hardware JPEG decoder: {share:g}", values, clock="loop", adopted=False)
+    if everything:
+        values = {"data.decoder_buffers": "largest"}
+        yield Rung("largest decoder buffers", values, clock="loop", exact=True, adopted=False)
+        free = {
+            "meta.compile": True,
+            "model.fused_batchnorm": False,
+            "meta.cuda_graph": True,
+            "meta.deterministic": False,
+        }
+        yield Rung("compile, graph, not deterministic", free, adopted=False)
+    # It times algorithms anew after a restart, so a resumed run could have other bits.
+    yield Rung("autotune", {"meta.autotune": True}, adopted=False)
+    yield Rung("not deterministic", {"meta.deterministic": False}, adopted=False)
+
+
+def _cpu(config: Config, everything: bool) -> Iterator[Rung]:
+    if config.meta.precision == "auto":
+        native, _ = native_precision(torch.device("cpu"))
+        other = "bf16" if native == "fp32" else "fp32"
+        yield Rung(f"{other} in place of {native}", {"meta.precision": other})
+    now = config.meta.threads or torch.get_num_threads()
+    for count in _around(now, everything):
+        yield Rung(f"torch threads: {count}", {"meta.threads": count}, clock="loop")
+    yield from _loader(config, everything, (3,))
+    if unavailable() is None:
+        values = {"data.color_operator": "graph"}
+        yield Rung("pixels by DALI's operators", values, clock="loop", exact=True)
+    if _has_compiler():
+        yield Rung("compile", {"meta.compile": True})
+
+
+def _loader(config: Config, everything: bool, prefetch: Iterable[int]) -> Iterator[Rung]:
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    for count in _around(decode_threads(config.data.decode_threads, processes), everything):
+        values = {"data.decode_threads": count}
+        yield Rung(f"decode threads: {count}", values, clock="loop", exact=True)
+    for count in (1, 3, 4, 5) if everything else prefetch:
+        yield Rung(f"read-ahead: {count}", {"data.prefetch": count}, clock="loop", exact=True)
+
+
+def _around(now: int, everything: bool) -> list[int]:
+    """Return other numbers of threads than `now`, up to one more than this process's share of the cores."""
+    share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    most = min(share + 1, 2 * MOST)
+    tried = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if everything else (share, most, share // 2, 1)
+    return [count for count in dict.fromkeys(tried) if 1 <= count <= most and count != now]
+
+
+def _has_compiler() -> bool:
+    try:
+        require_compiler()
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""What a run trains with: its checkpoint's choice, a kept one, what wins now, or plain. Real runs and real children."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastsuncet.checkpoint import manager
+from fastsuncet.commands import train as train_command
+from fastsuncet.config import Config
+from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.distributed.launch import join
+from fastsuncet.errors import CheckpointError, ConfigError, Preempted
+from fastsuncet.tuning import processes, record, settle
+from fastsuncet.tuning.chooser import Report, Rung
+from pipelines.code_cache import cache_folder
+from tests.support.ranks import run_ranks
+from tests.support.runs import Killed, assert_equal_to_the_bit, final_state, kill, small_config
+
+pytestmark = pytest.mark.slow
+
+CHUNKS = Rung("larger chunks", {"criterion.chunk_size": 64})
+HOURS = ("optimization.steps=9000000", "meta.speed=auto")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_and_rung(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(settle, "candidates", lambda *_: [CHUNKS])
+
+
+@pytest.fixture
+def no_children(monkeypatch):
+    monkeypatch.setattr(processes, "run_child", lambda *_: pytest.fail("a child was started"))
+
+
+def settled(config: Config) -> settle.Settled:
+    with join("cpu") as place:
+        return settle.settle(config, place)
+
+
+def keep(config: Config) -> None:
+    """Keep a choice for `config`, as a run that tuned before would."""
+    key = record.key(config, config.resolve(1, 1442, 10, 150), "cpu", [CHUNKS])
+    record.keep({"chosen": CHUNKS.values, "line": "larger chunks, 2x plain", "key": key, "rungs": []})
+
+
+def first_line(config: Config) -> dict:
+    return json.loads((config.run_folder / "metrics.jsonl").read_text().splitlines()[0])
+
+
+# ------------------------------------------------------------------------------------------------------- a new run
+def test_settle_chooses_what_wins_and_measures_it_once(tmp_path, monkeypatch):
+    """Plain's losses go through the rows one by one, which a chunk of 64 does in a tenth of the time."""
+    small = ("criterion.unsupervised_batch_size=100", "optimization.warmup=0")
+    config = small_config(tmp_path, *HOURS, *small).with_values({"criterion.chunk_size": 1})
+    found = settled(config)
+    assert found.speed["chosen"] == CHUNKS.values, found.speed["rungs"]
+    (row, whole) = found.speed["rungs"]
+    assert row["won"] and row["gain"] > 1.03 and whole["clock"] == "loop" and whole["problem"] is None
+    assert found.line.startswith("larger chunks, ") and found.line == found.speed["line"]
+    assert record.applied(config, found.speed).criterion.chunk_size == 64
+    monkeypatch.setattr(processes, "run_child", lambda *_: pytest.fail("a child was started"))
+    again = settled(config)
+    assert again.speed == found.speed and again.line.endswith("measured before")
+
+
+@pytest.mark.usefixtures("no_children")
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("meta.speed=auto",), "plain; the run is too short to tune"),
+        ((*HOURS, "meta.speed=plain"), "plain, as configured"),
+    ],
+)
+def test_settle_without_a_child_is_plain_whatever_is_kept(tmp_path, overrides, line):
+    config = small_config(tmp_path, *overrides)
+    keep(config)
+    found = settled(config)
+    assert (found.speed, found.line) == (None, line)
+
+
+def test_settle_fixed_needs_a_choice(tmp_path):
+    config = small_config(tmp_path, "meta.speed=fixed")
+    with pytest.raises(ConfigError, match="run `fastsuncet tune` with the same config first"):
+        settled(config)
+    keep(config)
+    assert settled(config).speed["chosen"] == CHUNKS.values
+
+
+def test_settle_stopped_while_it_tunes_keeps_nothing(tmp_path, monkeypatch):
+    def stopped(config, rung, base, seconds, signals):
+        signals.requested = "SIGTERM"
+        return [Report(problem="stopped by SIGTERM")]
+
+    monkeypatch.setattr(processes, "measure", stopped)
+    config = small_config(tmp_path, *HOURS)
+    with pytest.raises(Preempted, match="SIGTERM: stopped before the first step"):
+        settled(config)
+    assert not cache_folder("speed").exists()
+    assert json.loads((config.run_folder / "status.json").read_text())["state"] == "preempted"
+
+
+# ---------------------------------------------------------------------------------------------------- a resumed run
+def test_run_uses_the_choice_and_its_resume_obeys_the_checkpoint(tmp_path, monkeypatch):
+    """A run that was killed and continued without the cache equals one that was not killed, and not a plain one."""
+    real = PairedStream.__call__
+
+    def killed_at_7(stream, step, supervised=True):
+        return kill() if step == 7 else real(stream, step, supervised)
+
+    whole, resumed = (small_config(tmp_path / name, "meta.speed=fixed") for name in ("whole", "resumed"))
+    keep(whole)
+    train_command.run(whole, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(PairedStream, "__call__", killed_at_7)
+        with pytest.raises(Killed):
+            train_command.run(resumed, [])
+    shutil.rmtree(cache_folder("speed"))
+    train_command.run(resumed, [])
+    assert_equal_to_the_bit(final_state(resumed), final_state(whole))
+    for config in (whole, resumed):
+        meta = manager.load_newest(config.run_folder / "checkpoints").meta
+        assert meta["speed"]["chosen"] == first_line(config)["speed"]["chosen"] == CHUNKS.values
+        assert meta["config"] == config.canonical()
+        assert '"chosen": {"criterion.chunk_size": 64}' in (config.run_folder / "config.yaml").read_text()
+    plain = small_config(tmp_path / "plain", "meta.speed=plain")
+    train_command.run(plain, [])
+    ours, theirs = (final_state(config)[0] for config in (plain, whole))
+    assert not all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert first_line(plain)["speed"] is None
+
+
+def test_resume_refuses_a_written_switch_that_contradicts_the_choice(tmp_path):
+    config = small_config(tmp_path, "meta.speed=fixed", "optimization.steps=3", "optimization.warmup=0")
+    keep(config)
+    train_command.run(config, [])
+    words = ("meta.speed=fixed", "optimization.steps=3", "optimization.warmup=0", "criterion.chunk_size=32")
+    with pytest.raises(CheckpointError, match="chunk_size: 64 in the checkpoint, chosen by tuning; 32 now"):
+        train_command.run(small_config(tmp_path, *words), [])
+    with pytest.raises(CheckpointError, match="continue it by `fastsuncet train`"), join("cpu") as place:
+        train_command.train(config, place)
+
+
+def test_resume_of_a_run_without_a_choice_stays_plain(tmp_path):
+    """Checkpoints of earlier versions have no record, whatever is kept now."""
+    config = small_config(tmp_path, "meta.speed=fixed", "optimization.steps=3", "optimization.warmup=0")
+    with join("cpu") as place:
+        train_command.train(config, place)
+    assert "speed" not in manager.load_newest(config.run_folder / "checkpoints").meta
+    keep(config)
+    assert settled(config)[::2] == (None, "plain, as in the checkpoint")
+
+
+# ---------------------------------------------------------------------------------------------------------- the cache
+def test_cached_is_only_for_the_same_hardware_and_sound_files(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    keep(config)
+    key = record.key(config, config.resolve(1, 1442, 10, 150), "cpu", [CHUNKS])
+    assert record.cached(key)["chosen"] == CHUNKS.values
+    (file,) = cache_folder("speed").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "processor", lambda: "another processor")
+        assert record.cached(record.key(config, config.resolve(1, 1442, 10, 150), "cpu", [CHUNKS])) is None
+    bigger = config.with_values({"criterion.unsupervised_batch_size": 300})
+    assert record.cached(record.key(bigger, bigger.resolve(1, 1442, 10, 150), "cpu", [CHUNKS])) is None
+    for content in (b"", b"[]", file.read_bytes().replace(b'"ranks": 1', b'"ranks": 2')):
+        file.write_bytes(content)
+        assert record.cached(key) is None
+
+
+def ranks_key(rank: int, world_size: int, folder: str, differ: bool) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "processor", lambda: f"processor {rank if differ else 0}")
+        config = small_config(Path(folder))
+        return record.key(config, config.resolve(world_size, 1442, 10, 150), "cpu", [CHUNKS]) is None
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_key_of_ranks_on_different_hardware_is_none(tmp_path, differ):
+    assert run_ranks(ranks_key, 2, str(tmp_path), differ) == [differ, differ]
