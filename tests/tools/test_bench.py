@@ -205,8 +205,8 @@ def test_bench_pipeline_data_loaders_give_two_different_views_in_0_to_1(tmp_path
 
 def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):
     bench_pipeline.write_pictures(tmp_path, 8, 40, 50)
-    config = peers.config_of(str(tmp_path), 32, "resnet_tiny", 4)
-    steps = peers.train_ours(config)
+    asked = (str(tmp_path), 32, "resnet_tiny", 4)
+    steps, config = peers.train_ours(*asked), peers.config_of(*asked)
     assert [next(steps) for _ in range(2)] == [None, None]
     assert config.data.augmentation.blur == 0 and config.criterion.supervised_epochs == 0
     monkeypatch.setitem(sys.modules, "lightly.transforms", None)

@@ -51,9 +51,9 @@ def config_of(folder: str, size: int, network: str, batch: int) -> Config:
     return load_config(CONFIG, [*words, *small, f"data.root={folder}"])
 
 
-def train_ours(config: Config) -> Iterator[None]:
-    """Train by this project; yield after each step."""
-    bench, stream = StepBench.open(config, HERE)
+def train_ours(*arguments: Any) -> Iterator[None]:
+    """Train by this project on `config_of(*arguments)`; yield after each step."""
+    bench, stream = StepBench.open(config_of(*arguments), HERE)
     step = bench.ours(stream)
     while True:
         step()
@@ -73,12 +73,13 @@ class Files(Dataset):
         return self.transform(Image.open(self.paths[i]).convert("RGB"))
 
 
-def train_lightly(config: Config) -> Iterator[None]:
-    """Train by lightly; yield after each step."""
+def train_lightly(*arguments: Any) -> Iterator[None]:
+    """Train by lightly on `config_of(*arguments)`; yield after each step."""
     from lightly.loss import NTXentLoss
     from lightly.transforms import SimCLRTransform
     from lightly.utils.lars import LARS
 
+    config = config_of(*arguments)
     view, m, rule = config.data.augmentation, config.model, config.optimization
     transform = SimCLRTransform(
         view.size, cj_strength=view.strength, gaussian_blur=view.blur, sigmas=view.blur_sigma, normalize=None
@@ -114,8 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         raise FastSuncetError(f"lightly cannot be imported ({error}): pip install -e '.[bench]'") from error
     report = harness.Report("peers", options.json)
-    config = config_of(str(options.folder.resolve()), options.size, options.network, options.batch)
-    sources = {OURS: (train_ours, (config,)), LIGHTLY: (train_lightly, (config,))}
+    asked = (str(options.folder.resolve()), options.size, options.network, options.batch)
+    config_of(*asked)  # so that a wrong value is reported here, and not by a process
+    sources = {OURS: (train_ours, asked), LIGHTLY: (train_lightly, asked)}
     turns = time_batches_in_turns(sources, steps, rounds, discarded=max(1, min(6, steps // 2)))
     views = 2 * options.batch * steps
     points = []
