@@ -132,10 +132,36 @@ def _export(parser: Parser) -> int:
     add("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
     add("--force", action="store_true", help="replace what is at --output")
     options = _parse_words(parser, "RUN or CONFIG")
-    where = _run_folder(parser, options)
+    where = Path(options.config).expanduser()
+    if where.suffix in (".yaml", ".yml"):
+        where = _load(options).run_folder
+    elif options.overrides:
+        parser.error(f"{where} is no config, and only a config has keys to override")
     from fastsuncet.commands.export import export
 
     export(where, options.to, output=options.output, step=options.step, force=options.force)
+    return 0
+
+
+def _embed(parser: Parser) -> int:
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a config, a run, one of its checkpoints, or an export")
+    add("folder", metavar="FOLDER", type=Path, help="any tree of images")
+    add("--output", metavar="FILE", type=Path, required=True, help="a .npz or .parquet file")
+    add("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
+    add("--force", action="store_true", help="replace what is at --output")
+    options = parser.parse_intermixed_args(parser.arguments)
+    if not options.batch:
+        parser.error("argument --batch: must be 1 or more")
+    where = options.run.expanduser()
+    if where.suffix in (".yaml", ".yml"):
+        from fastsuncet.config import load_config
+
+        where = load_config(where).run_folder
+    from fastsuncet.commands.embed import embed
+
+    output = options.output.expanduser()
+    embed(where, options.folder.expanduser(), output, batch=options.batch, force=options.force)
     return 0
 
 
@@ -278,6 +304,7 @@ RUN: dict[str, Callable[[Parser], int]] = {
     "transfer": _transfer,
     **{f"evaluate {kind}": partial(_evaluate, kind) for kind in ("knn", "npi", "linear", "accuracy")},
     "export": _export,
+    "embed": _embed,
     "sweep": _sweep,
     "preview": _preview,
     "data check": _check,
@@ -344,16 +371,6 @@ def _with_encoder(parser: Parser, *, several: bool = True) -> "tuple[dict[str, A
     return {
         name: value for name, value in vars(options).items() if name not in ("config", "overrides")
     }, config
-
-
-def _run_folder(parser: Parser, options: argparse.Namespace) -> Path:
-    """Return the folder that the words name, or that of the run of the config that they name."""
-    where = Path(options.config).expanduser()
-    if where.suffix in (".yaml", ".yml"):
-        return _load(options).run_folder
-    if options.overrides:
-        parser.error(f"{where} is no config, and only a config has keys to override")
-    return where
 
 
 def _load(options: argparse.Namespace) -> "Config":

@@ -42,6 +42,7 @@ COMMANDS = {
     "evaluate linear": "accuracy of a linear classifier on the frozen encoder",
     "evaluate accuracy": "accuracy of a network that already has a classifier",
     "export": "write the encoder for torchvision, timm, Hugging Face or ONNX",
+    "embed": "write the features of every image below a folder",
     "sweep": "several runs, and several commands on each, from one file",
     "preview": "draw the augmented views of a config as a picture",
     "data check": "decode every image once and name the bad ones",
@@ -190,6 +191,21 @@ examples:
   fastsuncet export runs/in1k_10pct --to torchvision
   fastsuncet export configs/in1k_10pct.yaml --to safetensors --output ~/hub/in1k_10pct
   fastsuncet export runs/in1k_10pct/finetune/10pct --to onnx --step 9000""",
+    "embed": """\
+Writes the features of every image below FOLDER, at any depth, to one file, by the encoder of a run,
+a checkpoint or an export: the center crop and the normalization of the evaluation, float32, no
+projection head. It uses one GPU, or the CPU.
+
+A .npz file has the arrays features (N, width), files (N,) and about (JSON); a .parquet file has the
+columns file and features and needs pip install 'fastsuncet[parquet]'.
+
+The same command continues one that was stopped. The file exists only once it is complete, and what
+is at --output stays, unless --force is given. A bad image ends the command with its name;
+`fastsuncet data check FOLDER` finds them all.
+
+examples:
+  fastsuncet embed runs/in1k_10pct ~/photos --output photos.npz
+  fastsuncet embed encoder/torchvision.pth /data/imagenet/val --output val.parquet""",
     "sweep": """\
 Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
 one after the other, each in its own process on all GPUs of this machine. All configs are checked

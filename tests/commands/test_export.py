@@ -17,6 +17,7 @@ from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import export as command
 from fastsuncet.commands import train as train_command
+from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
 from fastsuncet.config import load_config
 from fastsuncet.distributed.launch import join
@@ -260,13 +261,15 @@ def test_docs_export_page_runs_as_it_is_written(tmp_path, monkeypatch):
     for to in command.FILES:
         if to != "onnx" or not without_onnx:
             export(run, to)
+    (tmp_path / "photos").mkdir()
+    PIL.Image.effect_noise((300, 260), 80).convert("RGB").save("photos/a.png")
+    embed(run, tmp_path / "photos", tmp_path / "photos.npz")
     names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     for block in blocks:
         if "onnxruntime" not in block or not without_onnx:
             exec(block, names)
-        if "features = model" in block or "features,) = " in block:
-            assert names["features"].shape[1] == 2048
+        assert names.get("features", torch.empty(1, 2048)).shape[1] == 2048
     assert len(blocks) >= 5
     image = PIL.Image.effect_noise((300, 260), 80).convert("RGB")
     pixels = names["transform"](image)  # timm's, from the folder's config.json

@@ -1,0 +1,115 @@
+"""Features of a folder: those of the evaluation, complete or absent, continued to the same bits."""
+
+import json
+import sys
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from fastsuncet import cli
+from fastsuncet.commands import embed as command
+from fastsuncet.commands.embed import embed
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.evaluation.features import outputs
+from pipelines.data_errors import BadImage
+from pipelines.datasets.folders import image_tree
+from tests.commands.test_export import save_run
+
+TINY = ("model.name=resnet_tiny", "data.augmentation.size=32")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run of a tiny encoder, with 20 pictures in a tree next to it."""
+    save_run(tmp_path / "run", *TINY)
+    for i in range(20):
+        path = tmp_path / "images" / f"part{i % 3}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.effect_noise((40 + i, 50), 60).convert("RGB").save(path)
+    return tmp_path / "run"
+
+
+def test_embed_writes_the_features_of_the_evaluation(run, tmp_path, capsys):
+    output = tmp_path / "features.npz"
+    words = ["embed", str(run), str(tmp_path / "images"), "--output", str(output), "--batch", "8"]
+    assert cli.main(words) == 0
+    index, encoder = image_tree(tmp_path / "images"), load_encoder(run)
+    place = Place(0, 1, 0, torch.device("cpu"))
+    expected = outputs(encoder.module, index, np.arange(20), encoder.trained, place, batch=8)
+    found = np.load(output)
+    np.testing.assert_array_equal(found["features"], expected.numpy())
+    assert list(found["files"]) == [index.name(i) for i in range(20)]
+    assert json.loads(str(found["about"]))["encoder"]["step"] == 7
+    assert not list(tmp_path.glob(".features*"))
+    assert cli.main(words) == 2
+    assert "features.npz exists" in capsys.readouterr().err
+    assert cli.main([*words, "--force"]) == 0
+
+
+def test_embed_continues_after_an_interruption_to_the_same_bits(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(command.SAVE_EVERY, "cpu", 1)
+    embed(run, tmp_path / "images", tmp_path / "whole.npz", batch=6)
+    calls = []
+
+    def stopped(*arguments, **options):
+        calls.append(arguments[2][0])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return outputs(*arguments, **options)
+
+    monkeypatch.setattr(command, "outputs", stopped)
+    output = tmp_path / "part.npz"
+    with pytest.raises(KeyboardInterrupt):
+        embed(run, tmp_path / "images", output, batch=6)
+    assert not output.exists()
+    embed(run, tmp_path / "images", output, batch=6)
+    assert calls == [0, 6, 12, 12, 18] and "continuing after 12 of 20 images" in capsys.readouterr().out
+    np.testing.assert_array_equal(np.load(output)["features"], np.load(tmp_path / "whole.npz")["features"])
+
+
+def test_embed_starts_over_for_other_images(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(command.SAVE_EVERY, "cpu", 1)
+    output = tmp_path / "features.npz"
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_save", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            embed(run, tmp_path / "images", output)
+    (tmp_path / "images" / "part0" / "0.png").unlink()
+    embed(run, tmp_path / "images", output)
+    assert "has other images" in capsys.readouterr().out
+    assert np.load(output)["features"].shape == (19, 64)
+
+
+def test_embed_writes_parquet(run, tmp_path, monkeypatch):
+    images = tmp_path / "images"
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'fastsuncet\[parquet\]'"):
+            embed(run, images, tmp_path / "features.parquet")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'fastsuncet[parquet]'")
+    from pyarrow import parquet
+
+    for name in ("features.parquet", "features.npz"):
+        embed(run, images, tmp_path / name)
+    table, arrays = parquet.read_table(tmp_path / "features.parquet"), np.load(tmp_path / "features.npz")
+    assert table["file"].to_pylist() == list(arrays["files"])
+    np.testing.assert_array_equal(np.array(table["features"].to_pylist(), np.float32), arrays["features"])
+
+
+def test_embed_refuses_what_it_cannot_do(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"must end in \.npz or \.parquet"):
+        embed(run, tmp_path / "images", tmp_path / "features.csv")
+    torch.save(load_encoder(run).module.state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(ConfigError, match="does not say which pixels"):
+        embed(tmp_path / "weights.pth", tmp_path / "images", tmp_path / "features.npz")
+    (tmp_path / "images" / "bad.png").write_bytes(b"no image")
+    with pytest.raises(BadImage, match=r"bad\.png"):
+        embed(run, tmp_path / "images", tmp_path / "features.npz")
+    (tmp_path / "images" / "bad.png").unlink()
+    (tmp_path / ".features.npz.part").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"features\.npz cannot be written"):
+        embed(run, tmp_path / "images", tmp_path / "features.npz")
