@@ -1,7 +1,7 @@
 """Errors for the user, each with the exit code that a scheduler can act on.
 
 0 done, 2 wrong config (never retry), 3 wrong data (`pipelines.data_errors.DataError`), 4 a loss or weight not finite,
-5 no checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue).
+5 no checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue), 124 a rank hung (as of `timeout`).
 """
 
 
@@ -33,3 +33,9 @@ class Preempted(FastSuncetError):
     """A signal asked the run to stop. Everything is saved, and the same command continues it."""
 
     exit_code = 75
+
+
+class HungError(FastSuncetError):
+    """A rank made no step for meta.timeout seconds. The same command continues from the newest checkpoint."""
+
+    exit_code = 124

@@ -61,13 +61,10 @@ def evaluate(
     if launch.should_start_ranks(config.meta.device):
         # Nothing is resumed, so there is no status to read after a signal.
         return launch.start_ranks(arguments, Path(os.devnull))
-    with launch.join(config.meta.device) as place:
-        try:
-            set_determinism(config, place)
-            chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-            measure(config, kind, chosen, place)
-        except RuntimeError as error:
-            raise launch.explain_error(error) from error
+    with launch.join(config.meta.device, config.meta.timeout) as place:
+        set_determinism(config, place)
+        chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
+        measure(config, kind, chosen, place)
     return 0
 
 

@@ -53,7 +53,7 @@ def finetune(
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(["finetune", *arguments], status)
-    with launch.join(config.meta.device) as place, SignalFlag() as signals:
+    with launch.join(config.meta.device, config.meta.timeout) as place, SignalFlag() as signals:
         set_determinism(config, place)
         config, _ = resolve_precision(config, place.device)
         if place.first:
@@ -63,8 +63,6 @@ def finetune(
         except Preempted as stop:
             RunStatus(status, place).write("preempted", None, str(stop))
             raise
-        except RuntimeError as error:
-            raise launch.explain_error(error) from error
     return 0
 
 

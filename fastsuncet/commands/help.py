@@ -18,6 +18,7 @@ exit codes:
   4    a loss is not finite; nothing of that step was saved
   5    no checkpoint can be used, or none can be written; or an export cannot (the run is saved)
   75   stopped by a signal and saved: run the same command again (schedulers: requeue)
+  124  a rank hung and is named: run the same command again
   130  interrupted from the keyboard"""
 
 ENCODER = """\

@@ -44,9 +44,9 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
         return 0
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
-    with launch.join("cpu") as place:
+    with launch.join("cpu", config.meta.timeout) as place:
         settled = settle(config, place)
-    with launch.join(config.meta.device) as place:
+    with launch.join(config.meta.device, config.meta.timeout) as place:
         train(config, place, settled)
     return 0
 

@@ -38,7 +38,7 @@ def transfer(
     status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(["transfer", *arguments], status)
-    with launch.join(config.meta.device) as place, SignalFlag() as signals:
+    with launch.join(config.meta.device, config.meta.timeout) as place, SignalFlag() as signals:
         set_determinism(config, place)
         config, _ = resolve_precision(config, place.device)
         run_status = RunStatus(status, place)

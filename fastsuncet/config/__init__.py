@@ -49,6 +49,7 @@ FREE_ON_RESUME = (
     "data.decode_threads",
     "data.prefetch",
     "data.decoder_buffers",
+    "meta.timeout",
     "logging",
     "checkpoint",
     "evaluation",

@@ -127,6 +127,9 @@ class MetaSection(Section):
     # How a new run chooses the switches of speed that are not written. auto: it proves and times them first, in at most
     # 0.5 % of its time; plain: it keeps the defaults; fixed: it uses what `fastsuncet tune` chose.
     speed: Literal["auto", "plain", "fixed"] = "auto"
+    # seconds that ranks wait for one that hangs before the job ends; longer than a save, and than the first scan of the
+    # data
+    timeout: Count = 1800
 
 
 class SplitSection(Section):

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +30,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastsuncet.console import cli_command
 from fastsuncet.distributed.signals import STOP_SIGNALS
-from fastsuncet.errors import ConfigError, FastSuncetError, Preempted
+from fastsuncet.errors import ConfigError, FastSuncetError, HungError, Preempted
 
 PORT = 29511
-# Ranks that stop communicating end the job after this time instead of holding its GPUs. It is longer than any save, or
-# the first rank's scan of a new data set (a million headers on a cold disk) while the others wait.
-TIMEOUT = timedelta(minutes=30)
-REASONS = (2, 3, 4, 5, 75)  # exit codes that state a reason, see errors.py
+START = timedelta(minutes=30)  # how long ranks wait for all of them to start
+REASONS = (2, 3, 4, 5, 75, 124)  # exit codes that state a reason, see errors.py
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,21 @@ def first_host(nodelist: str) -> str:
     return match[1] + (match[2] or "")
 
 
+def _number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return a launcher's variable. Raises ConfigError where it is no number."""
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}, not a number. torchrun and srun set it; without them unset it"
+        )
+    return int(text)
+
+
 def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from Slurm's, if Slurm started one task per rank. Changes `environment` in place."""
     if "RANK" in environment or "SLURM_PROCID" not in environment:
         return
-    tasks = int(environment.get("SLURM_NTASKS", 1))
+    tasks = _number("SLURM_NTASKS", 1, environment)
     if tasks == 1 or one_task_per_node(environment):
         return
     environment["RANK"] = environment["SLURM_PROCID"]
@@ -81,7 +89,7 @@ def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
 
 def one_task_per_node(environment: MutableMapping[str, str]) -> bool:
     """Return whether Slurm started one task on each of several nodes, so that this process starts its node's ranks."""
-    nodes, tasks = int(environment.get("SLURM_NNODES", 1)), int(environment.get("SLURM_NTASKS", 1))
+    nodes, tasks = (_number(name, 1, environment) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
     return nodes > 1 and nodes == tasks and torch.cuda.device_count() > 1
 
 
@@ -95,7 +103,7 @@ def expected_ranks(device: str) -> int:
     """Return how many ranks a run that is started this way has: the launcher's number, or one per GPU, or one."""
     set_torchrun_variables(os.environ)
     if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        return _number("WORLD_SIZE", 1)
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     nodes = int(os.environ["SLURM_NNODES"]) if one_task_per_node(os.environ) else 1
     return max(1, gpus) * nodes
@@ -214,18 +222,27 @@ def _store(rank: int, world_size: int, port: str | None) -> Store:
 
 @functools.cache  # a process can join again, and the server must outlive its first group
 def _server(rank: int, world_size: int, port: str | None) -> Store:
-    return next(rendezvous("env://", rank, world_size, timeout=TIMEOUT))[0]
+    return next(rendezvous("env://", rank, world_size, timeout=START))[0]
 
 
 _groups = itertools.count()
 
 
 @contextlib.contextmanager
-def join(device: str) -> Iterator[Place]:
-    """Join the ranks that the launcher's variables describe (none: a single rank), and leave them at the end."""
+def join(device: str, timeout: int = 1800) -> Iterator[Place]:
+    """Join the ranks that the launcher's variables describe (none: a single rank), and leave them at the end.
+
+    A collective that waits longer than `timeout` seconds raises HungError. While training runs, heartbeat.py ends the
+    job earlier, with the name of the rank.
+    """
     set_torchrun_variables(os.environ)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank, world_size, local_rank = (
+        _number(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    if rank >= world_size:
+        raise ConfigError(
+            f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"
+        )
     place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
     cuda = place.device.type == "cuda"
     if cuda:
@@ -234,20 +251,25 @@ def join(device: str) -> Iterator[Place]:
     if world_size == 1 or dist.is_initialized():
         yield place
         return
-    dist.init_process_group(
-        # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's stream.
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=_store(rank, world_size, os.environ.get("MASTER_PORT")),
-        timeout=TIMEOUT,
-        rank=rank,
-        world_size=world_size,
-        device_id=place.device if cuda else None,
-    )
     try:
+        dist.init_process_group(
+            # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's
+            # stream.
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=_store(rank, world_size, os.environ.get("MASTER_PORT")),
+            timeout=timedelta(seconds=timeout + 60),
+            rank=rank,
+            world_size=world_size,
+            device_id=place.device if cuda else None,
+        )
         yield place
     except Preempted:
         dist.destroy_process_group()  # every rank leaves this way at the same time
         raise
+    except RuntimeError as error:
+        if (explained := explain_error(error)) is error:
+            raise
+        raise explained from error
     # Not after any other error: taking a group down can wait for ranks that are stuck in a collective, and the error
     # message would wait with it.
     dist.destroy_process_group()
@@ -260,5 +282,10 @@ def explain_error(error: BaseException) -> BaseException:
     ):
         return FastSuncetError(
             "another rank has ended, and this one with it; the other rank's message has the reason"
+        )
+    if isinstance(error, RuntimeError) and re.search(r"[Tt]imed? ?out", str(error)):
+        return HungError(
+            f"a rank did not come for longer than meta.timeout ({str(error).splitlines()[0]}). The same command "
+            "continues from the newest checkpoint"
         )
     return error

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.run_folder import on_rank_0, require_run_folder
+from fastsuncet.checkpoint.run_folder import RunStatus, on_rank_0, require_run_folder
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
@@ -132,6 +133,7 @@ class Trainer:
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
         self.consensus = StopConsensus()
+        self.heart: Heartbeat | None = None  # while `run` runs
         self.restore()
 
     def run(self, signals: SignalFlag) -> None:
@@ -144,7 +146,12 @@ class Trainer:
         if self.step == task.steps and self.evaluated:
             return
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
-        with closing(task), RunLogger(*settings, evaluated=self.evaluated) as self.logger:
+        timeout = task.config.meta.timeout
+        with (
+            closing(task),
+            RunLogger(*settings, evaluated=self.evaluated) as self.logger,
+            Heartbeat(timeout, signals, self.say_anywhere, self.end_hung) as self.heart,
+        ):
             if self.step == 0 and task.chosen:
                 self.logger.write("chosen", {"step": 0, **task.chosen})
             self.ledger.start_clock()
@@ -154,7 +161,9 @@ class Trainer:
                 self.save()
             while self.step < task.steps:
                 # ------------------------------------------------------------------------------------------ hot region
+                self.at("reads images")
                 batch = task.batch(self.step, self.interval.data_timer)
+                self.at("trains")
                 values = task.train_step(batch, task.lr(self.step))
                 images, macs = task.cost(self.step)
                 self.interval.add(values, self.step, images)
@@ -164,6 +173,7 @@ class Trainer:
                 self.step += 1  # from here on, the updates done
                 self.ledger.add(images, macs)
                 last = self.step == task.steps
+                self.at("ends its step")
                 stop = self.consensus.agree(signals.requested is not None) and not last
                 if last or self.step % task.log_every == 0:
                     self.log()
@@ -186,8 +196,20 @@ class Trainer:
                     raise self.preempted(signals)
             self.consensus.close()
 
+    def say_anywhere(self, line: str) -> None:
+        """Print `line` on this rank, whichever it is."""
+        (self.logger.say if self.place.first else say_line)(line)
+
+    def end_hung(self, message: str) -> None:
+        """End this process, from another thread, because a rank hangs."""
+        status = RunStatus(self.folder / "status.json", self.place)
+        if status.path.exists():
+            status.write("failed", self.step, message or "a rank hung")
+        end_hung(message)
+
     def stop_if_requested(self, signals: SignalFlag) -> None:
         """Raise Preempted once any rank got a signal. Called equally often on all ranks; waits for no device."""
+        self.at("evaluates")
         if self.consensus.agree(signals.requested is not None):
             raise self.preempted(signals)
 
@@ -195,6 +217,11 @@ class Trainer:
         """Return the error that ends a run on a signal, once all is saved."""
         asked = signals.requested or "another rank"
         return Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
+
+    def at(self, place: str) -> None:
+        """Tell the other ranks, while `run` runs, where this one is."""
+        if self.heart is not None:
+            self.heart.at(self.step, place)
 
     @property
     def epoch(self) -> float:
@@ -208,6 +235,7 @@ class Trainer:
 
     def log(self) -> None:
         """Write a metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
+        self.at("writes metrics")
         sums, first_bad, wait = self.interval.read()
         self.require_finite(first_bad)
         self.means = (sums.mean(0) / self.interval.steps).tolist()
@@ -257,6 +285,7 @@ class Trainer:
         checkpoint holds the sums of the interrupted metrics interval, so that its line comes out the same. Rank 0
         writes, and an error there is raised on every rank.
         """
+        self.at("saves")
         sums, first_bad, _ = self.interval.read()
         self.require_finite(first_bad)
         require_finite_weights(self.task.model, self.step)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastsuncet.distributed import launch
-from fastsuncet.errors import ConfigError
+from fastsuncet.errors import ConfigError, HungError
 from tests.support.ranks import PRELOADED
 from tests.support.runs import CONFIGS, SMALL
 from tests.test_main import shadow
@@ -75,11 +75,29 @@ def test_pick_device_refuses_more_ranks_than_gpus(monkeypatch):
         launch.pick_device("auto", 2)
 
 
-def test_explain_error_of_a_lost_connection_and_of_any_other_error():
+def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
     broken = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
     assert "another rank has ended" in str(launch.explain_error(RuntimeError(broken)))
+    late = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+    assert isinstance(launch.explain_error(RuntimeError(late)), HungError)
     bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert launch.explain_error(bug) is bug
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x"}, "variable RANK is 'x', not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "-2"}, "variable WORLD_SIZE is '-2'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
+    ],
+)
+def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message), launch.join("cpu"):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -91,6 +109,7 @@ def test_explain_error_of_a_lost_connection_and_of_any_other_error():
         ([(1, 10), (-15, 10)], 1),  # a bug: the job must not run again
         ([(1, 10), (-9, 40)], 1),  # its peer waited in a collective through the agent's grace period
         ([(-15, 10), (4, 40)], 4),
+        ([(124, 10), (-9, 40)], 124),  # a rank hung until the agent killed it
         ([(-15, 10)], 143),
         ([(1, 10), (-9, 11)], 137),
     ],

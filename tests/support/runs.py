@@ -69,7 +69,7 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairedStream, "__call__", watched)
         try:
-            with join(config.meta.device) as place:
+            with join(config.meta.device, config.meta.timeout) as place:
                 train_command.train(config, place)
         except Preempted:
             assert stop_at is not None

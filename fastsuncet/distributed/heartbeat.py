@@ -1,0 +1,131 @@
+"""Name the rank that the others wait for, and end the job when that rank does not come back.
+
+Each rank counts the places that its training loop passes. A thread posts the count to the store of the process group
+every few seconds; the step itself communicates nothing. All ranks pass the same places in the same order. So in a hang
+the others wait for the rank with the lowest count, or for one that posts no longer.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from typing_extensions import Self
+
+from fastsuncet.distributed.collectives import rank, world_size
+from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import HungError
+
+SHOWN = 4  # ranks named in a message, at most
+
+
+class Heartbeat:
+    """`with Heartbeat(...) as heart:`, and `heart.at(step, "reads images")` at each place, on every rank.
+
+    After `timeout` seconds without a new place, `end(message)` is called on every rank; it must end the process,
+    because the main thread waits in a collective and cannot. Before that, one rank says what it waits for, after a
+    minute and then at doubling intervals. A single process has no thread, and nothing is watched.
+    """
+
+    period = 5.0  # seconds between two posts
+
+    def __init__(
+        self,
+        timeout: float,
+        signals: SignalFlag,
+        say: Callable[[str], None],
+        end: Callable[[str], None],
+    ):
+        self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
+        self.rank, self.ranks = rank(), world_size()
+        self.store: dist.Store | None = None if self.ranks == 1 else _get_default_store().clone()
+        self.position = (0, 0, "starts")  # places passed, updates done, the place
+        self._main = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def at(self, step: int, place: str) -> None:
+        """Say that this rank's training loop is at `place`: "reads images"."""
+        self.position = (self.position[0] + 1, step, place)
+
+    def __enter__(self) -> Self:
+        if self.store is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(2 * self.period)  # not longer: the store can be gone
+
+    def _watch(self) -> None:
+        position, since, warned, posts = None, 0.0, 0.0, {}
+        while not self._stop.wait(self.period):
+            now = time.monotonic()
+            if self.position != position:
+                position, since, warned, posts = self.position, now, 0.0, {}
+            waited, asked = now - since, self.signals.requested
+            # Once a stop was requested, whoever waits for the save has little time.
+            first = min(10 if asked else 60, self.timeout / 3)
+            try:
+                self._exchange(posts, now, read=waited > first / 2)
+            except RuntimeError:  # the process that holds the store has ended
+                posts = {}
+            silent, text = self._waiting_for(posts, now)
+            speaks = self.rank == min((r for r in range(self.ranks) if r not in silent), default=self.rank)
+            # The others end later: the one that speaks would see their connections break first.
+            if waited > self.timeout + (0 if speaks else 3 * self.period):
+                saved = "Nothing was saved since the newest checkpoint; the same command continues from it"
+                self.end(f"no step for {waited:,.0f} s (meta.timeout): {text}. {saved}" if speaks else "")
+                return
+            if waited > max(first, 2 * warned):
+                warned = waited
+                ending = f"{asked}: nothing can be saved until then" if asked else "meta.timeout ends the job"
+                if speaks:
+                    self.say(f"no step for {waited:,.0f} s, {text}; {ending} (after {self.timeout:,.0f} s)")
+
+    def _exchange(self, posts: dict[int, tuple[bytes, float]], now: float, *, read: bool) -> None:
+        """Post where this rank is; with `read`, add to `posts` where each rank is and when it last posted anew."""
+        if self.store is None:
+            return
+        frame = sys._current_frames().get(self._main or 0)
+        code = traceback.extract_stack(frame, 1)[0]
+        where = f"{code.name}, {os.path.basename(code.filename)}:{code.lineno}"
+        self.store.set(f"heartbeat/{self.rank}", json.dumps([*self.position, where, now]))
+        for number in range(self.ranks) if read else ():
+            key = f"heartbeat/{number}"
+            post = self.store.get(key) if self.store.check([key]) else b""
+            if number not in posts or posts[number][0] != post:
+                posts[number] = (post, now)
+
+    def _waiting_for(self, posts: dict[int, tuple[bytes, float]], now: float) -> tuple[set[int], str]:
+        """Return the ranks that post no longer, and a text that names those that the others wait for."""
+        silent = {number for number, (_, when) in posts.items() if now - when > 2.5 * self.period}
+        found: dict[int, list[Any]] = {
+            number: json.loads(post) for number, (post, _) in posts.items() if post
+        }
+        counts = {number: values[0] for number, values in found.items()}
+        behind = silent or {number for number in counts if counts[number] == min(counts.values())}
+        if not behind:
+            return silent, "waiting for another rank"
+        lines = []
+        for number in sorted(behind)[:SHOWN]:
+            _, step, place, where, _ = found.get(number, [0, 0, "has not begun", "", 0])
+            gone = "no sign of life; last seen where it " if number in silent else ""
+            lines.append(f"rank {number} ({gone}{place} after step {step:,}, in {where})")
+        if len(behind) > SHOWN:
+            lines.append(f"{len(behind) - SHOWN} more")
+        return silent, f"waiting for {', '.join(lines)}"
+
+
+def end_hung(message: str) -> None:
+    """End the process with the exit code of HungError; the main thread waits in a collective and cannot."""
+    if message:
+        print(f"[rank {rank()}] error: {message}", file=sys.stderr, flush=True)
+    os._exit(HungError.exit_code)

@@ -1,0 +1,144 @@
+"""A rank that hangs is named, and the job ends with an exit code that says to run it again."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fastsuncet.cli import main
+from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.distributed import heartbeat
+from fastsuncet.distributed.heartbeat import Heartbeat
+from fastsuncet.distributed.signals import SignalFlag
+from tests.support.ranks import PRELOADED
+from tests.support.runs import CONFIGS, SMALL, small_config
+
+
+@pytest.fixture
+def hearts(monkeypatch):
+    """Two ranks of one process, and what each of them says and ends with."""
+    store, found = dist.HashStore(), []
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: store)
+    monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
+    monkeypatch.setattr(Heartbeat, "period", 0.05)
+    for number in range(2):
+        monkeypatch.setattr(heartbeat, "rank", lambda number=number: number)
+        said, ended = [], []
+        found.append((Heartbeat(1.0, SignalFlag(), said.append, ended.append), said, ended))
+    return found
+
+
+def wait_for_end(ended: list[str]) -> None:
+    end = time.monotonic() + 30
+    while not ended:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_heartbeat_names_the_rank_that_is_behind_and_where_it_is(hearts):
+    (one, said, ended), (other, said_too, ended_too) = hearts
+    with one, other:
+        for heart in (one, other):
+            heart.at(6, "reads images")
+        one.at(6, "trains")  # and waits there for the other
+        wait_for_end(ended)
+        assert (said_too, ended_too) == ([], [])  # one speaks
+        wait_for_end(ended_too)
+    for text in (said[0], ended[0]):
+        assert "waiting for rank 1 (reads images after step 6, in " in text
+        assert "rank 0" not in text
+    assert "no step for 1 s (meta.timeout)" in ended[0] and "same command continues" in ended[0]
+    assert "waiting for rank 0 (no sign of life" in ended_too[0]  # as the first has ended, the other speaks
+
+
+def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
+    (one, said, ended), (other, _, _) = hearts
+    with one:
+        with other:
+            other.at(6, "trains")
+            one.at(6, "trains")
+            time.sleep(0.3)
+        wait_for_end(ended)
+    assert "waiting for rank 1 (no sign of life; last seen where it trains after step 6" in said[-1]
+
+
+def test_heartbeat_after_a_signal_says_that_nothing_can_be_saved(hearts):
+    (one, said, ended), _ = hearts
+    one.signals.requested = "SIGTERM"
+    with one:
+        wait_for_end(ended)
+    assert "SIGTERM: nothing can be saved until then" in said[0]
+
+
+def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
+    with hearts[0][0], hearts[1][0]:
+        for step in range(30):
+            for heart, _, _ in hearts:
+                heart.at(step, "trains")
+            time.sleep(0.05)
+    assert [(said, ended) for _, said, ended in hearts] == [([], []), ([], [])]
+
+
+# ------------------------------------------------------------------------------------------------- real ranks
+TIMEOUT = 8
+
+
+def stop_process() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def rank_main(rank: int, folder: str, port: int, how: str) -> None:
+    """Train as the command does; rank 1 hangs at step 5."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    # The test's process holds the store, as torchrun's agent does.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.dup2(os.open(f"{folder}/output {rank}", os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    Heartbeat.period, read = 0.5, PairedStream.__call__
+
+    def reading(stream, step, supervised=True):
+        if (step, rank) == (5, 1):
+            stop_process() if how == "stopped" else time.sleep(300)
+        return read(stream, step, supervised)
+
+    PairedStream.__call__ = reading
+    overrides = [*SMALL, f"logging.folder={folder}", f"meta.timeout={TIMEOUT}", "meta.device=cpu"]
+    sys.exit(main(["train", str(CONFIGS / "digits_demo.yaml"), *overrides]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["asleep", "stopped"])
+def test_hung_rank_ends_the_job_with_124_and_its_name(how, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
+        "True"  # this process holds the store, as torchrun's agent does
+    )
+    try:
+        ranks = [context.Process(target=rank_main, args=(n, str(tmp_path), store.port, how)) for n in (0, 1)]
+        for process in ranks:
+            process.start()
+        ranks[0].join(120)
+        if how == "stopped":
+            ranks[1].kill()
+        ranks[1].join(60)
+    finally:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    output = Path(tmp_path, "output 0").read_text()
+    assert [process.exitcode for process in ranks] == [124, -signal.SIGKILL if how == "stopped" else 124], (
+        output
+    )
+    error = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
+    where = (
+        "no sign of life" if how == "stopped" else "reads images after step 5, in reading, test_heartbeat.py"
+    )
+    assert f"waiting for rank 1 ({where}" in error and "meta.timeout" in error
+    status = json.loads((small_config(tmp_path).run_folder / "status.json").read_text())
+    assert status["state"] == "failed" and "waiting for rank 1" in status["message"]
