@@ -67,7 +67,7 @@ def _number(name: str, default: int, environment: Mapping[str, str] = os.environ
     text = environment.get(name, str(default))
     if not text.isdecimal():
         raise ConfigError(
-            f"the environment variable {name} is {text!r}, not a number. torchrun and srun set it; without them unset it"
+            f"the environment variable {name} is {text!r}, not a number. torchrun and srun set it; otherwise unset it"
         )
     return int(text)
 
