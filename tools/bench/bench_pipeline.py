@@ -1,6 +1,6 @@
 """Time SimCLR's two views from JPEG files: the DALI loader against torchvision's DataLoader.
 
-    python tools/bench/bench_pipeline.py [FOLDER] [--pack] [--images N] [--json FILE] [--rounds R] [--quick]
+    python tools/bench/bench_pipeline.py [FOLDER] [--pack] [--engines E ...] [--images N] [--json FILE] [--rounds R] [--quick]
 
 FOLDER is any tree of images; without one, pictures are generated first. All contenders have two threads or two worker
 processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 16. Each runs
@@ -260,11 +260,16 @@ def main(arguments: list[str] | None = None) -> int:
     fewest, what = 2 * DISCARDED * BATCH, "images in a turn, at least and by default %(default)s"
     parser.add_argument("--images", type=int, default=fewest, help=what)
     parser.add_argument("--pack", action="store_true", help="only what is read from files and from a pack")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, metavar="ENGINE", help="only those of these names"
+    )
     options = parser.parse_args(arguments)
     batch, rounds = BATCH, options.rounds
     contenders: Sequence[Contender] = PACKED if options.pack else CONTENDERS
     if options.quick:
         batch, rounds, contenders = 2, 2, QUICK
+    if options.engines:
+        contenders = [contender for contender in contenders if contender.engine in options.engines]
     notes = [
         "x peer: against the fastest DataLoader with the same blur; for a pack, against files",
         "Files and pack were in the page cache: a cold disk is not measured.",
