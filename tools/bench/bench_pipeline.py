@@ -1,6 +1,6 @@
 """Time SimCLR's two views from JPEG files: the DALI loader against torchvision's DataLoader.
 
-    python tools/bench/bench_pipeline.py [FOLDER] [--pack] [--engines E ...] [--images N] [--json FILE] [--rounds R] [--quick]
+    python tools/bench/bench_pipeline.py [FOLDER] [--pack] [--engines E ...] [--images N] [--rounds R] [--quick]
 
 FOLDER is any tree of images; without one, pictures are generated first. All contenders have two threads or two worker
 processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 16. Each runs

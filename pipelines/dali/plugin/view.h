@@ -12,7 +12,8 @@ namespace view {
 
 // The vector width is chosen when the library is loaded, so that one build serves a cluster of different processors that
 // share a home directory. -ffp-contract=off keeps fused multiply-adds, which give other bits, out of all of them.
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(WIDEST)  // by a test, to be nothing
+#elif defined(__x86_64__) && defined(__GNUC__)
 #define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define WIDEST

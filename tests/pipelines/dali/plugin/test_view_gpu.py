@@ -36,12 +36,14 @@ class View(ctypes.Structure):
     ]
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
+@pytest.fixture(scope="module", params=["", "-DWIDEST="], ids=["widest vectors", "SSE"])
+def library(request) -> ctypes.CDLL:
+    """The loops in the widest vectors of this processor, and in those of every processor: the kernels are the same."""
     texts = "\0".join(path.read_text() for path in (*build.sources(), build.SOURCES / "view.cu"))
     changed = f"-DSOURCES={hashlib.sha256(texts.encode()).hexdigest()[:16]}"
     # The flags of the library: a contracted product would give the loops and the kernels other bits.
     flags = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-I{build.SOURCES}", changed)
+    flags += (request.param,) if request.param else ()
     return ctypes.CDLL(str(host_kernels.built("view.cpp", *flags)))
 
 
