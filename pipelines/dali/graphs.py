@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import nvidia.dali.fn as fn
 import nvidia.dali.types as types
-from nvidia.dali import pipeline_def
+from nvidia.dali import Pipeline, pipeline_def
 
 from pipelines.dali import color
 from pipelines.dali.plugin.use import kernels
@@ -94,7 +94,9 @@ def by_plugin(image, augmentation: Augmentation, view: SimpleNamespace, dtype: s
     if augmentation.blur:
         given["window"] = 0 if augmentation.blur_window == "auto" else augmentation.blur_window
     if image.device == "gpu":
-        given["kernels"] = kernels(augmentation.widest_blur if augmentation.blur else 0).hex()
+        given["kernels"] = kernels(
+            augmentation.widest_blur if augmentation.blur else 0, Pipeline.current().device_id
+        ).hex()
     return fn.fastsuncet.view(image, **given, **normalization(augmentation, dtype))
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import nvidia.dali.fn as fn
+import torch
 from nvidia.dali import pipeline_def
 
-from pipelines.backend import require_gpu
 from pipelines.dali import graphs
 from pipelines.dali.color import BITS, FACTORS
 from pipelines.data_errors import DataError
@@ -29,11 +29,10 @@ EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), colo
 def require_equal(device: str = "cpu") -> None:
     """Compare the loaded plug-in with DALI's CPU operators, also on a GPU, where DALI's own round differently.
 
-    Raises DataError where one value differs, or where there is no GPU to run the GPU's kernels on.
+    Raises DataError where one value differs.
     """
     batches = [random_batch(seed=0)]
     if device == "gpu":
-        require_gpu()
         batches.append(full_batch())
     else:
         batches.append(rounding_batch())
@@ -64,7 +63,7 @@ def both(
         batch_size=len(images),
         num_threads=2,
         prefetch_queue_depth=1,
-        device_id=0 if device == "gpu" else None,
+        device_id=torch.cuda.current_device() if device == "gpu" else None,
         exec_dynamic=True,
         enable_conditionals=True,
     )

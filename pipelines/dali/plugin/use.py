@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pipelines import cuda_compiler
+from pipelines.backend import require_gpu
 from pipelines.dali.plugin.build import SOURCES, build, kept, unavailable
 from pipelines.data_errors import DataError
 from pipelines.output import say_line
@@ -63,18 +64,20 @@ def prove_on_gpu() -> None:
     """Compare the plug-in on this GPU with DALI's operators on the CPU, once a process. Raises DataError."""
     from pipelines.dali.plugin.check_equal import require_equal
 
+    require_gpu()
+    kernels(0, torch.cuda.current_device())  # its message would be lost in a graph's
     require_equal("gpu")
 
 
-def kernels(widest_blur: int) -> bytes:
-    """Return view.cu as compiled for the current GPU. Raises DataError, also for a blur that is too wide for it."""
+def kernels(widest_blur: int, device_id: int) -> bytes:
+    """Return view.cu as compiled for a GPU. Raises DataError, also for a blur that is too wide for it."""
     if widest_blur > WIDEST_BLUR:
         raise DataError(
             f"color_operator: plugin blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
             f"{widest_blur}: set data.color_operator to graph"
         )
     try:
-        arch = cuda_compiler.architecture(*torch.cuda.get_device_capability())
+        arch = cuda_compiler.architecture(*torch.cuda.get_device_capability(device_id))
         return cuda_compiler.compiled(SOURCES / "view.cu", arch, NVRTC_OPTIONS)
     except cuda_compiler.KernelError as error:
         raise DataError(f"the view operator cannot be compiled for this GPU: {error}") from error

@@ -117,15 +117,15 @@ def test_kernels_contract_no_product_and_divide_exactly():
 @pytest.mark.parametrize(("card", "start"), [((9, 0), b"\x7fELF"), ((99, 0), b"//")])
 def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card, start):
     """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
-    assert use.kernels(23).lstrip().startswith(start)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: card)
+    assert use.kernels(23, 0).lstrip().startswith(start)
 
 
 def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
     with pytest.raises(
         DataError, match=r"up to 65 pixels wide.*asks for 67: set data.color_operator to graph"
     ):
-        use.kernels(67)
+        use.kernels(67, 0)
 
 
 @needs_plugin
@@ -135,7 +135,7 @@ def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(plugin, monkeypatch
 
     calls = []
     real = graphs.fn.fastsuncet.view
-    monkeypatch.setattr(graphs, "kernels", lambda widest: b"kernels")
+    monkeypatch.setattr(graphs, "kernels", lambda *_: b"kernels")
     monkeypatch.setattr(
         graphs.fn.fastsuncet, "view", lambda image, **k: calls.append((image.device, k)) or real(image, **k)
     )
