@@ -7,7 +7,7 @@ graph is a pure function of the arrays that `pipelines.sampling.step_plan` gives
 
 # DALI's stubs lack operators, constants and the options of decorated graphs.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
