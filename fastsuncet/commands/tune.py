@@ -42,7 +42,7 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path, *, e
                 say_line(text_of(verdict))
 
         if place.first:
-            say_line(f"{len(rungs)} contenders on {key['hardware']}, at most {minutes:g} minutes")
+            say_line(f"contenders: {len(rungs)}, on {key['hardware']}, at most {minutes:g} minutes")
         found = tune(config, place, rungs, key, 60 * minutes, signals, say)
         if signals.requested is not None:
             raise Preempted(f"{signals.requested}: stopped; nothing was kept")

@@ -111,8 +111,8 @@ class Config(Sections):
             raise ConfigErrors(map(self._document.locate, error.problems)) from None
 
     def is_written(self, key: str) -> bool:
-        """Return whether the value of a dotted key was written, in a file or on the command line."""
-        return key in self._document.origins
+        """Return whether the value of a dotted key was written; "auto" leaves it open."""
+        return key in self._document.origins and flat(self.canonical())[key] != "auto"
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with other `values` of dotted keys. Raises as the constructor does."""
