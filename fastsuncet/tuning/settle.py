@@ -90,7 +90,9 @@ def _settle(config: Config, place: Place, signals: SignalFlag) -> Settled:
         return Settled(None, images, "plain; the ranks run on different hardware or versions")
     if not rungs:
         return Settled(None, images, "plain; every switch of speed is written")
-    say_line(f"speed: tries {len(rungs)} of its switches, at most {budget:.0f} s (meta.speed: plain turns this off)")
+    say_line(
+        f"speed: tries {len(rungs)} of its switches, at most {budget:.0f} s (meta.speed: plain turns this off)"
+    )
     speed = tune(config, place, rungs, key, budget, signals)
     return Settled(speed, images, speed["line"])
 

@@ -1,0 +1,73 @@
+"""`fastsuncet tune` prints, draws and keeps what it found, on one process and on two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.commands import tune
+from fastsuncet.config import load_config
+from fastsuncet.tuning.rungs import candidates
+from tests.support.runs import CONFIGS
+
+ROOT = Path(__file__).parents[2]
+# One rung is left: the others are written.
+WRITTEN = ("meta.compile=false", "data.color_operator=graph", "data.decode_threads=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tune_the_demo(tmp_path, ranks):
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    words = [
+        "tune",
+        str(CONFIGS / "digits_demo.yaml"),
+        *WRITTEN,
+        f"logging.folder={tmp_path}",
+        "--minutes",
+        "4",
+    ]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "fastsuncet", *words, "--output", str(tmp_path / "speed.png")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FASTSUNCET_CACHE": str(tmp_path / "cache")},
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "speed.json").read_text())
+    (row,) = found["rungs"]
+    assert row["name"] == "read-ahead: 3" and row["problem"] is None and found["key"]["ranks"] == ranks
+    assert row["views"] == 256 and len(row["seconds"]["plain"]) >= 3
+    assert f"speed: {found['line']}\n" in done.stdout and "| read-ahead: 3 | loop |" in done.stdout
+    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
+    (kept,) = (tmp_path / "cache" / "speed").iterdir()
+    assert json.loads(kept.read_text()) == found
+
+
+def test_candidates_are_never_what_is_written():
+    def keys(*overrides: str, device: str = "cpu") -> set[str]:
+        config = load_config(CONFIGS / "digits_demo.yaml", overrides)
+        return {key for rung in candidates(config, device, everything=True) for key in rung.values}
+
+    assert keys(*WRITTEN) == {"data.prefetch"}  # the demo's own file has threads and precision
+    assert "meta.precision" in keys("meta.precision=auto")
+    assert "model.fused_batchnorm" in keys(device="cuda") and "meta.threads" not in keys(device="cuda")
+    nchw = load_config(CONFIGS / "digits_demo.yaml", ["meta.channels_last=false"])
+    assert not any(rung.values.get("model.fused_batchnorm") for rung in candidates(nchw, "cuda"))
+
+
+def test_table_and_picture_name_what_is_wrong(tmp_path):
+    rows = [
+        {"name": "a", "clock": "step", "won": True, "problem": None, "notes": [], "views": 8, "gain": 1.25}
+        | {"seconds": {"plain": [1.0, 1.1], "base": [1.0, 1.1], "contender": [0.8, 0.88]}},
+        {"name": "b", "clock": "loop", "won": False, "problem": "not done after 60 s", "notes": []},
+    ]
+    lines = tune.table(rows)
+    assert lines[2] == "| a | step | 840 | 1.05e+03 | 1.25 (1.25 to 1.25) | 1.25 (1.25 to 1.25) | chosen |"
+    assert lines[3] == "| b | loop | | | | | not done after 60 s |"
+    tune.draw({"rungs": rows, "line": "a, 1.25x plain"}, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 1000
