@@ -92,7 +92,7 @@ def step(config: str, overrides: Callable[[Path, str, bool], list[str]]) -> Call
 def tune(options: Options) -> list[str]:
     """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU; it writes ladder.json itself."""
     words = imagenet_overrides(options.folder, options.device, options.small)
-    minutes = ["--minutes", "1" if options.small else "7"]
+    minutes = ["--minutes", "3" if options.small else "7"]
     output = ["--output", str(options.folder / "ladder.png")]
     return ["-m", "fastsuncet", "tune", "configs/in1k_10pct.yaml", *words, "--all", *minutes, *output]
 
