@@ -16,3 +16,8 @@ def installed(package: str) -> str | None:
 def dali() -> str | None:
     """Return the version of DALI, of either build, None if it is not installed."""
     return installed(DALI[0]) or installed(DALI[1])
+
+
+def drawing_problem() -> str:
+    """Return the sentence on what to install for pictures, "" where matplotlib is installed."""
+    return "" if installed("matplotlib") else "pictures need matplotlib: pip install matplotlib"

@@ -13,7 +13,6 @@ from fastsuncet.commands import train
 from fastsuncet.commands.preview import preview
 from fastsuncet.commands.report.compute_saved import crossing, target
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
-from fastsuncet.commands.report.figures import draw_panel
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.reader import shipped
 from fastsuncet.console import say_line
@@ -22,6 +21,7 @@ from fastsuncet.distributed.launch import Place, join
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.training import methods
 from fastsuncet.training.step import build
+from fastsuncet.versions import drawing_problem
 
 CONFIGS = ("digits_simclr", "digits_demo")  # SimCLR, SimCLR + SuNCEt
 
@@ -59,9 +59,15 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
     }
     path = folder / f"demo_seed{seed}.json"
     atomic_files.replace(path, json.dumps(numbers, indent=1).encode() + b"\n")
-    picture, _ = draw_panel(arrange(curves)[0], "top1", folder, only="petaflops", name=f"demo_seed{seed}")
-    say_line(f"\ncurves   {picture}, with its numbers in {path.name}")
-    say_line(f"views    {preview(config, folder / 'views.png')}")
+    say_line(f"\nnumbers  {path}")
+    if problem := drawing_problem():
+        say_line(problem)
+    else:
+        from fastsuncet.commands.report.figures import draw_panel
+
+        picture, _ = draw_panel(arrange(curves)[0], "top1", folder, only="petaflops", name=f"demo_seed{seed}")
+        say_line(f"curves   {picture}")
+        say_line(f"views    {preview(config, folder / 'views.png')}")
     say_line(f"took     {time.perf_counter() - began:.0f} s")
     return curves
 

@@ -24,7 +24,7 @@ GIGA = 1e9
 DISK_NEEDED = 1 * GIGA
 # NCCL passes data between the GPUs of one machine through here; Docker's default of 64 MB is too little.
 SHM_NEEDED = 0.25 * GIGA
-EXTRAS = {"scikit-learn": "demo", "tensorboard": "tensorboard", "wandb": "wandb", "nvidia-ml-py": "energy"}
+EXTRAS = ("scikit-learn", "matplotlib", "tensorboard", "wandb", "mlflow", "nvidia-ml-py")
 
 
 class Finding(NamedTuple):
@@ -194,12 +194,12 @@ def apex() -> Finding:
 def extras() -> Finding:
     """Find the packages that only some commands and settings use."""
     there = {package: version for package in EXTRAS if (version := installed(package))}
-    missing = {package: extra for package, extra in EXTRAS.items() if package not in there}
+    missing = [package for package in EXTRAS if package not in there]
     facts = ", ".join(f"{package} {version}" for package, version in there.items())
     if not missing:
         return Finding("ok", facts)
     facts = ", ".join(missing) + (f" (installed: {facts})" if facts else "")
-    advice = f"if you need them: pip install 'fastsuncet[{','.join(missing.values())}]'"
+    advice = f"if you need them: pip install {' '.join(missing)}"
     return Finding("absent", facts, advice)
 
 

@@ -17,6 +17,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.versions import drawing_problem
 from pipelines.backend import dali_problem
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
@@ -33,8 +34,10 @@ Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     """Draw part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; return `path`.
 
-    Raises ConfigError for a name that is not a picture's, CheckpointError where it cannot be written.
+    Raises ConfigError for a name that is not a picture's and without matplotlib, CheckpointError where it cannot be written.
     """
+    if problem := drawing_problem():
+        raise ConfigError(problem)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -300,6 +300,7 @@ class LoggingSection(Section):
     log_every: Count = 10  # steps between two lines of metrics
     tensorboard: Switch = False  # write TensorBoard events
     wandb: Text | None = None  # project of Weights & Biases; null: none
+    mlflow: Text | None = None  # experiment of MLflow; null: none
 
 
 class CheckpointSection(Section):

@@ -1,7 +1,8 @@
-"""Send the numbers of the metrics files to TensorBoard and Weights & Biases. They are imported only on request."""
+"""Send the numbers of the metrics files to TensorBoard, Weights & Biases and MLflow. They are imported only on request."""
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -53,7 +54,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=project,
             name=folder.name,
-            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+            id=_run_id(folder),
             dir=str(folder),
             mode=mode,
             resume="allow",
@@ -74,8 +75,62 @@ class WeightsAndBiases:
         """Do nothing: W&B writes from a process of its own and has no such call."""
 
 
-def _missing(setting: str, extra: str, error: ImportError) -> ConfigError:
+class MLflow:
+    """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
+
+    A file FOLDER/mlflow.db unless MLFLOW_TRACKING_URI names a server. A thread of MLflow's sends, so that a slow server
+    delays no step; what it could not send is reported at the end.
+    """
+
+    def __init__(self, experiment: str, folder: Path, say: Say):
+        # Without this MLflow 3 sends usage data to its makers.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        try:
+            from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - an optional extra
+            from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing(f"logging.mlflow is {experiment!r}", "mlflow", error) from error
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        self._client, self._metric, self._say = MlflowClient(tracking_uri=uri), Metric, say
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        mark = _run_id(folder)
+        found = self._client.search_runs([number], f"tags.fastsuncet_folder = '{mark}'", max_results=1)
+        run = (
+            found[0]
+            if found
+            else self._client.create_run(number, tags={"fastsuncet_folder": mark}, run_name=folder.name)
+        )
+        self._id, self._sent = run.info.run_id, []
+        self._client.update_run(self._id, status="RUNNING")
+        say(f"metrics: also to MLflow, experiment {experiment}, {uri}")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._metric(name, float(value), now, step) for name, value in scalars.items()]
+        self._sent.append(self._client.log_batch(self._id, metrics, synchronous=False))
+
+    def flush(self) -> None:
+        """Do nothing: a checkpoint must not wait for a server."""
+
+    def close(self) -> None:
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+
+        try:
+            for sent in self._sent:
+                sent.wait()
+            self._client.set_terminated(self._id)
+        except MlflowException as error:
+            self._say(f"MLflow did not get all metrics ({error}); metrics.jsonl has them")
+
+
+def _run_id(folder: Path) -> str:
+    """Return 16 hexadecimal digits that are the same at every restart of the run in `folder`."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+
+
+def _missing(setting: str, package: str, error: ImportError) -> ConfigError:
     return ConfigError(
-        f"{setting}, but its package is not installed ({error}). Install the extra, pip install "
-        f'"fastsuncet[{extra}]", or remove the setting: metrics.jsonl and metrics.csv are always written.'
+        f"{setting}, but its package is not installed ({error}). Run `pip install {package}`, or remove the "
+        "setting: metrics.jsonl and metrics.csv are always written."
     )

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics.trackers import TensorBoard, Tracker, WeightsAndBiases
+from fastsuncet.metrics.trackers import MLflow, TensorBoard, Tracker, WeightsAndBiases
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
@@ -37,8 +37,8 @@ class MetricsWriter:
     `columns` are the keys that a training record can have, without "step", in the table's order. With `resume_step` the
     files continue from there: lines of later steps, and a line cut by a kill, are moved aside, and one line reports it.
     If that step is not `evaluated`, so is the line of its evaluation, which will be written again. None is a fresh
-    start: all lines are moved aside. `tensorboard` and `wandb` (a project's name) add those trackers; ConfigError if
-    their packages are missing. Raises CheckpointError if the disk is full.
+    start: all lines are moved aside. `tensorboard`, `wandb` (a project's name) and `mlflow` (an experiment's) add
+    those trackers; ConfigError if their packages are missing. Raises CheckpointError if the disk is full.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class MetricsWriter:
         evaluated: bool = True,
         tensorboard: bool = False,
         wandb: str | None = None,
+        mlflow: str | None = None,
         say: Say = say_line,
     ):
         self.folder = Path(folder)
@@ -62,6 +63,8 @@ class MetricsWriter:
                 self._trackers.append(TensorBoard(self.folder, resume_step))
             if wandb:
                 self._trackers.append(WeightsAndBiases(wandb, self.folder, say))
+            if mlflow:
+                self._trackers.append(MLflow(mlflow, self.folder, say))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))

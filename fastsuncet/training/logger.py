@@ -36,6 +36,7 @@ class RunLogger(contextlib.ExitStack):
             evaluated=evaluated,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb,
+            mlflow=config.logging.mlflow,
             say=self.progress.say,
         )
         self.enter_context(self.writer)

@@ -60,7 +60,7 @@ def digits(*, train: bool = True) -> ImageIndex:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            'the digits come with scikit-learn, which is not installed: pip install "fastsuncet[demo]"'
+            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
     data, target = load_digits(return_X_y=True)
     test = np.concatenate([np.flatnonzero(target == label)[4::5] for label in range(10)])

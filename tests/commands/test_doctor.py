@@ -120,8 +120,8 @@ def test_room_is_a_problem_where_a_run_needs_it(look, size, gpus, wanted, monkey
 
 def test_extras_that_are_missing_come_with_one_command(monkeypatch):
     monkeypatch.setattr(page, "installed", {"scikit-learn": "1.9"}.get)
-    facts = "tensorboard, wandb, nvidia-ml-py (installed: scikit-learn 1.9)"
-    advice = "if you need them: pip install 'fastsuncet[tensorboard,wandb,energy]'"
+    facts = "matplotlib, tensorboard, wandb, mlflow, nvidia-ml-py (installed: scikit-learn 1.9)"
+    advice = "if you need them: pip install matplotlib tensorboard wandb mlflow nvidia-ml-py"
     assert page.extras() == Finding("absent", facts, advice)
 
 

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 import fastsuncet.commands.preview as module
+from fastsuncet import versions
 from fastsuncet.commands.preview import COLUMNS, preview, sheet, short_name
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
@@ -86,4 +87,10 @@ def test_preview_writes_a_picture_or_says_why_not(tmp_path):
     assert Image.open(path).format == "PNG"
     (tmp_path / "views.png").mkdir()  # refused to any user, root too
     with pytest.raises(CheckpointError, match=r"views.png cannot be written: Is a directory"):
+        preview(small_config(tmp_path), tmp_path / "views.png")
+
+
+def test_preview_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda package: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         preview(small_config(tmp_path), tmp_path / "views.png")

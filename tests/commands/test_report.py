@@ -2,12 +2,14 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from fastsuncet import versions
 from fastsuncet.cli import main
 from fastsuncet.commands.report import figures, report
 from fastsuncet.commands.report.curves import Measurement, Panel, arrange
@@ -330,3 +332,20 @@ def test_report_notes_a_run_without_results_and_takes_a_baseline(runs, tmp_path,
     text = capsys.readouterr().out
     assert "new: nothing was evaluated yet." in text
     assert "| SimCLR | 10 % labels | fine-tuning | 1 |" in text and "(paper)" in text
+
+
+def test_report_without_matplotlib_writes_tables_and_says_what_to_install(
+    runs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(versions, "installed", lambda package: None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "fastsuncet.commands.report.figures", raising=False)
+    text = report(runs, tmp_path / "out").read_text()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.md",
+        "table.csv",
+        "saved.csv",
+        "points.csv",
+    }
+    assert "pip install matplotlib" in text and "pip install matplotlib" in capsys.readouterr().out

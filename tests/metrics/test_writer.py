@@ -231,25 +231,26 @@ def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("options", "extra", "package"),
+    ("options", "install", "package"),
     [
         ({"tensorboard": True}, "tensorboard", "torch.utils.tensorboard"),
         ({"wandb": "project"}, "wandb", "wandb"),
+        ({"mlflow": "experiment"}, "mlflow", "mlflow"),
     ],
 )
 def test_trackers_missing_package_is_named_before_a_file_changes(
-    tmp_path, monkeypatch, options, extra, package
+    tmp_path, monkeypatch, options, install, package
 ):
     run(tmp_path, 0, 3)
     before = files_of(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"fastsuncet\[{extra}\]"):
+    with pytest.raises(ConfigError, match=f"`pip install {install}`"):
         MetricsWriter(tmp_path, COLUMNS, resume_step=1, **options)
     assert files_of(tmp_path) == before
 
 
 def test_trackers_are_imported_only_on_request(tmp_path, monkeypatch):
-    for package in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+    for package in ("wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)  # importing it now raises
     run(tmp_path, 0, 3)
 
@@ -311,3 +312,73 @@ def test_trackers_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monk
     assert wandb.init["mode"] == "online"
     assert wandb.init["id"] == first  # the same run, continued
     assert wandb.metric == (("*",), {"step_metric": "step"})
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    """A stand-in for the package that records the calls; its server refuses what it gets while `down`."""
+    calls = types.SimpleNamespace(uris=[], runs=[], logged=[], ended=0, down=False)
+
+    class MlflowException(Exception):
+        pass
+
+    class Sent:
+        def wait(self):
+            if calls.down:
+                raise MlflowException("no answer")
+
+    class Client:
+        def __init__(self, tracking_uri):
+            calls.uris.append(tracking_uri)
+
+        def get_experiment_by_name(self, name):
+            return types.SimpleNamespace(experiment_id=name) if calls.runs else None
+
+        def create_experiment(self, name):
+            return name
+
+        def search_runs(self, experiments, query, max_results):
+            return [run for run in calls.runs if experiments == [run.experiment] and run.mark in query]
+
+        def create_run(self, experiment, tags, run_name):
+            info = types.SimpleNamespace(run_id=f"run{len(calls.runs)}")
+            (mark,) = tags.values()
+            calls.runs.append(types.SimpleNamespace(info=info, mark=mark, experiment=experiment))
+            return calls.runs[-1]
+
+        def update_run(self, run_id, status):
+            assert status == "RUNNING"
+
+        def log_batch(self, run_id, metrics, synchronous):
+            assert not synchronous, "a step must not wait for a server"
+            calls.logged += [(run_id, name, value, step) for name, value, _, step in metrics]
+            return Sent()
+
+        def set_terminated(self, run_id):
+            calls.ended += 1
+
+    for name, content in {
+        "mlflow": {"MlflowClient": Client},
+        "mlflow.entities": {"Metric": lambda *values: values},
+        "mlflow.exceptions": {"MlflowException": MlflowException},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return calls
+
+
+def test_trackers_mlflow_continues_one_run_and_reports_what_was_not_sent(tmp_path, monkeypatch, mlflow):
+    run(tmp_path / "a", 0, 3, mlflow="experiment")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    run(tmp_path / "a", 3, 4, mlflow="experiment", resume_step=3)
+    assert mlflow.uris == [f"sqlite:///{tmp_path}/a/mlflow.db", "http://server"]
+    losses = [(run_id, step) for run_id, name, _, step in mlflow.logged if name == "train/nt_xent"]
+    assert losses == [("run0", step) for step in (1, 2, 3, 4)]
+    assert ("run0", "knn/accuracy", 3 / 7, 3) in mlflow.logged and mlflow.ended == 2
+    mlflow.down = True
+    said = run(tmp_path / "b", 0, 1, mlflow="experiment")
+    assert said[-1] == "MLflow did not get all metrics (no answer); metrics.jsonl has them"
+    assert [each.info.run_id for each in mlflow.runs] == ["run0", "run1"]

@@ -13,11 +13,11 @@ from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.report import paper, tables
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
-from fastsuncet.commands.report.figures import draw_panel, draw_saved
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.writer import csv_table
+from fastsuncet.versions import drawing_problem
 from pipelines.data_errors import DataError
 
 COSTS_NOTE = (
@@ -87,23 +87,31 @@ def report(
     files["points.csv"] = tables.points_plain([*curves, *published])
     try:
         atomic_files.make_folder(output)
-        pictures = [
-            path for metric in chosen for panel in panels for path in draw_panel(panel, metric, output)
-        ]
-        pictures += draw_saved(saved, paper.printed_savings() if claimed else {}, output)
+        pictures = [] if (problem := drawing_problem()) else _draw(panels, chosen, saved, claimed, output)
         for name, (head, rows) in files.items():
             atomic_files.replace(output / name, csv_table([head, *rows]))
         path = output / "report.md"
         shown = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
-        text = "\n".join([*lines, "## Pictures", "", *shown]).rstrip() + "\n"
+        text = "\n".join([*lines, "## Pictures", "", *shown, problem]).rstrip() + "\n"
         atomic_files.replace(path, text.encode())
     except OSError as error:
         raise CheckpointError(
             f"the report cannot be written to {output}: {error}. {atomic_files.advice(error)}"
         ) from error
     say_line("\n".join(lines).rstrip())
+    if problem:
+        say_line(f"\n{problem}")
     say_line(f"\nwrote {path}; in the same folder {', '.join([*(p.name for p in pictures), *files])}")
     return path
+
+
+def _draw(
+    panels: list[Panel], metrics: Sequence[str], saved: list[Saving], claimed: bool, output: Path
+) -> list[Path]:
+    from fastsuncet.commands.report.figures import draw_panel, draw_saved
+
+    drawn = [path for metric in metrics for panel in panels for path in draw_panel(panel, metric, output)]
+    return drawn + draw_saved(saved, paper.printed_savings() if claimed else {}, output)
 
 
 def _next_to_runs(curves: list[Curve], published: list[Curve], notes: list[str]) -> list[Curve]:
