@@ -190,7 +190,7 @@ given. docs/export.md shows how to load each format.
 
 examples:
   fastsuncet export runs/in1k_10pct --to torchvision
-  fastsuncet export configs/in1k_10pct.yaml --to safetensors --output ~/hub/in1k_10pct
+  fastsuncet export in1k_10pct --to safetensors --output ~/hub/in1k_10pct
   fastsuncet export runs/in1k_10pct/finetune/10pct --to onnx --step 9000""",
     "embed": """\
 Writes the features of every image below FOLDER, at any depth, to one file, by the encoder of a run,

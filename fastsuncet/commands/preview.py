@@ -34,7 +34,8 @@ Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     """Draw part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; return `path`.
 
-    Raises ConfigError for a name that is not a picture's and without matplotlib, CheckpointError where it cannot be written.
+    Raises ConfigError for a name that is not a picture's, and without matplotlib; CheckpointError where it cannot be
+    written.
     """
     if problem := drawing_problem():
         raise ConfigError(problem)

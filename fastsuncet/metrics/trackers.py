@@ -1,4 +1,4 @@
-"""Send the numbers of the metrics files to TensorBoard, Weights & Biases and MLflow. They are imported only on request."""
+"""Send the numbers of the metrics files to TensorBoard, Weights & Biases and MLflow, each imported on request."""
 
 import hashlib
 import os
