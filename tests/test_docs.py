@@ -63,3 +63,12 @@ def test_docs_make_targets_exist():
     for page in PAGES:
         for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.M):
             assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_nobody_is_told_to_install_fastsuncet_from_the_registry():
+    """The registry's package of this name is not this project."""
+    sources = [
+        path for package in ("fastsuncet", "pipelines", "tools") for path in (ROOT / package).rglob("*.py")
+    ]
+    for path in [*PAGES, *sources, *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"pip install[^.\n]*\bfastsuncet\b|fastsuncet\[", path.read_text()), path

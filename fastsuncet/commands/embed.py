@@ -55,9 +55,7 @@ def embed(where: Path, folder: Path, output: Path, *, batch: int = 256, force: b
     if output.suffix not in FORMATS:
         raise ConfigError(f"--output {output} must end in {' or '.join(FORMATS)}")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise ConfigError(
-            "a .parquet file needs pyarrow: pip install 'fastsuncet[parquet]', or write a .npz file"
-        )
+        raise ConfigError("a .parquet file needs pyarrow: pip install pyarrow, or write a .npz file")
     if os.path.lexists(output) and not force:
         raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
     encoder = load_encoder(where)

@@ -113,7 +113,7 @@ def check(config: Config, to: str) -> None:
         )
     missing = [name for name in ONNX if importlib.util.find_spec(name) is None] if to == "onnx" else []
     if missing:
-        raise ConfigError(f"an export to onnx needs {' and '.join(missing)}: pip install 'fastsuncet[onnx]'")
+        raise ConfigError(f"an export to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _is_of(checkpoint: Path, weights: Path) -> bool:

@@ -182,7 +182,7 @@ size, the sha256 and the results. A fine-tuned encoder keeps its classifier.
   timm          RUN/export/timm.pth          the same for timm.create_model
   safetensors   RUN/export/safetensors       a folder for timm.create_model("local-dir:...") and for
                                              the Hugging Face hub: weights, config.json, README.md
-  onnx          RUN/export/onnx.onnx         needs pip install 'fastsuncet[onnx]'
+  onnx          RUN/export/onnx.onnx         needs pip install onnx onnxscript onnxruntime
 
 `fastsuncet train` does this at the end of a run for the formats in checkpoint.export. An export
 replaces the earlier one in RUN/export in one step. What is at --output stays, unless --force is
@@ -198,7 +198,7 @@ a checkpoint or an export: the center crop and the normalization of the evaluati
 projection head. It uses one GPU, or the CPU.
 
 A .npz file has the arrays features (N, width), files (N,) and about (JSON); a .parquet file has the
-columns file and features and needs pip install 'fastsuncet[parquet]'.
+columns file and features and needs pip install pyarrow.
 
 The same command continues one that was stopped. The file exists only once it is complete, and what
 is at --output stays, unless --force is given. A bad image ends the command with its name;

@@ -16,6 +16,7 @@ from fastsuncet.tuning import record
 from fastsuncet.tuning.chooser import BASE, CONTENDER, PLAIN, Verdict
 from fastsuncet.tuning.rungs import candidates
 from fastsuncet.tuning.settle import device_type, tune
+from fastsuncet.versions import drawing_problem
 
 
 def run(config: Config, arguments: list[str], minutes: float, output: Path, *, everything: bool) -> int:
@@ -49,10 +50,10 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path, *, e
     if place.first:
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.replace(output.with_suffix(".json"), record.as_json(found))
-        try:
+        if problem := drawing_problem():
+            say_line(problem)
+        else:
             draw(found, output)
-        except ImportError as error:  # a bare machine: the numbers are written
-            say_line(f"no picture: {error}")
         for line in (
             "",
             *table(found["rungs"]),

@@ -90,7 +90,7 @@ def test_embed_writes_parquet(run, tmp_path, monkeypatch):
         patch.setattr(command, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'fastsuncet\[parquet\]'"):
             embed(run, images, tmp_path / "features.parquet")
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'fastsuncet[parquet]'")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
     for name in ("features.parquet", "features.npz"):

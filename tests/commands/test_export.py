@@ -116,7 +116,7 @@ def test_export_safetensors_folder_is_a_model_of_timm(tmp_path):
 @pytest.mark.slow
 def test_export_onnx_gives_the_features_in_onnxruntime(tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'fastsuncet[onnx]'")
+        pytest.importorskip(package, reason=f"{package} is not installed")
     import onnxruntime
 
     model = save_run(tmp_path / "run", "data.augmentation.size=64")
