@@ -161,8 +161,8 @@ def _save(path: Path, rows: np.ndarray, index: ImageIndex, about: dict[str, Any]
             stream.flush()
             os.fsync(stream.fileno())
         return
-    import pyarrow as pa
-    from pyarrow import parquet
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]
 
     width = rows.shape[1]
     kind = pa.list_(pa.float32(), width)
