@@ -6,6 +6,7 @@ moment.
 
 import argparse
 import errno
+import io
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastsuncet import __version__
 from fastsuncet.commands import help as texts
+from fastsuncet.console import say_line
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import CheckpointError, FastSuncetError
 from pipelines.data_errors import DataError
@@ -442,6 +444,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         _handle_sigterm_as_pid1()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a log in Latin-1 cannot hold every name
+            sys.stdout.reconfigure(errors="backslashreplace")
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this rank
             end_with_parent()
         code = _dispatch(sys.argv[1:] if arguments is None else list(arguments))
@@ -474,4 +478,4 @@ def _print_error(message: str) -> None:
     if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exc()
     rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
-    print(f"{rank}error: {message}", file=sys.stderr)
+    say_line(f"{rank}error: {message}", sys.stderr)

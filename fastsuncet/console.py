@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelines.output import say_line, survive_lost_output
+from pipelines.output import printable, say_line, survive_lost_output
 
-__all__ = ["Say", "cli_command", "say_line", "survive_lost_output"]
+__all__ = ["Say", "cli_command", "printable", "say_line", "survive_lost_output"]
 
 # A function that prints one line. ProgressBar.say keeps lines clear of the bar.
 Say = Callable[[str], None]

@@ -16,7 +16,16 @@ def say_line(line: str, stream: TextIO | None = None) -> None:
     if stream is None:  # the process was started without one
         return
     with survive_lost_output(stream):
-        print(line, file=stream, flush=True)
+        print(printable(line, stream.encoding), file=stream, flush=True)
+
+
+def printable(text: str, encoding: str | None = None) -> str:
+    r"""Return `text` with escapes (\x1b) for what moves the cursor, reverses the line, or is not in `encoding`.
+
+    File names, labels and lines of CSV files are in messages, and whoever made the data must not write the terminal's.
+    """
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown).encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
 
 @contextlib.contextmanager

@@ -46,9 +46,10 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents where they are missing, and wait until its name is on the disk."""
+    """Make a folder and its parents where they are missing, and wait until their names are on the disk."""
     if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
         sync_folder(path.parent)
 
 

@@ -85,6 +85,21 @@ def save(
     return folder / name
 
 
+def require_room(folder: str | Path, size: int) -> None:
+    """Make `folder`, and raise CheckpointError unless a checkpoint of `size` bytes can be saved there."""
+    folder = Path(folder)
+    try:
+        atomic_files.make_folder(folder)
+        with atomic_files.exclusive(folder / ".lock"):
+            _require_space(folder, "of this run", size)
+            probe = folder / ".tmp-probe"
+            atomic_files.write_synced(probe, b"can this folder be written to?")
+            atomic_files.remove(probe)
+    except OSError as error:
+        advice = atomic_files.advice(error)
+        raise CheckpointError(f"no checkpoint could be saved in {folder}: {error}. {advice}") from error
+
+
 def _remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left. Call it only under the lock: then none of these writers is alive."""
     for path in folder.iterdir():

@@ -11,6 +11,7 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
+from fastsuncet.console import say_line
 from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.data.dataset import (
     image_root,
@@ -63,7 +64,7 @@ def check_config(config: Config) -> None:
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
-        print(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
+        say_line(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
 
 
 def check_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import Self
 
@@ -44,7 +44,7 @@ class Heartbeat:
     ):
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()
-        self.store: dist.Store | None = None if self.ranks == 1 else _get_default_store().clone()
+        self.store: Store | None = None if self.ranks == 1 else _get_default_store().clone()
         self.position = (0, 0, "starts")  # places passed, updates done, the place
         self._main = threading.main_thread().ident
         self._stop = threading.Event()

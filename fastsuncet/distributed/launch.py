@@ -181,7 +181,7 @@ def read_status(path: Path) -> dict[str, Any]:
     """Return a run's status.json: {"state": "running", "done", "preempted" or "failed", "step": int, ...}, or {}."""
     try:
         return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from fastsuncet.console import say_line, survive_lost_output
+from fastsuncet.console import printable, say_line, survive_lost_output
 
 # Key of a metrics record -> the format of its value in a line, and its text in the bar.
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -77,7 +77,7 @@ class ProgressBar:
         """Print `line` without breaking the bar."""
         if self._bar is not None:
             with survive_lost_output(self._stream):
-                self._bar.write(line, file=self._stream)
+                self._bar.write(printable(line), file=self._stream)
         else:
             say_line(line, self._stream)
 

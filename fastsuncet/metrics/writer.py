@@ -140,7 +140,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
         record |= {key: float(text) for key, text in record.pop("nonfinite", {}).items()}
         return record if type(record["step"]) is int and isinstance(record["kind"], str) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

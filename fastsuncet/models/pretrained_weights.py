@@ -24,6 +24,7 @@ from fastsuncet.models.resnet import WIDTHS, build_model
 WRAPPINGS = ("encoder", "state_dict", "model", "model_state_dict", "state_dict_ema", "model_ema")
 TRUNK = re.compile(r"(conv1|bn1|layer\d+)\.")
 HEADS = re.compile(r"(fc|pred|head|classifier|prototypes|projection_head)\.")  # on top of the trunk
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STATISTICS = ("running_mean", "running_var")
 KNOWN = f"fastsuncet has {', '.join(WIDTHS)}, as torchvision builds them"
 CONVERT = (
@@ -53,6 +54,11 @@ def read_weights(path: Path) -> Weights:
     if others:
         raise CheckpointError(
             f"{path} holds a network with other keys than conv1, bn1 and its layers: {_first(others)}. {KNOWN}"
+        )
+    odd = [f"{key} ({kind})" for key, value in tensors.items() if (kind := _odd(value))]
+    if odd:
+        raise CheckpointError(
+            f"{path} holds tensors that are no weights: {_first(odd)}. Write them as dense float32 tensors"
         )
     name = _name_of(path, trunk)
     stem = "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
@@ -104,8 +110,8 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise CheckpointError(f"{path} is damaged, or larger than the memory of this machine") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the parsers raise many types for bytes that are no such file
@@ -160,6 +166,16 @@ def _network(path: Path, content: Any) -> dict[str, Tensor]:
         )
     (prefix,) = prefixes
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _odd(tensor: Tensor) -> str:
+    """Return what makes a tensor no weight, an empty string for a dense one of numbers that a network computes with."""
+    if tensor.is_meta:
+        return "without values, on the device meta"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return "quantized" if tensor.is_quantized else str(tensor.layout)
+    counts = tensor.ndim == 0 and tensor.dtype == torch.int64  # num_batches_tracked
+    return "" if counts or tensor.dtype in FLOATS else str(tensor.dtype)
 
 
 def _structure(keys: Iterable[str]) -> tuple[tuple[int, ...], bool]:

@@ -30,7 +30,7 @@ from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
-from fastsuncet.errors import NumericalError, Preempted
+from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, RunCost
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
@@ -145,6 +145,11 @@ class Trainer:
         task = self.task
         if self.step == task.steps and self.evaluated:
             return
+        # Before the first step: a disk that is full at the first save would cost the hours until then.
+        weights = sum(x.nbytes for x in task.model.state_dict().values())
+        momentum = sum(x.nbytes for x in task.model.parameters())
+        room = partial(manager.require_room, self.folder / manager.FOLDER, weights + momentum)
+        on_rank_0(self.place, room)
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
         timeout = task.config.meta.timeout
         with (
@@ -323,6 +328,15 @@ class Trainer:
 
         Rank 0 chooses, verifies and checks it; the others read what it chose.
         """
+        try:
+            self._restore()
+        except KeyError as error:
+            raise CheckpointError(
+                f"a checkpoint in {self.folder / manager.FOLDER} has no {error}: it is not one of such a run. Give "
+                "the new run another folder"
+            ) from error
+
+    def _restore(self) -> None:
         loaded = None
 
         def newest() -> str | None:

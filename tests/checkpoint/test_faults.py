@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.errors import CheckpointError
 from tests.support.checkpoints import assert_whole, save
 from tests.support.power_cut import CALLS, intercept, watch
@@ -142,6 +142,14 @@ def test_power_cut_model_forgets_what_was_not_synced(tmp_path):
     assert (folder / "name").read_bytes() == b"text"
     assert (eager / "name").read_bytes() == b""
     assert names(lazy) == set()
+
+
+def test_power_cut_after_make_folder_leaves_it_and_its_parents(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with watch(folder, lambda watched: None) as watched:
+        atomic_files.make_folder(folder / "runs" / "name" / "checkpoints")
+    assert all((disk / "runs/name/checkpoints").is_dir() for _, disk in watched.disks(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------- disk

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,17 @@ def test_save_refuses_a_second_writer_in_the_folder(tmp_path):
             save(tmp_path, 2)
     save(tmp_path, 2)
     assert steps(tmp_path) == [1, 2]
+
+
+def test_require_room_refuses_a_small_disk_and_a_folder_that_is_a_file(tmp_path, monkeypatch):
+    manager.require_room(tmp_path / "checkpoints", 1000)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="no checkpoint could be saved in"):
+        manager.require_room(tmp_path / "file", 1000)
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1500))
+    with pytest.raises(CheckpointError, match=r"of this run is 0.0 MB and needs twice that"):
+        manager.require_room(tmp_path / "checkpoints", 1000)
 
 
 @pytest.mark.gpu  # here and not with the other tensors: a bare GPU machine can lack what that file imports

@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and how soon."""
 
 import errno
+import io
 import os
 import shlex
 import subprocess
@@ -300,3 +301,17 @@ def test_main_ends_on_sigterm_also_as_process_1(number):
     )
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == (143 if number == 1 else -15), process.stderr
+
+
+def test_main_prints_names_that_the_encoding_lacks(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(cli, "_dispatch", lambda arguments: print("wrote \u00e4.png") or 0)
+    assert cli.main([]) == 0
+    assert stream.buffer.getvalue() == b"wrote \\xe4.png\n"
+
+
+def test_main_escapes_control_characters_in_a_message(trainer, capsys):
+    trainer.error = DataError("bad\x1b[2J.png is missing")
+    assert cli.main(["train", "run.yaml"]) == 3
+    assert r"bad\x1b[2J.png is missing" in capsys.readouterr().err

@@ -281,6 +281,23 @@ SPOILED = {
         lambda s: s | {"conv1.weight": s["conv1.weight"] * float("nan")},
         r"not finite.*conv1\.weight",
     ),
+    "no values": (
+        lambda s: s | {"conv1.weight": s["conv1.weight"].to("meta")},
+        r"conv1\.weight \(without values",
+    ),
+    "sparse": (
+        lambda s: s | {"bn1.weight": s["bn1.weight"].to_sparse()},
+        r"bn1\.weight \(torch\.sparse_coo\)",
+    ),
+    "quantized": (
+        lambda s: s | {"bn1.bias": torch.quantize_per_tensor(s["bn1.bias"], 0.1, 0, torch.qint8)},
+        r"bn1\.bias \(quantized\)",
+    ),
+    "complex": (lambda s: s | {"bn1.weight": s["bn1.weight"] * 1j}, r"bn1\.weight \(torch\.complex64\)"),
+    "int8": (
+        lambda s: s | {"conv1.weight": s["conv1.weight"].to(torch.int8)},
+        r"conv1\.weight \(torch\.int8\)",
+    ),
     "two networks": (
         lambda s: wrapped(s, "encoder_q.") | wrapped(s, "encoder_k."),
         r"holds 2 networks, under encoder_q\., encoder_k\.",

@@ -170,8 +170,17 @@ def test_restart_of_a_file_cut_at_any_byte_keeps_the_whole_lines(tmp_path):
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\0" * 30, b"[1]", b"null", b'{"step": "3", "kind": "x"}', b'{"step": 1}', b"\xff\xfe", b""],
-    ids=repr,
+    [
+        b"\0" * 30,
+        b"[1]",
+        b"null",
+        b'{"step": "3", "kind": "x"}',
+        b'{"step": 1}',
+        b"\xff\xfe",
+        b"",
+        b"[" * 100_000,
+    ],
+    ids=lambda garbage: repr(garbage[:20]),
 )
 def test_restart_moves_a_line_that_is_not_a_record_aside(tmp_path, garbage):
     run(tmp_path, 0, 2)

@@ -1,10 +1,11 @@
-"""A run goes on when its standard output is lost: the reader of a pipe has ended, or a log's disk is full."""
+"""A run goes on when its standard output is lost, and no name in the data can end it or write the terminal's codes."""
 
+import io
 import subprocess
 
 import pytest
 
-from fastsuncet.console import cli_command
+from fastsuncet.console import cli_command, say_line
 from tests.support.runs import CONFIGS, SMALL, metrics
 
 SHORT = (
@@ -13,6 +14,22 @@ SHORT = (
     "logging.log_every=1",
     "criterion.unsupervised_batch_size=32",
 )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a\x1b[2J\x07\r.png", r"a\x1b[2J\x07\r.png"),  # clears the screen, rings, begins the line again
+        ("gpj.\u202eexe\u2066", r"gpj.\u202eexe\u2066"),  # shown in reverse
+        ("\udcff.png", r"\udcff.png"),  # a byte that is not UTF-8
+        ("\u00e4\u20ac\u4e2d.png", "\u00e4\\u20ac\\u4e2d.png"),  # what Latin-1 lacks
+        ("one\n\ttwo", "one\n\ttwo"),
+    ],
+)
+def test_say_line_escapes_control_characters_and_what_the_log_cannot_hold(name, shown):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    say_line(name, stream)
+    assert stream.buffer.getvalue().decode("latin-1") == f"{shown}\n"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastsuncet import losses
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
@@ -222,6 +223,24 @@ def test_run_whose_folder_was_removed_ends_at_its_next_save(tmp_path, monkeypatc
 def test_folder_that_cannot_be_written_is_refused():
     with pytest.raises(CheckpointError, match="/proc/nope/run cannot be written"):
         train(small_config(Path("/proc/nope"), "logging.write_tag=run"))
+
+
+def test_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(CheckpointError, match=r"checkpoint of this run is .* and needs twice that"):
+        train(small_config(tmp_path), stop_at=0)  # a first step would end the run as preempted
+
+
+@pytest.mark.parametrize("key", ["config", "images", "world_size", "ledger"])
+def test_checkpoint_without_a_key_is_refused_by_its_name(key, tmp_path):
+    config = small_config(tmp_path)
+    train(config, stop_at=1)
+    folder = config.run_folder / "checkpoints"
+    old = manager.load_newest(folder)
+    meta = {name: value for name, value in old.meta.items() if name != key}
+    manager.save(folder, old.step, model=old.model, state=old.state, meta=meta, keep=1)
+    with pytest.raises(CheckpointError, match=f"has no '{key}': it is not one of such a run"):
+        train(config)
 
 
 # Few steps: rounding differences double every few updates, and the question is whether it is the same experiment.

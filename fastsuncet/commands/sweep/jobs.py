@@ -130,6 +130,6 @@ def _json(path: Path) -> dict[str, Any]:
     """Return a small JSON object, {} where none can be read: then nothing is known to be done."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -81,7 +81,7 @@ def read_record(path: Path, identity: dict[str, Any], remedy: str) -> dict[str, 
         refuse_changed(record["identity"], identity, path.parent, remedy)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} is not the record of a fine-tuning ({problem}): remove it") from error
     return record
