@@ -22,8 +22,7 @@ def train(config: Config) -> Path:
     be the main thread, because SIGTERM and Ctrl-C then save the run and raise Preempted. Raises ConfigErrors,
     ConfigError, DataError, NumericalError and CheckpointError, as `fastsuncet train` tells them.
     """
-    with launch.join(config.meta.device) as place:
-        train_command.train(config, place)
+    train_command.train_here(config)
     return config.run_folder
 
 

@@ -24,7 +24,8 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.knn import online_knn
 from fastsuncet.metrics.cost import open_energy_meter
-from fastsuncet.training import kernel_choice
+from fastsuncet.models.resnet import build_model
+from fastsuncet.training import initial_weights, kernel_choice
 from fastsuncet.training.determinism import resolve_precision, set_determinism
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
@@ -44,11 +45,16 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
         return 0
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
+    train_here(config)
+    return 0
+
+
+def train_here(config: Config) -> None:
+    """Train as one rank, among those that the launcher has started. Raises as `train`."""
     with launch.join("cpu", config.meta.timeout) as place:
         settled = settle(config, place)
     with launch.join(config.meta.device, config.meta.timeout) as place:
         train(config, place, settled)
-    return 0
 
 
 def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trainer:
@@ -86,6 +92,10 @@ def plan(config: Config) -> list[str]:
     arithmetic = config.resolve(world_size, *images.counts())
     stream_notes = PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
     lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None, why)
+    m = config.model
+    encoder = build_model(m.name, m.library, m.stem, device="cpu" if m.init else "meta").encoder
+    if init := initial_weights.load(config, encoder, place):
+        lines.append(f"{'init':<9}{init['note']}")
     end = "dry run: all checks passed, nothing was trained"
     return [config.to_yaml().rstrip(), "", *lines, *stream_notes, "", end]
 
@@ -105,6 +115,8 @@ def start(
         note = f"# chosen for this hardware: {json.dumps(task.chosen)}\n"
         atomic_files.replace(folder / "config.yaml", (config.to_yaml() + note).encode())
         lines = summary(fast, place, images, arithmetic, stream, why)
+        if task.init is not None:
+            lines.append(f"{'init':<9}{task.init['note']}")
         lines.append(f"{'kernels':<9}{kernel_choice.describe(fast, task.kernels)}")
         lines.append(f"{'speed':<9}{settled.line}")
         for line in [*lines, *stream.notes()]:

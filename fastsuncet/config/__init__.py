@@ -50,6 +50,8 @@ FREE_ON_RESUME = (
     "data.prefetch",
     "data.decoder_buffers",
     "meta.timeout",
+    "model.init",  # the checkpoint keeps its sha256
+    "model.init_sha256",
     "logging",
     "checkpoint",
     "evaluation",

@@ -124,6 +124,11 @@ RULES: list[Rule] = [
         "evaluation.knn_every_epochs",
         "needs data.validation, the folder of images to classify; null turns it off",
     ),
+    (
+        lambda v: v["model.init_sha256"] is not None and v["model.init"] is None,
+        "model.init_sha256",
+        "is read only with model.init, the file that it is of; remove it or write model.init",
+    ),
     # ---- batches
     (
         lambda v: (

@@ -213,6 +213,10 @@ class ModelSection(Section):
     name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = "resnet50"  # the encoder
     library: Literal["torchvision", "timm"] = "torchvision"  # where the encoder's code is from
     stem: Literal["imagenet", "cifar"] = "imagenet"  # cifar: first convolution 3x3, stride 1; no max-pool
+    # weights that the encoder starts from: a file of torchvision, timm or the authors, an export, or the folder of a
+    # run or checkpoint; null: drawn from meta.seed. They are read when a run starts, and never when it is continued
+    init: Text | None = None
+    init_sha256: Sha256 | None = None  # of the file in init; null: the checkpoints record it
     hidden: Count = 2048  # width of the projection head's hidden layers
     output: Count = 128  # width of the embedding that the losses see
     head_batchnorm: Switch = False  # BatchNorm in the projection head

@@ -15,7 +15,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.optim import warmup_cosine
-from fastsuncet.training import kernel_choice, methods
+from fastsuncet.training import initial_weights, kernel_choice, methods
 from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.step import build
 from fastsuncet.training.supervision import Supervision
@@ -93,6 +93,7 @@ class Pretraining(TrainingTask[Batch]):
         self.fingerprint = images.fingerprint()
         self.contents = {"contents": images.train.contents(), "changed": len(images.train.changed)}
         self.sizes = {name: getattr(arithmetic, name) for name in SIZES}
+        self.init: initial_weights.Record | None = None
 
     def batch(self, step: int, timer: DataTimer) -> Batch:
         timer.begin()
@@ -126,6 +127,7 @@ class Pretraining(TrainingTask[Batch]):
             "epoch": epoch,
             "images": self.fingerprint,
             "sizes": self.sizes,
+            "init": self.init,
             **self.contents,
             **({} if self.speed is None else {"speed": self.speed}),
         }
@@ -147,6 +149,7 @@ class Pretraining(TrainingTask[Batch]):
                 "\n  ".join(["the config differs from the one this run was started with:", *lines])
                 + "\nSet these back to continue the run, or give the new run another logging.write_tag."
             )
+        initial_weights.check(self.config, meta)
         if meta["images"] != self.fingerprint:
             raise CheckpointError(
                 "the training images or their labels differ from those this run was started with (files added, "
@@ -182,12 +185,16 @@ class Pretraining(TrainingTask[Batch]):
     def close(self) -> None:
         self.update.close()
 
+    def begin(self) -> None:
+        self.init = initial_weights.load(self.config, self.model.get_submodule("encoder"), self.place)
+
     def state(self) -> dict[str, Any]:
         kernels = {source: reason is None for source, reason in self.kernels.items()}
-        return {"supervision": self.supervision.state(), "kernels": kernels}
+        return {"supervision": self.supervision.state(), "kernels": kernels, "init": self.init}
 
     def restore(self, values: dict[str, Any]) -> None:
         self.supervision.restore(values.get("supervision", {}))
+        self.init = values.get("init")
         before = values.get("kernels", {})  # earlier versions saved none
         self.kernels, lost = kernel_choice.obey(self.kernels, before, self.place.device)
         if lost and self.place.first:

@@ -113,6 +113,9 @@ class TrainingTask(ABC, Generic[BatchType]):
     def close(self) -> None:
         """Free what must not outlive the process group. Called at the end of a run, however it ends."""
 
+    def begin(self) -> None:
+        """Prepare a run that has no checkpoint. Collective."""
+
     def state(self) -> dict[str, Any]:
         """Return plain values that a checkpoint keeps for `restore`. Collective."""
         return {}
@@ -348,6 +351,7 @@ class Trainer:
 
         path = on_rank_0(self.place, newest)
         if path is None:
+            self.task.begin()
             return
         loaded = loaded or manager.load(path)
         before, now = loaded.meta["world_size"], self.place.world_size

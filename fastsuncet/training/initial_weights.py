@@ -1,0 +1,93 @@
+"""`model.init`: an encoder that pre-training starts from, instead of one drawn from the seed.
+
+The file is read once, when a run starts. The run's checkpoints record its sha256, and a resume never reads it again.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint.format import MODEL
+from fastsuncet.checkpoint.run_folder import on_rank_0
+from fastsuncet.config import Config
+from fastsuncet.distributed.collectives import broadcast
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import CheckpointError
+from fastsuncet.models.pretrained_weights import fill, read_weights
+
+Record = dict[str, str]  # path, sha256, and what was loaded and what was not
+
+
+def load(config: Config, encoder: nn.Module, place: Place) -> Record | None:
+    """Fill `encoder` with the weights in model.init, on every rank with what rank 0 reads; return the record.
+
+    None without model.init. Projection head, classifier and prototypes stay as drawn. Raises ConfigErrors for a path
+    that does not exist, another network than the config's, or another sha256 than model.init_sha256; CheckpointError
+    for a file that cannot be used.
+    """
+    if config.model.init is None:
+        return None
+    record = on_rank_0(place, lambda: _fill(config, encoder))
+    with torch.no_grad():
+        for tensor in (*encoder.parameters(), *encoder.buffers()) if place.world_size > 1 else ():
+            tensor.copy_(broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
+    return record
+
+
+def _fill(config: Config, encoder: nn.Module) -> Record:
+    m = config.model
+    path = _file(config, Path(m.init or "").expanduser())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if m.init_sha256 not in (None, digest):
+        raise config.error("model.init_sha256", f"is not the sha256 of {path}, which is {digest}")
+    weights = read_weights(path)
+    if (weights.name, weights.stem) != (m.name, m.stem):
+        raise config.error(
+            "model.init",
+            f"{path} holds a {weights.name}, stem {weights.stem}; model.name is {m.name}, model.stem {m.stem}",
+        )
+    fill(encoder, weights.encoder, str(path))
+    left = [f"the classifier of {len(weights.classifier[0])} classes"] if weights.classifier else []
+    note = f"encoder from {path} ({len(weights.encoder)} tensors, sha256 {digest[:12]})"
+    note += (
+        "; not loaded: " + " and ".join([*left, "any projection head"]) + "; the head is drawn from meta.seed"
+    )
+    return {"path": str(m.init), "sha256": digest, "note": note}
+
+
+def _file(config: Config, path: Path) -> Path:
+    """Return the file of weights: `path`, or that in the folder of a run, a checkpoint or an export."""
+    if path.is_file():
+        return path
+    if (path / MODEL).is_file():
+        return path / MODEL
+    newest = manager.load_newest(path / manager.FOLDER)
+    if newest is None:
+        raise config.error(
+            "model.init", f"{path} is no file of weights, and no folder of a run, checkpoint or export"
+        )
+    return newest.path / MODEL
+
+
+def check(config: Config, meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's `meta` says that its run began with other weights than `config` says."""
+    m, begun = config.model, meta.get("init")
+    other = "Give the new run another logging.write_tag"
+    if (begun is None) != (m.init is None):
+        started = f"from {begun['path']}" if begun else "without model.init"
+        raise CheckpointError(f"this run was started {started}, and model.init is {m.init} now. {other}")
+    if begun is None:
+        return
+    if m.init_sha256 not in (None, begun["sha256"]):
+        text = f"from weights with the sha256 {begun['sha256']}, and model.init_sha256 is {m.init_sha256} now"
+        raise CheckpointError(f"this run was started {text}. {other}")
+    if m.init != begun["path"] and m.init_sha256 is None:
+        raise CheckpointError(
+            f"this run was started from {begun['path']}, and model.init is {m.init} now. {other}, or set "
+            f"model.init_sha256={begun['sha256']} if the file was only moved"
+        )
