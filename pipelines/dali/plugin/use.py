@@ -15,6 +15,7 @@ CHOICES = ("auto", "graph", "plugin")
 COMMAND = "python -m pipelines.dali.plugin"
 # Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
+say_once = functools.cache(say_line)  # a run opens a loader for each of its streams
 WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
 
 
@@ -38,7 +39,7 @@ def choose(color_operator: str, device: str) -> bool:
             raise DataError(
                 f"color_operator: plugin: {error}. Set auto or graph to use DALI's own operators."
             ) from error
-        say_line(f"Falling back to DALI's own operators (same pixels, slower): {error}.")
+        say_once(f"Falling back to DALI's own operators (same pixels, slower): {error}.")
         return False
     return True
 
