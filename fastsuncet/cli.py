@@ -7,6 +7,7 @@ moment.
 import argparse
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -281,6 +282,22 @@ def _configs(parser: Parser) -> int:
     return 0
 
 
+def _config(parser: Parser) -> int:
+    add = parser.add_argument
+    add(
+        "key", nargs="?", default="", metavar="SECTION.KEY", help="a key or a section (default: all sections)"
+    )
+    add("--json-schema", action="store_true", help="print a JSON schema, from which editors complete")
+    options = parser.parse_args(parser.arguments)
+    from fastsuncet.commands import config
+
+    if options.json_schema:
+        print(json.dumps(config.json_schema(), indent=2))
+    else:
+        print("\n".join(config.describe(options.key)))
+    return 0
+
+
 def _doctor(parser: Parser) -> int:
     parser.parse_args(parser.arguments)
     from fastsuncet.commands.doctor import doctor
@@ -314,6 +331,7 @@ RUN: dict[str, Callable[[Parser], int]] = {
     "demo": _demo,
     "report": _report,
     "configs": _configs,
+    "config": _config,
     "doctor": _doctor,
     "version": _version,
 }

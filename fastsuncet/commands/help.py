@@ -51,6 +51,7 @@ COMMANDS = {
     "demo": "compare both methods on small real images, in minutes",
     "report": "compare runs: accuracy against cost, compute saved",
     "configs": "list the shipped configs, or copy one to start from",
+    "config": "explain a key of a config: meaning, type, default, allowed values",
     "doctor": "show what is installed, what is missing, what to do",
     "version": "print versions, for a bug report",
 }
@@ -305,6 +306,17 @@ examples:
   fastsuncet train in1k_10pct data.root=/data/imagenet
 
 exit codes: 0 done; 2 no such config, or the file exists""",
+    "config": """\
+Prints what a key of a config means, its type, its default and what is allowed; or all keys of a
+section. --json-schema prints the same for editors. With the YAML language server, a config that
+begins with `# yaml-language-server: $schema=fastsuncet.json` is then checked and completed.
+
+examples:
+  fastsuncet config criterion
+  fastsuncet config criterion.temperature
+  fastsuncet config --json-schema > fastsuncet.json
+
+exit codes: 0 done; 2 no such key""",
     "doctor": """\
 Shows what is installed, what is missing, and what to do.
 

@@ -31,7 +31,7 @@ from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
 class Section(BaseModel):
     """A section of a config: frozen, strict, and without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
@@ -111,52 +111,70 @@ Below = Annotated[Text, matching(BELOW, "a folder below data.root, without a lea
 class MetaSection(Section):
     """How to compute. Only the seed is from the paper (its authors used 0)."""
 
-    seed: Seed = 0  # seed of all random numbers but those of data.split
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
-    # of the network, not of the losses. auto: bf16 where the hardware computes it, fp16 on older GPUs, fp32 on other
-    # CPUs; the run keeps what was chosen
+    seed: Seed = 0
+    """seed of all random numbers but those of data.split"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one"""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    channels_last: Switch = True  # keep images in NHWC memory format
-    compile: Switch = False  # torch.compile of the network; the first step then takes minutes
-    cuda_graph: Switch = False  # run the step as one CUDA graph; off until measured on a GPU
-    deterministic: Switch = True  # false: fastest kernels; a resumed run differs in its last bits
-    # let cuDNN, and Inductor with meta.compile, time several algorithms and take the fastest; a restart can choose
-    # others, and then differs in its last bits. null: the opposite of deterministic
+    """of the network, not of the losses. auto: bf16 where the hardware computes it, fp16 on older GPUs, fp32 on
+    other CPUs; the run keeps what was chosen
+    """
+    channels_last: Switch = True
+    """keep images in NHWC memory format"""
+    compile: Switch = False
+    """torch.compile of the network; the first step then takes minutes"""
+    cuda_graph: Switch = False
+    """run the step as one CUDA graph; off until measured on a GPU"""
+    deterministic: Switch = True
+    """false: fastest kernels; a resumed run differs in its last bits"""
     autotune: Switch | None = None
-    threads: Count | None = None  # threads of torch on a CPU; null: torch decides
-    # How a new run chooses the switches of speed that are not written. auto: it proves and times them first, in at most
-    # 0.5 % of its time; plain: it keeps the defaults; fixed: it uses what `fastsuncet tune` chose.
+    """let cuDNN, and Inductor with meta.compile, time several algorithms and take the fastest; a restart can choose
+    others, and then differs in its last bits. null: the opposite of deterministic
+    """
+    threads: Count | None = None
+    """threads of torch on a CPU; null: torch decides"""
     speed: Literal["auto", "plain", "fixed"] = "auto"
-    # seconds that ranks wait for one that hangs before the job ends; longer than a save, and than the first scan of the
-    # data
+    """How a new run chooses the switches of speed that are not written. auto: it proves and times them first, in at
+    most 0.5 % of its time; plain: it keeps the defaults; fixed: it uses what `fastsuncet tune` chose.
+    """
     timeout: Count = 1800
+    """seconds that ranks wait for one that hangs before the job ends; longer than a save, and than the first scan
+    of the data
+    """
 
 
 class SplitSection(Section):
     """Which training images count as labeled."""
 
-    # none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels
     kind: Literal["none", "names", "bernoulli", "all", "csv"] = "none"
-    file: Text | None = None  # names: one image name a line; csv: lines file,label (null: data.csv)
-    sha256: Sha256 | None = None  # of the file of names; the paper's two lists are known without it
-    fraction: Share | None = None  # bernoulli: probability that an image is labeled
-    seed: Seed = 0  # bernoulli: seed of that draw
+    """none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels"""
+    file: Text | None = None
+    """names: one image name a line; csv: lines file,label (null: data.csv)"""
+    sha256: Sha256 | None = None
+    """of the file of names; the paper's two lists are known without it"""
+    fraction: Share | None = None
+    """bernoulli: probability that an image is labeled"""
+    seed: Seed = 0
+    """bernoulli: seed of that draw"""
 
 
 class SyntheticSection(Section):
     """data.kind: synthetic: generated images to try settings without data; the same for the same meta.seed."""
 
-    images: Count = 10_000  # number of training images; a tenth as many validate
-    classes: Count = 10  # number of classes
-    size: Count = 32  # side of the images, in pixels
+    images: Count = 10_000
+    """number of training images; a tenth as many validate"""
+    classes: Count = 10
+    """number of classes"""
+    size: Count = 32
+    """side of the images, in pixels"""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
 class AugmentationSection(Augmentation):
     """The training view: the settings of the pixels' own class."""
 
-    # configs of older versions have this key; all runs now do what exact did
     color: Literal["exact"] = Field(default="exact", exclude=True)
+    """configs of older versions have this key; all runs now do what exact did"""
 
     def __post_init__(self) -> None:
         """Leave conflicts between settings to `rules.py`, which reports them with the other problems."""
@@ -165,95 +183,131 @@ class AugmentationSection(Augmentation):
 class DataSection(Section):
     """Images, and which of them are labeled."""
 
-    # image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same with labels in a
-    # file; digits: scikit-learn's; synthetic: generated
     kind: Literal["image_folder", "images", "csv", "cifar10", "cifar100", "digits", "synthetic"]
-    root: Text | None = None  # folder that holds the images
-    # folder of the training images, below root; null: train with image_folder, else root itself
+    """image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same with labels
+    in a file; digits: scikit-learn's; synthetic: generated
+    """
+    root: Text | None = None
+    """folder that holds the images"""
     train: Below | None = None
-    validation: Below | None = "val"  # folder of the validation images, below root; null: none
-    csv: Text | None = None  # csv: a file of lines file,label
+    """folder of the training images, below root; null: train with image_folder, else root itself"""
+    validation: Below | None = "val"
+    """folder of the validation images, below root; null: none"""
+    csv: Text | None = None
+    """csv: a file of lines file,label"""
     synthetic: SyntheticSection = SyntheticSection()
-    download: Switch = False  # cifar10, cifar100: download the images if root does not hold them
+    download: Switch = False
+    """cifar10, cifar100: download the images if root does not hold them"""
     split: SplitSection = SplitSection()
-    index: Text | None = None  # file with the list of training images; null: one in logging.folder
-    # the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files
+    index: Text | None = None
+    """file with the list of training images; null: one in logging.folder"""
     pack: Text | None = None
-    # how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
-    # (unlabeled, labeled), counted anew when the run is started again
+    """the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files
+    """
     bad_images: CountOrZero = 0
-    # images with more pixels count as bad; decoding takes 3 MB of memory a megapixel
+    """how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
+    (unlabeled, labeled), counted anew when the run is started again
+    """
     max_megapixels: Annotated[float, Allowed(lambda x: 0 < x <= 100, "a number above 0 and up to 100")] = (
         100.0
     )
-    # continue a run although files of its images were written again since its last checkpoint
+    """images with more pixels count as bad; decoding takes 3 MB of memory a megapixel"""
     changed_images: Switch = False
-    backend: Literal["auto", "dali", "torchvision"] = "auto"  # what makes the pixels
-    # what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this project's
-    # operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the plugin where
-    # it can be built and the pixels are made on a CPU
+    """continue a run although files of its images were written again since its last checkpoint"""
+    backend: Literal["auto", "dali", "torchvision"] = "auto"
+    """what makes the pixels"""
     color_operator: Literal["auto", "graph", "plugin"] = "auto"
-    # of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
+    """what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this
+    project's operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the
+    plugin where it can be built and the pixels are made on a CPU
+    """
     decode_threads: Count | None = None
-    prefetch: Count = 2  # steps whose pixels are made ahead
-    # share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a batch by
-    # the sizes of its images, and their pixels can differ in the last bits: the run then depends on the number of GPUs.
-    # Whether it does at 1 has not been measured
+    """of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
+    """
+    prefetch: Count = 2
+    """steps whose pixels are made ahead"""
     hw_decoder_share: ShareOrZero = 0.0
-    # memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of the
-    # index (6 bytes a pixel on the GPU and 12 on the host for each thread of each stream), but at most a twentieth of
-    # what is free for each stream
+    """share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a
+    batch by the sizes of its images, and their pixels can differ in the last bits: the run then depends on the
+    number of GPUs. Whether it does at 1 has not been measured
+    """
     decoder_buffers: Literal["grown", "largest"] = "grown"
+    """memory of a GPU's decoders. grown: as images need it; largest: at the start, enough for the largest image of
+    the index (6 bytes a pixel on the GPU and 12 on the host for each thread of each stream), but at most a
+    twentieth of what is free for each stream
+    """
     augmentation: AugmentationSection = AugmentationSection()
 
 
 class ModelSection(Section):
     """The encoder and its projection head: 2048-2048-128 without BatchNorm in the paper."""
 
-    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = "resnet50"  # the encoder
-    library: Literal["torchvision", "timm"] = "torchvision"  # where the encoder's code is from
-    stem: Literal["imagenet", "cifar"] = "imagenet"  # cifar: first convolution 3x3, stride 1; no max-pool
-    # weights that the encoder starts from: a file of torchvision, timm or the authors, an export, or the folder of a
-    # run or checkpoint; null: drawn from meta.seed. They are read when a run starts, and never when it is continued
+    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = "resnet50"
+    """the encoder"""
+    library: Literal["torchvision", "timm"] = "torchvision"
+    """where the encoder's code is from"""
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """cifar: first convolution 3x3, stride 1; no max-pool"""
     init: Text | None = None
-    init_sha256: Sha256 | None = None  # of the file in init; null: the checkpoints record it
-    hidden: Count = 2048  # width of the projection head's hidden layers
-    output: Count = 128  # width of the embedding that the losses see
-    head_batchnorm: Switch = False  # BatchNorm in the projection head
-    sync_batchnorm: Switch = True  # BatchNorm statistics over all processes
-    # BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; off until it has
-    # been measured on a GPU; no effect on a CPU
+    """weights that the encoder starts from: a file of torchvision, timm or the authors, an export, or the folder of
+    a run or checkpoint; null: drawn from meta.seed. They are read when a run starts, and never when it is
+    continued
+    """
+    init_sha256: Sha256 | None = None
+    """of the file in init; null: the checkpoints record it"""
+    hidden: Count = 2048
+    """width of the projection head's hidden layers"""
+    output: Count = 128
+    """width of the embedding that the losses see"""
+    head_batchnorm: Switch = False
+    """BatchNorm in the projection head"""
+    sync_batchnorm: Switch = True
+    """BatchNorm statistics over all processes"""
     fused_batchnorm: Switch = False
-    # configs of older versions have this key; all runs now do what shared did
+    """BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; off until
+    it has been measured on a GPU; no effect on a CPU
+    """
     batchnorm_communicator: Literal["shared"] = Field(default="shared", exclude=True)
+    """configs of older versions have this key; all runs now do what shared did"""
 
 
 class CriterionSection(Section):
     """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
-    # loss of unlabeled images; none: learn from labeled images alone
     instance: Literal["nt_xent", "swav", "none"] = "nt_xent"
-    # loss of labeled images; sup_con: L_sup_out of the paper
+    """loss of unlabeled images; none: learn from labeled images alone"""
     supervision: Literal["suncet", "cross_entropy", "sup_con"] = "suncet"
-    temperature: Positive  # tau of all contrastive losses and of SwAV
-    unsupervised_batch_size: Images  # unlabeled images over all processes; 0 with none
-    classes_per_batch: CountOrZero = 0  # classes in a labeled batch, the same on all processes
-    supervised_imgs_per_class: Images = 0  # labeled images of each class over all processes
-    # supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of its
-    # loss stop falling (plateau_epochs, plateau_gain)
+    """loss of labeled images; sup_con: L_sup_out of the paper"""
+    temperature: Positive
+    """tau of all contrastive losses and of SwAV"""
+    unsupervised_batch_size: Images
+    """unlabeled images over all processes; 0 with none"""
+    classes_per_batch: CountOrZero = 0
+    """classes in a labeled batch, the same on all processes"""
+    supervised_imgs_per_class: Images = 0
+    """labeled images of each class over all processes"""
     supervised_epochs: Epochs = 0
-    plateau_epochs: Count = 10  # over how many epochs the falling of the loss is measured
-    plateau_gain: Share = 0.01  # share of the loss by which it must have fallen over plateau_epochs
-    # share of an update's views that are labeled (appendix D). The number of views an update and the number of passes
-    # over the labeled images stay those of the settings above; null: the settings above as written
+    """supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of
+    its loss stop falling (plateau_epochs, plateau_gain)
+    """
+    plateau_epochs: Count = 10
+    """over how many epochs the falling of the loss is measured"""
+    plateau_gain: Share = 0.01
+    """share of the loss by which it must have fallen over plateau_epochs"""
     labeled_share: PartialShare | None = None
-    keys: Literal["attached", "detached"] = "attached"  # detached: no gradient flows through the keys
-    # mean of the labeled loss; the two differ if classes are unbalanced
+    """share of an update's views that are labeled (appendix D). The number of views an update and the number of
+    passes over the labeled images stay those of the settings above; null: the settings above as written
+    """
+    keys: Literal["attached", "detached"] = "attached"
+    """detached: no gradient flows through the keys"""
     average: Literal["sample", "class"] = "sample"
-    chunk_size: Count | None = None  # rows of the losses at a time; null: 128, on a GPU 1,024
-    # dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 or
-    # fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32
+    """mean of the labeled loss; the two differ if classes are unbalanced"""
+    chunk_size: Count | None = None
+    """rows of the losses at a time; null: 128, on a GPU 1,024"""
     products: Literal["tf32", "fp32"] = "tf32"
+    """dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 or
+    fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32
+    """
 
     @property
     def supervised(self) -> bool:
@@ -269,105 +323,160 @@ class CriterionSection(Section):
 class SwavSection(Section):
     """Read with criterion.instance: swav. The two large crops are data.augmentation's; the defaults are SwAV's."""
 
-    prototypes: Prototypes = 3000  # number of prototypes
-    epsilon: Positive = 0.05  # entropy of the Sinkhorn-Knopp assignment
-    iterations: Count = 3  # iterations of Sinkhorn-Knopp
-    freeze_steps: CountOrZero = 313  # updates before the prototypes are trained
-    small_crops: CountOrZero = 6  # small crops of each image
-    small_size: Count = 96  # side of a small crop, in pixels
-    small_scale: AreaShares = (0.05, 0.14)  # area of a small crop, as a share of the image's
+    prototypes: Prototypes = 3000
+    """number of prototypes"""
+    epsilon: Positive = 0.05
+    """entropy of the Sinkhorn-Knopp assignment"""
+    iterations: Count = 3
+    """iterations of Sinkhorn-Knopp"""
+    freeze_steps: CountOrZero = 313
+    """updates before the prototypes are trained"""
+    small_crops: CountOrZero = 6
+    """small crops of each image"""
+    small_size: Count = 96
+    """side of a small crop, in pixels"""
+    small_scale: AreaShares = (0.05, 0.14)
+    """area of a small crop, as a share of the image's"""
 
 
 class OptimizationSection(Section):
     """LARS and its schedule. The defaults are the paper's: every parameter is scaled and decayed alike."""
 
-    epochs: Count | None = None  # passes over the unlabeled images
-    steps: Count | None = None  # updates; takes precedence over epochs where both are written
-    lr: Positive  # learning rate after the warm-up
-    start_lr: NotNegative = 0.0  # learning rate at the start of the warm-up
-    final_lr: NotNegative = 0.0  # learning rate at the end of the cosine
-    warmup: NotNegative = 0.0  # length of the warm-up in epochs; fractions are allowed
-    legacy_schedule: Switch = False  # the authors' first release: lr rises again at the end
-    momentum: Momentum = 0.9  # momentum of SGD
-    weight_decay: NotNegative = 1e-6  # added to the gradient before LARS scales it
-    trust_coefficient: Positive = 0.001  # LARS' local learning rate
-    nesterov: Switch = False  # Nesterov momentum
-    lr_in_momentum: Switch = False  # true: the learning rate is inside the momentum buffer
-    exclude_bias_and_norm: Switch = False  # true: SGD without weight decay for biases and BatchNorm
+    epochs: Count | None = None
+    """passes over the unlabeled images"""
+    steps: Count | None = None
+    """updates; takes precedence over epochs where both are written"""
+    lr: Positive
+    """learning rate after the warm-up"""
+    start_lr: NotNegative = 0.0
+    """learning rate at the start of the warm-up"""
+    final_lr: NotNegative = 0.0
+    """learning rate at the end of the cosine"""
+    warmup: NotNegative = 0.0
+    """length of the warm-up in epochs; fractions are allowed"""
+    legacy_schedule: Switch = False
+    """the authors' first release: lr rises again at the end"""
+    momentum: Momentum = 0.9
+    """momentum of SGD"""
+    weight_decay: NotNegative = 1e-6
+    """added to the gradient before LARS scales it"""
+    trust_coefficient: Positive = 0.001
+    """LARS' local learning rate"""
+    nesterov: Switch = False
+    """Nesterov momentum"""
+    lr_in_momentum: Switch = False
+    """true: the learning rate is inside the momentum buffer"""
+    exclude_bias_and_norm: Switch = False
+    """true: SGD without weight decay for biases and BatchNorm"""
 
 
 class LoggingSection(Section):
     """Where a run lives: `folder`/`write_tag`. The same command finds it again and continues it."""
 
-    folder: Text = "runs"  # folder that holds all runs
-    write_tag: Name | None = None  # name of the run; null: the name of the config file
-    log_every: Count = 10  # steps between two lines of metrics
-    tensorboard: Switch = False  # write TensorBoard events
-    wandb: Text | None = None  # project of Weights & Biases; null: none
-    mlflow: Text | None = None  # experiment of MLflow; null: none
+    folder: Text = "runs"
+    """folder that holds all runs"""
+    write_tag: Name | None = None
+    """name of the run; null: the name of the config file"""
+    log_every: Count = 10
+    """steps between two lines of metrics"""
+    tensorboard: Switch = False
+    """write TensorBoard events"""
+    wandb: Text | None = None
+    """project of Weights & Biases; null: none"""
+    mlflow: Text | None = None
+    """experiment of MLflow; null: none"""
 
 
 class CheckpointSection(Section):
     """When to save, apart from the end of the run and a signal (both intervals can be given), and what to export."""
 
-    every: Count | None = None  # steps between two checkpoints
-    every_epochs: Count | None = 1  # epochs between two checkpoints
-    keep: Count = 3  # how many of the newest checkpoints to keep
-    # what the encoder is exported to at the end of the run, as `fastsuncet export` does; []: nothing
+    every: Count | None = None
+    """steps between two checkpoints"""
+    every_epochs: Count | None = 1
+    """epochs between two checkpoints"""
+    keep: Count = 3
+    """how many of the newest checkpoints to keep"""
     export: Exports = ("torchvision",)
+    """what the encoder is exported to at the end of the run, as `fastsuncet export` does; []: nothing"""
 
 
 class EvaluationSection(Section):
     """What is measured while training."""
 
-    knn_every_epochs: Count | None = None  # epochs between two k-NN evaluations; null: none
-    knn_k: Count = 10  # number of nearest neighbors
+    knn_every_epochs: Count | None = None
+    """epochs between two k-NN evaluations; null: none"""
+    knn_k: Count = 10
+    """number of nearest neighbors"""
 
 
 class FinetuneSection(Section):
     """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
 
-    epochs: Count = 30  # passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90
-    batch_size: Images = 4096  # labeled images over all processes; CIFAR-10: 256
-    lr: Positive | None = None  # learning rate; null: 0.05 x batch_size / 256
-    momentum: Momentum = 0.9  # momentum of SGD
-    nesterov: Switch = True  # Nesterov momentum
-    weight_decay: NotNegative = 0.0  # weight decay of SGD
-    accumulate: Count = 1  # passes for one update, to save memory; BatchNorm sees smaller parts
-    crop_scale: AreaShares = (0.08, 1.0)  # area of the random crop, as a share of the image's
-    write_tag: Name | None = None  # folder below the run's; null: from labels and checkpoint
+    epochs: Count = 30
+    """passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90"""
+    batch_size: Images = 4096
+    """labeled images over all processes; CIFAR-10: 256"""
+    lr: Positive | None = None
+    """learning rate; null: 0.05 x batch_size / 256"""
+    momentum: Momentum = 0.9
+    """momentum of SGD"""
+    nesterov: Switch = True
+    """Nesterov momentum"""
+    weight_decay: NotNegative = 0.0
+    """weight decay of SGD"""
+    accumulate: Count = 1
+    """passes for one update, to save memory; BatchNorm sees smaller parts"""
+    crop_scale: AreaShares = (0.08, 1.0)
+    """area of the random crop, as a share of the image's"""
+    write_tag: Name | None = None
+    """folder below the run's; null: from labels and checkpoint"""
 
 
 class LinearSection(Section):
     """`fastsuncet evaluate linear`: logistic regression on frozen features."""
 
-    strength: Positive = 1.0  # inverse of the L2 penalty
-    max_iterations: Count = 1000  # iterations of L-BFGS at most
+    strength: Positive = 1.0
+    """inverse of the L2 penalty"""
+    max_iterations: Count = 1000
+    """iterations of L-BFGS at most"""
 
 
 class NpiSection(Section):
     """`fastsuncet evaluate npi`: SuNCEt's classifier without parameters (paper, appendix G)."""
 
-    temperature: Positive | None = None  # null: criterion.temperature
-    views: Count = 1  # random crops of each labeled image that join the supports
+    temperature: Positive | None = None
+    """null: criterion.temperature"""
+    views: Count = 1
+    """random crops of each labeled image that join the supports"""
 
 
 class TransferSection(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
-    # folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100, voc07
     root: Text | None = None
-    datasets: Datasets = ("cifar10", "cifar100", "voc07")  # the data sets to fine-tune on
-    download: Switch = False  # cifar10, cifar100: download them if root does not hold them
-    steps: Count = 20_000  # updates of each run
-    batch_size: Images = 256  # images over all processes
-    momentum: Momentum = 0.9  # momentum of SGD
-    learning_rates: Numbers = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)  # of the grid
-    # weight decays of the grid, each divided by the learning rate
+    """folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100,
+    voc07
+    """
+    datasets: Datasets = ("cifar10", "cifar100", "voc07")
+    """the data sets to fine-tune on"""
+    download: Switch = False
+    """cifar10, cifar100: download them if root does not hold them"""
+    steps: Count = 20_000
+    """updates of each run"""
+    batch_size: Images = 256
+    """images over all processes"""
+    momentum: Momentum = 0.9
+    """momentum of SGD"""
+    learning_rates: Numbers = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)
+    """of the grid"""
     weight_decays: Numbers = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)
-    size: Count = 224  # side of a crop, in pixels
-    resize: Count = 256  # shorter side before the center crop, in pixels
-    validation: Share = 0.1  # share of CIFAR's training images; VOC07 has a validation set
+    """weight decays of the grid, each divided by the learning rate"""
+    size: Count = 224
+    """side of a crop, in pixels"""
+    resize: Count = 256
+    """shorter side before the center crop, in pixels"""
+    validation: Share = 0.1
+    """share of CIFAR's training images; VOC07 has a validation set"""
 
 
 class Sections(Section):
