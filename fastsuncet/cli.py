@@ -298,6 +298,14 @@ def _config(parser: Parser) -> int:
     return 0
 
 
+def _build(parser: Parser) -> int:
+    parser.add_argument("--prebuilt", action="store_true", help="keep it for all users of this installation")
+    options = parser.parse_args(parser.arguments)
+    from pipelines.dali.plugin.__main__ import main as build
+
+    return build(["--prebuilt"] if options.prebuilt else [])
+
+
 def _doctor(parser: Parser) -> int:
     parser.parse_args(parser.arguments)
     from fastsuncet.commands.doctor import doctor
@@ -332,6 +340,7 @@ RUN: dict[str, Callable[[Parser], int]] = {
     "report": _report,
     "configs": _configs,
     "config": _config,
+    "build": _build,
     "doctor": _doctor,
     "version": _version,
 }

@@ -177,6 +177,20 @@ def dali() -> Finding:
     return Finding("ok", f"{dali.__version__}, decoded an image on the {' and the '.join(places)}")
 
 
+def view_operator() -> Finding:
+    """Look for the compiled operator of the views."""
+    from pipelines.backend import dali_problem
+
+    if dali_problem() is not None:
+        return Finding("absent", "needs DALI")
+    from pipelines.dali.plugin.build import kept
+
+    if (path := kept()) is not None:
+        return Finding("ok", f"compiled: {path}")
+    advice = "fastsuncet build; a first run does it too, where there is a C++ compiler"
+    return Finding("absent", "not compiled: DALI's own operators make the same pixels, slower", advice)
+
+
 def apex() -> Finding:
     """Distinguish NVIDIA's apex from the other package that `pip install apex` installs."""
     if importlib.util.find_spec("apex") is None:
@@ -240,6 +254,7 @@ EXAMINATIONS: Examinations = [
     ("NCCL", nccl),
     ("NVRTC", nvrtc),
     ("DALI", dali),
+    ("views", view_operator),
     ("apex", apex),
     ("extras", extras),
     ("disk", disk),

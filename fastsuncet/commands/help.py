@@ -52,6 +52,7 @@ COMMANDS = {
     "report": "compare runs: accuracy against cost, compute saved",
     "configs": "list the shipped configs, or copy one to start from",
     "config": "explain a key of a config: meaning, type, default, allowed values",
+    "build": "compile the fast operator of the views, once for this machine",
     "doctor": "show what is installed, what is missing, what to do",
     "version": "print versions, for a bug report",
 }
@@ -317,6 +318,12 @@ examples:
   fastsuncet config --json-schema > fastsuncet.json
 
 exit codes: 0 done; 2 no such key""",
+    "build": """\
+Compiles the operator that makes color, blur and normalization in one pass, and compares it with
+DALI's own to the bit. It needs a C++ compiler. A first run does the same.
+
+exit codes: 0 built now or before; 1 it cannot be built: DALI's own operators make the same pixels,
+slower""",
     "doctor": """\
 Shows what is installed, what is missing, and what to do.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder
 from fastsuncet.commands import export
-from fastsuncet.config import Config
+from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import PairedStream
@@ -32,6 +32,11 @@ from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer
 from fastsuncet.tuning.record import applied
 from fastsuncet.tuning.settle import PLAIN, Settled, settle
+from pipelines.data_errors import DataError
+
+# Training images of a plan without data; ImageNet's for every other data.kind.
+IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
+IMAGENET = 1_281_167
 
 
 def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
@@ -40,8 +45,11 @@ def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
     `dry_run` finds and checks everything a run needs, prints the resolved config and the plan, and trains nothing.
     """
     if dry_run:
-        for line in plan(config):
+        lines, problem = plan(config)
+        for line in lines:
             say_line(line)
+        if problem is not None:
+            raise problem
         return 0
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
@@ -80,24 +88,41 @@ def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trai
         return trainer
 
 
-def plan(config: Config) -> list[str]:
-    """Return the resolved config and what it would do here. Raises what would end the run before its first step."""
+def plan(config: Config) -> tuple[list[str], DataError | None]:
+    """Return the resolved config and what it would do here, and what is wrong with the data.
+
+    Without the data the plan is for the number of images in IMAGES, or in ImageNet. Raises anything else that would end the
+    run before its first step.
+    """
     for to in config.checkpoint.export:
         export.check(config, to)
     device = launch.pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
     world_size = launch.expected_ranks(config.meta.device)
     place = launch.Place(0, 1, 0, device)
-    images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
-    arithmetic = config.resolve(world_size, *images.counts())
-    stream_notes = PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
+    notes: list[str] = []
+    images = problem = None
+    try:
+        images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
+    except DataError as error:
+        problem = error
+        number = IMAGES.get(config.data.kind, IMAGENET)
+        notes.append(f"The data were not checked. This is the plan for {number:,} images.")
+        try:
+            arithmetic = config.resolve(world_size, number)
+        except ConfigErrors:
+            raise error from None  # the config may well fit the data that are not here
+    else:
+        arithmetic = config.resolve(world_size, *images.counts())
+        notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
     lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None, why)
     m = config.model
     encoder = build_model(m.name, m.library, m.stem, device="cpu" if m.init else "meta").encoder
     if init := initial_weights.load(config, encoder, place):
         lines.append(f"{'init':<9}{init['note']}")
-    end = "dry run: all checks passed, nothing was trained"
-    return [config.to_yaml().rstrip(), "", *lines, *stream_notes, "", end]
+    passed = "all checks passed" if problem is None else "the data are missing or wrong"
+    end = f"dry run: {passed}, nothing was trained"
+    return [config.to_yaml().rstrip(), "", *lines, *notes, "", end], problem
 
 
 def start(

@@ -53,7 +53,15 @@ class ProgressBar:
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
         # A terminal without a width (docker run -t can give one) gets lines: tqdm would draw nothing.
         if _width(terminal) and not batch:
-            self._bar = tqdm(total=total, initial=start, file=terminal, dynamic_ncols=True)
+            # tqdm's own format would begin with "?it/s".
+            self._bar = tqdm(
+                total=total,
+                initial=start,
+                file=terminal,
+                dynamic_ncols=True,
+                desc="starting",
+                bar_format="{n_fmt}/{total_fmt} {desc}",
+            )
         self._stream = terminal if stream or self._bar is not None else sys.stdout
 
     def update(self, record: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pipelines.backend import dali_problem
 def summary(
     config: Config,
     place: Place,
-    images: Images,
+    images: Images | None,  # None where they could not be read
     arithmetic: Arithmetic,
     stream: PairedStream | None,  # None for a run that is not started
     why: str = "",  # the precision is as it is: the note of `resolve_precision`
@@ -44,7 +44,7 @@ def summary(
     loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
     lines = [
         ("run", f"{config.run_folder}"),
-        ("data", f"{len(images.train):,} images; {images.split}"),
+        ("data", f"{len(images.train):,} images; {images.split}" if images else "not checked"),
         ("batch", f"{' + '.join(parts)} = {a.samples(0):,} views an update, on {ranks}"),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {method}"),
         ("loss", f"{loss}{tf32_note(config, place)}"),

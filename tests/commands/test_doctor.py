@@ -144,3 +144,12 @@ def test_nvrtc_that_is_missing_is_absent(monkeypatch):
     monkeypatch.setattr(cuda_compiler, "version", fails)
     advice = "PyTorch's kernels are used instead"
     assert page.nvrtc() == Finding("absent", "NVRTC: libnvrtc.so.13 was not found", advice)
+
+
+def test_view_operator_that_is_missing_comes_with_its_command(monkeypatch):
+    from pipelines.dali.plugin import build
+
+    monkeypatch.setattr(build, "kept", lambda: None)
+    assert page.view_operator().advice.startswith("fastsuncet build;")
+    monkeypatch.setattr(build, "kept", lambda: Path("/cache/view.so"))
+    assert page.view_operator() == Finding("ok", "compiled: /cache/view.so")

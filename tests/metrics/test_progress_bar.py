@@ -59,6 +59,11 @@ def terminal(width: int, show) -> str:
     return written.decode()
 
 
+def test_progress_bar_begins_without_an_unknown_speed(no_batch_system):
+    shown = terminal(120, lambda stream: ProgressBar(600, stream=stream).close())
+    assert "0/600 starting" in shown and "it/s" not in shown
+
+
 def test_progress_line_has_every_number_as_key_and_value():
     (line,) = lines(RECORD)
     values = dict(re.findall(r"(\S+)=(\S+)", line))

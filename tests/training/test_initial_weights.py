@@ -87,7 +87,7 @@ def test_initial_weights_of_a_run_are_read_once(tmp_path, weights):
     """A resume needs no file and ends with the same bits; a run and its export can be started from."""
     words = ["data.backend=torchvision", f"model.init={weights}"]
     whole, stopped = (small_config(tmp_path / name, *words) for name in ("whole", "stopped"))
-    assert any("encoder from" in line for line in plan(whole))
+    assert any("encoder from" in line for line in plan(whole)[0])
     train(whole)
     train(stopped, stop_at=4)
     weights.rename(tmp_path / "elsewhere.safetensors")
