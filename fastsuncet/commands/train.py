@@ -91,8 +91,8 @@ def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trai
 def plan(config: Config) -> tuple[list[str], DataError | None]:
     """Return the resolved config and what it would do here, and what is wrong with the data.
 
-    Without the data the plan is for the number of images in IMAGES, or in ImageNet. Raises anything else that would end the
-    run before its first step.
+    Without the data the plan is for the number of images in IMAGES, or in ImageNet. Raises anything else that would
+    end the run before its first step.
     """
     for to in config.checkpoint.export:
         export.check(config, to)
