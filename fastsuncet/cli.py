@@ -81,6 +81,7 @@ def _train(parser: Parser) -> int:
         "--dry-run", action="store_true", help="check everything and print the plan; train nothing"
     )
     options, config = _with_config(parser)
+    config.require_data()
     from fastsuncet.commands.train import run
 
     return run(config, ["train", *parser.arguments], dry_run=options.dry_run)
@@ -104,6 +105,7 @@ def _tune(parser: Parser) -> int:
 
 def _finetune(parser: Parser) -> int:
     chosen, config = _with_encoder(parser)
+    config.require_data()
     from fastsuncet.commands.finetune import finetune
 
     return finetune(config, list(parser.arguments), **chosen)
@@ -123,6 +125,7 @@ def _transfer(parser: Parser) -> int:
 
 def _evaluate(kind: str, parser: Parser) -> int:
     chosen, config = _with_encoder(parser)
+    config.require_data()
     from fastsuncet.commands.evaluate import evaluate
 
     return evaluate(config, kind, ["evaluate", kind, *parser.arguments], **chosen)
@@ -193,6 +196,7 @@ def _preview(parser: Parser) -> int:
     add("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
     add("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
     options, config = _with_config(parser)
+    config.require_data()
     from fastsuncet.commands.preview import preview
 
     print(f"wrote {preview(config, options.output, step=options.step)}")

@@ -26,8 +26,9 @@ from fastsuncet.config.arithmetic import Arithmetic, arithmetic
 from fastsuncet.config.messages import field_problems
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Dumper, read_config
-from fastsuncet.config.rules import broken
+from fastsuncet.config.rules import FILES, broken
 from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat
+from pipelines.data_errors import DataError
 
 __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", "flat", "load_config"]
 
@@ -141,6 +142,23 @@ class Config(Sections):
     def __hash__(self) -> int:
         """Return a hash that agrees with equality."""
         return hash(json.dumps(self.canonical(), sort_keys=True))
+
+    def require_data(self) -> None:
+        """Raise DataError for a folder or a list of the data that is not there, before anyone waits for torch."""
+        data = self.data
+        if (
+            data.kind in FILES
+            and data.pack is None
+            and data.root
+            and not Path(data.root).expanduser().is_dir()
+        ):
+            raise DataError(f"no data folder {data.root}\n  {self.where('data.root')}")
+        lists = {"data.csv": data.csv if data.kind == "csv" else None, "data.split.file": data.split.file}
+        for key, path in lists.items():
+            if path and not Path(path).expanduser().exists():
+                raise DataError(
+                    f"there is no file {path}: give the list of labels or names\n  {self.where(key)}"
+                )
 
     @property
     def run_folder(self) -> Path:

@@ -13,6 +13,7 @@ import pytest
 
 from fastsuncet import __version__, cli
 from fastsuncet.commands import help as texts
+from fastsuncet.config import Config
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from pipelines.data_errors import BadImage, DataError
 
@@ -206,6 +207,7 @@ def test_help_fits_100_columns(name, capsys):
 
 def test_help_examples_run(trainer, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Config, "require_data", lambda config: None)  # /data/imagenet
     text = "\n".join(texts.TEXTS.values())
     lines = [
         line.strip().split("    ")[0] for line in text.splitlines() if line.startswith("  fastsuncet train ")
@@ -315,3 +317,27 @@ def test_main_escapes_control_characters_in_a_message(trainer, capsys):
     trainer.error = DataError("bad\x1b[2J.png is missing")
     assert cli.main(["train", "run.yaml"]) == 3
     assert r"bad\x1b[2J.png is missing" in capsys.readouterr().err
+
+
+MISSING = {
+    "data.root": ("data.kind=image_folder", "data.root=/nowhere/images"),
+    "data.csv": ("data.kind=csv", "data.root=.", "data.csv=labels.csv"),
+    "data.split.file": (
+        "data.kind=image_folder",
+        "data.root=.",
+        "data.split.kind=names",
+        "data.split.file=ten.txt",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", MISSING)
+def test_train_names_missing_data_before_torch_is_imported(key):
+    program = (
+        f"import sys; from fastsuncet.cli import main; code = main({['train', 'run.yaml', *MISSING[key]]}); "
+    )
+    program += "assert 'torch' not in sys.modules; sys.exit(code)"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 3, process.stderr
+    name = MISSING[key][-1]
+    assert name in process.stderr and f" {name.partition('=')[2]}" in process.stderr
