@@ -1,7 +1,12 @@
 """The training loop on real data: what it refuses, what it logs, and that ranks share one experiment."""
 
+import contextlib
 import json
+import multiprocessing
+import os
 import shutil
+import socket
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +26,7 @@ from fastsuncet.training import step
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
 from tests.support.pictures import write_pictures
-from tests.support.ranks import run_ranks
+from tests.support.ranks import PRELOADED, run_ranks
 from tests.support.runs import CONFIGS, assert_equal_to_the_bit, final_state, metrics, small_config, train
 
 pytestmark = pytest.mark.slow
@@ -191,6 +196,50 @@ def test_changed_config_is_refused_by_its_keys_and_changes_no_file(undisturbed):
     assert "optimization.lr: 1.0 in the checkpoint, 0.5 now" in str(error.value)
     assert "criterion.temperature: 0.2 in the checkpoint, 0.3 now" in str(error.value)
     assert {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()} == before
+
+
+def network_sockets() -> set[str]:
+    """Return the TCP and UDP sockets of this process, of Python and of libraries."""
+    tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    known, found = {f"socket:[{row[9]}]" for row in rows}, set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return known & found
+
+
+def train_without_network(folder: str) -> None:
+    def refuse(event: str, arguments: tuple) -> None:
+        if event in ("socket.getaddrinfo", "socket.gethostbyname"):
+            raise AssertionError(f"{event} {arguments}")
+        if (
+            event in ("socket.connect", "socket.bind", "socket.sendto")
+            and arguments[0].family != socket.AF_UNIX
+        ):
+            raise AssertionError(f"{event} {arguments}")
+
+    with socket.create_server(("127.0.0.1", 0)):
+        assert network_sockets(), "this test would not notice one"
+    read = PairedStream.__call__
+
+    def reading(stream, step, supervised=True):
+        assert network_sockets() == set()
+        return read(stream, step, supervised)
+
+    PairedStream.__call__ = reading
+    sys.addaudithook(refuse)  # for the rest of the process
+    train(small_config(Path(folder), *FEW))
+
+
+def test_training_opens_no_network_socket(tmp_path):
+    """A run of several ranks opens those to its ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=train_without_network, args=(str(tmp_path),))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def test_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
