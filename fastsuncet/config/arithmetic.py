@@ -24,6 +24,7 @@ class Arithmetic:
     classes_per_batch: int  # the same classes on every process
     global_images_per_class: int  # labeled images, one view each
     local_images_per_class: int
+    local_micro_batch: int | None  # views that pass through the network at a time on each process; None: all
     steps_per_epoch: int
     steps: int  # updates of the whole run
     # Updates with supervision on: step < supervised_steps. All of them, if a plateau can end it.
@@ -45,6 +46,11 @@ class Arithmetic:
         """Views of one unlabeled image."""
         return self.large_views + self.small_views
 
+    def pieces(self, supervised: bool) -> list[tuple[int, int]]:
+        """Return the `piece_sizes` of an update on each process, with or without labeled images."""
+        labeled = self.local_labeled if supervised else 0
+        return piece_sizes(self.local_unlabeled, labeled, self.views, self.local_micro_batch)
+
     def samples(self, step: int) -> int:
         """Return the views that go through the network in update `step`, over all processes."""
         return self.update_samples(step < self.supervised_steps)
@@ -58,6 +64,23 @@ class Arithmetic:
         steps = self.steps if steps is None else steps
         on = min(steps, self.supervised_steps)
         return on * self.update_samples(True) + (steps - on) * self.update_samples(False)
+
+
+def piece_sizes(unlabeled: int, labeled: int, views: int, most: int | None) -> list[tuple[int, int]]:
+    """Return (unlabeled images, labeled images) of each piece of one process's batch, the largest piece first.
+
+    They are the fewest pieces of at most `most` views, equal in both kinds up to one image; None: one piece. A piece
+    has an unlabeled image with all its `views`, or two labeled ones where there are no others: BatchNorm needs two
+    rows. Where `most` is less than that, pieces are as small as possible.
+    """
+    if most is None:
+        return [(unlabeled, labeled)]
+    last = max(1, unlabeled if views else labeled // 2)
+    fitting = (n for n in range(1, last) if views * -(-unlabeled // n) + -(-labeled // n) <= most)
+    count = next(fitting, last)
+    images, images_left = divmod(unlabeled, count)
+    labels, labels_left = divmod(labeled, count)
+    return [(images + (n < images_left), labels + (n < labels_left)) for n in range(count)]
 
 
 def arithmetic(
@@ -136,6 +159,20 @@ def arithmetic(
         require((per_class >= 2 and unlabeled >= 2, "criterion.labeled_share", text))
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
+    small_views = config.swav.small_crops if c.instance == "swav" else 0
+    views = small_views + (0 if labels_alone else 2)
+    micro_batch = c.micro_batch // world_size if c.micro_batch is not None else None
+    pieces = piece_sizes(local_unlabeled, classes * local_per_class, views, micro_batch)
+    largest = views * pieces[0][0] + pieces[0][1]
+    require(
+        (
+            micro_batch is None or largest <= micro_batch,
+            "criterion.micro_batch",
+            f"must be {largest * world_size:,} or more with {world_size} process{'es' * (world_size > 1)}: a piece has "
+            f"{largest} views or more on each, "
+            f"{'two labeled images' if labels_alone else 'those of an unlabeled image and its share of the labeled'}",
+        )
+    )
     steps = o.steps if o.steps is not None else (o.epochs or 0) * steps_per_epoch
     warmup_steps = round(o.warmup * steps_per_epoch)
     require(
@@ -154,12 +191,13 @@ def arithmetic(
         world_size=world_size,
         num_images=num_images,
         large_views=0 if labels_alone else 2,
-        small_views=config.swav.small_crops if c.instance == "swav" else 0,
+        small_views=small_views,
         global_unlabeled=unlabeled,
         local_unlabeled=local_unlabeled,
         classes_per_batch=classes,
         global_images_per_class=per_class,
         local_images_per_class=local_per_class,
+        local_micro_batch=micro_batch,
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         supervised_steps=steps if on is None else min(steps, on),

@@ -184,6 +184,14 @@ RULES: list[Rule] = [
         "keeps the passes through the labeled images that supervised_epochs makes, and that is "
         "%(criterion.supervised_epochs)s; write a number of epochs there, or remove labeled_share",
     ),
+    *(
+        (
+            lambda v, key=key: v["criterion.micro_batch"] is not None and v[key],
+            "criterion.micro_batch",
+            f"has not been tried with {key}: true; remove it, or set {key} to false",
+        )
+        for key in ("meta.compile", "meta.cuda_graph")
+    ),
     # ---- model
     (
         lambda v: v["model.fused_batchnorm"] and v["meta.compile"],

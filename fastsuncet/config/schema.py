@@ -304,6 +304,11 @@ class CriterionSection(Section):
     """mean of the labeled loss; the two differ if classes are unbalanced"""
     chunk_size: Count | None = None
     """rows of the losses at a time; null: 128, on a GPU 1,024"""
+    micro_batch: Count | None = None
+    """views that pass through the network at a time, over all processes, so that a large batch fits into memory; null:
+    all views of an update. The losses and their gradients are those of the whole batch. BatchNorm sees each piece
+    alone, its running statistics move once a piece, and a second forward pass costs a third more compute
+    """
     products: Literal["tf32", "fp32"] = "tf32"
     """dot products of the contrastive losses on a GPU. tf32: factors with 10 bits, only behind a network in bf16 or
     fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32

@@ -103,11 +103,13 @@ def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]
     """Return the shapes of the activations that BatchNorm sees on one rank, with labeled images and without."""
     a, model = arithmetic, _model(config)
     sizes = [view.size for view in views(config)] or [config.data.augmentation.size]
-    unlabeled = a.large_views * a.local_unlabeled
-    large = {unlabeled, unlabeled + (a.local_labeled if a.supervised_steps else 0)}
-    batches = {(count, sizes[0]) for count in large if count}
-    if a.small_views:
-        batches.add((a.small_views * a.local_unlabeled, sizes[-1]))
+    batches: set[tuple[int, int]] = set()
+    for supervised in {False, a.supervised_steps > 0}:
+        for unlabeled, labeled in a.pieces(supervised):
+            batches |= {
+                (a.large_views * unlabeled + labeled, sizes[0]),
+                (a.small_views * unlabeled, sizes[-1]),
+            }
     found: set[tuple[int, ...]] = set()
 
     def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -117,7 +119,8 @@ def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.register_forward_pre_hook(keep)
     for count, size in batches:
-        model(torch.empty(count, 3, size, size, device="meta"))
+        if count:
+            model(torch.empty(count, 3, size, size, device="meta"))
     return sorted(found)
 
 
@@ -131,9 +134,10 @@ def check_int32(config: Config, arithmetic: Arithmetic, device: torch.device) ->
     if count > INT32:
         most = INT32 // (count // largest[0])
         raise ConfigError(
-            f"criterion.unsupervised_batch_size: each process has {largest[0]:,} views an update, and BatchNorm sees "
+            f"criterion.unsupervised_batch_size: each process has {largest[0]:,} views at a time, and BatchNorm sees "
             f"{tuple(largest)} activations. torch's channels-last BatchNorm counts them in 32 bits, so a process can "
-            f"have {most:,} views at most. Use more GPUs or a smaller batch, or set meta.channels_last=false."
+            f"have {most:,} views at most. Use more GPUs, a smaller batch or criterion.micro_batch, or set "
+            "meta.channels_last=false."
         )
 
 

@@ -5,13 +5,17 @@ V  views of each unlabeled image        C  classes             K  prototypes
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from fastsuncet.config.arithmetic import piece_sizes
 from fastsuncet.losses.swav import prototype_scores
 from fastsuncet.models.resnet import Model
+from fastsuncet.models.sync_batchnorm import frozen_statistics
 
 
 class Outputs(NamedTuple):
@@ -52,3 +56,54 @@ class MultiViewModel(nn.Module):
         if model.prototypes is not None:
             scores = prototype_scores(z[:unlabeled], model.prototypes.weight)
         return Outputs(z[:unlabeled], z[unlabeled:], logits, scores)
+
+
+class PiecewiseModel(MultiViewModel):
+    """The same pass in pieces that keep no activations: the memory of one piece (GradCache, arXiv 2101.06983).
+
+    The losses see all outputs. Their backward pass recomputes one piece after the other, from the last to the first, so
+    a gradient is that of the whole batch. DDP sums it over ranks once.
+
+    BatchNorm normalizes each piece by its own statistics, the same in both passes; synchronized, by those of the n-th
+    pieces of all ranks. Running statistics move once a piece, in the first pass. A piece holds the same share of the
+    unlabeled images, each with all its views, and of the labeled ones, whose order mixes the classes.
+    """
+
+    def __init__(self, model: Model, most: int):  # views at a time on this rank
+        super().__init__(model)
+        self.most = most
+
+    def forward(self, views: Sequence[Tensor], labeled: Tensor) -> Outputs:
+        """Return what `MultiViewModel.forward` does. A batch of at most `most` views is one piece and one pass.
+
+        Use autocast without its cache, which would sum the pieces' gradients of a weight in 16 bits.
+        """
+        count = len(views)
+        sizes = piece_sizes(len(views[0]) if views else 0, len(labeled), count, self.most)
+        if len(sizes) == 1:
+            return super().forward(views, labeled)
+        unlabeled, with_label = map(list, zip(*sizes))
+        shown = zip(*(view.split(unlabeled) for view in views)) if views else [()] * len(sizes)
+
+        def run(*piece: Any) -> Outputs:
+            frozen = (nullcontext(), frozen_statistics(self))
+            return checkpoint(
+                super(PiecewiseModel, self).forward,
+                *piece,
+                use_reentrant=False,
+                preserve_rng_state=False,  # the network draws no random number
+                context_fn=lambda: frozen,
+            )
+
+        def by_view(pieces: Sequence[Tensor]) -> Tensor:
+            """Return (V U, ...) view by view, of pieces that are so."""
+            parts = [x.unflatten(0, (count or 1, size)) for x, size in zip(pieces, unlabeled)]
+            return torch.cat(parts, dim=1).flatten(0, 1)
+
+        z, z_labeled, logits, scores = zip(*map(run, shown, labeled.split(with_label)))
+        return Outputs(
+            by_view(z),
+            torch.cat(z_labeled),
+            torch.cat(logits) if self.model.classifier is not None else None,
+            by_view(scores) if self.model.prototypes is not None else None,
+        )

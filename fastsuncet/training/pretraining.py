@@ -89,6 +89,11 @@ class Pretraining(TrainingTask[Batch]):
         self.terms = methods.terms(config)
         losses = (term for term in self.terms if term != "none")
         self.columns = ("epoch", "loss", *losses, *SPEED, *COST, "joules")
+        if len(arithmetic.pieces(arithmetic.supervised_steps > 0)) > 1:
+            self.world_size_note = (
+                "the same images in the same global batches, but BatchNorm sees other pieces of them "
+                "(criterion.micro_batch), so results are those of neither number alone"
+            )
         self.update_macs = {on: update_macs(config, arithmetic, on) for on in (True, False)}
         self.fingerprint = images.fingerprint()
         self.contents = {"contents": images.train.contents(), "changed": len(images.train.changed)}

@@ -19,7 +19,7 @@ from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from fastsuncet.training import methods
 from fastsuncet.training.determinism import PRECISIONS
-from fastsuncet.training.multi_view_model import MultiViewModel, Outputs
+from fastsuncet.training.multi_view_model import MultiViewModel, Outputs, PiecewiseModel
 
 
 def train_step(
@@ -59,6 +59,7 @@ class StepSettings:
         self.freeze_steps = config.swav.freeze_steps
         self.device = device
         self.dtype = PRECISIONS[config.meta.precision]
+        self.in_pieces = config.criterion.micro_batch is not None
         # On the device, so that a captured step reads the present value and not that of the capture.
         self.lr = torch.zeros((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
@@ -75,14 +76,17 @@ class StepSettings:
 
     def autocast(self) -> torch.autocast:
         """Return mixed precision for the forward pass; the losses are computed in float32."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        enabled = self.dtype != torch.float32
+        # A cached 16-bit weight would also sum the gradients of all pieces in 16 bits.
+        return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=not self.in_pieces)
 
 
 def build(config: Config, place: Place, classes: int) -> tuple[resnet.Model, nn.Module, LARS, StepSettings]:
-    """Return the model, the network that trains it (a MultiViewModel, or DDP around it), its optimizer, the setting.
+    """Return the model, the network that trains it, its optimizer, the setting.
 
-    `classes` of the data set are for a method with a classifier. Weights depend on the seed alone: every rank builds
-    the same ones, on any device.
+    The network is a MultiViewModel, with criterion.micro_batch a PiecewiseModel, or DDP around it. `classes` of the
+    data set are for a method with a classifier. Weights depend on the seed alone: every rank builds the same ones, on
+    any device.
     """
     m, o = config.model, config.optimization
     model = resnet.build_model(
@@ -123,6 +127,7 @@ def build(config: Config, place: Place, classes: int) -> tuple[resnet.Model, nn.
             out = network(unlabeled, zeros(2, config.data.augmentation.size))
         return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
-    compiled = config.meta.compile
-    network = parallel(MultiViewModel(model), place, compiled=compiled, static_graph=True, blank_pass=blank)
+    micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
+    whole = PiecewiseModel(model, micro_batch // place.world_size) if micro_batch else MultiViewModel(model)
+    network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
     return model, network, optimizer, setting

@@ -42,15 +42,23 @@ def summary(
     memory = step_memory(config, a)
     size = f"{memory.total / 1e9:.3g} GB ({memory.activations / 1e9:.3g} GB of it activations)"
     loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
+    pieces = len(a.pieces(a.supervised_steps > 0))
+    part, twice = "the whole batch", ""
+    if pieces > 1:
+        part = f"each of {pieces} pieces, at most {c.micro_batch:,} views (criterion.micro_batch)"
+        twice = ", a quarter of it for a second forward pass"
     lines = [
         ("run", f"{config.run_folder}"),
         ("data", f"{len(images.train):,} images; {images.split}" if images else "not checked"),
         ("batch", f"{' + '.join(parts)} = {a.samples(0):,} views an update, on {ranks}"),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {method}"),
         ("loss", f"{loss}{tf32_note(config, place)}"),
-        ("compute", f"{view}: {update:.4g} petaFLOPs an update, {epoch:.4g} an epoch, {whole:.4g} the run"),
+        (
+            "compute",
+            f"{view}: {update:.4g} petaFLOPs an update{twice}, {epoch:.4g} an epoch, {whole:.4g} the run",
+        ),
         ("memory", f"about {size} a process for the step (an estimate)"),
-        ("norm", describe(a.world_size, shared=config.model.sync_batchnorm)),
+        ("norm", describe(a.world_size, shared=config.model.sync_batchnorm, part=part)),
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
@@ -62,16 +70,28 @@ def summary(
 def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
     """Return the bytes that one process needs for a step of its part of the batch."""
     m, a = config.model, arithmetic
-    small = a.small_views * a.local_unlabeled
+    kinds = [a.pieces(supervised) for supervised in {False, a.supervised_steps > 0}]
+    # The first piece of a step is its largest.
+    (unlabeled, labeled), *more = max(kinds, key=lambda pieces: a.views * pieces[0][0] + pieces[0][1])
+    small = a.small_views * unlabeled
 
     def estimate(size: int, samples: int) -> Memory:
         network = (m.name, m.stem, size, m.hidden, m.output)
         precision, batchnorm = config.meta.precision, m.head_batchnorm
         return memory_estimate(*network, samples=samples, precision=precision, head_batchnorm=batchnorm)
 
-    large = estimate(config.data.augmentation.size, -(-a.samples(0) // a.world_size) - small)
+    size = config.data.augmentation.size
+    large = estimate(size, a.large_views * unlabeled + labeled)
     activations = estimate(config.swav.small_size, small).activations if small else 0
-    return replace(large, activations=large.activations + activations)
+    # The pixels of all other pieces, in float32.
+    waiting = sum(
+        (a.large_views * images + labels) * size**2 + a.small_views * images * config.swav.small_size**2
+        for images, labels in more
+    )
+    # Under DDP the sum over pieces is a copy beside the buckets.
+    copies = 2 if more and a.world_size > 1 else 1
+    activations += large.activations + 12 * waiting
+    return replace(large, activations=activations, gradients=copies * large.gradients)
 
 
 def tf32_note(config: Config, place: Place) -> str:

@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fastsuncet.config import Config, ConfigErrors
+from fastsuncet.config.arithmetic import piece_sizes
 from tests.support.configs import GOOD, load
 
 IMAGENET, CIFAR10 = 1_281_167, 50_000
@@ -134,6 +135,16 @@ def test_arithmetic_world_without_processes():
         load().resolve(0, 100)
 
 
+def test_arithmetic_micro_batch_without_room_for_an_image():
+    labels = (*SUPERVISED, "criterion.supervised_imgs_per_class=20", "criterion.supervised_epochs=all")
+    # 128 unlabeled images and 200 labeled ones on each of two processes: a piece has 2 views and 2 labeled images.
+    problem = refused(load(GOOD, *labels, "criterion.micro_batch=7"), 2, 1000)
+    assert "criterion.micro_batch" in problem and "must be 8 or more with 2 processes" in problem
+    assert len(load(GOOD, *labels, "criterion.micro_batch=8").resolve(2, 1000).pieces(True)) == 128
+    alone = ("criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.micro_batch=1")
+    assert "must be 2 or more with 1 process:" in refused(load(GOOD, *labels, *alone), 1, 1000)
+
+
 # --------------------------------------------------------------------------------------------------------- properties
 def values_of(batch: int) -> dict:
     return {
@@ -202,3 +213,24 @@ def test_arithmetic_numbers_offered_instead_fit(size, world_size):
         assert abs(offered - size) < world_size
     for number in re.findall(r"\d+", counts):
         assert size % int(number) == 0
+
+
+@given(
+    unlabeled=st.integers(0, 300),
+    labeled=st.integers(0, 300),
+    views=st.sampled_from([0, 2, 8]),
+    most=st.integers(1, 900),
+)
+def test_arithmetic_pieces_are_equal_and_as_few_as_fit(unlabeled, labeled, views, most):
+    assume((views == 0) == (unlabeled == 0) and (unlabeled or labeled >= 2))
+    sizes = piece_sizes(unlabeled, labeled, views, most)
+    assert [sum(kind) for kind in zip(*sizes)] == [unlabeled, labeled]
+    assert all(max(kind) - min(kind) <= 1 for kind in zip(*sizes))
+    rows = [views * images + labels for images, labels in sizes]
+    assert min(rows) >= 2 and max(rows) == rows[0]
+    if rows[0] <= most:
+        fewer = len(sizes) - 1
+        assert fewer == 0 or views * -(-unlabeled // fewer) + -(-labeled // fewer) > most
+    else:  # a piece cannot be smaller
+        assert len(sizes) == (unlabeled or labeled // 2)
+    assert piece_sizes(unlabeled, labeled, views, None) == [(unlabeled, labeled)]

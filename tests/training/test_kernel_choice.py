@@ -48,6 +48,8 @@ def test_prove_gives_each_proof_the_shapes_of_the_runs_own_step(monkeypatch):
     assert asked["norm_kernel"]["dtypes"] == [torch.bfloat16]
     assert asked["contrast_kernel"]["keys"] == [5632, 2560]
     assert sum(asked["lars_kernel"]["sizes"]) == 23_508_032 + 4_458_624
+    pieces = kernel_choice.norm_shapes(*paper(64, "criterion.micro_batch=4096"))
+    assert {shape[0] for shape in pieces} == {44, 64}  # 2 x 22 views, and 20 labeled images with them
     # One process has no statistics to join, and its BatchNorm is not fused.
     assert "norm.cu" not in kernel_choice.prove(*paper(1), CARD)
     assert "norm.cu" in kernel_choice.prove(*paper(1, "model.fused_batchnorm=true"), CARD)
@@ -121,6 +123,6 @@ def test_batch_that_overflows_batchnorms_index_is_refused():
     kernel_choice.check_int32(config, few, CARD)
     kernel_choice.check_int32(config, many, HERE)
     with pytest.raises(
-        ConfigError, match=r"2,676 views an update.*\(2676, 64, 112, 112\).*2,674 views at most"
+        ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views at most"
     ):
         kernel_choice.check_int32(config, many, CARD)

@@ -58,13 +58,16 @@ def counted(
     ("method", "labeled", "precision"),
     [
         *((method, None, "fp32") for method in METHODS),
+        ("SwAV + SuNCEt in pieces", S, "fp16"),
         ("SimCLR + SuNCEt", 0, "fp32"),  # after the switch-off
         ("SimCLR + SuNCEt", S, "bf16"),
         ("SimCLR + SuNCEt", S, "fp16"),
     ],
 )
 def test_step_does_not_wait(tmp_path, method, labeled, precision):
-    config = small(tmp_path, method, f"meta.precision={precision}")
+    method, in_pieces, _ = method.partition(" in pieces")
+    pieces = ["criterion.micro_batch=20"] if in_pieces else []
+    config = small(tmp_path, method, f"meta.precision={precision}", *pieces)
     if labeled is None:
         labeled = S if config.criterion.supervised else 0
     assert counted(config, labeled).waits == 0
