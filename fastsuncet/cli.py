@@ -139,7 +139,7 @@ def _export(parser: Parser) -> int:
     add("--force", action="store_true", help="replace what is at --output")
     options = _parse_words(parser, "RUN or CONFIG")
     where = Path(options.config).expanduser()
-    if where.suffix in (".yaml", ".yml"):
+    if _is_config(where):
         where = _load(options).run_folder
     elif options.overrides:
         parser.error(f"{where} is no config, and only a config has keys to override")
@@ -160,7 +160,7 @@ def _embed(parser: Parser) -> int:
     if not options.batch:
         parser.error("argument --batch: must be 1 or more")
     where = options.run.expanduser()
-    if where.suffix in (".yaml", ".yml"):
+    if _is_config(where):
         from fastsuncet.config import load_config
 
         where = load_config(where).run_folder
@@ -404,6 +404,13 @@ def _with_encoder(parser: Parser, *, several: bool = True) -> "tuple[dict[str, A
     return {
         name: value for name, value in vars(options).items() if name not in ("config", "overrides")
     }, config
+
+
+def _is_config(where: Path) -> bool:
+    """Return whether `where`, which can also be a run, is a config file or the name of a shipped one."""
+    from fastsuncet.config.reader import shipped
+
+    return where.suffix in (".yaml", ".yml") or (not where.exists() and str(where) in shipped())
 
 
 def _load(options: argparse.Namespace) -> "Config":

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fastsuncet.config.reader import shipped
 
@@ -74,7 +76,15 @@ def test_wheel_plans_a_shipped_config(run):
     assert "dry run: all checks passed" in out
 
 
-def test_wheel_runs_the_demo(run, tmp_path):
+def test_wheel_runs_the_demo_then_exports_and_embeds(run, tmp_path):
     assert "After the same compute" in run("demo", "optimization.steps=60", "optimization.warmup=1")
     made = {path.name for path in (tmp_path / "runs" / "demo").iterdir()}
     assert {"demo_seed0.json", "demo_seed0.png", "views.png"} <= made
+    trained = "runs/demo/digits_demo_seed0"
+    run("export", trained, "--to", "torchvision")
+    (tmp_path / "photos").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.effect_noise((20, 20), 60).convert("RGB").save(tmp_path / "photos" / name)
+    run("embed", f"{trained}/export/torchvision.pth", "photos", "--output", "photos.npz")
+    with np.load(tmp_path / "photos.npz") as found:
+        assert found["files"].tolist() == ["a.png", "b.png"] and np.isfinite(found["features"]).all()

@@ -50,3 +50,17 @@ def test_configs_keeps_a_file_that_exists(capsys):
 def test_configs_unknown_name_suggests_the_nearest(capsys):
     assert cli.main(["configs", "in1k_10"]) == 2
     assert "did you mean in1k_10pct?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_configs_name_stands_for_its_run_in_export_and_embed(capsys):
+    """A folder of this name wins: it can be a run."""
+    for words in (
+        ["export", "digits_demo", "--to", "torchvision"],
+        ["embed", "digits_demo", ".", "--output", "a.npz"],
+    ):
+        assert cli.main(words) != 0
+        assert "runs/digits_demo" in capsys.readouterr().err
+    Path("digits_demo").mkdir()
+    assert cli.main(["export", "digits_demo", "--to", "torchvision"]) != 0
+    assert "runs/digits_demo" not in capsys.readouterr().err
