@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -302,6 +303,33 @@ def _config(parser: Parser) -> int:
     return 0
 
 
+class _Declared(Exception):
+    """A command has declared its arguments."""
+
+
+def _completion(parser: Parser) -> int:
+    parser.add_argument("shell", choices=("bash", "zsh"), help="print the script for this shell")
+    options = parser.parse_args(parser.arguments)
+    from fastsuncet.commands.completion import completion
+
+    print(completion(options.shell, {name: _declared(name) for name in RUN}), end="")
+    return 0
+
+
+def _declared(name: str) -> Parser:
+    """Return the parser of a command with its arguments, without parsing anything."""
+
+    def stop(*_: object) -> NoReturn:
+        raise _Declared
+
+    parser = Parser(prog=name)
+    for method in ("parse_args", "parse_intermixed_args"):
+        setattr(parser, method, stop)
+    with suppress(_Declared):
+        RUN[name](parser)
+    return parser
+
+
 def _build(parser: Parser) -> int:
     parser.add_argument("--prebuilt", action="store_true", help="keep it for all users of this installation")
     options = parser.parse_args(parser.arguments)
@@ -345,6 +373,7 @@ RUN: dict[str, Callable[[Parser], int]] = {
     "configs": _configs,
     "config": _config,
     "build": _build,
+    "completion": _completion,
     "doctor": _doctor,
     "version": _version,
 }

@@ -53,6 +53,7 @@ COMMANDS = {
     "configs": "list the shipped configs, or copy one to start from",
     "config": "explain a key of a config: meaning, type, default, allowed values",
     "build": "compile the fast operator of the views, once for this machine",
+    "completion": "print the completion script of bash or zsh",
     "doctor": "show what is installed, what is missing, what to do",
     "version": "print versions, for a bug report",
 }
@@ -324,6 +325,15 @@ DALI's own to the bit. It needs a C++ compiler. A first run does the same.
 
 exit codes: 0 built now or before; 1 it cannot be built: DALI's own operators make the same pixels,
 slower""",
+    "completion": """\
+Prints a script that completes commands, options, the names of shipped configs and the keys of a
+config.
+
+examples:
+  source <(fastsuncet completion bash)                             for this shell
+  fastsuncet completion zsh > ~/.fastsuncet && echo 'source ~/.fastsuncet' >> ~/.zshrc
+
+exit codes: 0 printed; 2 another shell""",
     "doctor": """\
 Shows what is installed, what is missing, and what to do.
 

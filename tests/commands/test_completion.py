@@ -1,0 +1,31 @@
+"""The completion script, run by bash."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from fastsuncet import cli
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fin", ["finetune"]),
+        ("evaluate k", ["knn"]),
+        ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors"]),
+        ("train --dry", ["--dry-run"]),
+        ("evaluate knn --every", ["--every-checkpoint"]),
+        ("train run.yaml optimization.trust", ["optimization.trust_coefficient="]),
+        ("sweep --keep", ["--keep-going"]),
+        ("doctor in1k", []),
+    ],
+)
+def test_completion_of_a_line(line, words, capsys):
+    assert cli.main(["completion", "bash"]) == 0
+    call = f"COMP_WORDS=(fastsuncet {line}); COMP_CWORD={len(line.split())}; _fastsuncet"
+    script = f'{capsys.readouterr().out}\n{call}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == words and done.stderr == ""
