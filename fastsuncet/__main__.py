@@ -12,6 +12,8 @@ if __name__ == "__main__":
     # Python puts the working directory (-m) or this file's folder first on the path, unless it runs in safe mode.
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         del sys.path[0]
+    import typing  # noqa: F401 - `import fastsuncet` needs it, while the path below is without the standard library
+
     root, rest = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sys.path[:]
     # PYTHONPATH can name the working directory too, for example by an empty entry. So both packages come from here.
     sys.path[:] = [root]
