@@ -30,6 +30,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.encoder import WEIGHTS, Encoder, choose, load_encoder, record_path
 from fastsuncet.metrics import results, writer
+from fastsuncet.models import timm_backbone
 
 FOLDER = "export"  # in the run's folder
 FILES = {
@@ -88,7 +89,7 @@ def export_at_end(config: Config, place: Place) -> None:
         folder = config.run_folder
         try:
             (newest,) = choose(folder) if config.checkpoint.export else (folder,)
-            for to in config.checkpoint.export:
+            for to in exports(config):
                 path = folder / FOLDER / FILES[to]
                 if not _is_of(newest, path / WEIGHTS if to == "safetensors" else path):
                     export(newest, to)
@@ -101,9 +102,19 @@ def export_at_end(config: Config, place: Place) -> None:
     on_rank_0(place, missing)
 
 
+def exports(config: Config) -> list[str]:
+    """Return the formats of `checkpoint.export`; torchvision has no network of timm's, whose state_dict is timm's."""
+    named = config.checkpoint.export
+    if config.model.name.startswith("timm/"):
+        return list(dict.fromkeys("timm" if to == "torchvision" else to for to in named))
+    return list(named)
+
+
 def check(config: Config, to: str) -> None:
     """Raise ConfigError where the network of `config` cannot be exported to `to`, or a package is missing."""
     m = config.model
+    if to == "torchvision" and m.name.startswith("timm/"):
+        raise ConfigError(f"torchvision does not load the weights of {m.name}: export it to timm")
     if to in ("timm", "safetensors") and m.name == "resnet_tiny":
         raise ConfigError(f"timm has no {m.name}: export it to torchvision, which is a plain state_dict")
     if to == "safetensors" and m.stem == "cifar":
@@ -164,7 +175,9 @@ def _tensors(encoder: Encoder) -> dict[str, Tensor]:
     """Return the weights by torchvision's and timm's names: `fc` is the classifier of a fine-tuned encoder."""
     tensors = dict(encoder.module.state_dict())
     if encoder.classifier is not None:
-        tensors |= {f"fc.{key}": value for key, value in encoder.classifier.state_dict().items()}
+        module: Any = encoder.module
+        name = module.pretrained_cfg["classifier"] if encoder.name.startswith("timm/") else "fc"
+        tensors |= {f"{name}.{key}": value for key, value in encoder.classifier.state_dict().items()}
     return tensors
 
 
@@ -236,7 +249,15 @@ def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
     crop = {"crop_pct": size / record["resize"], "crop_mode": "center", "interpolation": "bilinear"}
     classes = {"num_classes": record["classes"] or 0, "first_conv": "conv1", "classifier": "fc"}
     shape = {"num_classes": record["classes"] or 0, "num_features": record["width"], "global_pool": "avg"}
-    return {"architecture": record["architecture"], **shape, "pretrained_cfg": pixels | crop | classes}
+    name = record["architecture"]
+    if not name.startswith("timm/"):
+        return {"architecture": name, **shape, "pretrained_cfg": pixels | crop | classes}
+    network = timm_backbone.create(name, "meta")
+    known = {key: network.pretrained_cfg[key] for key in ("first_conv", "classifier")}
+    arguments = {"model_args": {"dynamic_img_size": True}} if hasattr(network, "dynamic_img_size") else {}
+    del shape["global_pool"]  # as the network has it
+    pretrained = pixels | crop | classes | known
+    return {"architecture": name.removeprefix("timm/"), **shape, **arguments, "pretrained_cfg": pretrained}
 
 
 def _model_card(record: dict[str, Any]) -> str:

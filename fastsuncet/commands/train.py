@@ -11,6 +11,8 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
 import json
 from pathlib import Path
 
+import torch
+
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder
 from fastsuncet.commands import export
@@ -24,7 +26,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.knn import online_knn
 from fastsuncet.metrics.cost import open_energy_meter
-from fastsuncet.models.resnet import build_model
+from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import initial_weights, kernel_choice
 from fastsuncet.training.determinism import resolve_precision, set_determinism
 from fastsuncet.training.pretraining import Pretraining
@@ -71,7 +73,8 @@ def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trai
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
     set_determinism(applied(config, settled.speed), place)
-    for to in config.checkpoint.export:
+    width_of(config.model.name)  # a name that timm does not have is refused before the images are read
+    for to in export.exports(config):
         export.check(config, to)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
@@ -94,7 +97,8 @@ def plan(config: Config) -> tuple[list[str], DataError | None]:
     Without the data the plan is for the number of images in IMAGES, or in ImageNet. Raises anything else that would
     end the run before its first step.
     """
-    for to in config.checkpoint.export:
+    width_of(config.model.name)  # a name that timm does not have is refused before the images are read
+    for to in export.exports(config):
         export.check(config, to)
     device = launch.pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
@@ -140,6 +144,7 @@ def start(
         note = f"# chosen for this hardware: {json.dumps(task.chosen)}\n"
         atomic_files.replace(folder / "config.yaml", (config.to_yaml() + note).encode())
         lines = summary(fast, place, images, arithmetic, stream, why)
+        lines.append(f"{'groups':<9}{describe_groups(task.optimizer)}")
         if task.init is not None:
             lines.append(f"{'init':<9}{task.init['note']}")
         lines.append(f"{'kernels':<9}{kernel_choice.describe(fast, task.kernels)}")
@@ -147,3 +152,14 @@ def start(
         for line in [*lines, *stream.notes()]:
             say_line(line)
     return trainer
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> str:
+    """Return what LARS does with how many parameters: "27,966,656 in 161 tensors scaled and decayed; ..."."""
+
+    def text(group: dict) -> str:
+        size, count = sum(p.numel() for p in group["params"]), len(group["params"])
+        scaled = "scaled and decayed by LARS" if group.get("lars", True) else "plain SGD, no decay"
+        return f"{size:,} parameters in {count} tensors {scaled}"
+
+    return "; ".join(map(text, optimizer.param_groups))

@@ -129,6 +129,14 @@ RULES: list[Rule] = [
         "model.init_sha256",
         "is read only with model.init, the file that it is of; remove it or write model.init",
     ),
+    *(
+        (
+            lambda v, key=key: v["model.name"].startswith("timm/") and v[key] != DEFAULTS[key],
+            key,
+            f"must be {as_yaml(DEFAULTS[key])} with model.name: %(model.name)s, which is built as timm builds it",
+        )
+        for key in ("model.library", "model.stem", "model.fused_batchnorm")
+    ),
     # ---- batches
     (
         lambda v: (

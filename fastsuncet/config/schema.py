@@ -92,6 +92,11 @@ Exports = Annotated[
     tuple[Literal["torchvision", "timm", "safetensors", "onnx"], ...],
     described("a list of torchvision, timm, safetensors and onnx, or []"),
 ]
+Backbone = Annotated[
+    Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"]
+    | Annotated[str, matching(r"timm/[A-Za-z0-9_]{1,99}", "timm/NAME")],
+    described("resnet50, resnet34, resnet18 or resnet_tiny, or timm/NAME with a name of timm's"),
+]
 Switch = Annotated[bool, described("true or false")]
 Text = Annotated[str, matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits in small letters")]
@@ -242,8 +247,8 @@ class DataSection(Section):
 class ModelSection(Section):
     """The encoder and its projection head: 2048-2048-128 without BatchNorm in the paper."""
 
-    name: Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"] = "resnet50"
-    """the encoder"""
+    name: Backbone = "resnet50"
+    """the encoder; timm/NAME: any of timm's networks that maps images to one vector, such as timm/convnext_tiny"""
     library: Literal["torchvision", "timm"] = "torchvision"
     """where the encoder's code is from"""
     stem: Literal["imagenet", "cifar"] = "imagenet"

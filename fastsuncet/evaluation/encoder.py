@@ -22,8 +22,8 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
-from fastsuncet.models.pretrained_weights import fill, read_weights
-from fastsuncet.models.resnet import WIDTHS, build_model
+from fastsuncet.models.pretrained_weights import fill, read_weights, read_weights_of
+from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import methods
 from pipelines.sampling.augmentation import Center
 
@@ -138,7 +138,7 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     library = "torchvision" if weights.name == "resnet_tiny" or config is None else config.model.library
     return Encoder(
         module=_filled(build_model(weights.name, library, weights.stem).encoder, weights.encoder, str(found)),
-        width=WIDTHS[weights.name],
+        width=width_of(weights.name),
         name=weights.name,
         stem=weights.stem,
         source=str(found),
@@ -169,10 +169,10 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
             f"{path} was changed after it was exported: its sha256 differs from {record_path(path)}"
         )
     config = _trained(str(path), record, shown)
-    weights = read_weights(path)
+    weights = read_weights_of(config.model.name, path)
     return Encoder(
         module=_build(config, weights.encoder, str(path)),
-        width=WIDTHS[config.model.name],
+        width=width_of(config.model.name),
         name=config.model.name,
         stem=config.model.stem,
         source=str(path),
@@ -221,7 +221,7 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
         classifier = _classifier(tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"])
     return Encoder(
         module=_build(config, encoder, source),
-        width=WIDTHS[m.name],
+        width=width_of(m.name),
         name=m.name,
         stem=m.stem,
         source=source,

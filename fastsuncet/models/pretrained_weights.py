@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.errors import CheckpointError
+from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import WIDTHS, build_model
 
 # Where trainers put the network in their files: the authors, torchvision's references and timm, many others.
@@ -63,6 +64,30 @@ def read_weights(path: Path) -> Weights:
     name = _name_of(path, trunk)
     stem = "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
     return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]))
+
+
+def read_weights_of(name: str, path: Path) -> Weights:
+    """Return the weights of the network `name` in the file `path`; those of a timm/NAME have timm's names.
+
+    Raises CheckpointError as `read_weights`; whether the tensors of a timm/NAME fit is found out by `fill`.
+    """
+    if not name.startswith(timm_backbone.PREFIX):
+        return read_weights(path)
+    content = _read(path)
+    for key in WRAPPINGS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds no state_dict")
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    # A checkpoint of this project has the network below "encoder.".
+    inner = {key.removeprefix("encoder."): x for key, x in tensors.items() if key.startswith("encoder.")}
+    head = timm_backbone.create(name, "meta").pretrained_cfg["classifier"]
+    tensors = inner or tensors
+    trunk = {key: x for key, x in tensors.items() if key not in (f"{head}.weight", f"{head}.bias")}
+    weight, bias = tensors.get(f"{head}.weight"), tensors.get(f"{head}.bias")
+    classifier = None if weight is None or bias is None else (weight.float(), bias.float())
+    return Weights(name, "imagenet", trunk, classifier)
 
 
 def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:

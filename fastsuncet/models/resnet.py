@@ -17,6 +17,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 from fastsuncet.errors import ConfigError
+from fastsuncet.models import timm_backbone
 
 LIBRARIES = ("torchvision", "timm")
 STEMS = ("imagenet", "cifar")
@@ -87,7 +88,14 @@ def _shortcut(inputs: int, outputs: int) -> nn.Sequential:
 WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "resnet_tiny": 64}  # of h
 
 
+def width_of(name: str) -> int:
+    """Return the width of h of the encoder `name`, as in model.name."""
+    return timm_backbone.width_of(name) if name.startswith(timm_backbone.PREFIX) else WIDTHS[name]
+
+
 def _encoder(name: str, library: str, stem: str) -> nn.Module:
+    if name.startswith(timm_backbone.PREFIX):
+        return timm_backbone.create(name, "meta")
     if name == "resnet_tiny":
         encoder = TinyResNet()
     elif library == "timm":
@@ -150,7 +158,7 @@ def build_model(
 ) -> Model:
     """Build the paper's network in float32: encoder `name` from `library`, and its projection head.
 
-    name: resnet50 (the paper's), resnet34, resnet18, or resnet_tiny (TinyResNet, for tests and the demo).
+    name: resnet50 (the paper's), resnet34, resnet18, resnet_tiny (TinyResNet, for tests and the demo), or timm/NAME.
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
     head_batchnorm adds one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
@@ -161,7 +169,8 @@ def build_model(
 
     Raises ConfigError for a name, library or stem that does not exist.
     """
-    if name not in WIDTHS:
+    own = not name.startswith(timm_backbone.PREFIX)
+    if own and name not in WIDTHS:
         raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
     if library not in LIBRARIES:
         raise ConfigError(f"model.library: {library!r} is not one of {', '.join(LIBRARIES)}")
@@ -172,7 +181,7 @@ def build_model(
 
     # Shapes only: the libraries would draw weights, which costs seconds and moves the global random state.
     with torch.device("meta"):
-        width = WIDTHS[name]
+        width = width_of(name)
         model = Model(
             _encoder(name, library, stem),
             _projection_head(width, hidden, output, head_batchnorm),
@@ -182,6 +191,13 @@ def build_model(
         )
     if torch.device(device).type == "meta":
         return model
-    model.to_empty(device="cpu")
-    initialize(model, seed)
+    if own:
+        model.to_empty(device="cpu")
+        initialize(model, seed)
+    else:
+        # timm's networks have parameters that only timm knows how to draw. The seed gives the other layers too.
+        model.encoder = nn.Module()
+        model.to_empty(device="cpu")
+        initialize(model, seed)
+        model.encoder = timm_backbone.create(name, "cpu", seed)
     return model.to(device)

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
 from fastsuncet.distributed.collectives import sum_over_ranks_, world_size
+from fastsuncet.errors import ConfigError
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.batchnorm_ops import passes_for
 
@@ -43,6 +44,11 @@ def synchronize(model: nn.Module) -> nn.Module:
     if world_size() == 1:
         return model
     if isinstance(model, _BatchNorm):
+        if type(model).forward not in (_BatchNorm.forward, RankBatchNorm.forward):
+            raise ConfigError(
+                f"model.sync_batchnorm: the network's {type(model).__name__} is more than a BatchNorm, and its "
+                "statistics cannot be shared by several processes: set model.sync_batchnorm=false"
+            )
         return RankBatchNorm.take_over(model)
     for name, child in model.named_children():
         setattr(model, name, synchronize(child))

@@ -18,7 +18,7 @@ from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
-from fastsuncet.models.pretrained_weights import fill, read_weights
+from fastsuncet.models.pretrained_weights import fill, read_weights_of
 
 Record = dict[str, str]  # path, sha256, and what was loaded and what was not
 
@@ -45,7 +45,7 @@ def _fill(config: Config, encoder: nn.Module) -> Record:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if m.init_sha256 not in (None, digest):
         raise config.error("model.init_sha256", f"is not the sha256 of {path}, which is {digest}")
-    weights = read_weights(path)
+    weights = read_weights_of(m.name, path)
     if (weights.name, weights.stem) != (m.name, m.stem):
         raise config.error(
             "model.init",

@@ -1,0 +1,110 @@
+"""timm's backbones by name: the cost that others publish, weights from the seed, and a run from start to export."""
+
+import pytest
+import timm
+import torch
+import torchvision
+
+from fastsuncet.commands.export import export
+from fastsuncet.commands.train import describe_groups
+from fastsuncet.config import ConfigErrors
+from fastsuncet.errors import ConfigError
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.models.flops import network_cost
+from fastsuncet.models.resnet import build_model, width_of
+from fastsuncet.models.sync_batchnorm import RankBatchNorm
+from fastsuncet.optim import LARS, LARSSettings, parameter_groups
+from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
+
+WEIGHTS = torchvision.models
+PUBLISHED = {
+    "convnext_tiny": WEIGHTS.ConvNeXt_Tiny_Weights.IMAGENET1K_V1,
+    "vit_base_patch16_224": WEIGHTS.ViT_B_16_Weights.IMAGENET1K_V1,
+    "wide_resnet50_2": WEIGHTS.Wide_ResNet50_2_Weights.IMAGENET1K_V1,
+    "regnety_004": WEIGHTS.RegNet_Y_400MF_Weights.IMAGENET1K_V1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_timm_backbone_costs_what_torchvision_publishes(name):
+    """torchvision publishes GMACs to three decimals, with the classifier of 1,000 classes."""
+    macs = network_cost(f"timm/{name}", "imagenet", 224).encoder_macs + 1000 * width_of(f"timm/{name}")
+    assert macs / 1e9 == pytest.approx(PUBLISHED[name].meta["_ops"], abs=6e-4)
+
+
+def test_timm_backbone_weights_depend_on_the_seed_alone():
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    one, same, other = (build_model("timm/vit_tiny_patch16_224", seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_equal_to_the_bit(dict(one.state_dict()), dict(same.state_dict()))
+    assert not torch.equal(one.encoder.pos_embed, other.encoder.pos_embed)
+    assert not torch.equal(one.head[0].weight, other.head[0].weight)
+    assert one.width == 192 and one(torch.zeros(2, 3, 32, 32)).shape == (2, 128)
+
+
+def test_timm_backbone_name_is_checked_and_the_nearest_suggested(tmp_path):
+    with pytest.raises(ConfigError, match=r"no network convnext_tyny; did you mean timm/convnext_tiny"):
+        build_model("timm/convnext_tyny", device="meta")
+    for words in (["model.name=timm/../x"], ["model.name=timm/vit_base_patch16_224", "model.stem=cifar"]):
+        with pytest.raises(ConfigErrors, match="must be"):
+            small_config(tmp_path, *words)
+
+
+def test_timm_backbone_groups_keep_norms_and_biases_out_of_lars():
+    model = build_model("timm/convnext_atto", hidden=8, output=4)
+    groups = parameter_groups(model, exclude_bias_and_norm=True)
+    text = describe_groups(LARS(groups, torch.zeros(()), LARSSettings()))
+    plain = {id(p) for p in groups[1]["params"]}
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert norms and all(id(p) in plain for m in norms for p in m.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+    assert sum(sizes) == total and f"{sizes[0]:,} parameters in" in text and "plain SGD, no decay" in text
+
+
+def test_synchronize_refuses_a_batchnorm_that_does_more(monkeypatch):
+    monkeypatch.setattr("fastsuncet.models.sync_batchnorm.world_size", lambda: 2)
+    from fastsuncet.models.sync_batchnorm import synchronize
+
+    with pytest.raises(ConfigError, match=r"BatchNormAct2d is more than .* model\.sync_batchnorm=false"):
+        synchronize(build_model("timm/regnety_002").encoder)
+    again = synchronize(synchronize(build_model("resnet_tiny").encoder))
+    assert isinstance(again.bn1, RankBatchNorm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convnext_atto", "vit_tiny_patch16_224", "wide_resnet50_2"])
+def test_timm_backbone_trains_resumes_and_exports(tmp_path, name, capsys):
+    words = [
+        f"model.name=timm/{name}",
+        "data.augmentation.size=32",
+        "criterion.unsupervised_batch_size=8",
+        "criterion.supervised_imgs_per_class=2",
+        "criterion.classes_per_batch=4",
+        "optimization.warmup=0",
+        "optimization.steps=3",
+        "checkpoint.every=1000",
+        "data.backend=torchvision",
+    ]
+    whole = small_config(tmp_path / "whole", *words)
+    train(whole)
+    assert "scaled and decayed by LARS" in capsys.readouterr().out
+    if name != "wide_resnet50_2":  # 70 million parameters
+        stopped = small_config(tmp_path / "stopped", *words)
+        train(stopped, stop_at=1)
+        train(stopped)
+        for ours, theirs in zip(final_state(stopped), final_state(whole)):
+            assert_equal_to_the_bit(ours, theirs)
+    images = torch.randn(2, 3, 32, 32)
+    encoder = load_encoder(whole.run_folder).module.eval()
+    options = {"dynamic_img_size": True} if "vit" in name else {}
+    network = timm.create_model(name, num_classes=0, **options).eval()
+    path = whole.run_folder / "export" / "timm.pth"  # checkpoint.export: [torchvision]
+    network.load_state_dict(torch.load(path, weights_only=True), strict=True)
+    folder = export(whole.run_folder, "safetensors")
+    hub = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        for each in (network, hub, load_encoder(path).module.eval()):
+            assert torch.equal(each(images), encoder(images))
