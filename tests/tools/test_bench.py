@@ -10,7 +10,15 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.losses import nt_xent
 from fastsuncet.optim import LARS, LARSSettings, lars_kernel
 from tests.support.host_kernels import on_the_host
-from tools.bench import bench_host, bench_lars, bench_loss, bench_pipeline, bench_step, peers
+from tools.bench import (
+    bench_host,
+    bench_lars,
+    bench_loss,
+    bench_micro_batch,
+    bench_pipeline,
+    bench_step,
+    peers,
+)
 from tools.bench.bench_loss import OURS, contenders, forward_backward, inputs
 from tools.bench.dispatch_counter import Counter
 
@@ -222,3 +230,9 @@ def test_peers_reports_speed_processor_time_and_memory_of_both(tmp_path, report_
     for row in (ours, lightly):
         assert min(row["views_per_second"]) > 0 and min(row["cpu_per_view"]) > 0 and min(row["memory"]) > 5e7
     assert is_spread(ours["cpu_to_peer"]) and "cpu_to_peer" not in lightly
+
+
+def test_bench_micro_batch_reports_the_memory_of_a_step(report_of):
+    points = report_of(bench_micro_batch)["points"]
+    assert [point["name"] for point in points] == ["whole", "pieces of 4"]
+    assert points[0]["to_whole"] == 1 and all(point["resident_bytes"] > 1e6 for point in points)

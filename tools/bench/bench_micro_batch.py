@@ -1,10 +1,10 @@
-"""Measure the memory and the time of a step against its batch, whole and in pieces (criterion.micro_batch).
+"""Measure the memory of a step against its batch, whole and in pieces (criterion.micro_batch).
 
-    python tools/bench/bench_micro_batch.py [--batches 64 128 256] [--micro-batch 32] [--rounds R] [--quick]
+    python tools/bench/bench_micro_batch.py [--batches 64 128 256] [--micro-batch 32] [--json FILE] [--quick]
 
 SimCLR with a ResNet-18 at 64 pixels in float32, on a CPU with one thread: an update has two views of each image of the
-batch. Each figure is from a fresh process: how far resident memory rises during a step, its pixels included, after a
-step of eight images has loaded the libraries and made the momentum; and the processor time of another step.
+batch. Each figure is how far the resident memory of a fresh process rises during a step, its pixels included, after a
+step of eight images has loaded the libraries and made the momentum.
 """
 
 import sys
@@ -20,14 +20,13 @@ from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.training.step import build, train_step
 from tools.bench import harness
-from tools.bench.harness import format_spread, ratios
 from tools.bench.processes import PROCESSES, resident_growth
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cifar10_simclr.yaml"
 
 
-def memory_and_time(size: int, images: int, micro_batch: int | None) -> tuple[int, float]:
-    """Return (bytes, seconds) of one step of two views of `images` images of `size` pixels. For a fresh process."""
+def memory(size: int, images: int, micro_batch: int | None) -> int:
+    """Return the bytes of one step of two views of `images` images of `size` pixels. For a fresh process."""
     torch.set_num_threads(1)
     pieces = f"criterion.micro_batch={'null' if micro_batch is None else micro_batch}"
     model = ("model.name=resnet18", "model.stem=imagenet", "meta.precision=fp32")
@@ -43,43 +42,37 @@ def memory_and_time(size: int, images: int, micro_batch: int | None) -> tuple[in
         )
 
     step(8)
-    return resident_growth(step), harness.seconds_of(step, "cpu")
+    return resident_growth(step)
 
 
-def measure(size: int, batches: list[int], micro_batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Return one point for each batch, whole and in pieces, in turns."""
+def measure(size: int, batches: list[int], micro_batch: int) -> list[dict[str, Any]]:
+    """Return one point for each batch, whole and in pieces."""
     cases = [(size, images, most) for images in batches for most in (None, micro_batch)]
-    with PROCESSES.Pool(1, maxtasksperchild=1) as pool:
-        turns = [pool.starmap(memory_and_time, cases, chunksize=1) for _ in range(rounds)]
+    with PROCESSES.Pool(2, maxtasksperchild=1) as pool:
+        growth = pool.starmap(memory, cases, chunksize=1)
     points = []
-    for (_, images, most), found in zip(cases, zip(*turns)):
-        name = "whole" if most is None else f"pieces of {most}"
-        growth, seconds = map(list, zip(*found))
-        points.append({"name": name, "images": images, "resident_bytes": growth, "seconds": seconds})
-        whole = points[-1] if most is None else points[-2]
-        for key in ("resident_bytes", "seconds"):
-            points[-1][f"{key}_to_whole"] = ratios(points[-1][key], whole[key])
+    for number, (_, images, most) in enumerate(cases):
+        name, whole = "whole" if most is None else f"pieces of {most}", growth[number - number % 2]
+        point = {"name": name, "images": images, "resident_bytes": growth[number]}
+        points.append({**point, "to_whole": growth[number] / whole})
     return points
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=3, quick="16 pixels, 8 images, one turn", devices=())
+    parser = harness.parser(__doc__, quick="16 pixels, 8 images", devices=())
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="images an update")
     parser.add_argument("--micro-batch", type=int, default=32, help="views of a piece (default: %(default)s)")
     options = parser.parse_args(arguments)
-    asked = (64, options.batches, options.micro_batch, options.rounds)
     report = harness.Report("bench_micro_batch", options.json)
-    points = measure(*((16, [8], 4, 1) if options.quick else asked))
+    points = measure(*((16, [8], 4) if options.quick else (64, options.batches, options.micro_batch)))
     columns = [
         ("images an update", "images", str),
         ("", "name", str),
-        ("RSS MB", "resident_bytes", harness.scaled(1e-6)),
-        ("x whole", "resident_bytes_to_whole", format_spread),
-        ("CPU s", "seconds", harness.scaled(1)),
-        ("x whole", "seconds_to_whole", format_spread),
+        ("RSS MB", "resident_bytes", lambda size: f"{size / 1e6:.0f}"),
+        ("x whole", "to_whole", "{:.2f}".format),
     ]
-    title = "SimCLR, ResNet-18, 64 pixels, float32, one thread: memory and processor time of a step"
+    title = "SimCLR, ResNet-18, 64 pixels, float32, one thread: memory of a step"
     return report.finish([harness.table(title, points, columns)], points=points)
 
 
