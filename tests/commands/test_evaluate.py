@@ -105,7 +105,7 @@ NO_LABELS = ["criterion.supervised_epochs=0", "data.split.kind=none", "data.spli
         (["--encoder", "FOLDER"], 5, "holds no checkpoint that can be used"),
         (["--encoder", "FOLDER/ten.pth", "--step", "3"], 2, "is one file"),
         (["--encoder", "FOLDER/other.pth"], 5, "other.pth holds a ResNet with no blocks"),
-        (["logging.write_tag=never_trained"], 2, "`fastsuncet train` makes"),
+        (["logging.write_tag=never_trained"], 2, "`fastsuncet train CONFIG` makes"),
         (NO_LABELS, 2, "data.split.kind=all"),
         (["linear.strength=0"], 2, "linear.strength"),
     ],

@@ -135,8 +135,8 @@ def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, st
         return graph, losses
 
     @contextlib.contextmanager
-    def watched_join(device):
-        with join(device) as place:
+    def watched_join(*arguments):
+        with join(*arguments) as place:
             try:
                 yield place
             finally:  # where the process group is destroyed
