@@ -26,14 +26,8 @@ from fastsuncet.commands.report.tables import markdown
 from fastsuncet.metrics.results import read_results
 from fastsuncet.metrics.writer import csv_table
 
-COLUMNS = (
-    "method",
-    "seed",
-    "evaluation",
-    "updates",
-    "petaflops",
-    "top1",
-)  # evaluation: linear or finetune; top1: %
+# evaluation: linear or finetune; top1: %
+COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
 NAMES = {"simclr": BASELINE, "suncet": METHOD, "untrained": "untrained encoder"}
 RULES = {

@@ -11,11 +11,8 @@ from typing import Any, Literal
 
 MARGIN = 1.03  # times as fast: less is not worth other bits
 MEMORY_LEFT = 0.08  # of the card: less can end the run hours later
-PLAIN, BASE, CONTENDER = (
-    "plain",
-    "base",
-    "contender",
-)  # without any rung; with those that won; with this one too
+# What is timed in turns: without any rung; with those that won; with this one too.
+PLAIN, BASE, CONTENDER = "plain", "base", "contender"
 
 Values = dict[str, Any]  # dotted key of the config -> value
 
