@@ -30,13 +30,8 @@ FORMAT = 1  # of meta.json and the layout: raise it when an older program could 
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
 META_LIMIT = 64 << 20  # bytes; a config and a ledger have a few thousand
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
-PLAIN = (
-    int,
-    float,
-    str,
-    bool,
-    type(None),
-)  # what `weights_only=True` reads back, besides tensors and nests of these
+# What `weights_only=True` reads back, besides tensors and nests of these.
+PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)

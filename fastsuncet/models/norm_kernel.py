@@ -22,9 +22,8 @@ ROW_BLOCKS = 2048  # and more rows where this many blocks are enough: several ro
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 SMALL = ((2, 24, 9, 5), (300, 8))  # shapes of a quick proof
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of a proof
-TWIN_ELEMENTS = (
-    1 << 25
-)  # of the activations that a proof computes in float64 at a time: 0.27 GB for each tensor
+# Of the activations, as many as a proof computes in float64 at a time: 0.27 GB for each tensor.
+TWIN_ELEMENTS = 1 << 25
 
 
 def options(dtype: torch.dtype) -> tuple[str, ...]:
