@@ -82,7 +82,8 @@ def _train(parser: Parser) -> int:
         "--dry-run", action="store_true", help="check everything and print the plan; train nothing"
     )
     options, config = _with_config(parser)
-    config.require_data()
+    if not options.dry_run:  # which prints a plan without data too
+        config.require_data()
     from fastsuncet.commands.train import run
 
     return run(config, ["train", *parser.arguments], dry_run=options.dry_run)

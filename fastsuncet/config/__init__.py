@@ -152,7 +152,9 @@ class Config(Sections):
             and data.root
             and not Path(data.root).expanduser().is_dir()
         ):
-            raise DataError(f"no data folder {data.root}\n  {self.where('data.root')}")
+            raise DataError(
+                f"no data folder {data.root}: set data.root to the folder of the images\n  {self.where('data.root')}"
+            )
         lists = {"data.csv": data.csv if data.kind == "csv" else None, "data.split.file": data.split.file}
         for key, path in lists.items():
             if path and not Path(path).expanduser().exists():

@@ -160,7 +160,7 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, caps
         ("knn", ["data.validation=nowhere"], 3, "no data folder FOLDER/nowhere"),
         ("knn", ["data.validation=stranger"], 3, "has 1 classes that no training image has: c"),
         ("linear", ["data.train=hollow"], 3, "1 class folders of FOLDER/hollow hold no image: b"),
-        ("npi", ["data.split.file=FOLDER/none.txt"], 3, "cannot read the list of names FOLDER/none.txt"),
+        ("npi", ["data.split.file=FOLDER/none.txt"], 3, "there is no file FOLDER/none.txt"),
         ("npi", ["data.split.file=FOLDER/one.txt"], 3, "1 of 2 classes have no labeled training image (b)"),
         ("knn", ["data.split.kind=csv", "data.split.file=FOLDER/wrong.csv"], 3, "'z' is not one of the 2 classes"),
         ("knn", ["data.split.kind=csv", "data.split.file=FOLDER/other.csv"], 3, "a/1.png"),
