@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fastsuncet.api import embed, load_encoder, train
+    from fastsuncet.commands.api import embed, load_encoder, train
     from fastsuncet.config import Config, load_config
     from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con, swav
     from fastsuncet.optim import LARS, LARSSettings, parameter_groups, warmup_cosine
@@ -35,7 +35,7 @@ __all__ = [
     "warmup_cosine",
 ]
 _MODULES = {
-    "fastsuncet.api": ("embed", "load_encoder", "train"),
+    "fastsuncet.commands.api": ("embed", "load_encoder", "train"),
     "fastsuncet.config": ("Config", "load_config"),
     "fastsuncet.losses": ("cross_entropy", "nt_xent", "sup_con", "suncet", "swav"),
     "fastsuncet.optim": ("LARS", "LARSSettings", "parameter_groups", "warmup_cosine"),

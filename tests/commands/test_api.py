@@ -15,7 +15,7 @@ from fastsuncet.errors import ConfigError
 from tests.commands.test_export import features, save_run
 from tests.support.runs import small_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
