@@ -33,6 +33,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_embed_writes_the_features_of_the_evaluation(run, tmp_path, capsys):
     output = tmp_path / "features.npz"
     words = ["embed", str(run), str(tmp_path / "images"), "--output", str(output), "--batch", "8"]

@@ -155,6 +155,7 @@ def test_export_record_describes_the_weights(tmp_path):
     assert record["config"]["model"]["name"] == "resnet18" and record["versions"]["fastsuncet"]
 
 
+@pytest.mark.slow
 def test_export_never_replaces_an_output_unasked(tmp_path, capsys):
     save_run(tmp_path / "run")
     words = ["export", str(tmp_path / "run"), "--to", "torchvision", "--output", str(tmp_path / "mine.pth")]
@@ -165,6 +166,7 @@ def test_export_never_replaces_an_output_unasked(tmp_path, capsys):
     assert "mine.pth (replaced): resnet18, step 7" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["torchvision", "safetensors"])
 @pytest.mark.parametrize("call", range(3))
 def test_export_interrupted_leaves_what_was_there(tmp_path, monkeypatch, to, call):
@@ -209,6 +211,7 @@ def test_load_encoder_refuses_an_export_that_was_changed(tmp_path):
         load_encoder(path)
 
 
+@pytest.mark.slow
 def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
     save_run(tmp_path / "tiny", "model.name=resnet_tiny")
     for to in ("timm", "safetensors"):

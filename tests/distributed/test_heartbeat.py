@@ -41,6 +41,7 @@ def wait_for_end(ended: list[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_heartbeat_names_the_rank_that_is_behind_and_where_it_is(hearts):
     (one, said, ended), (other, said_too, ended_too) = hearts
     with one, other:
@@ -57,6 +58,7 @@ def test_heartbeat_names_the_rank_that_is_behind_and_where_it_is(hearts):
     assert len(ended_too) == 1
 
 
+@pytest.mark.slow
 def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
     (one, said, ended), (other, _, _) = hearts
     with one:
@@ -68,6 +70,7 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
     assert "waiting for rank 1 (no sign of life; last seen where it trains after step 6" in said[-1]
 
 
+@pytest.mark.slow
 def test_heartbeat_after_a_signal_says_that_nothing_can_be_saved(hearts):
     (one, said, ended), _ = hearts
     one.signals.requested = "SIGTERM"
@@ -76,6 +79,7 @@ def test_heartbeat_after_a_signal_says_that_nothing_can_be_saved(hearts):
     assert "SIGTERM: nothing can be saved until then" in said[0]
 
 
+@pytest.mark.slow
 def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
     with hearts[0][0], hearts[1][0]:
         for step in range(50):

@@ -184,6 +184,7 @@ def test_load_encoder_finds_the_weights_in_any_wrapping(tmp_path, config, how):
     assert torch.equal(outputs(encoder.module), outputs(network))
 
 
+@pytest.mark.slow
 def test_load_encoder_reads_safetensors_float16_and_old_files(tmp_path, config):
     """Those without num_batches_tracked. The encoder is in float32."""
     network = trained().encoder

@@ -100,6 +100,7 @@ def _measure_on_a_rank(rank, world_size):
     return sorted(found["seconds"]), found["notes"]
 
 
+@pytest.mark.slow
 def test_bench_norm_on_ranks_uses_the_statistics_of_all():
     names, notes = run_ranks(_measure_on_a_rank, 2)[1]
     assert names == sorted([OPERATORS, OURS, bench_norm.LIMIT])

@@ -127,6 +127,7 @@ def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
 # -- the check
 
 
+@pytest.mark.slow
 def test_require_equal_sees_one_wrong_bit(plugin, monkeypatch):
     def off_by_one(images, given, **options):  # in each of two batches of two types
         graph, ours = real(images, given, **options)
