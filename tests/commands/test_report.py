@@ -115,8 +115,15 @@ def test_read_runs_separates_labels_kinds_and_settings(tmp_path):
     assert [len(g.curves) for g in panels["nearest neighbors, 10 % labels, k=20"].groups] == [1]
 
 
-def test_read_runs_reads_knn_lines_of_the_training(tmp_path):
-    run = make_run(tmp_path, "a")
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ((), ("10 % labels", "")),  # seeds draw other numbers of labels, and stay one group
+        (("data.split.kind=none", "data.split.fraction=null"), ("all labels", "16 supports")),
+    ],
+)
+def test_read_runs_reads_knn_lines_of_the_training(tmp_path, changes, measured):
+    run = make_run(tmp_path, "a", suncet=not changes, overrides=changes)
     costs = {"epoch": 1.0, "images": 8, "updates": 4, "petaflops": 2.0, "seconds": 7.2, "joules": 3.0}
     lines = [
         {"step": 4, "kind": "knn", **costs, "knn_accuracy": 0.5, "knn_supports": 16},
@@ -124,7 +131,7 @@ def test_read_runs_reads_knn_lines_of_the_training(tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = read_runs([run])[0]
-    assert found.measurement == Measurement("online knn", "10 % labels", "16 supports")
+    assert found.measurement == Measurement("online knn", *measured)
     (point,) = found.points
     assert point.costs == {"epochs": 1, "updates": 4, "petaflops": 2, "hours": 0.002, "joules": 3}
     assert point.metrics == {"knn": 0.5}

@@ -65,7 +65,9 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             for line in writer.read(run / writer.JSONL, KNN):
                 made = point(line["step"], line.get("epoch"), line, {KNN: line["knn_accuracy"]})
                 number = line.get("knn_supports")  # earlier versions did not write it
-                counted = "" if number is None else f"{number:,} supports"
+                # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
+                capped = number is not None and config.data.split.kind in ("none", "all")
+                counted = f"{number:,} supports" if capped else ""
                 evaluated.append((str(run), online._replace(variant=counted), made))
         for home, measurement, made in evaluated:
             by_step = points.setdefault((Path(home).resolve(), measurement), {})
