@@ -30,17 +30,18 @@ ONE_PRESS = 0.5  # seconds
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def end_with_parent() -> None:
-    """Get SIGTERM when the process that started this one ends, however it ends. Only on Linux.
+def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Get the signal `by` when the process that started this one ends, however it ends. Only on Linux.
 
-    Ranks whose agent was killed would go on training, beside those of the restarted job.
+    Ranks whose agent was killed would go on training, beside those of the restarted job. A process that can hang needs
+    SIGKILL.
     """
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), by)
 
 
 class SignalFlag:

@@ -8,7 +8,6 @@ replays or reads must give plain's bits. Then plain, the base and the contender 
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -28,6 +27,7 @@ from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import Batch, PairedStream
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place, join
+from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.training import kernel_choice
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, tensors
 from fastsuncet.training.determinism import resolve_precision, set_determinism
@@ -46,7 +46,7 @@ PROVED_STEPS, PROVED_LR = 3, 0.1
 
 def main(request: str, report: str) -> int:
     """Answer the request in one file by a report in another."""
-    _die_with_parent()
+    end_with_parent(signal.SIGKILL)
     asked: dict[str, Any] = json.loads(Path(request).read_text())
     try:
         found = _measure(asked)
@@ -56,12 +56,6 @@ def main(request: str, report: str) -> int:
     atomic_files.replace(Path(report), json.dumps(asdict(found)).encode())
     # Without waiting for threads of a library, nor for other ranks.
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends in any way: a process that hangs cannot notice."""
-    with contextlib.suppress(AttributeError):  # a system without prctl
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _measure(asked: dict[str, Any]) -> Report:

@@ -92,7 +92,7 @@ def test_main_reports_an_error_of_any_kind(tmp_path, config, monkeypatch):
 
     monkeypatch.setattr(child, "build", lost)
     monkeypatch.setattr(child.os, "_exit", sys.exit)
-    monkeypatch.setattr(child, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(child, "end_with_parent", lambda by: None)
     request = {
         "config": config.canonical(),
         "sides": {PLAIN: {}, CONTENDER: {}},

@@ -83,7 +83,8 @@ def test_run_child_ends_at_once_on_a_stop_signal(monkeypatch):
 def test_child_dies_with_its_parent(tmp_path):
     """The parent is killed, so it can end nothing itself."""
     inner = (
-        "import os, sys, time; from fastsuncet.tuning.child import _die_with_parent; _die_with_parent();"
+        "import os, signal, time; from fastsuncet.distributed.signals import end_with_parent;"
+        "end_with_parent(signal.SIGKILL);"
         "print(os.getpid(), flush=True); time.sleep(99)"
     )
     outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}]).wait()"
