@@ -8,11 +8,13 @@ can be lost.
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Bytes of one write() call: small enough that a signal is noticed soon, large enough that the calls cost nothing.
 CHUNK = 8 << 20
@@ -63,6 +65,11 @@ def replace(path: Path, payload: bytes) -> None:
         remove(temporary)
         raise
     sync_folder(path.parent)
+
+
+def as_json(value: Any) -> bytes:
+    """Return the content of a small JSON file that people read too."""
+    return json.dumps(value, indent=1).encode() + b"\n"
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -1,7 +1,6 @@
 """The folder of a run: only one process group uses it at a time, and status.json says how the run stands."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -111,7 +110,7 @@ class RunStatus:
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         try:
-            atomic_files.replace(self.path, json.dumps(record, indent=1).encode() + b"\n")
+            atomic_files.replace(self.path, atomic_files.as_json(record))
         except OSError as error:
             # Do not raise: a full disk ends the run at its next save, or has ended it, with a message of its own.
             say_line(f"status: {self.path} cannot be written: {error}")

@@ -4,7 +4,6 @@ Trains SimCLR and SimCLR + SuNCEt on scikit-learn's digits with 10 % of the labe
 checkpoints of both with a linear classifier on those labels, and draws accuracy against compute.
 """
 
-import json
 import time
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
         for curve in curves
     }
     path = folder / f"demo_seed{seed}.json"
-    atomic_files.replace(path, json.dumps(numbers, indent=1).encode() + b"\n")
+    atomic_files.replace(path, atomic_files.as_json(numbers))
     say_line(f"\nnumbers  {path}")
     if problem := drawing_problem():
         say_line(problem)

@@ -188,7 +188,7 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         stream = io.BytesIO()
         torch.save(_tensors(encoder), stream)
         payload = stream.getvalue()
-    files = {path: payload, record_path(path): _json(record | _sums(payload))}
+    files = {path: payload, record_path(path): atomic_files.as_json(record | _sums(payload))}
     temporaries = {name: name.with_name(f".tmp-{name.name}") for name in files}
     try:
         for name, content in files.items():
@@ -210,9 +210,9 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     )
     files = {
         WEIGHTS: payload,
-        "config.json": _json(_timm_config(record)),
+        "config.json": atomic_files.as_json(_timm_config(record)),
         "README.md": _model_card(record).encode(),
-        record_path(path / WEIGHTS).name: _json(record | _sums(payload)),
+        record_path(path / WEIGHTS).name: atomic_files.as_json(record | _sums(payload)),
     }
     temporary, old = path.with_name(f".tmp-{path.name}"), path.with_name(f".replaced-{path.name}")
     atomic_files.remove(temporary)
@@ -236,10 +236,6 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
 
 def _sums(payload: bytes) -> dict[str, Any]:
     return {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=1).encode() + b"\n"
 
 
 def _timm_config(record: dict[str, Any]) -> dict[str, Any]:

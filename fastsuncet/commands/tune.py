@@ -49,7 +49,7 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path, *, e
             raise Preempted(f"{signals.requested}: stopped; nothing was kept")
     if place.first:
         output.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace(output.with_suffix(".json"), record.as_json(found))
+        atomic_files.replace(output.with_suffix(".json"), atomic_files.as_json(found))
         if problem := drawing_problem():
             say_line(problem)
         else:

@@ -93,12 +93,7 @@ def keep(record: Record) -> None:
     """Keep a record for later runs. Raises OSError."""
     path = cache_file(record["key"])
     atomic_files.make_folder(path.parent)
-    atomic_files.replace(path, as_json(record))
-
-
-def as_json(record: Record) -> bytes:
-    """Return the content of a record's file."""
-    return json.dumps(record, indent=1).encode() + b"\n"
+    atomic_files.replace(path, atomic_files.as_json(record))
 
 
 def applied(config: Config, record: Record | None) -> Config:

@@ -111,7 +111,7 @@ def mark_done(job: Job, before: dict[str, tuple[int, int]]) -> None:
     path = mark_path(job)
     try:
         atomic_files.make_folder(path.parent)
-        atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+        atomic_files.replace(path, atomic_files.as_json(record))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
 

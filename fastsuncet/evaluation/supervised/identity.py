@@ -110,5 +110,5 @@ def record_once(
     record = {**make(), "identity": identity}
     if place.first:
         with disk_errors(path):
-            atomic_files.replace(path, json.dumps(record, indent=1).encode() + b"\n")
+            atomic_files.replace(path, atomic_files.as_json(record))
     return record, True
