@@ -73,9 +73,7 @@ def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trai
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
     set_determinism(applied(config, settled.speed), place)
-    width_of(config.model.name)  # a name that timm does not have is refused before the images are read
-    for to in export.exports(config):
-        export.check(config, to)
+    require_network(config)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
@@ -97,9 +95,7 @@ def plan(config: Config) -> tuple[list[str], DataError | None]:
     Without the data the plan is for the number of images in IMAGES, or in ImageNet. Raises anything else that would
     end the run before its first step.
     """
-    width_of(config.model.name)  # a name that timm does not have is refused before the images are read
-    for to in export.exports(config):
-        export.check(config, to)
+    require_network(config)
     device = launch.pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
     world_size = launch.expected_ranks(config.meta.device)
@@ -127,6 +123,16 @@ def plan(config: Config) -> tuple[list[str], DataError | None]:
     passed = "all checks passed" if problem is None else "the data are missing or wrong"
     end = f"dry run: {passed}, nothing was trained"
     return [config.to_yaml().rstrip(), "", *lines, *notes, "", end], problem
+
+
+def require_network(config: Config) -> None:
+    """Refuse, before the images are read, a network that timm does not have or that an export cannot hold.
+
+    Raises ConfigError.
+    """
+    width_of(config.model.name)
+    for to in export.exports(config):
+        export.check(config, to)
 
 
 def start(
