@@ -175,13 +175,14 @@ def verify(path: Path, step: int | None = None) -> tuple[dict[str, Any], bytes, 
         raise DamagedCheckpoint("it is a symbolic link, and these are not followed")
     if not path.is_dir():
         raise DamagedCheckpoint("there is no such folder")
-    meta = _read_meta(path)
+    meta = read_meta(path)
     if step is not None and meta["step"] != step:
         raise DamagedCheckpoint(f"{META} is of step {meta['step']}: the folder was renamed")
     return meta, _read_listed(path / MODEL, meta), _read_listed(path / STATE, meta)
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
+    """Return the meta of the checkpoint in folder `path`, and look at no other file of it. Raises as `verify`."""
     try:
         meta = json.loads(_read(path / META, META_LIMIT))
         intact = meta.pop("sha256") == meta_sha256(meta)

@@ -32,6 +32,7 @@ from fastsuncet.checkpoint.format import (
     LoadedCheckpoint,
     encode,
     read,
+    read_meta,
     verify,
     write,
 )
@@ -223,6 +224,21 @@ def load_newest(
         "\n  ".join([f"none of the checkpoints in {folder} can be used:", *faults])
         + "\nNothing was changed. Bring one of them back, or move the folder away to start over from step 0."
     )
+
+
+def newest_meta(folder: str | Path) -> dict[str, Any] | None:
+    """Return the meta of the newest checkpoint whose meta is whole; None if there has never been a checkpoint.
+
+    For what is equal in all checkpoints of a run: weights are neither read nor verified. Raises as `load_newest` where
+    there are checkpoints and no meta can be used.
+    """
+    for _, path in _list(Path(folder)):
+        if path.is_symlink():  # never followed, see format.verify
+            continue
+        with contextlib.suppress(DamagedCheckpoint):  # `load_newest` reports it
+            return read_meta(path)
+    loaded = load_newest(folder)
+    return None if loaded is None else loaded.meta
 
 
 def load(path: str | Path) -> LoadedCheckpoint:

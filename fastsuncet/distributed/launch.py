@@ -63,7 +63,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return a launcher's variable. Raises ConfigError where it is no number."""
+    """Return a launcher's variable. Raises ConfigError if it is not a number."""
     text = environment.get(name, str(default))
     if not text.isdecimal():
         raise ConfigError(

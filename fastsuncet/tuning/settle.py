@@ -60,7 +60,7 @@ def settle(config: Config, place: Place) -> Settled:
 
 
 def _settle(config: Config, place: Place, signals: SignalFlag) -> Settled:
-    meta = on_rank_0(place, lambda: _newest_meta(config))
+    meta = on_rank_0(place, lambda: manager.newest_meta(config.run_folder / manager.FOLDER))
     if meta is not None:
         speed = meta.get("speed")
         if speed is None:
@@ -138,11 +138,6 @@ def seconds_to_spend(config: Config, arithmetic: Arithmetic, device: str) -> flo
     units = arithmetic.world_size if device == "cuda" else cores()
     # A backward pass costs two forward passes, and a multiply-add is two operations.
     return min(MOST, SHARE * 6 * run_macs(config, arithmetic) / (RATE[device] * units))
-
-
-def _newest_meta(config: Config) -> dict | None:
-    loaded = manager.load_newest(config.run_folder / manager.FOLDER, say=lambda text: None)
-    return None if loaded is None else loaded.meta
 
 
 def _require_agreement(config: Config, speed: Record) -> None:

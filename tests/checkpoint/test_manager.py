@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint.format import META, MODEL
 from fastsuncet.errors import CheckpointError
 from tests.support.checkpoints import DAMAGE, corrupt, newest, save, steps
 
@@ -222,3 +223,17 @@ def test_save_of_tensors_on_a_gpu_gives_the_same_bits_on_the_cpu(tmp_path):
     assert torch.equal(loaded.model["h"], weight.half().cpu())
     assert torch.equal(loaded.state["x"], weight.bfloat16().cpu())
     assert loaded.state["x"].device.type == "cpu" and loaded.state["x"].stride() == weight.stride()
+
+
+def test_newest_meta_passes_over_damaged_metas_and_reads_no_weights(tmp_path):
+    assert manager.newest_meta(tmp_path / "none") is None
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step_00000003" / META).write_text("{")
+    (tmp_path / "step_00000002" / MODEL).unlink()
+    (tmp_path / "step_00000009").symlink_to(tmp_path / "step_00000001")
+    assert manager.newest_meta(tmp_path)["step"] == 2
+    for step in (1, 2):
+        (tmp_path / f"step_0000000{step}" / META).unlink()
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+        manager.newest_meta(tmp_path)
