@@ -19,6 +19,11 @@ def cores() -> int:
     return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
 
 
+def processes_here() -> int:
+    """Return how many processes of the run share this machine, as torchrun says; 1 where it does not."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def decode_threads(asked: int | None, processes: int | None = None, streams: int = 1) -> int:
     """Return `asked`, or the share of the cores of one of a process's `streams` that decode at the same time.
 
@@ -27,5 +32,5 @@ def decode_threads(asked: int | None, processes: int | None = None, streams: int
     if asked is not None:
         return asked
     if processes is None:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        processes = processes_here()
     return max(1, min(MOST, cores() // processes // streams))

@@ -1,12 +1,11 @@
 """The contenders of a config on a device, the most promising first. What is written in the config is never tried."""
 
-import os
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from fastsuncet.config import Config, ConfigErrors, flat
-from fastsuncet.data.cpu_count import MOST, cores, decode_threads
+from fastsuncet.data.cpu_count import MOST, cores, decode_threads, processes_here
 from fastsuncet.distributed.ddp import require_compiler
 from fastsuncet.errors import ConfigError
 from fastsuncet.training.determinism import native_precision
@@ -75,8 +74,7 @@ def _cpu(config: Config, everything: bool) -> Iterator[Rung]:
 
 
 def _loader(config: Config, everything: bool, prefetch: Iterable[int]) -> Iterator[Rung]:
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    for count in _around(decode_threads(config.data.decode_threads, processes), everything):
+    for count in _around(decode_threads(config.data.decode_threads), everything):
         values = {"data.decode_threads": count}
         yield Rung(f"decode threads: {count}", values, clock="loop", exact=True)
     for count in (1, 3, 4, 5) if everything else prefetch:
@@ -85,7 +83,7 @@ def _loader(config: Config, everything: bool, prefetch: Iterable[int]) -> Iterat
 
 def _around(now: int, everything: bool) -> list[int]:
     """Return other numbers of threads than `now`, up to one more than this process's share of the cores."""
-    share = max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    share = max(1, cores() // processes_here())
     most = min(share + 1, 2 * MOST)
     tried = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if everything else (share, most, share // 2, 1)
     return [count for count in dict.fromkeys(tried) if 1 <= count <= most and count != now]
