@@ -22,7 +22,7 @@ def say_line(line: str, stream: TextIO | None = None) -> None:
 def printable(text: str, encoding: str | None = None) -> str:
     r"""Return `text` with escapes (\x1b) for what moves the cursor, reverses the line, or is not in `encoding`.
 
-    File names, labels and lines of CSV files are in messages, and whoever made the data must not write the terminal's.
+    File names, labels and lines of CSV files are in messages, and data must not control the terminal.
     """
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown).encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")

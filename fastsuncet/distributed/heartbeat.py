@@ -71,7 +71,7 @@ class Heartbeat:
             if self.position != position:
                 position, since, warned, posts = self.position, now, 0.0, {}
             waited, asked = now - since, self.signals.requested
-            # Once a stop was requested, whoever waits for the save has little time.
+            # After a stop signal, a scheduler waits only a short time for the save.
             first = min(10 if asked else 60, self.timeout / 3)
             try:
                 self._exchange(posts, now, read=waited > first / 2)

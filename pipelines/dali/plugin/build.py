@@ -131,7 +131,7 @@ def library_name() -> str:
 
 
 def sources() -> list[Path]:
-    """Return the C++ files of the library. view.cu is compiled for the card at hand, when a graph is built."""
+    """Return the C++ files of the library. view.cu is compiled for the GPU of the machine when a graph is built."""
     return sorted(path for ending in ("cc", "h") for path in SOURCES.glob(f"*.{ending}"))
 
 
