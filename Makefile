@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+DOCS := $(VENV)/ready-docs
 
-.PHONY: demo test test-fast results lint format clean help
+.PHONY: demo test test-fast results docs docs-serve lint format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -40,6 +41,16 @@ results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
 	  else $(BIN)/python tools/results.py small $$folder/points.csv; fi || exit 1; echo; done
 	@$(BIN)/python tools/results.py demo docs/demo
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[docs]"
+	@touch $(DOCS)
+
+docs: $(DOCS)  ## build the documentation into site/; a broken link or a missing name fails
+	$(BIN)/mkdocs build
+
+docs-serve: $(DOCS)  ## show the documentation at localhost:8000 and follow every edit
+	$(BIN)/mkdocs serve
+
 lint: $(READY)  ## ruff (check and format) and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +61,4 @@ format: $(READY)  ## let ruff fix and format the code
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

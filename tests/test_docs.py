@@ -1,5 +1,7 @@
 """The README and the guides are true: their commands parse, and their configs, links, files and exit codes exist."""
 
+import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +14,7 @@ from fastsuncet.config import load_config
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text()
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
 def commands(page: Path) -> list[str]:
@@ -52,10 +55,46 @@ def test_readme_is_short():
 
 
 def test_docs_list_every_exit_code_of_the_help():
-    running = (ROOT / "docs" / "running.md").read_text()
-    rows = {code.strip() for row in re.findall(r"^\| ([\d, ]+) \|", running, re.M) for code in row.split(",")}
+    rows = {code.strip() for row in re.findall(r"^\| ([\d, ]+) \|", TROUBLE, re.M) for code in row.split(",")}
     codes = re.findall(r"^  (\d+) ", EXIT_CODES, re.M)
     assert len(codes) >= 8 and set(codes) <= rows
+
+
+def test_docs_quote_messages_as_the_source_has_them():
+    """Each message of the page is one text of the source, with names and numbers in place of "…"."""
+    texts = set()
+    for path in [*ROOT.glob("fastsuncet/**/*.py"), *ROOT.glob("pipelines/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                values = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+                texts.add("".join(values))
+
+    def has(text: str, parts: list[str]) -> bool:
+        at = 0
+        for part in parts:
+            if (at := text.find(part, at)) < 0:
+                return False
+            at += len(part)
+        return True
+
+    quoted = re.findall(r"  \*\*`(.+?)`\*\*", TROUBLE.replace("\n", " "))
+    assert len(quoted) >= 30
+    for message in quoted:
+        assert any(has(text, message.split("…")) for text in texts), message
+
+
+@pytest.mark.slow
+def test_docs_notebook_runs(tmp_path, monkeypatch):
+    """With 40 updates instead of 160, which changes only its numbers and pictures."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    text = (ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text()
+    names: dict = {}
+    for cell in json.loads(text.replace("steps=160", "steps=40"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["features"].shape == (500, 64) and len(names["steps"]) == 2
 
 
 def test_docs_make_targets_exist():

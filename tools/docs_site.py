@@ -1,0 +1,179 @@
+"""Build the documentation site: the hooks of mkdocs (mkdocs.yml names this file).
+
+- The Markdown files at the top of the repository are pages; README.md is the home page.
+- A link to any other file of the repository leads to a page that shows the file.
+- config.md and commands.md are generated from the schema and from `--help`.
+- A notebook is shown with the outputs that it was saved with.
+- A ```math block, which code hosts show as an equation too, becomes MathML: nothing is fetched from another host.
+
+mkdocs and its plug-ins are imported where they are used, so that tests can import this module without them.
+"""
+
+import html
+import io
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from fastsuncet import cli
+from fastsuncet.commands.config import describe
+from fastsuncet.config import FREE_ON_RESUME
+from fastsuncet.config.schema import CONFIG
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP = {
+    "README.md": "index.md",
+    **{
+        f"{name}.md": f"{name.lower()}.md"
+        for name in ("BENCHMARKS", "CHANGELOG", "CONTRIBUTING", "RESULTS", "SECURITY")
+    },
+}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
+WIDE = ("docs/paper.md", "docs/trust.md")  # their tables take the place of the table of contents
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+def page_of(path: str) -> str:
+    """Return the page of the site for a file of the repository: "configs/a.yaml" -> "source/configs/a.yaml.md"."""
+    if path in TOP:
+        return TOP[path]
+    if path.startswith("docs/"):
+        return re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
+    return f"source/{path}.md"
+
+
+def _targets(text: str, folder: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Return each link of a page in `folder` of the repository that leads to a file or folder there, and its path."""
+    for link in LINK.finditer(text):
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
+        if (ROOT / path).exists():
+            yield link, path
+
+
+def relink(text: str, path: str) -> str:
+    """Return the Markdown of `path` ("docs/data.md") with its links changed to pages of the site.
+
+    A folder has no page: of a link to one only the text is left.
+    """
+    here, parts, end = posixpath.dirname(page_of(path)), [], 0
+    for link, target in _targets(text, posixpath.dirname(path)):
+        new = link[1]
+        if not (ROOT / target).is_dir():
+            new = f"[{link[1]}]({posixpath.relpath(page_of(target), here or '.')}{link[3] or ''})"
+        parts += [text[end : link.start()], new]
+        end = link.end()
+    return "".join([*parts, text[end:]])
+
+
+def sources() -> dict[str, str]:
+    """Return page -> Markdown of each file outside of docs/ that a page links to."""
+    pages = [*TOP, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
+    found = {}
+    for page in pages:
+        for _, path in _targets((ROOT / page).read_text(), posixpath.dirname(page)):
+            uri = page_of(path)
+            if uri.startswith("source/") and (ROOT / path).is_file():
+                language = LANGUAGES.get(Path(path).suffix, "text")
+                found[uri] = f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}````\n"
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- generated pages
+def config_page() -> str:
+    """Return the page of every config key, from the descriptions that `fastsuncet config` prints."""
+    meanings = dict(line.split(maxsplit=1) for section in CONFIG.sections for line in describe(section))
+    free = ", ".join(f"`{key}`" for key in FREE_ON_RESUME)
+    lines = [
+        "# Every config key",
+        "",
+        "`fastsuncet config SECTION.KEY` prints the same at a terminal. A key without a default must be written.",
+        "",
+        f"A run can be continued with other values of {free}; of every other key it cannot.",
+    ]
+    for section in filter(None, CONFIG.sections):
+        keys = [key for key in meanings if key in CONFIG.values and key.rpartition(".")[0] == section]
+        lines += ["", f"## {section}", "", _cell(meanings[section]), ""]
+        lines += ["| key | meaning | default | allowed |", "|---|---|---|---|"]
+        for key in keys:
+            found = dict(line.split(maxsplit=1) for line in describe(key)[1:])
+            default = found["default"] if CONFIG.values[key].is_required() else f"`{found['default']}`"
+            name = f'<span id="{key}">`{key.rpartition(".")[2]}`</span>'
+            lines.append(f"| {name} | {_cell(found['meaning'])} | {default} | {_cell(found['allowed'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Return plain text as Markdown for a cell of a table."""
+    return re.sub(r"([|*_\[\]])", r"\\\1", html.escape(text, quote=False))
+
+
+def commands_page() -> str:
+    """Return the page with the `--help` of every command."""
+    parts = ["# Commands\n"]
+    for name in ("", *cli.RUN):
+        with patch.dict(os.environ, COLUMNS="100"), redirect_stdout(io.StringIO()) as printed:
+            cli.main([*name.split(), "--help"])
+        parts.append(f"## fastsuncet {name}".rstrip() + f"\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def notebook_pages(path: Path) -> dict[str, str | bytes]:
+    """Return page -> content of a notebook below docs/, as it was saved: its Markdown, and its pictures."""
+    from nbconvert import MarkdownExporter
+
+    text, resources = MarkdownExporter().from_filename(str(path))
+    folder = path.relative_to(ROOT / "docs").parent
+    pictures = {str(folder / name): content for name, content in resources["outputs"].items()}
+    return {page_of(str(path.relative_to(ROOT))): text, **pictures}
+
+
+# ---------------------------------------------------------------------------------------------------- hooks of mkdocs
+def math(source: str, *_: Any, **__: Any) -> str:
+    """Return the LaTeX of a ```math block as MathML."""
+    from latex2mathml.converter import convert
+
+    return f'<div class="math">{convert(source, display="block")}</div>'
+
+
+def on_config(config: Any) -> Any:
+    """Let ```math blocks be equations."""
+    fences = config.mdx_configs.setdefault("pymdownx.superfences", {}).setdefault("custom_fences", [])
+    fences.append({"name": "math", "class": "math", "format": math})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    pages = {TOP[name]: (ROOT / name).read_text() for name in TOP}
+    pages |= {"config.md": config_page(), "commands.md": commands_page(), **sources()}
+    for path in sorted((ROOT / "docs").rglob("*.ipynb")):
+        pages |= notebook_pages(path)
+    for uri, content in pages.items():
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Change the links of a page that is a file of the repository."""
+    path = {uri: name for name, uri in TOP.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    if path in WIDE:
+        page.meta["hide"] = ["toc"]
+    return relink(markdown, path) if (ROOT / path).exists() else markdown
+
+
+def on_post_build(config: Any) -> None:
+    """Fail if a page loads anything from another host."""
+    from mkdocs.exceptions import PluginError
+
+    for path in Path(config.site_dir).rglob("*.html"):
+        if found := FETCHED.search(path.read_text()):
+            raise PluginError(f"{path} loads from another host: {found[0]}")
