@@ -86,15 +86,15 @@ def test_docs_quote_messages_as_the_source_has_them():
 
 @pytest.mark.slow
 def test_docs_notebook_runs(tmp_path, monkeypatch):
-    """With 40 updates instead of 160, which changes only its numbers and pictures."""
+    """With 80 updates instead of 160, which changes only its numbers and pictures."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     text = (ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text()
     names: dict = {}
-    for cell in json.loads(text.replace("steps=160", "steps=40"))["cells"]:
+    for cell in json.loads(text.replace("steps=160", "steps=80"))["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
-    assert names["features"].shape == (500, 64) and len(names["steps"]) == 2
+    assert names["features"].shape == (500, 64) and len(names["steps"]) == 4
 
 
 def test_docs_make_targets_exist():
