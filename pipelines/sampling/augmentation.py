@@ -62,8 +62,7 @@ class Augmentation:
 
     The color jitter changes brightness, contrast and saturation by a factor uniform in [max(0, 1-x), 1+x], where x is
     `strength` times the setting, and turns the hue by an angle uniform in [-x, x] turns. All four apply to the same
-    share `jitter` of the images. torchvision draws their order for each image, as `color_order` "random" does; a fixed
-    order is the one documented difference of recipe.
+    share `jitter` of the images, in an order that is drawn for each image, as torchvision does, or a fixed one.
 
     Raises ValueError for a setting outside its range, and SettingsConflict.
     """
@@ -87,9 +86,9 @@ class Augmentation:
     color_order: Annotated[
         Literal["fixed", "random"], Allowed(lambda o: o in ("fixed", "random"), "fixed or random")
     ] = setting(
-        "fixed",
-        "order of the four: fixed: brightness, contrast, saturation, hue; random: drawn for each image, as torchvision "
-        "does",
+        "random",
+        "order of the four: random: drawn for each image, as torchvision does; fixed: brightness, contrast, "
+        "saturation, hue",
     )
     grey: Probability = setting(0.2, "probability of a gray image")
     blur: Probability = setting(0.5, "probability of a Gaussian blur")
