@@ -7,8 +7,7 @@ processes, read the same files, decode each once and return two float32 views of
 in its own process; they take turns, and only the one whose turn it is works. A turn starts with more batches than a
 contender can have prepared before it, which are not counted.
 
-Ours applies torchvision's jitter in the fixed order brightness, contrast, saturation, hue, the DataLoader in a random
-order. "own operator" is `pipelines.dali.plugin`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
+"own operator" is `pipelines.dali.plugin`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
 sigma needs (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used. "only" are parts of the work,
 each with the one above it: what the processor's time of an image is spent on.
 

@@ -5,8 +5,7 @@
 FOLDER is any tree of images. Both train a network of the same weights on a CPU in float32, from files, with one thread
 for the network and two threads or workers for the pixels. lightly makes views with its SimCLRTransform (torchvision
 on PIL images) in a DataLoader, and trains with its NTXentLoss and LARS, as its examples do. Views are SimCLR's; below
-64 pixels without blur and with half the color strength, as SimCLR has them for CIFAR-10. lightly draws the order of the
-color operations for each image, ours is fixed.
+64 pixels without blur and with half the color strength, as SimCLR has them for CIFAR-10.
 
 Processor time and memory are those of all processes of a contender. solo-learn is no contender: its one release in the
 package index, 1.0.2, requires torch 1.9.1, which no Python of this project can install.

@@ -32,7 +32,7 @@ from tests.support.pictures import texture, write_kinds, write_pictures
 from tests.support.plugin import needs_plugin
 from tests.support.streams import evaluation
 
-EXACT = Augmentation(size=64)
+EXACT = Augmentation(size=64, color_order="fixed")
 STILL = replace(EXACT, flip=0, jitter=0, grey=0, blur=0)
 SAMPLE = Path(
     os.environ.get(
