@@ -1,0 +1,302 @@
+"""Kill training (kill -9) at random moments, continue it to its end, and compare it with a run that was left alone.
+
+    python tools/kills.py FOLDER --images DATA/train --kills 100 [--ranks 2] [--seed 0]
+
+One trial is one run. It is killed up to eight times: one rank, all ranks, or the agent that started them, while it
+starts, makes steps, saves, or evaluates. Then it is continued to its last step. Its weights, momentum, metrics lines
+without times, and the rest of its state must be those of the undisturbed run, to the bit.
+
+The command is the real one, with torchrun's agent, gloo, and DALI on JPEG files, of which some are copied from
+`--images`, a folder of classes. Only the imports are saved: the agent and its ranks are forked from this process, which has them.
+FOLDER/trials.jsonl has a line for each trial; the same command adds those that are missing. Exit code 1: a run differed,
+hung, or ended in a way that no kill explains. Its folder is left.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that `tests` can be imported
+
+import numpy as np
+import torch
+import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+import torch.distributed.launcher.api  # noqa: F401 - of the agent
+
+import pipelines.dali.engine  # noqa: F401 - of the ranks, as are the imports below
+from fastsuncet import cli
+from fastsuncet.commands import train  # noqa: F401
+from fastsuncet.config import load_config
+from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
+from fastsuncet.training.trainer import Trainer
+from tests.support.runs import assert_equal_to_the_bit, final_state
+
+RUN = (
+    *("data.kind=image_folder", "data.split.kind=all", "data.split.fraction=null"),
+    *("data.augmentation.blur=0.5", "criterion.unsupervised_batch_size=10", "criterion.classes_per_batch=2"),
+    *("criterion.supervised_imgs_per_class=4", "optimization.steps=18", "optimization.warmup=1"),
+    *("checkpoint.every=2", "checkpoint.export=[]", "logging.log_every=2"),
+    *("evaluation.knn_every_epochs=1", "evaluation.knn_k=3"),
+)
+PHASES = ("start", "step", "save", "evaluation")
+PHASE_OF = {"saves": 2, "evaluates": 3}  # of Trainer.at; other places belong to a step
+MOST = (1, 24, 5, 5)  # kill at the first to this entry of a phase; a step has three
+LIMIT = 240.0  # seconds from a kill to the end of every process
+PID, PHASE, STEP, SINCE, ENTRIES, SECONDS = 0, 1, 2, 3, 4, 8  # columns of `table`
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+# (rank, column) in memory that all processes share: what each rank does, as it was at its last moment.
+table = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.float64)[: 16 * 12].reshape(16, 12)
+
+
+# ---------------------------------------------------------------------------------------------- in forked processes
+def enter(rank: int, phase: int, step: int = 0) -> None:
+    """Note that `rank` is in `phase` of `step` now."""
+    row, now = table[rank], time.monotonic()
+    row[SECONDS + int(row[PHASE])] += now - row[SINCE]
+    row[ENTRIES + phase] += 1
+    row[PHASE], row[STEP], row[SINCE] = phase, step, now
+
+
+def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
+    """Train as a rank that the agent has started; return the exit code."""
+    gc.freeze()
+    os.setsid()
+    os.closerange(3, 4096)  # as a new program has none of the agent's files
+    for name in STOP_SIGNALS:
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
+    os.environ.update(environment)
+    rank, at = int(environment["RANK"]), Trainer.at
+    table[rank, PID], table[rank, SINCE] = os.getpid(), time.monotonic()
+    enter(rank, 0)
+
+    def watched(trainer: Trainer, place: str) -> None:
+        enter(rank, PHASE_OF.get(place, 1), trainer.step)
+        at(trainer, place)
+
+    Trainer.at = watched
+    return cli.main(arguments)
+
+
+def leave(function, *arguments) -> None:
+    """End this process with the exit code that `function` returns, never through the stack that was forked."""
+    code = 1
+    try:
+        code = function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def run_agent(arguments: list[str], ranks: int, log: Path) -> int:
+    """Do what `fastsuncet train` does on a machine with `ranks` GPUs; return the exit code."""
+
+    class Forked(subprocess.Popen):
+        """A rank that is forked; a new program would import for seconds before it trains."""
+
+        def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+            self.pid = os.fork()
+            if self.pid == 0:
+                leave(run_rank, arguments, env)
+            self._child_created = True
+
+    end_with_parent(signal.SIGKILL)
+    os.nice(4)  # the killing process must wake first, or it would miss the short phases
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    handler.Popen = Forked
+    torch.cuda.device_count = lambda: ranks
+    return cli.main(arguments)
+
+
+# ------------------------------------------------------------------------------------------------------- one trial
+class Runs:
+    """Runs of one config in the folders of `top`, and the undisturbed one."""
+
+    def __init__(self, top: Path, images: Path, ranks: int):
+        self.top, self.ranks = top, ranks
+        if not (top / "data").exists():
+            copy_images(images, top / "data", train=8, validation=3)  # three steps an epoch
+        shutil.rmtree(top / "undisturbed", ignore_errors=True)
+        status = self.continue_run("undisturbed", None)[0]
+        if status != 0:
+            raise SystemExit(f"the undisturbed run ended with {status}: {top / 'undisturbed' / 'log'}")
+        self.undisturbed = final_state(self.config("undisturbed"))
+        self.seconds = table[0, SECONDS:] / table[0, ENTRIES:SECONDS]  # of one entry of each phase
+
+    def overrides(self, name: str) -> list[str]:
+        folders = (f"data.root={self.top}/data", f"logging.folder={self.top}/{name}")
+        return [*RUN, *folders, f"data.index={self.top}/index"]
+
+    def config(self, name: str):
+        return load_config("digits_demo", self.overrides(name))
+
+    def continue_run(self, name: str, draws: random.Random | None) -> tuple[int, dict | None, list[int]]:
+        """Start or continue a run, and kill it if there are `draws`.
+
+        Return the agent's status, the kill if there was one, and the status of ranks that outlived their agent.
+        """
+        table[:] = 0
+        (self.top / name).mkdir(parents=True, exist_ok=True)
+        agent = os.fork()
+        if agent == 0:
+            arguments = ["train", "digits_demo", *self.overrides(name)]
+            leave(run_agent, arguments, self.ranks, self.top / name / "log")
+        status: dict[int, int] = {}
+        kill = draws and kill_at_random(draws, agent, self.ranks, self.seconds, status)
+        if not wait(status, LIMIT, lambda: False):
+            for pid in {agent, *table[: self.ranks, PID].astype(int)} - {0, *status}:
+                os.kill(pid, signal.SIGKILL)
+            wait(status, LIMIT, lambda: False)
+            return 124, kill, []
+        return status.pop(agent), kill, sorted(status.values())
+
+    def trial(self, name: str, draws: random.Random) -> dict:
+        """Kill a run up to eight times and continue it to its end; return the kills, and what differed or None."""
+        shutil.rmtree(self.top / name, ignore_errors=True)
+        wanted, kills, began = draws.randint(1, 8), [], time.monotonic()
+        while True:
+            chooses = draws if len(kills) < wanted else None
+            code, kill, orphans = self.continue_run(name, chooses)
+            if code == 124:
+                return {"kills": [*kills, kill], "difference": "hung"}
+            if code == 0:
+                break
+            if kill is None:
+                return {"kills": kills, "difference": f"ended with {code}, and nobody killed it"}
+            kills.append({**kill, "code": code, "orphans": orphans})
+        difference = None
+        try:
+            assert_equal_to_the_bit(final_state(self.config(name)), self.undisturbed)
+        except AssertionError as error:
+            difference = str(error).splitlines()[0]
+        else:
+            shutil.rmtree(self.top / name)
+        return {"kills": kills, "difference": difference, "seconds": round(time.monotonic() - began, 1)}
+
+
+def wait(status: dict[int, int], seconds: float, until) -> bool:
+    """Collect in `status` how processes end; return whether all have, or `until()` came true, within `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            pid, code = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid:
+            status[pid] = os.waitstatus_to_exitcode(code)
+        elif until():
+            return True
+        else:
+            time.sleep(0.002)
+    return False
+
+
+def kill_at_random(
+    draws: random.Random, agent: int, ranks: int, seconds, status: dict[int, int]
+) -> dict | None:
+    """Kill the agent, one rank or all at a moment of a phase; return what was killed, None if all had ended before."""
+    target = draws.choice(("agent", "all ranks", *(f"rank {n}" for n in range(ranks))))
+    phase = draws.randrange(len(PHASES))
+    entry, delay = draws.randint(1, MOST[phase]), draws.uniform(0, seconds[phase])
+    if target != "agent" or phase:  # else it can be killed before it has started a rank
+        wait(status, LIMIT, lambda: table[0, ENTRIES + phase] >= entry and table[:ranks, PID].all())
+    time.sleep(delay)
+    victims = {"agent": [agent], "all ranks": [int(pid) for pid in table[:ranks, PID]]}
+    pids = victims.get(target) or [int(table[int(target[-1]), PID])]
+    if agent in status:
+        return None
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+    row = table[int(target[-1]) if target.startswith("rank") else 0]
+    return {"target": target, "phase": PHASES[int(row[PHASE])], "step": int(row[STEP])}
+
+
+def copy_images(images: Path, to: Path, train: int, validation: int) -> None:
+    """Copy so many images of each of the first four classes of `images`, to train with and for validation."""
+    for name in sorted(folder.name for folder in images.iterdir() if folder.is_dir())[:4]:
+        files = sorted(path for path in (images / name).iterdir() if path.is_file())
+        for part, chosen in (("train", files[:train]), ("val", files[train : train + validation])):
+            (to / part / name).mkdir(parents=True)
+            for path in chosen:
+                shutil.copy(path, to / part / name)
+
+
+# ------------------------------------------------------------------------------------------------------------ tool
+def show(trials: list[dict]) -> None:
+    """Print kills by target and phase, the exit codes of jobs, and every difference."""
+    kills = [kill for trial in trials for kill in trial["kills"]]
+    counts = Counter((kill["target"], kill["phase"]) for kill in kills)
+    print(
+        "| killed | "
+        + " | ".join(PHASES)
+        + " | exit codes of the job |\n|---|"
+        + "---:|" * len(PHASES)
+        + "---|"
+    )
+    for target in sorted({kill["target"] for kill in kills}):
+        codes = Counter(
+            code
+            for kill in kills
+            if kill["target"] == target
+            for code in (kill["orphans"] if target == "agent" else [kill["code"]])
+        )
+        cells = [str(counts[target, phase]) for phase in PHASES]
+        print(
+            f"| {target} | {' | '.join(cells)} | {', '.join(f'{c}: {n}' for c, n in codes.most_common())} |"
+        )
+    wrong = [trial for trial in trials if trial["difference"] is not None]
+    print(f"\n{len(kills)} kills in {len(trials)} runs; {len(wrong)} runs differ from the undisturbed one")
+    for trial in wrong:
+        print(f"trial {trial['trial']}: {trial['difference']}; {trial['kills']}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the trials that are missing, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--images", type=Path, required=True, help="a folder of classes of images")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    top = options.folder.resolve()
+    top.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    # Ranks whose agent was killed become children of this process, which can then wait for them.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    lines = top / "trials.jsonl"
+    trials = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    runs = Runs(top, options.images, options.ranks)
+    while sum(len(trial["kills"]) for trial in trials) < options.kills:
+        number = len(trials)
+        trial = runs.trial(f"trial_{number}", random.Random(f"{options.seed} {number}"))
+        record = {"trial": number, "commit": commit, **trial}
+        trials.append(record)
+        with lines.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    show(trials)
+    return int(any(trial["difference"] is not None for trial in trials))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
