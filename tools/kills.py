@@ -7,9 +7,10 @@ starts, makes steps, saves, or evaluates. Then it is continued to its last step.
 without times, and the rest of its state must be those of the undisturbed run, to the bit.
 
 The command is the real one, with torchrun's agent, gloo, and DALI on JPEG files, of which some are copied from
-`--images`, a folder of classes. Only the imports are saved: the agent and its ranks are forked from this process, which has them.
-FOLDER/trials.jsonl has a line for each trial; the same command adds those that are missing. Exit code 1: a run differed,
-hung, or ended in a way that no kill explains. Its folder is left.
+`--images`, a folder of classes. Only the imports are saved: the agent and its ranks are forked from this process.
+
+FOLDER/trials.jsonl has a line for each trial; the same command adds those that are missing. Exit code 1: a run
+differed, hung, or ended in a way that no kill explains. Its folder is left.
 """
 
 import argparse
@@ -28,17 +29,16 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that `tests` can be imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tests` can be imported
 
 import numpy as np
 import torch
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
-import torch.distributed.launcher.api  # noqa: F401 - of the agent
+import torch.distributed.launcher.api
 
-import pipelines.dali.engine  # noqa: F401 - of the ranks, as are the imports below
+import fastsuncet.commands.train  # noqa: F401 - what the agent and the ranks would import
+import pipelines.dali.engine  # noqa: F401
 from fastsuncet import cli
-from fastsuncet.commands import train  # noqa: F401
 from fastsuncet.config import load_config
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
@@ -78,7 +78,7 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
     for name in STOP_SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_DFL)
     os.environ.update(environment)
-    rank, at = int(environment["RANK"]), Trainer.at
+    rank, at = int(environment.get("RANK", 0)), Trainer.at
     table[rank, PID], table[rank, SINCE] = os.getpid(), time.monotonic()
     enter(rank, 0)
 
@@ -102,8 +102,14 @@ def leave(function, *arguments) -> None:
         os._exit(code)
 
 
-def run_agent(arguments: list[str], ranks: int, log: Path) -> int:
+def run_job(arguments: list[str], ranks: int, log: Path) -> int:
     """Do what `fastsuncet train` does on a machine with `ranks` GPUs; return the exit code."""
+    end_with_parent(signal.SIGKILL)
+    os.nice(4)  # the killing process must wake first, or it would miss the short phases
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    if ranks == 1:
+        return run_rank(arguments, {})
 
     class Forked(subprocess.Popen):
         """A rank that is forked; a new program would import for seconds before it trains."""
@@ -114,10 +120,6 @@ def run_agent(arguments: list[str], ranks: int, log: Path) -> int:
                 leave(run_rank, arguments, env)
             self._child_created = True
 
-    end_with_parent(signal.SIGKILL)
-    os.nice(4)  # the killing process must wake first, or it would miss the short phases
-    for descriptor in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     handler.Popen = Forked
     torch.cuda.device_count = lambda: ranks
     return cli.main(arguments)
@@ -155,7 +157,7 @@ class Runs:
         agent = os.fork()
         if agent == 0:
             arguments = ["train", "digits_demo", *self.overrides(name)]
-            leave(run_agent, arguments, self.ranks, self.top / name / "log")
+            leave(run_job, arguments, self.ranks, self.top / name / "log")
         status: dict[int, int] = {}
         kill = draws and kill_at_random(draws, agent, self.ranks, self.seconds, status)
         if not wait(status, LIMIT, lambda: False):
@@ -210,7 +212,8 @@ def kill_at_random(
     draws: random.Random, agent: int, ranks: int, seconds, status: dict[int, int]
 ) -> dict | None:
     """Kill the agent, one rank or all at a moment of a phase; return what was killed, None if all had ended before."""
-    target = draws.choice(("agent", "all ranks", *(f"rank {n}" for n in range(ranks))))
+    several = ("agent", "all ranks") if ranks > 1 else ()
+    target = draws.choice((*several, *(f"rank {n}" for n in range(ranks))))
     phase = draws.randrange(len(PHASES))
     entry, delay = draws.randint(1, MOST[phase]), draws.uniform(0, seconds[phase])
     if target != "agent" or phase:  # else it can be killed before it has started a rank
@@ -220,11 +223,11 @@ def kill_at_random(
     pids = victims.get(target) or [int(table[int(target[-1]), PID])]
     if agent in status:
         return None
-    for pid in pids:
-        try:
+    try:
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return None
+    except ProcessLookupError:
+        return None
     row = table[int(target[-1]) if target.startswith("rank") else 0]
     return {"target": target, "phase": PHASES[int(row[PHASE])], "step": int(row[STEP])}
 
@@ -280,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     top = options.folder.resolve()
     top.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     # Ranks whose agent was killed become children of this process, which can then wait for them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

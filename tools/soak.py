@@ -2,9 +2,9 @@
 
     python tools/soak.py FOLDER --images DATA/train [--steps 20000] [--epochs 50] [section.key=value ...]
 
-One process of `fastsuncet train`: a tiny network, DALI on JPEG files, a k-NN evaluation and a checkpoint each epoch. The
-numbers are the system's (/proc), taken ten times an epoch; FOLDER/samples.jsonl keeps them. Exit code 1: after a tenth
-of the run the resident memory still grows by over 1 MB an epoch, or descriptors or threads do at all.
+One process of `fastsuncet train`: a tiny network, DALI on JPEG files, a k-NN evaluation and a checkpoint each epoch.
+The numbers are the system's (/proc), taken ten times an epoch; FOLDER/samples.jsonl keeps them. Exit code 1: after a
+tenth of the run the resident memory still grows by over 1 MB an epoch, or descriptors or threads do at all.
 """
 
 import argparse

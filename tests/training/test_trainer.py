@@ -1,13 +1,14 @@
 """The training loop on real data: what it refuses, what it logs, and that ranks share one experiment."""
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import socket
 import sys
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,6 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, NumericalError
-from fastsuncet.training import step
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
 from tests.support.pictures import write_pictures
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 def images_per_step(lines: list[dict]) -> list[int]:
-    return [b["images"] - a["images"] for a, b in pairwise([{"images": 0}, *lines])]
+    return [b["images"] - a["images"] for a, b in itertools.pairwise([{"images": 0}, *lines])]
 
 
 def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path):
@@ -92,30 +92,86 @@ def test_fused_batchnorm_is_the_same_training_on_a_cpu(tmp_path, undisturbed):
 # ------------------------------------------------------------------------------------------------- numerical errors
 
 
-def saved(config) -> list[str]:
-    return sorted(path.name for path in (config.run_folder / "checkpoints").glob("step_*"))
+NAN, INF = float("nan"), float("inf")
+FOUR = (
+    *(
+        "criterion.unsupervised_batch_size=40",
+        "criterion.supervised_imgs_per_class=2",
+        "optimization.steps=4",
+    ),
+    *("optimization.warmup=0", "checkpoint.every=2", "logging.log_every=100"),
+)
+NO_LOSS = "{} is not a finite number at step {} on rank {}"
+NO_WEIGHT = "a weight is not a finite number after step {}"
 
 
-def test_loss_not_finite_names_step_term_and_files_and_saves_nothing(tmp_path, monkeypatch):
-    config = small_config(tmp_path, "checkpoint.every=2", "logging.log_every=100")
-    suncet, calls = losses.suncet, []
+def infinite_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """Return the same loss; the derivative of a square root at 0 is infinite."""
+    return loss + (loss - loss.detach()).sqrt()
 
-    def poisoned(*arguments, **keywords):
-        calls.append(suncet(*arguments, **keywords))
-        return calls[-1] * float("nan") if len(calls) == 6 else calls[-1]  # the sixth update, step 5
 
-    monkeypatch.setattr(losses, "suncet", poisoned)
-    with pytest.raises(NumericalError, match=r"suncet is not a finite number at step 5 on rank 0") as error:
-        train(config)
-    with join("cpu") as place:
-        images = open_images(config, place, validation=False)
-    named = [line.strip() for line in str(error.value).splitlines() if line.startswith("  digits/")]
-    labeled = {images.train.name(int(i)) for i in images.split.indices}
-    assert named and set(named) <= labeled
-    weights, _, _ = final_state(config)
-    assert all(torch.isfinite(w).all() for w in weights.values() if w.is_floating_point())
-    assert saved(config) == ["step_00000002", "step_00000004"]
+def spoil(patch: pytest.MonkeyPatch, name: str, how: float | Callable, updates: set[int]) -> None:
+    """Multiply one of the losses by `how`, or let `how` change it, in some of four updates, counted from 1."""
+    loss, count = getattr(losses, name), itertools.count(1)
+
+    def spoiled(*arguments, **keywords):
+        value = loss(*arguments, **keywords)
+        if next(count) not in updates:
+            return value
+        return how(value) if callable(how) else value * how
+
+    patch.setattr(losses, name, spoiled)
+
+
+NOT_FINITE = {  # a loss, what happens to it and when, the step of a stop signal, the message, the checkpoint before it
+    "at the first update": ("nt_xent", NAN, {1}, None, NO_LOSS.format("nt_xent", 0, 0), []),
+    "infinite": ("suncet", INF, {3}, None, NO_LOSS.format("suncet", 2, 0), [2]),
+    "negative": ("nt_xent", -INF, {2}, None, NO_LOSS.format("nt_xent", 1, 0), []),
+    "at several updates": ("suncet", NAN, {3, 4}, None, NO_LOSS.format("suncet", 2, 0), [2]),
+    "at the last update": ("nt_xent", NAN, {4}, None, NO_LOSS.format("nt_xent", 3, 0), [2]),
+    "at the update of a signal": ("suncet", NAN, {3}, 2, NO_LOSS.format("suncet", 2, 0), [2]),
+    "gradient at the last update": ("suncet", infinite_gradient, {4}, None, NO_WEIGHT.format(4), [2]),
+    "gradient before that": ("suncet", infinite_gradient, {3}, None, NO_LOSS.format("nt_xent", 3, 0), [2]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case, tmp_path, monkeypatch):
+    name, how, updates, stop_at, message, saved = NOT_FINITE[case]
+    config = small_config(tmp_path, *FOUR)
+    with monkeypatch.context() as patch:
+        spoil(patch, name, how, updates)
+        with pytest.raises(NumericalError, match=message) as error:
+            train(config, stop_at=stop_at)
+    if message.startswith("suncet"):
+        with join("cpu") as place:
+            images = open_images(config, place, validation=False)
+        named = {line.strip() for line in str(error.value).splitlines() if line.startswith("  digits/")}
+        assert named and named <= {images.train.name(int(i)) for i in images.split.indices}
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "failed"
+    checkpoints = config.run_folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == [f"step_{n:08d}" for n in saved]
+    if saved:
+        weights = final_state(config)[0].values()
+        assert all(torch.isfinite(w).all() for w in weights if w.is_floating_point())
+
+
+def spoiled_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
+    found = []
+    for how in (NAN, infinite_gradient):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                spoil(patch, "suncet", how, {4})
+            with pytest.raises(NumericalError) as error:
+                train(small_config(Path(folder, str(len(found))), *FOUR))
+        found.append(str(error.value).splitlines()[0])
+    return found
+
+
+def test_loss_or_gradient_not_finite_on_one_rank_ends_all(tmp_path):
+    first, second = run_ranks(spoiled_on_rank_1, 2, str(tmp_path))
+    assert first == second
+    assert first[0].startswith(NO_LOSS.format("suncet", 3, 1)) and first[1].startswith(NO_WEIGHT.format(4))
 
 
 def test_loss_not_finite_on_several_ranks_names_images_of_each():
@@ -132,22 +188,6 @@ def test_loss_not_finite_on_several_ranks_names_images_of_each():
     assert "The 24 images of that loss:\n  labeled/0-7-0\n  labeled/2-7-0\n  labeled/0-7-1" in message
     assert message.endswith("\n  labeled/2-7-9\n  and 4 more")
     Trainer.require_finite(trainer, torch.full((3, 2), -1.0))  # all losses are finite
-
-
-def test_gradient_overflow_under_a_finite_loss_is_never_saved(tmp_path, monkeypatch):
-    config = small_config(tmp_path, "checkpoint.every=2", "logging.log_every=100")
-    update, calls = step.LARS.step, []
-
-    def overflowing(optimizer, closure=None):
-        calls.append(optimizer)
-        if len(calls) == 4:
-            optimizer.param_groups[0]["params"][-1].grad.fill_(float("inf"))
-        return update(optimizer, closure)
-
-    monkeypatch.setattr(step.LARS, "step", overflowing)
-    with pytest.raises(NumericalError, match="a weight is not a finite number after step 4"):
-        train(config)
-    assert saved(config) == ["step_00000002"]
 
 
 # ---------------------------------------------------------------------------------------------------- wrong inputs
