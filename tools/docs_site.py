@@ -60,16 +60,21 @@ def _targets(text: str, folder: str) -> Iterator[tuple[re.Match[str], str]]:
 def relink(text: str, path: str) -> str:
     """Return the Markdown of `path` ("docs/data.md") with its links changed to pages of the site.
 
-    A folder has no page: of a link to one only the text is left.
+    A folder has no page: of a link to one only the text is left. A link that shows a file's name shows its title.
     """
     here, parts, end = posixpath.dirname(page_of(path)), [], 0
     for link, target in _targets(text, posixpath.dirname(path)):
         new = link[1]
         if not (ROOT / target).is_dir():
-            new = f"[{link[1]}]({posixpath.relpath(page_of(target), here or '.')}{link[3] or ''})"
+            name = _title(target) if new.endswith(".md") else new
+            new = f"[{name}]({posixpath.relpath(page_of(target), here or '.')}{link[3] or ''})"
         parts += [text[end : link.start()], new]
         end = link.end()
     return "".join([*parts, text[end:]])
+
+
+def _title(path: str) -> str:
+    return (ROOT / path).read_text().splitlines()[0].lstrip("# ")
 
 
 def sources() -> dict[str, str]:
