@@ -42,7 +42,8 @@ def swav(
             shape. U = 0 gives 0.
         temperature: above 0; SwAV's is 0.1.
         crops: V, at least 2; SwAV's is 8, two large and six small.
-        epsilon, iterations: of `sinkhorn`.
+        epsilon: of `sinkhorn`, above 0; SwAV's is 0.05.
+        iterations: of `sinkhorn`, at least 1; SwAV's is 3.
         group: the ranks whose images are balanced together; None for the default one, or this process alone.
 
     Returns:
