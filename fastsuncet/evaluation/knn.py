@@ -16,6 +16,7 @@ from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.scoring import Measured, own_rows, supports, true_labels
+from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
 
 # Without labels, or with all, every image of known class can be a support. For ImageNet these are 1.28 million rows of
@@ -90,13 +91,17 @@ def online_knn(
     bad: Collection[int] = (),  # the same on every rank
     before_batch: Callable[[], None] = lambda: None,  # of `outputs`
 ) -> dict[str, float]:
-    """Return the share of validation images that their k nearest training images classify correctly, during training.
+    """Return what is measured during training: the k-NN accuracy, and RankMe of the same validation images.
 
-    The dict has "knn_accuracy", and "knn_supports", their number. Supports are the labeled images of the run's split. A
-    run without labels (SimCLR), or with all, uses up to MOST_SUPPORTS training images of known class: without labels,
-    the number says what a classifier with labels could find. Training images in `bad` are left out. Each validation
-    image counts once on any number of ranks, and every rank returns the same numbers. Raises BadImage for an image that
-    cannot be decoded, since the accuracy would be another one without it.
+    "knn_accuracy" is the share of validation images that their k nearest training images classify correctly, and
+    "knn_supports" the number of these. Supports are the labeled images of the run's split. A run without labels
+    (SimCLR), or with all, uses up to MOST_SUPPORTS training images of known class: without labels, the number says what
+    a classifier with labels could find. Training images in `bad` are left out. "rankme" is of the embeddings z, as in
+    its paper, and "rankme_features" of the encoder's output h, which k-NN compares: one pass over the images gives
+    both.
+
+    Each validation image counts once on any number of ranks, and every rank returns the same numbers. Raises BadImage
+    for an image that cannot be decoded, since the accuracy would be another one without it.
     """
     chosen = images.split.indices
     if config.data.split.kind in ("none", "all"):
@@ -110,7 +115,22 @@ def online_knn(
     mine = own_rows(place)
     predicted = knn_predict(rows[mine], columns, labels, len(images.train.classes), k=config.evaluation.knn_k)
     accuracy = sum_over_ranks((predicted == truth[mine]).sum()).item() / len(truth)
-    return {"knn_accuracy": accuracy, "knn_supports": len(chosen)}
+    return {
+        "knn_accuracy": accuracy,
+        "knn_supports": len(chosen),
+        "rankme": rankme(_projected(model.head, rows[mine]), len(truth)),
+        "rankme_features": rankme(rows[mine], len(truth)),
+    }
+
+
+@torch.no_grad()
+def _projected(head: nn.Module, features: Tensor) -> Tensor:
+    """Return the embeddings z (n, D) of features h (n, E) in evaluation mode; the head keeps its mode."""
+    training = head.training
+    head.eval()
+    z = torch.cat([head(part) for part in features.split(CHUNK)])
+    head.train(training)
+    return z
 
 
 def spread_over_classes(labels: np.ndarray, most: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Sums since the last metrics line, kept on the device until they are read: losses, and how long it waited for data.
+"""Sums since the last metrics line, kept on the device until they are read: losses, gradients, and waiting for data.
 
 On a GPU the host runs ahead, so the time it spends in the loader says nothing: it can wait for pixels while the GPU is
 busy with earlier steps, which costs nothing. So two events on the training stream enclose the hand-over of a batch. The
@@ -6,15 +6,17 @@ GPU reaches the first one when all earlier work is done, and the second one when
 order themselves on this stream). In the time between it does nothing but wait, for a slow loader or a slow host.
 """
 
+import resource
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed.collectives import all_gather_rows
+from fastsuncet.distributed.collectives import all_gather_rows, world_size
 
 T = 2  # loss terms: of the unlabeled images, then of the labeled ones; `methods.terms` names them
 
@@ -70,15 +72,25 @@ class DataTimer:
         return sum(begin.elapsed_time(end) for begin, end in used) / 1e3
 
 
-class MetricsInterval:
-    """Sums of the losses, and the first step at which each was not finite. T terms, W ranks.
+class Reading(NamedTuple):
+    """An interval of all ranks, on the CPU."""
 
-    Only `read` waits for the device, once for all values.
+    sums: Tensor  # (W, V) float64
+    first_bad: Tensor  # (W, T) float64
+    wait: float  # for data: seconds of the rank that waited longest
+    peak_memory: float  # bytes of the rank that has used most
+
+
+class MetricsInterval:
+    """Sums of the losses and of squared norms, and the first step at which each loss was not finite.
+
+    T terms, V values of a step (T losses, then any norms of gradients), W ranks. Only `read` waits for the device, once
+    for all values.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, values: int):  # V
         self.device = device
-        self.sums = torch.zeros(T, dtype=torch.float64, device=device)  # (T,)
+        self.sums = torch.zeros(values, dtype=torch.float64, device=device)  # (V,)
         self.first_bad = torch.full((T,), -1.0, dtype=torch.float64, device=device)  # (T,), -1: none
         self.data_timer = DataTimer(device)  # `begin` before a batch is requested, `end` when it is there
         self.restart()
@@ -95,9 +107,12 @@ class MetricsInterval:
         self.data_timer.restart()
         self.started = time.perf_counter()
 
-    def add(self, losses: Tensor, step: int, views: int) -> None:
-        """Add the (T,) losses of `step` and its number of views over all ranks. Does not wait for the device."""
-        self.sums += losses
+    def add(self, values: Tensor, step: int, views: int) -> None:
+        """Add the (V,) values of `step` and its number of views over all ranks. Does not wait for the device."""
+        losses, norms = values[:T], values[T:]
+        self.sums[:T] += losses
+        # The gradient of the mean over ranks has 1/W of each rank's in its rows: a mean over ranks and another 1/W.
+        self.sums[T:] += norms.double().square() / world_size()
         bad = ~torch.isfinite(losses) & (self.first_bad < 0)
         self.first_bad = torch.where(bad, float(step), self.first_bad)
         self.steps += 1
@@ -107,17 +122,30 @@ class MetricsInterval:
         """Return the wall-clock time since `start_clock`."""
         return time.perf_counter() - self.started
 
-    def read(self) -> tuple[Tensor, Tensor, float]:
-        """Return (W, T) sums and (W, T) first bad steps on the CPU, and the longest wait for data of a rank in seconds.
+    def read(self) -> Reading:
+        """Return the interval of all ranks. Waits for the device. A collective: one gather for all values."""
+        most = [self.data_timer.seconds(), peak_memory(self.device)]
+        most = torch.tensor(most, dtype=torch.float64, device=self.device)
+        own = torch.cat([self.sums, self.first_bad, most])[None]  # (1, V + T + 2)
+        sums, first_bad, most = all_gather_rows(own).cpu().split([len(self.sums), T, 2], dim=1)
+        return Reading(sums, first_bad, *most.amax(0).tolist())
 
-        Waits for the device. A collective: one gather for all values.
+    def restore(self, sums: Tensor, steps: int, rank: int, ranks: int) -> None:
+        """Continue an interval from the (W', V) sums in a checkpoint. With another world size, use their mean.
+
+        Norms that an earlier version did not save are NaN in this interval.
         """
-        wait = torch.tensor([self.data_timer.seconds()], dtype=torch.float64, device=self.device)
-        own = torch.cat([self.sums, self.first_bad, wait])[None]  # (1, 2T + 1)
-        sums, first_bad, waits = all_gather_rows(own).cpu().split([T, T, 1], dim=1)
-        return sums, first_bad, waits.max().item()
-
-    def restore(self, sums: Tensor, steps: int, rank: int, world_size: int) -> None:
-        """Continue an interval from the (W', T) sums in a checkpoint. With another world size, use their mean."""
-        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(0))
+        own = sums[rank] if len(sums) == ranks else sums.mean(0)
+        self.sums.fill_(torch.nan)[: len(own)] = own
         self.steps = steps
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has used so far, without waiting for the device.
+
+    On a GPU what torch has allocated at once; on a CPU the resident memory, pixels and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

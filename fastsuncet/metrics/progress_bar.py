@@ -21,6 +21,7 @@ FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "lr": (".4g", lambda lr: f"lr {lr:.3g}"),
     "views_per_second": (".1f", lambda rate: f"{_short(rate)} views/s"),
     "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # fraction of the time spent waiting for pixels
+    "peak_memory_gb": (".3g", lambda size: f"{size:.3g} GB"),
     "petaflops": (".4g", lambda spent: f"{spent:.3g} PF"),
 }
 # A batch job can have a terminal, but its output mostly ends in a file, where a bar is one endless line.

@@ -8,7 +8,7 @@
 `step` is the number of updates done when the line was written, and the lines of a step are written before its
 checkpoint. So a run that continues from the checkpoint of step k keeps every line up to k and writes the later ones
 again; where the evaluation of step k was still due, only its "train" line stays. Both files then equal those of a run
-without a stop, byte for byte, except for columns that measure time.
+without a stop, byte for byte, except for columns that measure time or memory.
 
 Floats are written with the digits that give the same float back. JSON has no NaN: such a value is null, and
 "nonfinite": {"suncet": "nan"} keeps it; the table has nan, inf and -inf. `read` restores them.

@@ -62,7 +62,7 @@ class Step:
         self._lr = torch.zeros((), device=setting.device)
 
     def __call__(self, batch: Batch, lr: float) -> Tensor:
-        """Make one update; return the two losses, (2,), on the device. No host sync."""
+        """Make one update; return what `train_step` does, (4,), on the device. No host sync."""
         kind = self.kind(batch)
         if self._captured and kind not in self._seen:
             self._release()

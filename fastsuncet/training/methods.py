@@ -75,6 +75,17 @@ def supervised_loss(config: Config) -> Callable[[Outputs, Tensor], Tensor]:
     }[c.supervision]
 
 
+def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
+    """Return what each of the two losses reads: projections z, or SwAV's scores and cross-entropy's logits.
+
+    No loss reads the other's, so that the gradient of an input is that of one loss alone.
+    """
+    return (
+        out.views if out.scores is None else out.scores,
+        out.labeled if out.logits is None else out.logits,
+    )
+
+
 def tf32(config: Config) -> bool:
     """Whether the contrastive losses' products run in TF32 on a GPU: never after a float32 network."""
     return config.criterion.products == "tf32" and config.meta.precision != "fp32"

@@ -42,6 +42,7 @@ class Pretraining(TrainingTask[Batch]):
 
     stream: PairedStream
     roles = (UNLABELED, LABELED)
+    values = 4
     world_size_note = (
         "the same images in the same global batches, so results are equal up to rounding, not to the bit"
     )
@@ -87,8 +88,9 @@ class Pretraining(TrainingTask[Batch]):
         self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.terms = methods.terms(config)
-        losses = (term for term in self.terms if term != "none")
-        self.columns = ("epoch", "loss", *losses, *SPEED, *COST, "joules")
+        losses = [term for term in self.terms if term != "none"]
+        norms = (f"{term}_gradient" for term in losses)
+        self.columns = ("epoch", "loss", *losses, *norms, *SPEED, *COST, "joules")
         if len(arithmetic.pieces(arithmetic.supervised_steps > 0)) > 1:
             self.world_size_note = (
                 "the same images in the same global batches, but BatchNorm sees other pieces of them "

@@ -5,6 +5,8 @@ Everything fast (channels-last, autocast, DDP, compile, CUDA graphs) wraps the s
 Shapes: U unlabeled images of V views and S labeled images on this rank, D the width of a projection.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -27,7 +29,8 @@ def train_step(
 ) -> torch.Tensor:
     """Make one update of SimCLR + SuNCEt (paper section 3, equations 1 and 2), or of another method, on one rank.
 
-    Returns the two losses, (2,), on the device. There is no host sync in here; reading the losses is the caller's.
+    Returns (4,) on the device: the two losses, and the norm of the gradient of each with respect to what it reads of
+    the network's outputs, which backward computes anyway. There is no host sync in here; reading is the caller's.
     """
     optimizer.set_lr(lr)
     setting.before_update()
@@ -36,17 +39,33 @@ def train_step(
     out = in_float32(out)
     instance_loss = setting.instance_loss(out)  # NT-Xent
     class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, without a branch
+    watched = watch_gradients(methods.loss_inputs(out))
     setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
+    norms = gradient_norms(watched) / setting.scaler.scale(setting.one)
     setting.freeze(batch.step)
     setting.scaler.step(optimizer)  # LARS
     setting.scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return torch.stack([instance_loss.detach(), class_loss.detach()])
+    return torch.cat([torch.stack([instance_loss.detach(), class_loss.detach()]), norms])
 
 
 def in_float32(out: Outputs) -> Outputs:
     """Return the losses' inputs in at least float32: a mixed-precision network ends in 16 bits."""
     return Outputs._make(x if x is None or x.dtype == torch.float64 else x.float() for x in out)
+
+
+def watch_gradients(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Let backward keep the gradients of `inputs`, which are no parameters; return them."""
+    for x in inputs:
+        if x.requires_grad:
+            x.retain_grad()
+    return inputs
+
+
+def gradient_norms(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norms of the gradients that backward kept, (len(inputs),); 0 where no loss read the input."""
+    grads = [x.new_zeros(1) if x.grad is None else x.grad for x in inputs]
+    return torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
 
 
 class StepSettings:
@@ -62,6 +81,7 @@ class StepSettings:
         self.in_pieces = config.criterion.micro_batch is not None
         # On the device, so that a captured step reads the present value and not that of the capture.
         self.lr = torch.zeros((), device=device)
+        self.one = torch.ones((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     def before_update(self) -> None:

@@ -33,11 +33,12 @@ from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, RunCost
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
+from fastsuncet.metrics.rankme import collapse_warning
 from fastsuncet.training.logger import RunLogger
 
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
-SPEED = ("lr", "views_per_second", "data_wait", "replaced_images")  # columns of metrics.csv
+SPEED = ("lr", "views_per_second", "data_wait", "peak_memory_gb", "replaced_images")  # columns of metrics.csv
 COST = ("images", "updates", "petaflops", "seconds")
 
 
@@ -67,7 +68,8 @@ class TrainingTask(ABC, Generic[BatchType]):
     model: nn.Module  # what a checkpoint holds
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    terms: tuple[str, str]  # names of the two values of `train_step`; "none" for one that the method has not
+    terms: tuple[str, str]  # names of the two losses of `train_step`; "none" for one that the method has not
+    values = 2  # of `train_step`: the losses, and possibly the norm of the gradient of each
     roles: tuple[str, str]  # of the images of each term, in the stream
     columns: tuple[str, ...]  # of metrics.csv, without "step"
     steps_per_epoch: int
@@ -86,7 +88,7 @@ class TrainingTask(ABC, Generic[BatchType]):
 
     @abstractmethod
     def train_step(self, batch: BatchType, lr: float) -> Tensor:
-        """Make one update and return the values of `terms`, (2,), on the device. No host sync."""
+        """Make one update; return `values`: losses, then norms, on the device. No host sync."""
 
     @abstractmethod
     def cost(self, step: int) -> tuple[int, int]:
@@ -130,7 +132,7 @@ class Trainer:
     def __init__(self, task: TrainingTask, place: Place, folder: Path, meter: EnergyMeter | None = None):
         self.task, self.place, self.folder = task, place, folder
         self.ledger = RunCost(meter=meter)
-        self.interval = MetricsInterval(place.device)
+        self.interval = MetricsInterval(place.device, task.values)
         self.step = 0  # updates done
         self.evaluated = True  # False: an evaluation is due at this very step
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
@@ -244,19 +246,25 @@ class Trainer:
     def log(self) -> None:
         """Write a metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
         self.at("writes metrics")
-        sums, first_bad, wait = self.interval.read()
+        sums, first_bad, wait, memory = self.interval.read()
         self.require_finite(first_bad)
-        self.means = (sums.mean(0) / self.interval.steps).tolist()
-        terms = {name: mean for name, mean in zip(self.task.terms, self.means) if name != "none"}
+        means = sums.mean(0) / self.interval.steps
+        self.means = means[:2].tolist()
+        names = [name for name in self.task.terms if name != "none"]
+        terms = {name: mean for name, mean in zip(self.task.terms, self.means) if name in names}
+        # The root of the mean square over the steps: the same number on any number of ranks.
+        norms = zip(self.task.terms, means[2:].sqrt().tolist())
         total = {"loss": sum(terms.values())} if "loss" in self.task.columns else {}
         seconds = self.interval.seconds()
         record = {
             **self.progress(),
             **total,
             **terms,
+            **{f"{name}_gradient": norm for name, norm in norms if name in names},
             "lr": self.task.lr(self.step - 1),
             "views_per_second": round(self.interval.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
+            "peak_memory_gb": round(memory / 1e9, 3),
             "replaced_images": self.count_replaced(),
         }
         self.logger.write("train", record)
@@ -280,7 +288,10 @@ class Trainer:
         self.count_replaced()
         before_batch = partial(self.stop_if_requested, signals)
         try:
-            self.logger.write("knn", {**progress, **self.task.evaluate(self.replaced, before_batch)})
+            found = self.task.evaluate(self.replaced, before_batch)
+            self.logger.write("knn", {**progress, **found})
+            if warning := collapse_warning(found):
+                self.logger.say(warning)
             self.evaluated = True
         finally:
             self.ledger.start_clock()
@@ -294,7 +305,7 @@ class Trainer:
         writes, and an error there is raised on every rank.
         """
         self.at("saves")
-        sums, first_bad, _ = self.interval.read()
+        sums, first_bad, *_ = self.interval.read()
         self.require_finite(first_bad)
         require_finite_weights(self.task.model, self.step)
         self.count_replaced()

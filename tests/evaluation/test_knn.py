@@ -116,7 +116,7 @@ def test_online_knn_without_labels_or_with_all_limits_its_supports(tmp_path, mon
 
     def remembered(network, index, indices, *_, **__):
         asked[id(index)] = indices
-        return torch.zeros(len(indices), 2)
+        return torch.zeros(len(indices), 64)
 
     monkeypatch.setattr(module, "MOST_SUPPORTS", 100)
     monkeypatch.setattr(module, "outputs", remembered)

@@ -27,7 +27,8 @@ SMALL = (
     "evaluation.knn_every_epochs=null",
     "meta.threads=1",
 )
-TIMED = ("seconds", "joules", "views_per_second", "data_wait")  # of metrics lines, different in every run
+# Of metrics lines, different in every run.
+TIMED = ("seconds", "joules", "views_per_second", "data_wait", "peak_memory_gb")
 
 
 class Killed(BaseException):

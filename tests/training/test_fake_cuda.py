@@ -47,13 +47,13 @@ def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch
     monkeypatch.setattr(interval, "DataTimer", lambda device: no_events)
     with fake_card():
         model, network, optimizer, setting = build(config, HERE, 10)
-        sums = interval.MetricsInterval(CARD)
+        sums = interval.MetricsInterval(CARD, 4)
         batch = spoil(batch_of(config, labeled), setting)
         step = Step(network, optimizer, setting, graphs=False)
         with Watch() as watch:
-            losses = step(batch, 0.1)
-            sums.add(losses, batch.step, 2 * U + labeled)
-        assert losses.shape == (2,) and losses.device == CARD
+            values = step(batch, 0.1)
+            sums.add(values, batch.step, 2 * U + labeled)
+        assert values.shape == (4,) and values.device == CARD
         assert places(model, optimizer, setting, setting.scaler, sums, step) == {CARD}
     return watch
 

@@ -44,7 +44,7 @@ def counted(
     """Return what the third step of a run does: the first ones create momentum and, on several ranks, buckets."""
     _, network, optimizer, setting = build(config, place or Place(0, 1, 0, CPU), 10)
     spoil(setting)
-    batch, interval = batch_of(config, labeled), MetricsInterval(CPU)
+    batch, interval = batch_of(config, labeled), MetricsInterval(CPU, 4)
     for _ in range(2):
         train_step(network, optimizer, batch, 0.1, setting)
     with counts() as counter:

@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import socket
 import sys
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastsuncet import losses
 from fastsuncet.checkpoint import manager
@@ -23,6 +25,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, NumericalError
+from fastsuncet.metrics.rankme import COLLAPSED
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
 from tests.support.pictures import write_pictures
@@ -36,18 +39,33 @@ def images_per_step(lines: list[dict]) -> list[int]:
     return [b["images"] - a["images"] for a, b in itertools.pairwise([{"images": 0}, *lines])]
 
 
-def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path):
-    longer = (
-        "optimization.steps=40",
-        "evaluation.knn_every_epochs=10",
-        "criterion.unsupervised_batch_size=96",
-    )
-    config = small_config(tmp_path, *longer)
+LONGER = (
+    "optimization.steps=40",
+    "evaluation.knn_every_epochs=10",
+    "criterion.unsupervised_batch_size=96",
+)
+
+
+def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
+    config = small_config(tmp_path, *LONGER)
     train(config)
     first, *_, last = metrics(config.run_folder, "train")
     assert last["nt_xent"] < first["nt_xent"] - 0.3
     assert last["suncet"] < first["suncet"] - 0.3
-    assert metrics(config.run_folder, "knn")[-1]["knn_accuracy"] > 0.6  # chance is 0.1
+    evaluated = metrics(config.run_folder, "knn")[-1]
+    assert evaluated["knn_accuracy"] > 0.6  # chance is 0.1
+    assert 2 * COLLAPSED < evaluated["rankme"] < 128 and 2 * COLLAPSED < evaluated["rankme_features"] < 64
+    assert "collapsed" not in capfd.readouterr().out
+
+
+def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
+    """A real run whose loss draws all images to one point, and has nothing that pushes them apart."""
+    monkeypatch.setattr(losses, "nt_xent", lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean())
+    fast = ("optimization.lr=10", "optimization.steps=20", "optimization.warmup=0")
+    train(config := small_config(tmp_path, *LONGER, *fast, "criterion.supervised_epochs=0"))
+    evaluated = metrics(config.run_folder, "knn")[-1]
+    assert 1 <= evaluated["rankme"] < COLLAPSED
+    assert re.search(r"representation has collapsed: rankme 1\.\d+ \(embeddings z\)", capfd.readouterr().out)
 
 
 def test_supervision_switched_off_after_an_epoch_makes_smaller_updates(tmp_path):
@@ -353,4 +371,5 @@ def test_ranks_train_to_the_weights_of_one_process(world_size, tmp_path):
         )
     for ours, theirs in zip(many_lines, one_lines):
         assert ours["nt_xent"] == pytest.approx(theirs["nt_xent"], rel=1e-4)
-        assert ours["suncet"] == pytest.approx(theirs["suncet"], rel=1e-3)
+        for key in ("suncet", "nt_xent_gradient", "suncet_gradient"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
