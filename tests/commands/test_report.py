@@ -137,6 +137,19 @@ def test_read_runs_reads_knn_lines_of_the_training(tmp_path, changes, measured):
     assert point.metrics == {"knn": 0.5}
 
 
+def test_report_shows_rankme_as_a_number_of_directions(tmp_path):
+    """An accuracy is in %; and nothing is saved by a rank."""
+    for name, suncet in (("a", True), ("b", False)):
+        line = {"step": 4, "kind": "knn", "petaflops": 2.0, "updates": 4, "knn_accuracy": 0.5, "rankme": 42.5}
+        (make_run(tmp_path, name, suncet=suncet) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    runs = [tmp_path / "a", tmp_path / "b"]
+    text = report(runs, tmp_path / "out", metrics=["rankme"]).read_text()
+    assert "| RankMe of the embeddings |" in text and "| 42.5 |" in text and "%" not in text.split("##")[1]
+    assert rows(tmp_path / "out" / "saved.csv") == []
+    (picture,) = (tmp_path / "out").glob("*rankme.svg")
+    assert ">RankMe of the embeddings</text>" in picture.read_text()
+
+
 def test_read_runs_keeps_the_name_of_another_runs_encoder(tmp_path):
     simclr = make_run(tmp_path, "simclr", 0.4, suncet=False)
     suncet = make_run(tmp_path, "suncet", 0.6)

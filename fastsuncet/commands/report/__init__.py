@@ -16,6 +16,7 @@ from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.writer import csv_table
 from fastsuncet.versions import drawing_problem
 from pipelines.data_errors import DataError
@@ -67,7 +68,7 @@ def report(
                 notes.append(f"{group.name}, {panel.measurement}: {uneven}")
     if not runs and not metrics:
         chosen += [m for m in ("top5",) if m not in chosen]
-    saved = [s for metric in chosen for panel in panels for s in savings(panel, metric)]
+    saved = [s for m in chosen if m not in RANKS for panel in panels for s in savings(panel, m)]
     claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
 
     lines, table = ["# Report", ""], None

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from fastsuncet.errors import ConfigError
+from fastsuncet.metrics.rankme import RANKS
 
 COSTS = ("epochs", "updates", "petaflops", "hours", "joules")
 ONLINE = "online knn"  # the kind of the "knn" lines in metrics.jsonl; its one metric is KNN
@@ -20,7 +21,19 @@ KINDS = {
     "transfer": "transfer",
     ONLINE: "KNN while training",
 }
+NAMES = {
+    "top1": "top-1 accuracy",
+    "top5": "top-5 accuracy",
+    KNN: "accuracy",
+    "rankme": "RankMe of the embeddings",
+    "rankme_features": "RankMe of the features",
+}
 LENGTHS = ("optimization.epochs", "optimization.steps")
+
+
+def scale(metric: str) -> float:
+    """Return what a metric is multiplied by where it is shown: shares are shown in %, ranks as they are."""
+    return 1.0 if metric in RANKS else 100.0
 
 
 class Measurement(NamedTuple):
@@ -41,7 +54,7 @@ class Point:
 
     step: int | None  # updates done; None for an encoder from a file, which is on no curve
     costs: dict[str, float]  # those of COSTS that are known
-    metrics: dict[str, float]  # shares, 0 to 1
+    metrics: dict[str, float]  # shares, 0 to 1, and those of RANKS
 
 
 @dataclass(frozen=True)

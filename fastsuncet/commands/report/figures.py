@@ -6,6 +6,7 @@ numbers give the same bytes: the files hold no dates and no random names.
 
 import io
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,13 +21,13 @@ from matplotlib.ticker import StrMethodFormatter
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
-from fastsuncet.commands.report.curves import COSTS, KNN, Group, Panel
+from fastsuncet.commands.report.curves import COSTS, KNN, NAMES, Group, Panel, scale
+from fastsuncet.metrics.rankme import RANKS
 
 # Okabe and Ito (2008) without yellow, which is too pale on paper. The first two differ most in gray.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX*"
 DASHES: tuple = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
-METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", KNN: "accuracy"}
 DPI = 200
 CROSSED: dict[str, Any] = {"marker": "|", "markersize": 11, "markeredgewidth": 1.6, "linestyle": "none"}
 # Cost -> (what it is, [(from this largest value on, divided by, unit)]), from large to small.
@@ -92,9 +93,9 @@ def draw_panel(
         for axes, cost in zip(grid, costs):
             _draw_groups(axes, panel, groups, metric, cost)
             handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
-        title = METRICS.get(metric, metric)
+        title = NAMES.get(metric, metric)
         for axes in grid[: len(costs) : columns]:
-            axes.set_ylabel(f"{title}, %")
+            axes.set_ylabel(title if metric in RANKS else f"{title}, %")
         for axes in grid[len(costs) :]:
             axes.remove()
         if any(len(group.curves) > 1 for group in groups):
@@ -110,14 +111,14 @@ def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cos
     largest = max(p.costs[cost] for found in points.values() for p in found)
     divisor, label = unit(cost, largest)
     base, best = panel.baseline, None
-    if base in groups:
+    if base in groups and metric not in RANKS:
         best = 100 * max(p.mean(metric) for p in base.common(metric))
         axes.axhline(best, color="0.45", linewidth=0.9, zorder=1, label=f"best of {base.name}")
     for i, group in enumerate(groups):
         if not points[group.name]:
             continue
         x = [p.costs[cost] / divisor for p in points[group.name]]
-        values = 100 * np.array([p.metrics[metric] for p in points[group.name]])  # (points, seeds)
+        values = scale(metric) * np.array([p.metrics[metric] for p in points[group.name]])  # (points, seeds)
         mean, (color, seeds) = values.mean(1), (COLORS[i % len(COLORS)], values.shape[1])
         axes.plot(
             x,
@@ -147,6 +148,32 @@ def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cos
     axes.set_xlim(0, 1.04 * largest / divisor)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.margins(y=0.08)
+
+
+# --------------------------------------------------------------------------------------------- the curves of one run
+def draw_lines(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]]) -> str:
+    """Return one SVG of (title, label -> points by update) panels, two in a row, to stand in an HTML page."""
+    rows = -(-len(panels) // 2)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10, 2.5 * rows), layout="constrained")
+        grid = figure.subplots(rows, 2, squeeze=False, sharex=True).ravel()
+        for axes, (title, curves) in zip(grid, panels):
+            for i, (label, points) in enumerate(curves.items()):
+                few = {"marker": MARKERS[i], "markersize": 4} if len(points) <= 30 else {}
+                axes.plot(*zip(*points), color=COLORS[i], linestyle=DASHES[i], label=label, **few)
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.tick_params(labelbottom=True)
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            if len(curves) > 1:
+                axes.legend()
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        for axes in grid[max(0, len(panels) - 2) : len(panels)]:
+            axes.set_xlabel("updates")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]  # without the XML declaration
 
 
 # --------------------------------------------------------------------------------------------------- compute saved
@@ -183,7 +210,7 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
 
 
 def _row_name(method: str, measurement: str, metric: str) -> str:
-    measured = "" if metric == KNN else f"{METRICS.get(metric, metric).removesuffix(' accuracy')} by "
+    measured = "" if metric == KNN else f"{NAMES.get(metric, metric).removesuffix(' accuracy')} by "
     return f"{method}\n{measured}{measurement}"
 
 

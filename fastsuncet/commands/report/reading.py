@@ -13,6 +13,7 @@ from fastsuncet.checkpoint.manager import FOLDER as CHECKPOINTS
 from fastsuncet.commands.report.curves import COSTS, KNN, ONLINE, Curve, Measurement, Point, labels_text
 from fastsuncet.config import FREE_ON_RESUME, Config, flat, load_config
 from fastsuncet.metrics import writer
+from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
 from pipelines.data_errors import DataError
@@ -34,13 +35,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     damaged result.
     """
     for run in runs:
-        if not (run / "config.yaml").is_file():
-            what = (
-                "holds no config.yaml, so it is not the folder of a run" if run.is_dir() else "does not exist"
-            )
-            raise DataError(
-                f"{run} {what}. `fastsuncet train` makes one: <logging.folder>/<logging.write_tag>"
-            )
+        require_run(run)
     records = {run: read_results(run) for run in runs}
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
     splitting, differences = compare_settings([record for found in records.values() for record in found])
@@ -63,7 +58,8 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         online = Measurement(ONLINE, online_labels(config))
         if (run / writer.JSONL).is_file():
             for line in writer.read(run / writer.JSONL, KNN):
-                made = point(line["step"], line.get("epoch"), line, {KNN: line["knn_accuracy"]})
+                found = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
+                made = point(line["step"], line.get("epoch"), line, found)
                 number = line.get("knn_supports")  # earlier versions did not write it
                 # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
                 capped = number is not None and config.data.split.kind in ("none", "all")
@@ -90,6 +86,16 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     evaluated_runs = {home for home, _ in points}
     silent = [f"{run}: nothing was evaluated yet" for run in runs if run.resolve() not in evaluated_runs]
     return curves, silent + differences
+
+
+def require_run(folder: Path) -> None:
+    """Raise DataError for a folder that is no run's."""
+    if not (folder / "config.yaml").is_file():
+        exists = "holds no config.yaml, so it is not the folder of a run"
+        what = exists if folder.is_dir() else "does not exist"
+        raise DataError(
+            f"{folder} {what}. `fastsuncet train` makes one: <logging.folder>/<logging.write_tag>"
+        )
 
 
 def measurement_of(record: Record) -> Measurement:

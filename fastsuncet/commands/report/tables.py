@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastsuncet.commands.report.compute_saved import RULES, Saving, cell, percent
-from fastsuncet.commands.report.curves import COSTS, Curve, Panel, Seeds
+from fastsuncet.commands.report.curves import COSTS, NAMES, Curve, Panel, Seeds, scale
+from fastsuncet.metrics.rankme import RANKS
 
 HEADS = {"petaflops": "petaFLOPs", "top1": "top-1, %", "top5": "top-5, %", "knn": "KNN, %"}
 NUMBER = re.compile(r"-|[-+]?[\d,.e+]+( %)?( \(.*\))?")
@@ -31,7 +32,7 @@ def methods_tables(panels: list[Panel], metric: str) -> tuple[Table, Table]:
     """Return every method's last checkpoint that all seeds have, or its encoder from a file: in words, in numbers."""
     shown = ["top1", "top5"] if metric in ("top1", "top5") else [metric]
     head = ["method", "labels", "evaluation", "seeds", *(HEADS.get(c, c) for c in COSTS)]
-    head += [HEADS.get(m, f"{m}, %") for m in shown]
+    head += [NAMES[m] if m in RANKS else HEADS.get(m, f"{m}, %") for m in shown]
     rows, plain = [], []
     for panel in panels:
         where = [panel.measurement.labels or "-", str(panel.measurement._replace(labels=""))]
@@ -45,7 +46,10 @@ def methods_tables(panels: list[Panel], metric: str) -> tuple[Table, Table]:
             for last in (group.common(metric) or loose)[-1:]:
                 start, spreads = [group.name, *where], [last.metrics.get(m) for m in shown]
                 costs, seeds = [last.costs.get(c) for c in COSTS], len(group.curves)
-                words = [percent(values, unit="") if values else "-" for values in spreads]
+                words = [
+                    percent([scale(metric) / 100 * v for v in values], unit="") if values else "-"
+                    for values in spreads
+                ]
                 rows.append([*start, str(seeds), *map(_number, COSTS, costs), *words])
                 plain.append(
                     [*start, seeds, *costs, *(last.mean(m) if m in last.metrics else None for m in shown)]
