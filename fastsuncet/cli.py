@@ -49,7 +49,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        if match := re.match(r"unrecognized arguments: (\S+)", message):
+        match = re.match(r"unrecognized arguments: (\S+)", message)
+        if taken := re.match(r"argument (\S+): ignored explicit argument '(.*)'", message):
+            match = ("", f"{taken[1]}={taken[2]}")
+        if match:
             known = [option for action in self._actions for option in action.option_strings]
             near = get_close_matches(match[1], known, 1, 0.7)
             message = f"unknown argument {match[1]}"
@@ -78,9 +81,11 @@ class Parser(argparse.ArgumentParser):
 
 # ---------------------------------------------------------------------------------------------- the sub-commands
 def _train(parser: Parser) -> int:
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the plan; train nothing"
-    )
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="check everything and print the plan; train nothing")
+    # An option of its own: with a value that may be absent, `--dry-run CONFIG` would take the config for it.
+    step = "the same, then make one real step; print its time and memory, keep nothing"
+    add("--dry-run=step", dest="dry_run", action="store_const", const="step", help=step)
     options, config = _with_config(parser)
     if not options.dry_run:  # which prints a plan without data too
         config.require_data()
@@ -244,11 +249,23 @@ def _report(parser: Parser) -> int:
     add(
         "--baseline", metavar="RUN", type=Path, help="compare with this run (default: the one without labels)"
     )
-    add("--metric", metavar="NAME", action="append", default=[], help="top1, top5, knn, ... (default: top1)")
+    add(
+        "--metric",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="top1, top5, knn, rankme, ... (default: top1)",
+    )
     add("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
     add("--lengths", action="store_true", help="merge runs that differ only in length into one curve")
     add("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
+    add(
+        "--page", action="store_true", help="write RUN/page.html instead: one run's curves, settings, weights"
+    )
+    add("--watch", action="store_true", help="the same, and anew while the run goes on")
     options = parser.parse_intermixed_args(parser.arguments)
+    if options.page or options.watch:
+        return _page(parser, options)
     if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: the name of a figure was left out
         options.runs, options.paper = [options.paper, *options.runs], ""
     runs = [Path(run) for run in options.runs]
@@ -265,6 +282,26 @@ def _report(parser: Parser) -> int:
         figures=[] if options.paper is None else figures,
         lengths=options.lengths,
     )
+    return 0
+
+
+def _page(parser: Parser, options: argparse.Namespace) -> int:
+    runs = [Path(run) for run in options.runs]
+    if not runs:
+        parser.error(f"which run? For example: {parser.prog} --page runs/cifar10_suncet")
+    taken = [name for name in ("baseline", "metric", "paper", "lengths") if getattr(options, name)]
+    if taken or str(options.output) != "report":
+        name = taken[0] if taken else "output"
+        parser.error(
+            f"--page writes page.html into each run's folder; --{name} belongs to a comparison of runs"
+        )
+    from fastsuncet.commands.report import page
+
+    if options.watch:
+        page.watch(runs)
+    else:
+        for run in runs:
+            print(f"wrote {page.write_page(run)}")
     return 0
 
 

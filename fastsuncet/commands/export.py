@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,14 @@ def export_at_end(config: Config, place: Place) -> None:
             ) from error
 
     on_rank_0(place, missing)
+
+
+def next_commands(run: Path, config: Config) -> list[str]:
+    """Return two commands that use the weights of a run: how good they are, and the features of any images."""
+    labeled = config.data.split.kind != "none" and config.data.validation is not None
+    name = shlex.quote(str(run))
+    look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}" if labeled else f"report --page {name}"
+    return [f"fastsuncet {look}", f"fastsuncet embed {name} FOLDER --output features.npz"]
 
 
 def exports(config: Config) -> list[str]:

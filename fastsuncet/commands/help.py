@@ -71,6 +71,7 @@ experiment on any number of GPUs.
 examples:
   fastsuncet train digits_demo                   small real images: no download, no GPU
   fastsuncet train cifar10_suncet --dry-run      check and print the plan only
+  fastsuncet train in1k_10pct --dry-run=step     also make one step: its time and memory
   fastsuncet train in1k_10pct data.root=/data/imagenet optimization.epochs=100
   fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
   torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct
@@ -285,12 +286,16 @@ accuracies of its training. Runs that differ only in their seed are averaged. Wi
 that differ only in their number of epochs become one curve, as the paper draws ImageNet. With
 --paper the points of the paper are drawn too; without a RUN, only they.
 
+--page shows how runs stand instead: for each RUN one HTML file, RUN/page.html, with curves,
+results, weights, settings and versions. --watch writes it anew while the run goes on.
+
 examples:
   fastsuncet report runs/cifar10_simclr runs/cifar10_suncet
   fastsuncet report runs/cifar10_* --baseline runs/cifar10_simclr_seed0 --metric top1 --metric top5
   fastsuncet report runs/in1k_10pct --paper imagenet-10pct --output reports/in1k
   fastsuncet report runs/in1k_simclr-*ep runs/in1k_suncet_10pct-*ep --lengths --paper
   fastsuncet report --paper                  the paper's curves, and the savings that it claims
+  fastsuncet report --watch runs/in1k_10pct  then open runs/in1k_10pct/page.html in a browser
 
 figures: imagenet-10pct (the default) and imagenet-1pct are curves; transfer, related, npi and
 losses are single points

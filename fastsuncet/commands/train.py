@@ -9,11 +9,15 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
 """
 
 import json
+import os
+import tempfile
+import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
-from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder
 from fastsuncet.commands import export
 from fastsuncet.config import Config, ConfigErrors
@@ -31,7 +35,7 @@ from fastsuncet.training import initial_weights, kernel_choice
 from fastsuncet.training.determinism import resolve_precision, set_determinism
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
-from fastsuncet.training.trainer import Trainer
+from fastsuncet.training.trainer import Trainer, require_finite_weights
 from fastsuncet.tuning.record import applied
 from fastsuncet.tuning.settle import PLAIN, Settled, settle
 from pipelines.data_errors import DataError
@@ -41,21 +45,28 @@ IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
 IMAGENET = 1_281_167
 
 
-def run(config: Config, arguments: list[str], *, dry_run: bool = False) -> int:
+def run(config: Config, arguments: list[str], *, dry_run: bool | str = False) -> int:
     """Train as `config` says and return the exit code; `arguments` start the same command on further ranks.
 
-    `dry_run` finds and checks everything a run needs, prints the resolved config and the plan, and trains nothing.
+    `dry_run` finds and checks everything a run needs, prints the resolved config and the plan, and trains nothing. If
+    it is "step", one update is made and thrown away.
     """
-    if dry_run:
+    if dry_run is not True and launch.should_start_ranks(config.meta.device):
+        return launch.start_ranks(arguments, config.run_folder / "status.json")
+    if not dry_run:
+        train_here(config)
+        return 0
+    first = os.environ.get("RANK", "0") == "0"
+    if first or dry_run is True:
         lines, problem = plan(config)
         for line in lines:
             say_line(line)
         if problem is not None:
+            say_line("dry run: the data are missing or wrong, nothing was trained")
             raise problem
-        return 0
-    if launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(arguments, config.run_folder / "status.json")
-    train_here(config)
+    end = "dry run: all checks passed, nothing was trained" if dry_run is True else one_step(config)
+    if first:
+        say_line(end)
     return 0
 
 
@@ -86,6 +97,10 @@ def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trai
                 raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
             trainer.run(signals)
         export.export_at_end(config, place)  # after the status: a disk that is full now has not lost the run
+        if place.first:
+            say_line(f"{'weights':<9}{folder / manager.FOLDER}/step_{trainer.step:08d}")
+            for name, command in zip(("next", ""), export.next_commands(folder, config)):
+                say_line(f"{name:<9}{command}")
         return trainer
 
 
@@ -120,9 +135,47 @@ def plan(config: Config) -> tuple[list[str], DataError | None]:
     encoder = build_model(m.name, m.library, m.stem, device="cpu" if m.init else "meta").encoder
     if init := initial_weights.load(config, encoder, place):
         lines.append(f"{'init':<9}{init['note']}")
-    passed = "all checks passed" if problem is None else "the data are missing or wrong"
-    end = f"dry run: {passed}, nothing was trained"
-    return [config.to_yaml().rstrip(), "", *lines, *notes, "", end], problem
+    return [config.to_yaml().rstrip(), "", *lines, *notes, ""], problem
+
+
+def one_step(config: Config) -> str:
+    """Make the first update of the run of `config` with its own images and ranks; return what it took. Collective.
+
+    It keeps nothing on the disk but the index of the images, as `plan` does. It trains plain, without the switches that
+    meta.speed would choose. Raises ConfigError for a GPU without enough memory, and otherwise as `train`.
+    """
+    with (
+        launch.join(config.meta.device, config.meta.timeout) as place,
+        tempfile.TemporaryDirectory() as empty,
+    ):
+        config, _ = resolve_precision(config, place.device)
+        set_determinism(config, place)
+        images = open_images(config, place, validation=False)
+        arithmetic = config.resolve(place.world_size, *images.counts())
+        stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
+        task = Pretraining(config, place, arithmetic, stream, images, online_knn)
+        with closing(stream), closing(task):
+            trainer = Trainer(task, place, Path(empty))
+            interval, began = trainer.interval, time.perf_counter()
+            try:
+                batch = task.batch(0, interval.data_timer)
+                interval.add(task.train_step(batch, task.lr(0)), 0, arithmetic.samples(0))
+                sums, first_bad, wait, memory = interval.read()
+            except torch.OutOfMemoryError as error:
+                key = "supervised_imgs_per_class" if not task.stream.views else "unsupervised_batch_size"
+                reason = ". ".join(str(error).split(". ")[:2])
+                fix = "Lower it, or set criterion.micro_batch to pass the batch in pieces"
+                text = f"does not fit the GPU's memory: {reason}. {fix}"
+                raise config.error(f"criterion.{key}", text) from None
+            seconds = time.perf_counter() - began
+            trainer.require_finite(first_bad)
+            require_finite_weights(task.model, 1)
+    losses = (f"{name} {loss:.4f}" for name, loss in zip(task.terms, sums.mean(0).tolist()) if name != "none")
+    kind = "memory of the GPU" if place.device.type == "cuda" else "resident memory"
+    return (
+        f"dry run: one step took {seconds:.2f} s ({wait:.2f} s of it waiting for images; a first step is slower than "
+        f"later ones) and at most {memory / 1e9:.3g} GB of {kind} on a process; {', '.join(losses)}. Nothing was saved"
+    )
 
 
 def require_network(config: Config) -> None:

@@ -129,6 +129,9 @@ def test_train_takes_overrides_and_options_in_any_order(words, trainer):
     ((config, arguments, dry_run),) = trainer.calls
     assert (config.optimization.lr, config.meta.seed, dry_run) == (2.0, 3, True)
     assert arguments == ["train", *words]  # the same command starts the other ranks
+    words = [f"{word}=step" if word == "--dry-run" else word for word in words]
+    assert cli.main(["train", *words]) == 0
+    assert trainer.calls[1][1:] == (["train", *words], "step")
 
 
 def test_train_returns_the_exit_code_of_the_run(trainer):
@@ -162,6 +165,7 @@ EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "n
         ("train a.yaml b.yaml", TWO_CONFIGS, "train"),
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
         ("train run.yaml --dry", "unknown argument --dry; did you mean --dry-run?", "train"),
+        ("train run.yaml --dry-run=stp", "unknown argument --dry-run=stp; did you mean --dry-run=step?", "train"),
         ("train run.yaml --zzz", "unknown argument --zzz", "train"),
         ("train run.yaml --lr 3", "unknown argument --lr; write optimization.lr=3 or finetune.lr=3", "train"),
         ("train run.yaml --warm-up=3", "unknown argument --warm-up=3; write optimization.warmup=3", "train"),

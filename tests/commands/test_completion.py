@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
         ("fin", ["finetune"]),
         ("evaluate k", ["knn"]),
         ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors"]),
-        ("train --dry", ["--dry-run"]),
+        ("train --dry", ["--dry-run", "--dry-run=step"]),
         ("evaluate knn --every", ["--every-checkpoint"]),
         ("train run.yaml optimization.trust", ["optimization.trust_coefficient="]),
         ("sweep --keep", ["--keep-going"]),

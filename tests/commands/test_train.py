@@ -1,0 +1,53 @@
+"""The step of a dry run, and what a run says at its end."""
+
+import re
+
+import pytest
+import torch
+
+from fastsuncet import cli
+from fastsuncet.optim import LARS
+from fastsuncet.training import step
+from tests.support.runs import SMALL
+
+DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
+
+
+@pytest.mark.slow
+def test_dry_run_step_makes_one_update_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    update, calls = LARS.step, []
+    monkeypatch.setattr(LARS, "step", lambda *given: calls.append(given) or update(*given))
+    assert cli.main(DRY) == 0
+    plan, end = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert "steps    4 an epoch, 10 in all" in plan and len(calls) == 1
+    numbers = re.match(
+        r"dry run: one step took ([\d.]+) s \(([\d.]+) s of it waiting for images; .*\) and at most ([\d.]+) GB of "
+        r"resident memory on a process; nt_xent ([\d.]+), suncet ([\d.]+)\. Nothing was saved",
+        end,
+    )
+    assert numbers is not None, end
+    seconds, wait, memory, instance, supervised = map(float, numbers.groups())
+    assert seconds >= wait > 0 and memory > 0.1 and instance > 1 and supervised > 0.1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_step_that_does_not_fit_names_its_key_and_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(step.nn.Module, "__call__", full)
+    assert cli.main(DRY) == 2
+    error = capsys.readouterr().err
+    assert "command line: criterion.unsupervised_batch_size=360" in error
+    assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
+
+
+def test_dry_run_step_without_data_prints_the_plan_and_ends_with_the_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "in1k_10pct", "--dry-run=step", "data.root=gone"]) == 3
+    out, error = capsys.readouterr()
+    assert "steps    454 an epoch" in out and "nothing was trained" in out and "Nothing was saved" not in out
+    assert error.startswith("error: no data folder gone/train")
