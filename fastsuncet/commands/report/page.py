@@ -1,0 +1,282 @@
+"""`fastsuncet report --page`: how a run stands, as one HTML file that any browser opens.
+
+The file holds everything it shows: no script, no font and no picture of another file or host. It is written anew in one
+step, so that a browser that refreshes never sees half of it.
+"""
+
+import base64
+import html
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.commands import export
+from fastsuncet.commands.report.curves import KINDS, NAMES, labels_text, scale
+from fastsuncet.commands.report.reading import require_run
+from fastsuncet.config import Config, flat, load_config
+from fastsuncet.config.schema import DEFAULTS
+from fastsuncet.console import say_line
+from fastsuncet.distributed.launch import read_status
+from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics import writer
+from fastsuncet.metrics.rankme import collapse_warning
+from fastsuncet.metrics.results import FOLDER as RESULTS
+from fastsuncet.metrics.results import read_results
+from fastsuncet.training import methods
+from fastsuncet.versions import drawing_problem
+
+NAME, VIEWS = "page.html", "views.png"  # in the run's folder
+POINTS = 1000  # of a curve, at most
+EVERY = 10  # seconds: between two looks of `watch`, and until a browser reads the page again
+Record = dict[str, Any]
+
+HEAD = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+{refresh}<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 70em; margin: 2em auto;
+  padding: 0 1.2em; }}
+h1 {{ font-size: 1.6em; margin: 0; overflow-wrap: anywhere; }}
+h2 {{ font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #ccc; padding-bottom: .2em; }}
+table {{ border-collapse: collapse; }}
+th, td {{ text-align: left; vertical-align: top; padding: .2em 1.4em .2em 0; overflow-wrap: anywhere; }}
+th {{ font-weight: 600; white-space: nowrap; }}
+tr + tr {{ border-top: 1px solid #e5e5e5; }}
+svg, img {{ max-width: 100%; height: auto; }}
+pre {{ background: #f4f4f4; padding: .8em 1em; overflow-x: auto; }}
+.state {{ color: #444; margin: .2em 0 1em; }}
+.warning {{ border-left: .35em solid #000; background: #f4f4f4; padding: .6em 1em; }}
+.columns {{ display: flex; flex-wrap: wrap; gap: 0 4em; }}
+</style>
+</head>
+<body>
+"""
+
+
+def write_page(run: Path, *, refresh: bool = False) -> Path:
+    """Write RUN/page.html in one step and return it; with `refresh` a browser reads it again every EVERY seconds.
+
+    Raises DataError for a folder that is no run's, CheckpointError if the disk refuses.
+    """
+    path = run / NAME
+    text = as_html(run, refresh=refresh)
+    with disk_errors(path):
+        atomic_files.replace(path, text.encode())
+    return path
+
+
+def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> None:
+    """Write the pages of `runs` anew whenever a run goes on, until all of them are done."""
+    seen: dict[Path, tuple] = {}
+    while True:
+        going = [run for run in runs if _status(run).get("state") != "done"]
+        for run in runs:
+            stamp = _stamp(run)
+            if stamp != seen.get(run):
+                path, seen[run] = write_page(run, refresh=run in going), stamp
+                say_line(f"wrote {path}")
+        if not going:
+            return
+        wait(EVERY)
+
+
+def _stamp(run: Path) -> tuple:
+    """Return what changes when a run goes on, or is evaluated."""
+    files = [run / writer.JSONL, run / "status.json", run / VIEWS, *sorted((run / RESULTS).glob("*.json"))]
+    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.exists())
+
+
+def _status(run: Path) -> Record:
+    return read_status(run / "status.json")
+
+
+def as_html(run: Path, *, refresh: bool = False) -> str:
+    """Return the page of the run in folder `run`. All text is escaped."""
+    require_run(run)
+    config, status = load_config(run / "config.yaml"), _status(run)
+    lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
+    of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
+    problem = ""
+    try:
+        meta = manager.newest_meta(run / manager.FOLDER) or {}
+    except CheckpointError as error:
+        meta, problem = {}, str(error)
+    name = run.resolve().name
+    again = f'<meta http-equiv="refresh" content="{EVERY}">\n' if refresh else ""
+    parts = [HEAD.format(title=html.escape(name), refresh=again), f"<h1>{html.escape(name)}</h1>"]
+    state = [methods.name(config), _state(status), f"written {datetime.now():%Y-%m-%d %H:%M:%S}"]
+    parts.append(f'<p class="state">{html.escape(" · ".join(state))}</p>')
+    warnings = [collapse_warning(of["knn"][-1]) if of["knn"] else None, problem]
+    parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
+    now = _now(of["train"], of["knn"], meta)
+    half = (len(now) + 1) // 2
+    parts.append(f'<div class="columns">{_table(now[:half])}{_table(now[half:])}</div>')
+    parts += [_section("Curves"), _curves(config, of["train"], of["knn"])]
+    parts += [_section("Results"), *_results(run)]
+    parts += [_section("Weights"), *_weights(run, config)]
+    parts += [_section("Views"), _views(run)]
+    values = flat(config.canonical())
+    changed = [(key, value) for key, value in values.items() if value != DEFAULTS.get(key)]
+    parts += [_section("Settings that are not the defaults"), _table(changed)]
+    every = html.escape((run / "config.yaml").read_text())
+    parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
+    parts += [_section("Environment"), _table(_environment(meta, of["chosen"]))]
+    return "\n".join([*parts, "</body>\n</html>\n"])
+
+
+def _section(title: str) -> str:
+    return f"<h2>{html.escape(title)}</h2>"
+
+
+def _text(value: Any) -> str:
+    """Return a value as people write it: 4 digits of a fraction, - for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 and value.is_integer() else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int and abs(value) >= 1e4 else str(value)
+
+
+def _table(rows: Iterable[tuple[str, Any]]) -> str:
+    cells = (f"<tr><th>{html.escape(k)}</th><td>{html.escape(_text(v))}</td></tr>" for k, v in rows)
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _state(status: Record) -> str:
+    """Return status.json in words."""
+    if not status:
+        return "not started"
+    message = f": {status['message']}" if status.get("message") else ""
+    return f"{status.get('state')}{message}"
+
+
+def _now(train: list[Record], knn: list[Record], meta: Record) -> list[tuple[str, Any]]:
+    """Return where the run stands: its newest numbers, and its rates."""
+    last = train[-1] if train else {}
+    step, total = last.get("step", 0), meta.get("sizes", {}).get("steps")
+    rows: list[tuple[str, Any]] = [
+        ("update", f"{step:,} of {total:,}" if total else f"{step:,}"),
+        ("epoch", last.get("epoch")),
+        ("loss", last.get("loss")),
+    ]
+    if knn:
+        best = max(knn, key=lambda line: line["knn_accuracy"])
+        rows.append(("k-NN accuracy", f"{knn[-1]['knn_accuracy']:.2%} at update {knn[-1]['step']:,}"))
+        rows.append(("its best", f"{best['knn_accuracy']:.2%} at update {best['step']:,}"))
+        rows.append(("RankMe", knn[-1].get("rankme")))
+    rows += [("views a second", last.get("views_per_second")), ("waiting for data", _percent(last))]
+    rows.append(("peak memory, GB a process", last.get("peak_memory_gb")))
+    rows += [("time of training", _duration(last.get("seconds"))), ("petaFLOPs", last.get("petaflops"))]
+    if "joules" in last:
+        rows.append(("energy of the GPUs, kWh", last["joules"] / 3.6e6))
+    if total and step and step < total:
+        rows.append(("time left", _duration(last["seconds"] / step * (total - step))))
+    return rows
+
+
+def _percent(last: Record) -> str | None:
+    wait = last.get("data_wait")
+    return None if wait is None else f"{wait:.1%} of the time"
+
+
+def _duration(seconds: float | None) -> str | None:
+    """Return hours and minutes, or seconds of a short time."""
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _curves(config: Config, train: list[Record], knn: list[Record]) -> str:
+    """Return the curves of the metrics lines as one SVG picture, or why there is none."""
+    if not train and not knn:
+        return "<p>No metrics yet.</p>"
+    if problem := drawing_problem():
+        return f"<p>{html.escape(problem)}</p>"
+    from fastsuncet.commands.report.figures import draw_lines
+
+    terms = [term for term in methods.terms(config) if term != "none"]
+    panels = [
+        ("losses", train, {"loss": "sum", **{term: term for term in terms}}, 1.0),
+        ("gradient norms of the losses", train, {f"{term}_gradient": term for term in terms}, 1.0),
+        ("k-NN accuracy, %", knn, {"knn_accuracy": "k-NN"}, 100.0),
+        ("RankMe", knn, {"rankme": "embeddings z", "rankme_features": "features h"}, 1.0),
+        ("views a second", train, {"views_per_second": "views"}, 1.0),
+        ("waiting for data, % of the time", train, {"data_wait": "wait"}, 100.0),
+        ("learning rate", train, {"lr": "lr"}, 1.0),
+        ("peak memory, GB a process", train, {"peak_memory_gb": "memory"}, 1.0),
+    ]
+    drawn = []
+    for title, lines, keys, factor in panels:
+        lines = lines[:: -(-len(lines) // POINTS) or 1]
+        curves = {
+            label: [(line["step"], factor * line[key]) for line in lines if line.get(key) is not None]
+            for key, label in keys.items()
+        }
+        if curves := {label: points for label, points in curves.items() if points}:
+            drawn.append((title, curves))
+    return draw_lines(drawn)
+
+
+def _results(run: Path) -> list[str]:
+    """Return a table of the evaluations in the run's folder."""
+    rows = [
+        (
+            f"{KINDS.get(each['kind'], each['kind'])}, {labels_text(each['labels'])}, "
+            f"update {_text(each['encoder'].get('step'))}",
+            ", ".join(
+                f"{NAMES.get(metric, metric)} {scale(metric) * value:.2f} %"
+                for metric, value in each["metrics"].items()
+            ),
+        )
+        for each in read_results(run)
+    ]
+    if not rows:
+        return ["<p>None yet. <code>fastsuncet evaluate</code> and <code>finetune</code> write them.</p>"]
+    return [_table(rows)]
+
+
+def _weights(run: Path, config: Config) -> list[str]:
+    """Return where the weights are, and the commands that use them."""
+    found = [
+        *sorted((run / manager.FOLDER).glob("step_*")),
+        *(path for name in export.FILES.values() if (path := run / export.FOLDER / name).exists()),
+    ]
+    if not found:
+        return ["<p>No checkpoint yet.</p>"]
+    rows = "".join(f"<li><code>{html.escape(str(path))}</code></li>" for path in found)
+    commands = "\n".join(export.next_commands(run, config))
+    return [f"<ul>{rows}</ul>", f"<pre>{html.escape(commands)}</pre>"]
+
+
+def _views(run: Path) -> str:
+    """Return the picture of the views, if one was saved, else the command that draws it."""
+    if not (run / VIEWS).is_file():
+        config, views = (shlex.quote(f"{run}/{name}") for name in ("config.yaml", VIEWS))
+        command = f"fastsuncet preview {config} --output {views}"
+        return f"<p>None were saved. This draws them:</p><pre>{html.escape(command)}</pre>"
+    picture = base64.b64encode((run / VIEWS).read_bytes()).decode()
+    return f'<img alt="augmented views" src="data:image/png;base64,{picture}">'
+
+
+def _environment(meta: Record, chosen: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return versions and processes of the newest checkpoint, and what was chosen for the hardware."""
+    rows: list[tuple[str, Any]] = [(key, value) for key, value in meta.get("versions", {}).items()]
+    if "world_size" in meta:
+        rows.append(("processes", meta["world_size"]))
+    for line in chosen[-1:]:
+        rows.append(("precision", line.get("precision")))
+        rows.append(("kernels", ", ".join(line.get("kernels") or []) or "torch's own"))
+        rows.append(("speed", (line.get("speed") or {}).get("line", "plain")))
+    return rows or [("versions", "known from the first checkpoint on")]

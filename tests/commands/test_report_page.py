@@ -1,0 +1,152 @@
+"""The page of a run: what it shows, that all text is escaped, and that it follows a run."""
+
+import json
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fastsuncet.cli import main
+from fastsuncet.commands.report import page
+from tests.commands.test_report import LABELS, make_run, result
+
+EVIL = "<script>alert(1)<b>"
+TRAIN = {"epoch": 0.5, "loss": 8.5, "nt_xent": 5.0, "suncet": 3.5, "lr": 0.3, "views_per_second": 900.0}
+TRAIN |= {"data_wait": 0.25, "petaflops": 0.5, "seconds": 60.0, "updates": 10, "images": 100}
+NEW = {"nt_xent_gradient": 0.5, "suncet_gradient": 0.25, "peak_memory_gb": 1.5}
+KNN = {"knn_accuracy": 0.625, "knn_supports": 16, "rankme": 42.5, "rankme_features": 30.25}
+
+
+class Tags(HTMLParser):
+    """Collects the tags of a page, and whatever a browser would fetch."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.fetched, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.fetched += [value for key, value in attrs if key in ("src", "href", "xlink:href", "data")]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def write_lines(run: Path, *lines: dict) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_status(run: Path, state: str, message: str = "") -> None:
+    (run / "status.json").write_text(json.dumps({"state": state, "step": 20, "message": message}))
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run in a folder whose name is markup, with everything that a page can show."""
+    run = make_run(tmp_path, "a", 0.5).rename(tmp_path / EVIL)
+    lines = [{"step": step, "kind": "train", **TRAIN, **NEW} for step in (10, 20)]
+    write_lines(run, *lines, {"step": 20, "kind": "knn", **TRAIN, **KNN})
+    write_status(run, "running", message="<img src=x onerror=alert(1)>")
+    Image.new("RGB", (8, 8)).save(run / "views.png")
+    (run / "checkpoints" / "step_00000020").mkdir(parents=True)
+    (run / "checkpoints" / "step_00000020" / "meta.json").write_text("{")  # damaged
+    return run
+
+
+def test_page_holds_everything_and_fetches_nothing(run):
+    found = Tags(page.write_page(run, refresh=True).read_text())
+    assert not {"script", "link", "iframe", "object", "b"} & set(found.tags)
+    assert found.tags.count("svg") == 1 and found.tags.count("img") == 1
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in found.fetched)
+    text = " ".join(found.text)
+    assert EVIL in text and "<img src=x onerror=alert(1)>" in text
+    for words in (
+        "SimCLR + SuNCEt",
+        "62.50% at update 20",
+        "42.5",
+        "gradient norms",
+        "RankMe",
+        "1.5",
+        "25.0%",
+    ):
+        assert words in text, words
+    for words in ("optimization.warmup", "fine-tuning, 10 % labels, update 10", "top-1 accuracy 50.00 %"):
+        assert words in text, words
+    assert f"{run}/checkpoints/step_00000020" in text and f"fastsuncet embed '{run}' FOLDER" in text
+    assert "Bring one of them back" in text, "the damaged checkpoint is named"
+
+
+def test_page_of_an_earlier_version_or_of_a_run_that_has_not_begun(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "a")
+    text = page.write_page(run).read_text()
+    assert "not started" in text and "No metrics yet." in text and "No checkpoint yet." in text
+    assert 'http-equiv="refresh"' not in text
+    lines = {"step": 20, "kind": "train", **TRAIN}, {"step": 20, "kind": "knn", "knn_accuracy": 0.5}
+    write_lines(run, *lines)
+    found = Tags(page.write_page(run).read_text()).text
+    assert "losses" in found and not any("gradient" in text for text in found)
+    assert found[found.index("peak memory, GB a process") + 1] == "-"
+    monkeypatch.setattr(page, "drawing_problem", lambda: "matplotlib is <missing>")
+    assert "matplotlib is &lt;missing&gt;" in page.write_page(run).read_text()
+
+
+def test_page_warns_of_a_collapse(run):
+    write_lines(run, {"step": 20, "kind": "knn", **TRAIN, **KNN, "rankme": 1.01})
+    assert "representation has collapsed" in page.as_html(run)
+
+
+def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, capsys):
+    lines = (run / "metrics.jsonl").read_text()
+    waited = []
+
+    def wait(seconds):
+        waited.append("refresh" in (run / page.NAME).read_text())
+        if len(waited) == 2:
+            (run / "metrics.jsonl").write_text(
+                lines + json.dumps({"step": 30, "kind": "train", **TRAIN}) + "\n"
+            )
+        if len(waited) == 3:
+            write_status(run, "done")
+
+    page.watch([run], wait)
+    assert waited == [True] * 3 and capsys.readouterr().out.count("wrote") == 3
+    text = (run / page.NAME).read_text()
+    assert "30" in Tags(text).text and 'http-equiv="refresh"' not in text
+    assert not list(run.glob(".tmp-*"))
+
+
+def test_page_killed_while_it_is_written_leaves_the_old_one(run, monkeypatch):
+    before = page.write_page(run).read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        page.write_page(run)
+    assert (run / page.NAME).read_bytes() == before and not list(run.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--page"], 2, "which run? For example"),
+        (["--page", "RUN", "--lengths"], 2, "--lengths belongs to a comparison of runs"),
+        (["--watch", "RUN", "--output", "x"], 2, "--output belongs to a comparison of runs"),
+        (["--page", "gone"], 3, "gone does not exist. `fastsuncet train` makes one"),
+    ],
+)
+def test_page_refuses_with_a_message(run, words, code, said, capsys):
+    assert main(["report", *(str(run) if word == "RUN" else word for word in words)]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_page_command_writes_one_page_a_run(run, tmp_path, capsys):
+    other = make_run(tmp_path, "c", 0.25)
+    result(other, 20, 0.75, kind="linear", labels=LABELS)
+    assert main(["report", "--page", str(run), str(other)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"wrote {each / page.NAME}" for each in (run, other)]
+    assert "a linear classifier" in (other / page.NAME).read_text()
