@@ -4,8 +4,9 @@ A graph replays kernels on fixed addresses. So each batch is copied into the gra
 read from the device. Each kind of step (with labels or without, prototypes frozen or not) has a graph of its own. It is
 captured after some steps that ran kernel by kernel, in which libraries choose their algorithms and allocate memory.
 
-No graph has been captured on a GPU yet: `meta.cuda_graph` is off by default. A step that cannot be captured is reported
-once, and the run goes on without a graph.
+No graph has been captured on a GPU yet: `meta.cuda_graph` is off by default. A new run with it is tried in another
+process first (`tuning.settle`). A step that can then not be captured is reported once, and the run goes on without a
+graph.
 """
 
 import gc
@@ -14,7 +15,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 from fastsuncet.console import Say, say_line
 from fastsuncet.data.paired_stream import Batch
@@ -22,9 +22,6 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.optim import LARS
 from fastsuncet.training.step import StepSettings, train_step
 
-# Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
-# branch of 2.13 and before that of 2.14). Before it, a run without its graph would miss the memory of a whole step.
-TORCH = "2.14"
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
 # PyTorch asks for eleven passes before it.
 WARMUP, WARMUP_IN_DDP = 3, 11
@@ -53,8 +50,8 @@ class Step:
         self.network, self.optimizer, self.setting, self.say = network, optimizer, setting, say
         self.capture = capture or capture_on_device
         self.graphs = graphs
-        if graphs and capture is None and (problem := why_no_graph(setting.device)):
-            self._disable(problem)
+        if graphs and capture is None and setting.device.type != "cuda":
+            self._disable(f"there is no CUDA device, this is {setting.device.type}")
         self.warmup = WARMUP_IN_DDP if isinstance(network, nn.parallel.DistributedDataParallel) else WARMUP
         self._seen: dict[tuple, int] = {}  # kind of step -> how many ran kernel by kernel
         # kind of step -> graph, the batch it reads, the losses it writes
@@ -137,15 +134,6 @@ class Step:
         self.say(
             f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"
         )
-
-
-def why_no_graph(device: torch.device) -> str | None:
-    """Return why no step can be captured on `device`, None if it can be tried."""
-    if device.type != "cuda":
-        return f"there is no CUDA device, this is {device.type}"
-    if TorchVersion(torch.__version__) < TORCH:
-        return f"torch {torch.__version__} keeps the memory of a failed capture; install {TORCH} or later"
-    return None
 
 
 def tensors(batch: Batch) -> tuple[Tensor, ...]:

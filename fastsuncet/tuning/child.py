@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from fastsuncet.data.paired_stream import Batch, PairedStream
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place, join
 from fastsuncet.distributed.signals import end_with_parent
+from fastsuncet.errors import FastSuncetError
 from fastsuncet.training import kernel_choice
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, tensors
 from fastsuncet.training.determinism import resolve_precision, set_determinism
@@ -52,14 +53,15 @@ def main(request: str, report: str) -> int:
         found = _measure(asked)
     # Anything can end a contender, and the parent reports it.
     except Exception as error:
-        found = Report(problem=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
+        found = Report(problem=kind + (str(error).splitlines() or [""])[0])
     atomic_files.replace(Path(report), json.dumps(asdict(found)).encode())
     # Without waiting for threads of a library, nor for other ranks.
     os._exit(0)
 
 
 def _measure(asked: dict[str, Any]) -> Report:
-    config, notes = Config.from_values(asked["config"]), []
+    config = Config.from_values(asked["config"])
     with join(config.meta.device) as place:
         plain, _ = resolve_precision(config, place.device)
         sides = {side: plain.with_values(values) for side, values in asked["sides"].items()}
@@ -68,7 +70,7 @@ def _measure(asked: dict[str, Any]) -> Report:
         base, contender, exact = sides.get(BASE, sides[PLAIN]), sides[CONTENDER], asked["exact"]
         # As every run does at its start: each kernel on the shapes of this run's layers.
         kernels = kernel_choice.agree(place, kernel_choice.prove(contender, arithmetic, place.device))
-        bench = _Bench(place, images, arithmetic, notes.append)
+        bench = _Bench(place, images, arithmetic)
         problem = kernels.get("norm.cu") if contender.model != base.model else None
         if problem is None and base.data != contender.data:
             problem = bench.pixel_problem(base, contender, exact=exact)
@@ -76,16 +78,15 @@ def _measure(asked: dict[str, Any]) -> Report:
             problem = bench.step_problem(base if exact else sides[PLAIN], contender, exact=exact)
         # A rank that has left would keep the others waiting in the first collective of the timing.
         if any_rank(problem is not None):
-            return Report(problem=problem, notes=notes)
-        timed = bench.time(sides, asked["clock"], asked["ends"])
-        return Report(notes=list(dict.fromkeys(notes)), **timed)
+            return Report(problem=problem)
+        return Report() if asked["clock"] is None else bench.time(sides, asked["clock"], asked["ends"])
 
 
 class _Bench:
     """Steps of any config on this rank's images."""
 
-    def __init__(self, place: Place, images: Images, arithmetic: Arithmetic, say: Callable[[str], None]):
-        self.place, self.images, self.arithmetic, self.say = place, images, arithmetic, say
+    def __init__(self, place: Place, images: Images, arithmetic: Arithmetic):
+        self.place, self.images, self.arithmetic = place, images, arithmetic
         self.threads = torch.get_num_threads()
         self.supervised = 2 * arithmetic.supervised_steps >= arithmetic.steps  # most updates are of this kind
 
@@ -98,7 +99,7 @@ class _Bench:
         """Build a network and its step, on the weights that the run starts with."""
         self.use(config)
         model, network, optimizer, setting = build(config, self.place, len(self.images.train.classes))
-        return model, Step(network, optimizer, setting, graphs=config.meta.cuda_graph, say=self.say)
+        return model, Step(network, optimizer, setting, graphs=config.meta.cuda_graph, say=_refuse)
 
     def stream(self, config: Config) -> PairedStream:
         """Open the images of this rank as `config` reads them."""
@@ -173,7 +174,7 @@ class _Bench:
         return None
 
     # ------------------------------------------------------------------------------------------------------ timing
-    def time(self, sides: dict[str, Config], clock: str, ends: float) -> dict[str, Any]:
+    def time(self, sides: dict[str, Config], clock: str, ends: float) -> Report:
         """Return the seconds a step of each side by turn, and the share of the card's memory that stays free."""
         with contextlib.ExitStack() as stack:
             calls = {side: stack.enter_context(self._side(config, clock)) for side, config in sides.items()}
@@ -186,7 +187,7 @@ class _Bench:
             needed = len(calls) * (skipped + steps) * seconds
             rounds = broadcast_json(min(ROUNDS, int((ends - time.time()) / needed)))
             if rounds < FEWEST_ROUNDS:
-                return {"problem": f"no time for {FEWEST_ROUNDS} turns: a step takes {seconds:.3g} s"}
+                return Report(problem=f"no time for {FEWEST_ROUNDS} turns: a step takes {seconds:.3g} s")
             found: dict[str, list[float]] = {side: [] for side in calls}
             left = None
             for turn in range(rounds):
@@ -199,7 +200,7 @@ class _Bench:
                         # The memory that this side keeps for its next turn is not the other's.
                         torch.cuda.empty_cache()
             views = self.arithmetic.update_samples(self.supervised) // self.place.world_size
-            return {"seconds": found, "memory_left": left, "views": views}
+            return Report(seconds=found, memory_left=left, views=views)
 
     @contextlib.contextmanager
     def _side(self, config: Config, clock: str) -> Iterator[Callable[[], Any]]:
@@ -226,6 +227,11 @@ class _Bench:
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _refuse(line: str) -> NoReturn:
+    """End the contender whose step was not captured: a run would go on without a graph, which is plain."""
+    raise FastSuncetError(line)
 
 
 def _equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

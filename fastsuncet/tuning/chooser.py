@@ -23,7 +23,8 @@ class Rung:
 
     name: str
     values: Values
-    clock: Literal["step", "loop"] = "step"  # time steps on a fixed batch, or steps that read their images
+    # Time steps on a fixed batch, or steps that read their images, or nothing: only prove it.
+    clock: Literal["step", "loop"] | None = "step"
     exact: bool = False  # its proof: the bits of the base
     adopted: bool = True  # False: measured for the table only
 
@@ -36,7 +37,6 @@ class Report:
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)  # side -> seconds a step, by turn
     memory_left: float | None = None  # of the card, 0 to 1, while the contender trains
     views: int = 0  # of a step, on this rank
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -49,36 +49,37 @@ class Verdict:
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of the slowest rank, by turn
     views: int = 0  # of a step, over all ranks
     won: bool = False
-    notes: Sequence[str] = ()
 
     def gain(self, over: str = PLAIN) -> float:
         """Return how many times as fast as another side: the median over the turns."""
         return median(a / b for a, b in zip(self.seconds[over], self.seconds[CONTENDER], strict=True))
 
 
+def problem_of(reports: Sequence[Report]) -> str | None:
+    """Return what is wrong on the first rank that has a problem: one rank's problem is a problem of all."""
+    for rank, each in enumerate(reports):
+        if each.problem:
+            return f"rank {rank}: {each.problem}" if len(reports) > 1 else each.problem
+    return None
+
+
 def judge(rung: Rung, values: Values, reports: Sequence[Report]) -> Verdict:
-    """Return the verdict on a rung from the reports of all ranks: one rank's problem is a problem of all."""
-    many = len(reports) > 1
-    problems = [
-        f"rank {rank}: {each.problem}" if many else each.problem
-        for rank, each in enumerate(reports)
-        if each.problem
-    ]
+    """Return the verdict on a rung from the reports of all ranks."""
+    problem = problem_of(reports)
     left = min((each.memory_left for each in reports if each.memory_left is not None), default=1.0)
-    if not problems and left < MEMORY_LEFT:
-        problems = [f"leaves {left:.0%} of the memory free, {MEMORY_LEFT:.0%} are needed"]
+    if left < MEMORY_LEFT:
+        problem = problem or f"leaves {left:.0%} of the memory free, {MEMORY_LEFT:.0%} are needed"
     if len({tuple(sorted((side, len(s)) for side, s in each.seconds.items())) for each in reports}) > 1:
-        problems = problems or ["the ranks disagree about what they timed"]
-    notes = tuple(dict.fromkeys(note for each in reports for note in each.notes))
-    if problems:
-        return Verdict(rung, values, problems[0], notes=notes)
+        problem = problem or "the ranks disagree about what they timed"
+    if problem:
+        return Verdict(rung, values, problem)
     # Ranks wait for each other, so a step takes as long as the slowest one's.
     seconds = {
         side: [max(turn) for turn in zip(*(each.seconds[side] for each in reports), strict=True)]
         for side in reports[0].seconds
     }
     seconds.setdefault(BASE, seconds[PLAIN])
-    verdict = Verdict(rung, values, None, seconds, sum(each.views for each in reports), notes=notes)
+    verdict = Verdict(rung, values, None, seconds, sum(each.views for each in reports))
     faster = verdict.gain(BASE) >= MARGIN and median(seconds[CONTENDER]) < min(seconds[BASE])
     return replace(verdict, won=faster and rung.adopted)
 

@@ -40,7 +40,10 @@ def measure(config: Config, rung: Rung, base: Values, seconds: float, signals: S
     }
     # The children's first rank serves their store, and not torchrun's agent.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    own = run_child(request, environment, seconds, signals)
+    try:
+        own = run_child(request, environment, seconds, signals)
+    except OSError as error:  # no room for its files, no more processes
+        own = {"problem": f"cannot be started: {error}"}
     return [Report(**report) for report in gather_json(own)]
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -20,18 +21,41 @@ from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.cpu_count import cores
 from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.errors import FastSuncetError
 from fastsuncet.tuning.chooser import BASE, CONTENDER, PLAIN, Choice, Rung, Verdict
 from pipelines.code_cache import cache_folder
+
+CARDS = """
+import torch
+torch.cuda.init()
+cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+names = [f"{card.name} {card.total_memory >> 20} MiB" for card in cards]
+print("; ".join(names), "driver for CUDA", torch._C._cuda_getDriverVersion())
+"""
 
 Record = dict[str, Any]  # JSON types: "chosen" (dotted key -> value), "line", "key", "rungs"
 SOURCES = Path(__file__).resolve().parents[2]
 PATHS = ("root", "csv", "index", "pack", "split", "download", "bad_images", "train", "validation")
 
 
-def key(config: Config, arithmetic: Arithmetic, device: str, rungs: Sequence[Rung]) -> dict[str, Any] | None:
-    """Return all that a choice depends on, None where the ranks differ in it. Collective."""
+def key(config: Config, arithmetic: Arithmetic, device: str, rungs: Sequence[Rung]) -> dict[str, Any]:
+    """Return all that a choice depends on. Collective; raises NoKey on all ranks if they differ or one finds none."""
+    try:
+        here, problem = _own_key(config, arithmetic, device, rungs), None
+    # Nothing that is unknown about a machine may end a run, and a rank that left would keep the others waiting.
+    except Exception as error:
+        here, problem = {}, str(error)
+    everywhere = gather_json([here, problem])
+    if problem := next((f"rank {rank}: {p}" for rank, (_, p) in enumerate(everywhere) if p), None):
+        raise NoKey(f"the hardware cannot be named, {problem}")
+    if any(each != here for each, _ in everywhere):
+        raise NoKey("the ranks run on different hardware or versions")
+    return here
+
+
+def _own_key(config: Config, arithmetic: Arithmetic, device: str, rungs: Sequence[Rung]) -> dict[str, Any]:
     values = config.canonical()
-    here = {
+    return {
         "hardware": cards() if device == "cuda" else processor(),
         "cores": [cores(), torch.get_num_threads()],
         "versions": versions(),
@@ -43,17 +67,18 @@ def key(config: Config, arithmetic: Arithmetic, device: str, rungs: Sequence[Run
         "meta": {name: value for name, value in values["meta"].items() if name not in ("seed", "speed")},
         **{section: values[section] for section in ("model", "criterion", "swav")},
     }
-    everywhere = gather_json(here)
-    return here if all(each == here for each in everywhere) else None
 
 
 def cards() -> str:
-    """Return this machine's GPUs and their driver. Asks another process: CUDA here would keep memory on the GPU."""
-    query = "--query-gpu=name,memory.total,driver_version,compute_mode"
-    asked = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=True
-    )
-    return "; ".join(asked.stdout.strip().splitlines())
+    """Return the GPUs that torch sees and what their driver supports.
+
+    Asks another process: CUDA in this one would keep memory on the GPU. Raises RuntimeError with what torch says.
+    """
+    # In the sources' folder, because Python would import a torch.py of the user's.
+    asked = subprocess.run([sys.executable, "-c", CARDS], capture_output=True, text=True, cwd=SOURCES)
+    if asked.returncode:
+        raise RuntimeError((asked.stderr.strip().splitlines() or ["it gives no reason"])[-1])
+    return asked.stdout.strip()
 
 
 def processor() -> str:
@@ -74,6 +99,10 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
+class NoKey(FastSuncetError):
+    """Nothing says what a choice would be valid for, so there is none."""
+
+
 def cache_file(key: dict[str, Any]) -> Path:
     """Return the file that keeps the choice for a key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
@@ -85,12 +114,13 @@ def cached(key: dict[str, Any]) -> Record | None:
     try:
         record = json.loads(cache_file(key).read_bytes())
         return record if record["key"] == key and isinstance(record["chosen"], dict) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    # RuntimeError: this user has no home directory.
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
 
 
 def keep(record: Record) -> None:
-    """Keep a record for later runs. Raises OSError."""
+    """Keep a record for later runs. Raises OSError, RuntimeError."""
     path = cache_file(record["key"])
     atomic_files.make_folder(path.parent)
     atomic_files.replace(path, atomic_files.as_json(record))
@@ -119,7 +149,7 @@ def rows(choice: Choice) -> list[dict[str, Any]]:
 
 def _row(verdict: Verdict) -> dict[str, Any]:
     row = {"name": verdict.rung.name, "values": verdict.rung.values, "clock": verdict.rung.clock}
-    row |= {"won": verdict.won, "problem": verdict.problem, "notes": list(verdict.notes)}
+    row |= {"won": verdict.won, "problem": verdict.problem}
     if verdict.problem is None:
         seconds = {side: list(verdict.seconds[side]) for side in (PLAIN, BASE, CONTENDER)}
         row |= {

@@ -23,7 +23,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.tuning import processes, record
-from fastsuncet.tuning.chooser import Choice, Rung, Verdict, climb
+from fastsuncet.tuning.chooser import Choice, Rung, Verdict, climb, problem_of
 from fastsuncet.tuning.record import Record
 from fastsuncet.tuning.rungs import candidates
 
@@ -46,7 +46,8 @@ PLAIN = Settled(None, None, "plain")
 def settle(config: Config, place: Place) -> Settled:
     """Return what the run of `config` trains with. Collective; `place` is of a group without a GPU.
 
-    Raises ConfigError for `meta.speed: fixed` where nothing was chosen before, Preempted on a stop signal.
+    Raises ConfigError for `meta.speed: fixed` where nothing was chosen before and for a written CUDA graph that fails,
+    Preempted on a stop signal.
     """
     with SignalFlag() as signals, exclusive_run_folder(config.run_folder, place):
         found = _settle(config, place, signals)
@@ -67,18 +68,28 @@ def _settle(config: Config, place: Place, signals: SignalFlag) -> Settled:
             return Settled(None, None, "plain, as in the checkpoint")
         _require_agreement(config, speed)
         return Settled(speed, None, f"{speed['line']}; as in the checkpoint")
-    if config.meta.speed == "plain":
+    device, plain = device_type(config), config.meta.speed == "plain"
+    graph = config.meta.cuda_graph and device == "cuda"
+    if plain and not graph:
         return Settled(None, None, "plain, as configured")
-    device = device_type(config)
     images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
     arithmetic = config.resolve(place.world_size, *images.counts())
+    if graph:
+        _require_graph(config, signals)
+    if plain:
+        return Settled(None, images, "plain, as configured")
     fixed = config.meta.speed == "fixed"
     budget = seconds_to_spend(config, arithmetic, device)
     if not fixed and budget < LEAST:
         return Settled(None, images, "plain; the run is too short to tune")
     rungs = candidates(config, device)
-    key = record.key(config, arithmetic, device, rungs)
-    kept = broadcast_json(record.cached(key)) if key else None
+    try:
+        key = record.key(config, arithmetic, device, rungs)
+    except record.NoKey as error:
+        if fixed:
+            raise ConfigError(f"meta.speed is fixed, and no choice is valid here: {error}") from error
+        return Settled(None, images, f"plain; {error}")
+    kept = broadcast_json(record.cached(key))
     if kept is not None:
         return Settled(kept, images, f"{kept['line']}; measured before")
     if fixed:
@@ -86,8 +97,6 @@ def _settle(config: Config, place: Place, signals: SignalFlag) -> Settled:
             "meta.speed is fixed, and no choice is kept for this machine, these versions and this config: run "
             "`fastsuncet tune` with the same config first, or write meta.speed: auto or plain"
         )
-    if key is None:
-        return Settled(None, images, "plain; the ranks run on different hardware or versions")
     if not rungs:
         return Settled(None, images, "plain; every switch of speed is written")
     say_line(
@@ -123,7 +132,7 @@ def tune(
     if place.first and signals.requested is None:
         try:
             record.keep(found)
-        except OSError as error:  # the run does not need it
+        except (OSError, RuntimeError) as error:  # the run does not need it
             say_line(f"speed: the choice cannot be kept for later runs: {error}")
     return found
 
@@ -138,6 +147,20 @@ def seconds_to_spend(config: Config, arithmetic: Arithmetic, device: str) -> flo
     units = arithmetic.world_size if device == "cuda" else cores()
     # A backward pass costs two forward passes, and a multiply-add is two operations.
     return min(MOST, SHARE * 6 * run_macs(config, arithmetic) / (RATE[device] * units))
+
+
+def _require_graph(config: Config, signals: SignalFlag) -> None:
+    """Raise ConfigError if a written CUDA graph cannot be captured, or replays other bits. Collective.
+
+    In children, because a capture that fails on one rank alone leaves the others waiting in its collectives.
+    """
+    plain = config.with_values({"meta.cuda_graph": False})
+    graph = Rung("CUDA graph", {"meta.cuda_graph": True}, clock=None, exact=True)
+    problem = problem_of(processes.measure(plain, graph, {}, MOST, signals))
+    if problem and not any_rank(signals.requested is not None):
+        raise ConfigError(
+            f"meta.cuda_graph is true, and a process that tried it could not use it: {problem}. Remove the line"
+        )
 
 
 def _require_agreement(config: Config, speed: Record) -> None:

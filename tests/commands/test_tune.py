@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
@@ -56,15 +57,24 @@ def test_candidates_are_never_what_is_written():
     assert keys(*WRITTEN) == {"data.prefetch"}  # the demo's own file has threads and precision
     assert "meta.precision" in keys("meta.precision=auto")
     assert "model.fused_batchnorm" in keys(device="cuda") and "meta.threads" not in keys(device="cuda")
+    assert "meta.cuda_graph" in keys(device="cuda")
     nchw = load_config(CONFIGS / "digits_demo.yaml", ["meta.channels_last=false"])
     assert not any(rung.values.get("model.fused_batchnorm") for rung in candidates(nchw, "cuda"))
 
 
+def test_candidates_choose_a_graph_only_where_torch_frees_failed_captures(monkeypatch):
+    config = load_config(CONFIGS / "digits_demo.yaml", [])
+    for version, adopted in (("2.13.1", False), ("2.14.0+cu132", True), ("2.15.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        graph = next(r for r in candidates(config, "cuda", everything=True) if r.name == "CUDA graph")
+        assert graph.adopted == adopted == any(r.name == "CUDA graph" for r in candidates(config, "cuda"))
+
+
 def test_table_and_picture_name_what_is_wrong(tmp_path):
     rows = [
-        {"name": "a", "clock": "step", "won": True, "problem": None, "notes": [], "views": 8, "gain": 1.25}
+        {"name": "a", "clock": "step", "won": True, "problem": None, "views": 8, "gain": 1.25}
         | {"seconds": {"plain": [1.0, 1.1], "base": [1.0, 1.1], "contender": [0.8, 0.88]}},
-        {"name": "b", "clock": "loop", "won": False, "problem": "not done after 60 s", "notes": []},
+        {"name": "b", "clock": "loop", "won": False, "problem": "not done after 60 s"},
     ]
     lines = tune.table(rows)
     assert lines[2] == "| a | step | 840 | 1.05e+03 | 1.25 (1.25 to 1.25) | 1.25 (1.25 to 1.25) | chosen |"

@@ -63,6 +63,7 @@ def test_suite_names_the_parts_that_it_has_no_time_for(tmp_path, no_images):
 
 def test_suite_runs_a_tool_and_publishes_no_folder_of_the_machine(tmp_path, monkeypatch, capsys, no_images):
     words = ["--minutes=5", "--device=cpu", "--small", "--only", "lars", "--output", f"{tmp_path}/suite"]
+    monkeypatch.setattr(gpu_suite, "PIXELS", GOOD)
     monkeypatch.setattr(sys, "argv", ["/home/me/fastsuncet/tools/gpu/suite.py", *words])
     assert gpu_suite.main(words) == 0, capsys.readouterr().out
     text = (tmp_path / "suite.md").read_text()
@@ -71,6 +72,15 @@ def test_suite_runs_a_tool_and_publishes_no_folder_of_the_machine(tmp_path, monk
     assert f"{os.cpu_count()} cores, load " in text and f"CUDA {torch.version.cuda or 'none'}" in text
     assert "`python tools/gpu/suite.py --minutes=5 --device=cpu --small --only lars`" in text
     assert str(tmp_path) not in text and "/home" not in text
+
+
+def test_suite_reads_images_by_torchvision_where_dali_fails(tmp_path, no_images, monkeypatch):
+    """DALI is tried by the first part; the others see the result in the folder of their images."""
+    asks = Part("asks", 1, "", lambda o: ["-c", f"print({workloads.backend(o.folder)!r})"], reports=False)
+    for first, expected in ((BROKEN, "torchvision"), (GOOD, "dali")):
+        monkeypatch.setattr(gpu_suite, "PIXELS", first)
+        records = suite([first, asks], 2, "cpu", True, tmp_path / "suite")
+        assert records[1]["output"] == f"data.backend={expected}\n"
 
 
 def test_markdown_names_what_is_wrong(tmp_path, no_images):
@@ -103,14 +113,14 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_are_ordered_by_worth_and_fit_into_45_minutes():
+def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
-    assert names[:2] == ["tests", "resume"] and names[-1] == "race"
-    assert sum(part.limit for part in PARTS) <= 45
+    assert names[:5] == ["pixels", "tests", "resume", "imagenet", "ladder"] and names[-1] == "race"
+    assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
 
 
-@pytest.mark.parametrize("part", ["decoder", "profile", "race"])
+@pytest.mark.parametrize("part", ["pixels", "decoder", "profile", "race"])
 def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images):
     torch.set_num_threads(1)
     path = tmp_path / "found.json"
@@ -178,7 +188,7 @@ def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_pa
     # None in sys.modules is an ImportError.
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({absent!r}))")
     bare = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    words = PARTS[0].command(Options("cuda", False, tmp_path))
+    words = gpu_suite.gpu_tests(Options("cuda", False, tmp_path))
     code = f"import sys, pytest, tools.gpu.workloads; sys.exit(pytest.main({[*words[2:], '--collect-only']}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -201,14 +201,6 @@ def test_ranks_train_on_after_a_capture_refused_in_backward(tmp_path):
         assert all(map(torch.equal, plain, refused))
 
 
-def test_why_no_graph_asks_for_a_torch_that_frees_failed_captures(monkeypatch):
-    for version, refused in (("2.13.1", True), ("2.14.0+cu132", False), ("2.15.0", False)):
-        monkeypatch.setattr(torch, "__version__", version)
-        problem = cuda_graph.why_no_graph(torch.device("cuda"))
-        assert (problem is not None) == refused
-        assert not refused or "torch 2.13.1 keeps the memory of a failed capture; install 2.14" in problem
-
-
 def test_replay_overwrites_its_result_and_no_batch(task):
     step, _ = one_step(task, capture=fake)
     batches = [task.stream(number) for number in range(WARMUP + 2)]

@@ -10,6 +10,7 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import FastSuncetError
 from fastsuncet.tuning import child
 from fastsuncet.tuning.child import _Bench
 from fastsuncet.tuning.chooser import CONTENDER, PLAIN
@@ -29,7 +30,7 @@ def config(tmp_path_factory) -> Config:
 def bench(config) -> _Bench:
     place = Place(0, 1, 0, torch.device("cpu"))
     images = open_images(config, place, validation=False)
-    return _Bench(place, images, config.resolve(1, *images.counts()), lambda line: None)
+    return _Bench(place, images, config.resolve(1, *images.counts()))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,12 @@ def bench(config) -> _Bench:
 def test_step_problem_is_a_difference_beyond_rounding(bench, config, values, exact, problem):
     found = bench.step_problem(config, config.with_values(values), exact=exact)
     assert found == problem if problem is None else problem in found
+
+
+def test_step_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config):
+    """A run would go on without it, so the contender would be plain."""
+    with pytest.raises(FastSuncetError, match=r"meta\.cuda_graph: .*there is no CUDA device, this is cpu"):
+        bench.step_problem(config, config.with_values({"meta.cuda_graph": True}), exact=True)
 
 
 def test_step_problem_in_16_bits_is_looked_for_in_float32_too(bench, config):
@@ -79,11 +86,11 @@ def test_pixel_problem(bench, config, values, exact, problem):
 def test_time_takes_turns_and_needs_three(bench, config, clock):
     sides = {PLAIN: config, CONTENDER: config.with_values({"criterion.chunk_size": 64})}
     found = bench.time(sides, clock, time.time() + 90)
-    assert found["views"] == 2 * 40 + 10 * 4 and found["memory_left"] is None
-    turns = {len(found["seconds"][side]) for side in sides}
+    assert found.views == 2 * 40 + 10 * 4 and found.memory_left is None
+    turns = {len(found.seconds[side]) for side in sides}
     assert turns <= set(range(3, 10)) and len(turns) == 1
-    assert all(seconds > 0 for side in sides for seconds in found["seconds"][side])
-    assert bench.time(sides, clock, time.time())["problem"].startswith("no time for 3 turns: a step takes ")
+    assert all(seconds > 0 for side in sides for seconds in found.seconds[side])
+    assert bench.time(sides, clock, time.time()).problem.startswith("no time for 3 turns: a step takes ")
 
 
 def test_main_reports_an_error_of_any_kind(tmp_path, config, monkeypatch):

@@ -1,6 +1,7 @@
 """What a run trains with: its checkpoint's choice, a kept one, what wins now, or plain. Real runs and real children."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,47 @@ def test_settle_fixed_needs_a_choice(tmp_path):
     assert settled(config).speed["chosen"] == CHUNKS.values
 
 
+@pytest.mark.usefixtures("no_children")
+def test_settle_is_plain_with_a_reason_where_the_card_cannot_be_named(tmp_path, monkeypatch):
+    """A GPU's name is asked of torch in another process, which really finds none here."""
+    monkeypatch.setattr(settle, "device_type", lambda config: "cuda")
+    monkeypatch.setattr(settle, "RATE", {"cuda": 1e10})
+    line = settled(small_config(tmp_path, *HOURS)).line
+    assert line.startswith("plain; the hardware cannot be named, rank 0: ") and "NVIDIA" in line
+    monkeypatch.setattr(record, "cards", lambda: 1 / 0)
+    with pytest.raises(ConfigError, match="no choice is valid here: the hardware cannot be named"):
+        settled(small_config(tmp_path, "meta.speed=fixed"))
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), RuntimeError("no home directory")])
+def test_settle_needs_no_cache_and_no_child(tmp_path, monkeypatch, capsys, error):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(record, "cache_folder", fails)
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: os.read(-1, 1))  # an OSError
+    found = settled(small_config(tmp_path, *HOURS))
+    assert found.line == "plain; none of 0 contenders is faster; 1 not usable"
+    assert f"the choice cannot be kept for later runs: {error}" in capsys.readouterr().out
+
+
+def test_settle_refuses_a_written_graph_that_fails_in_a_child(tmp_path, monkeypatch):
+    """A capture that hangs on one rank costs its child."""
+    monkeypatch.setattr(settle, "device_type", lambda config: "cuda")
+    config = small_config(tmp_path, "meta.cuda_graph=true", "meta.speed=plain")
+    asked = []
+
+    def measure(config, rung, base, seconds, signals):
+        asked.append((config.meta.cuda_graph, rung.values, rung.exact, rung.clock))
+        return [Report(), Report(problem="not done after 180 s")] if len(asked) == 1 else [Report()] * 2
+
+    monkeypatch.setattr(processes, "measure", measure)
+    with pytest.raises(ConfigError, match=r"rank 1: not done after 180 s\. Remove the line"):
+        settled(config)
+    assert settled(config)[::2] == (None, "plain, as configured")
+    assert asked == [(False, {"meta.cuda_graph": True}, True, None)] * 2
+
+
 def test_settle_stopped_while_it_tunes_keeps_nothing(tmp_path, monkeypatch):
     def stopped(config, rung, base, seconds, signals):
         signals.requested = "SIGTERM"
@@ -175,9 +217,13 @@ def ranks_key(rank: int, world_size: int, folder: str, differ: bool) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "processor", lambda: f"processor {rank if differ else 0}")
         config = small_config(Path(folder))
-        return record.key(config, config.resolve(world_size, 1442, 10, 150), "cpu", [CHUNKS]) is None
+        try:
+            record.key(config, config.resolve(world_size, 1442, 10, 150), "cpu", [CHUNKS])
+        except record.NoKey:
+            return False
+        return True
 
 
 @pytest.mark.parametrize("differ", [True, False])
-def test_key_of_ranks_on_different_hardware_is_none(tmp_path, differ):
-    assert run_ranks(ranks_key, 2, str(tmp_path), differ) == [differ, differ]
+def test_key_needs_ranks_on_the_same_hardware(tmp_path, differ):
+    assert run_ranks(ranks_key, 2, str(tmp_path), differ) == [not differ] * 2

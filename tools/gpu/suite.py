@@ -4,9 +4,14 @@
 
 Each part is a process with its own time limit; one that fails, hangs or kills its process does not affect the others.
 PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.md. Both are written again after every
-part, so that a machine that is taken away leaves what was done. The suite needs no network, and of packages torch,
-torchvision, timm, PyYAML, pydantic and pytest; DALI can lie in a folder of PYTHONPATH. `--device cpu --small` rehearses
-all of it.
+part, so that a machine that is taken away leaves what was done. `--device cpu --small` rehearses all of it.
+
+The suite needs no network. It needs the packages of pyproject.toml and pytest; those that the machine lacks, such as
+DALI, pydantic, pydantic-core, annotated-types and typing-inspection, can lie in a folder of PYTHONPATH. If DALI cannot
+read images on the device, torchvision does, and the report says so.
+
+Where a command can last ten minutes: --minutes 9.5 --only tests resume imagenet; then --only ladder; then the others.
+Each call needs a PREFIX of its own.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
 else 1.
@@ -34,7 +39,7 @@ import torch
 from fastsuncet.commands.tune import table as tune_table
 from tools.bench.harness import Report
 from tools.bench.harness import markdown as markdown_table
-from tools.gpu.workloads import cifar_overrides, generate_images, imagenet_overrides
+from tools.gpu.workloads import NO_DALI, cifar_overrides, generate_images, imagenet_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE = 10.0  # seconds kept for writing the report
@@ -47,11 +52,12 @@ PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "a
 
 @dataclass(frozen=True)
 class Options:
-    """The device, the size, and the folder of generated images."""
+    """The device, the size, the folder of generated images, and how long the part can take."""
 
     device: str
     small: bool
     folder: Path
+    minutes: float = 8
 
     def bench(self, tool: str, *arguments: str) -> list[str]:
         """Return the command of a bench tool."""
@@ -92,7 +98,10 @@ def step(config: str, overrides: Callable[[Path, str, bool], list[str]]) -> Call
 def tune(options: Options) -> list[str]:
     """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU; it writes ladder.json itself."""
     words = imagenet_overrides(options.folder, options.device, options.small)
-    minutes = ["--minutes", "3" if options.small else "7"]
+    minutes = [
+        "--minutes",
+        f"{max(0.5, options.minutes - 1):.2f}",
+    ]  # the last one is for its start and its end
     output = ["--output", str(options.folder / "ladder.png")]
     return ["-m", "fastsuncet", "tune", "configs/in1k_10pct.yaml", *words, "--all", *minutes, *output]
 
@@ -109,10 +118,19 @@ def ranks(options: Options) -> list[str]:
 
 
 PARTS = (
-    Part("tests", 5, "the tests that need a GPU", gpu_tests, reports=False),
-    Part("resume", 3, "a continued run against a whole one, to the bit", lambda o: o.workload("resume")),
+    Part("pixels", 1, "DALI on this device", lambda o: o.workload("pixels")),
+    Part("tests", 4, "the tests that need a GPU", gpu_tests, reports=False),
+    Part("resume", 2, "a continued run against a whole one, to the bit", lambda o: o.workload("resume")),
+    Part("imagenet", 4, "ResNet-50 at 224 pixels", step("configs/in1k_10pct.yaml", imagenet_overrides)),
+    Part("ladder", 8, "what makes a run faster: fastsuncet tune --all", tune, reports=False),
+    Part("profile", 2, "where the time of a step goes", lambda o: o.workload("profile")),
+    Part(
+        "norm",
+        3,
+        "BatchNorm, residual and ReLU",
+        lambda o: o.bench("bench_norm", "--most", "6", "--rounds", "5"),
+    ),
     Part("decoder", 2, "the hardware JPEG decoder, by its share", lambda o: o.workload("decoder")),
-    Part("imagenet", 5, "ResNet-50 at 224 pixels", step("configs/in1k_10pct.yaml", imagenet_overrides)),
     Part(
         "cifar",
         3,
@@ -121,17 +139,10 @@ PARTS = (
     ),
     Part("lars", 2, "a LARS step", lambda o: o.bench("bench_lars", "--rounds", "9")),
     Part("losses", 2, "SuNCEt and NT-Xent", lambda o: o.bench("bench_loss", "--rows", "8192")),
-    Part(
-        "norm",
-        3,
-        "BatchNorm, residual and ReLU",
-        lambda o: o.bench("bench_norm", "--most", "6", "--rounds", "5"),
-    ),
-    Part("ladder", 8, "what makes a run faster: fastsuncet tune --all", tune, reports=False),
-    Part("profile", 3, "where the time of a step goes", lambda o: o.workload("profile")),
     Part("ranks", 3, "BatchNorm over ranks, on two GPUs or more", ranks),
     Part("race", 6, "SimCLR and SimCLR + SuNCEt to the same accuracy", lambda o: o.workload("race")),
 )
+PIXELS, *CHOSEN = PARTS  # every report begins with the first
 
 
 def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) -> dict[str, Any]:
@@ -238,17 +249,21 @@ def suite(
     report = Report("gpu_suite", Path(f"{output}.json"), card=describe_gpu(device, small))
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        options = Options(device, small, Path(scratch))
-        generate_images(options.folder, small)
+        folder = Path(scratch)
+        generate_images(folder, small)
         for part in parts:
-            left, found = end - time.perf_counter(), options.folder / f"{part.name}.json"
+            left, found = end - time.perf_counter(), folder / f"{part.name}.json"
+            seconds = min(left, 60 * part.limit)
             if part.name == "ranks" and device == "cuda" and torch.cuda.device_count() < 2:
                 record = {"name": part.name, "what": part.what, "status": "left out: one GPU", "seconds": 0.0}
             elif left < 5:
                 record = {"name": part.name, "what": part.what, "status": "left out: no time", "seconds": 0.0}
             else:
+                options = Options(device, small, folder, seconds / 60)
                 command = part.command(options) + (["--json", str(found)] if part.reports else [])
-                record = run_part(part, command, min(left, 60 * part.limit), found)
+                record = run_part(part, command, seconds, found)
+                if part is PIXELS and record["status"] != "done":
+                    (folder / NO_DALI).touch()
             records.append(record)
             print(f"{record['status']:<18}{record['seconds']:>7.1f} s  {part.name}: {part.what}", flush=True)
             report.save(parts=records)
@@ -258,7 +273,7 @@ def suite(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the suite; return 1 if a part failed or ran out of its time."""
-    names = [part.name for part in PARTS]
+    names = [part.name for part in CHOSEN]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -275,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"error: no GPU can be used here ({why}); --device cpu --small runs without one", file=sys.stderr
         )
         return 2
-    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    parts = [PIXELS, *(part for part in CHOSEN if options.only is None or part.name in options.only)]
     records = suite(parts, options.minutes, options.device, options.small, options.output)
     print(f"wrote {options.output}.json and {options.output}.md")
     started = [record for record in records if not record["status"].startswith("left out")]

@@ -1,5 +1,6 @@
 """The parts of the GPU suite that no other tool has: python -m tools.gpu.workloads PART --json FILE --folder F ...
 
+    pixels    DALI reads a batch on the device
     resume    a run that is continued from a checkpoint gives the weights of the whole run, to the bit
     decoder   whether an image's pixels depend on the other images of its batch, or on its row
     profile   where the time of our step goes
@@ -41,9 +42,9 @@ from tools.bench.harness import Report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DIGIT_SIDE = 32
+NO_DALI = "no_dali"  # a file beside the images, where DALI cannot read them
 IMAGENET = """
     data.train=pictures data.validation=null data.split.kind=all data.split.file=null
-    data.backend=dali
     criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8
     evaluation.knn_every_epochs=null optimization.warmup=0
 """
@@ -68,16 +69,22 @@ RESUME = """
 RACE = "checkpoint.every=null evaluation.knn_every_epochs=2 optimization.warmup=1"
 
 
+def backend(folder: Path) -> str:
+    """Return the override that reads images by DALI, or by torchvision where the part `pixels` failed."""
+    return f"data.backend={'torchvision' if (folder / NO_DALI).exists() else 'dali'}"
+
+
 def imagenet_overrides(folder: Path, device: str, small: bool) -> list[str]:
     """Return the changes of configs/in1k_10pct.yaml: the paper's step, 512 views a GPU, on generated pictures."""
     where = [f"data.root={folder}", f"meta.device={device}", f"logging.folder={folder}/runs"]
-    return [*where, *IMAGENET.split(), *(IMAGENET_SMALL.split() if small else [])]
+    return [*where, backend(folder), *IMAGENET.split(), *(IMAGENET_SMALL.split() if small else [])]
 
 
 def digits_overrides(folder: Path, device: str) -> list[str]:
     """Return the changes of configs/digits_*.yaml: drawn digits, on this device."""
     return [
         *DIGITS.split(),
+        backend(folder),
         f"data.root={folder}/digits",
         f"meta.device={device}",
         f"logging.folder={folder}/runs",
@@ -123,6 +130,23 @@ def draw_digit(digit: str, generator: np.random.Generator) -> Image.Image:
     return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).convert("RGB")
 
 
+def pixels(report: Report, folder: Path, device: str, small: bool) -> int:
+    """Read the first batch of the ImageNet step. The other parts use torchvision where this fails."""
+    config = load_config(CONFIGS / "in1k_10pct.yaml", imagenet_overrides(folder, device, small))
+    with join(config.meta.device) as place:
+        bench, stream = StepBench.open(config, place)
+        stream.close()
+    batch = bench.batch
+    points = [
+        {"name": f"{len(view)} images", "mean": float(view.float().mean()), "std": float(view.float().std())}
+        for view in (*batch.views, batch.labeled)
+    ]
+    columns = [("", "name", str), ("mean", "mean", "{:.3f}".format), ("deviation", "std", "{:.3f}".format)]
+    # Normalized pixels of pictures, or of noise.
+    wrong = [f"{p['name']} are no pixels" for p in points if not (abs(p["mean"]) < 2 and 0.1 < p["std"] < 4)]
+    return report.finish([harness.table("the views of a step", points, columns)], wrong=wrong, points=points)
+
+
 def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
     """Compare images among smaller and larger neighbors and in other rows, by the hardware JPEG decoder's share.
 
@@ -154,6 +178,7 @@ def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
         loader.close()
         counts = {name: int((each > 0).sum()) for name, each in zip(("neighbors", "rows"), changes)}
         points.append({"share": share, **counts, "largest": float(torch.stack(changes).max())})
+        report.save(points=points)  # the next share can end the process
     columns = [
         ("share", "share", str),
         ("differ among other neighbors", "neighbors", str),
@@ -285,7 +310,7 @@ def race(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], points=points, curves=curves)
 
 
-PARTS = {"resume": resume, "decoder": decoder, "profile": profile, "race": race}
+PARTS = {"pixels": pixels, "resume": resume, "decoder": decoder, "profile": profile, "race": race}
 
 
 def main(arguments: list[str] | None = None) -> int:
