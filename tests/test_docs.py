@@ -46,6 +46,12 @@ def test_docs_local_links_and_files_exist(page):
         assert (ROOT / name).exists(), name
 
 
+def test_docs_named_tests_exist():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert len(named) > 20 and not {name for name in named if f"def {name}(" not in tests}
+
+
 def test_readme_tree_names_every_folder():
     tree = README.split("## Where things are")[1].split("```")[1]
     named = set(re.findall(r"(\w+)/", tree))

@@ -45,6 +45,8 @@ def parallel(
             static_graph=static_graph,
             **options,
         )
+        # Its log of times waits for the device: in the first ten passes, and then in every 100th by default.
+        network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
         settle_buckets(network, inner, blank_pass)
     return network
 

@@ -55,7 +55,8 @@ def _gpu(config: Config, everything: bool) -> Iterator[Rung]:
     for share in (1.0, 0.9, 0.8, 0.65, 0.5, 0.25) if everything else (1.0,):
         values = {"data.hw_decoder_share": share}
         yield Rung(f"hardware JPEG decoder: {share:g}", values, clock="loop", adopted=False)
-    yield from _loader(config, everything, (4,))
+    both = config.criterion.instance != "none" and config.criterion.supervised_epochs != 0
+    yield from _loader(config, everything, (4,), streams=1 + both)
     if everything:
         values = {"data.decoder_buffers": "largest"}
         yield Rung("largest decoder buffers", values, clock="loop", exact=True, adopted=False)
@@ -77,8 +78,8 @@ def _cpu(config: Config, everything: bool) -> Iterator[Rung]:
         yield Rung("compile", {"meta.compile": True})
 
 
-def _loader(config: Config, everything: bool, prefetch: Iterable[int]) -> Iterator[Rung]:
-    for count in _around(decode_threads(config.data.decode_threads), everything):
+def _loader(config: Config, everything: bool, prefetch: Iterable[int], streams: int = 1) -> Iterator[Rung]:
+    for count in _around(decode_threads(config.data.decode_threads, streams=streams), everything):
         values = {"data.decode_threads": count}
         yield Rung(f"decode threads: {count}", values, clock="loop", exact=True)
     for count in (1, 3, 4, 5) if everything else prefetch:

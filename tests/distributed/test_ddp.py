@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastsuncet.distributed.ddp import parallel, require_compiler
@@ -22,6 +23,20 @@ def test_compiled_network_without_a_compiler_is_refused(no_compiler):
         parallel(
             nn.Linear(2, 2), place, compiled=True, static_graph=True, blank_pass=lambda net: net.weight.sum()
         )
+
+
+def test_ddp_logs_no_times_after_its_first_passes():
+    """They would be read from the device."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        here, image = Place(0, 2, 0, torch.device("cpu")), torch.ones(1, 2)
+        options = {"compiled": False, "static_graph": True, "blank_pass": lambda net: net(image).sum()}
+        network = parallel(nn.Linear(2, 2), here, **options)
+        for _ in range(100):
+            network(image).sum().backward()
+        assert network._get_ddp_logging_data()["iteration"] <= 10
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["gcc", "CXX"])
