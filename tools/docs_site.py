@@ -170,7 +170,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change the links of a page that is a file of the repository."""
     path = {uri: name for name, uri in TOP.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    if path in WIDE:
+    if path in WIDE or page.file.src_uri.startswith("source/"):
         page.meta["hide"] = ["toc"]
     return relink(markdown, path) if (ROOT / path).exists() else markdown
 
