@@ -34,7 +34,8 @@ TOP = {
     },
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
-WIDE = ("docs/paper.md", "docs/trust.md")  # their tables take the place of the table of contents
+# Pages whose tables take the place of the table of contents.
+WIDE = ("docs/gpu.md", "docs/paper.md", "docs/trust.md")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 
