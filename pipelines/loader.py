@@ -20,7 +20,7 @@ from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import say_line
 from pipelines.sampling.augmentation import Augmentation
-from pipelines.sampling.step_plan import EvaluationPlan, StepPlan, Visit
+from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, StepPlan
 from pipelines.verify import Decode, find_bad_images
 
 STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
@@ -56,7 +56,7 @@ def open_loader(
     "auto" the plug-in on a CPU where it can be built.
 
     With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an image's
-    pixels can depend on its neighbors (`graphs.ONE_DECODER`). `decoder_buffers` "largest" reserves memory for the
+    pixels can depend on its neighbors (`graphs.HW_DECODER_OFF`). `decoder_buffers` "largest" reserves memory for the
     largest image of the index, up to a limit (`room_for_buffers`), "grown" grows it as images come. Elsewhere both do
     nothing.
 
@@ -92,7 +92,7 @@ def open_evaluation_loader(
 
 
 class Engine(Protocol):
-    """Turns visits into pixels: each run() gives the next step's views, until a RuntimeError ends its use."""
+    """Turns draws into pixels: each run() gives the next step's views, until a RuntimeError ends its use."""
 
     def run(self) -> list[torch.Tensor]: ...
 
@@ -171,7 +171,7 @@ class Loader:
         self._index, self._plan, self._backend, self._allowed = index, plan, backend, allowed
         self._engine: Engine | None = None
         self._next_step = 0
-        self._visits: dict[int, Visit] = {}
+        self._draws: dict[int, BatchDraws] = {}
 
     def __call__(self, step: int) -> list[torch.Tensor]:
         """Return the views of `step`. Raises BadImage when more files are bad than are allowed."""
@@ -181,53 +181,53 @@ class Loader:
                 self._engine = self._backend.start(
                     self._index,
                     self._plan.augmentations,
-                    visit=self.visit,
+                    draws=self.draws,
                     first_step=step,
                     batch=self._plan.batch,
                 )
             try:
                 views = self._engine.run()
             except RuntimeError as error:
-                failed = self.visit(step)
+                failed = self.draws(step)
                 self.close()  # a DALI pipeline that failed once always fails
                 self._replace_bad_images(failed, error)
                 continue
             self._next_step = step + 1
-            self._visits = {s: visit for s, visit in self._visits.items() if s >= step}
+            self._draws = {s: kept for s, kept in self._draws.items() if s >= step}
             return views
 
-    def visit(self, step: int) -> Visit:
+    def draws(self, step: int) -> BatchDraws:
         """Return images, labels and parameters of `step`, stand-ins included. Call it after `loader(step)`.
 
         Before, a bad image of that step has not been met yet, and its label would be the wrong one.
         """
-        if step not in self._visits:
-            self._visits[step] = self._plan(step, self.replaced)
-        return self._visits[step]
+        if step not in self._draws:
+            self._draws[step] = self._plan(step, self.replaced)
+        return self._draws[step]
 
     def close(self) -> None:
         """Free the engine and what it has read ahead. The loader can be used again: it starts anew."""
         self._engine = None
-        self._visits.clear()
+        self._draws.clear()
 
-    def _replace_bad_images(self, visit: Visit, error: RuntimeError) -> None:
+    def _replace_bad_images(self, draws: BatchDraws, error: RuntimeError) -> None:
         """Find stand-ins for the undecodable files of a failed step.
 
         Raises BadImage for more bad files than are allowed, and `error` if all files are good.
         """
         found = {}
         if self._index.pixels is None:
-            found = find_bad_images(self._index, visit.indices, self._backend.decode)
+            found = find_bad_images(self._index, draws.indices, self._backend.decode)
         if not found:
             raise error
         if len(self.replaced) + len(found) > self._allowed:
             self.bad.update(self._by_path(found))
-            raise BadImage(list(self.bad.items()), visit.step, allowed=self._allowed) from error
+            raise BadImage(list(self.bad.items()), draws.step, allowed=self._allowed) from error
         self.replace(found)
         for i, reason in found.items():
             name, stand_in = self._index.name(i), self._index.name(self.replaced[i])
             say_line(
-                f"step {visit.step}: {name} cannot be decoded ({reason}); {stand_in} is shown instead "
+                f"step {draws.step}: {name} cannot be decoded ({reason}); {stand_in} is shown instead "
                 f"({len(self.replaced)} of {self._allowed} bad images allowed)"
             )
 
@@ -271,8 +271,8 @@ class EvaluationLoader:
                 except BadImage as bad:
                     # Without the step, which would read as a training step.
                     raise BadImage(bad.files, allowed=None) from bad
-                visit = self._loader.visit(step)
-                yield views, torch.from_numpy(visit.labels), torch.from_numpy(visit.indices)
+                draws = self._loader.draws(step)
+                yield views, torch.from_numpy(draws.labels), torch.from_numpy(draws.indices)
         finally:
             self.close()
 

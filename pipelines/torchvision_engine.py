@@ -17,13 +17,13 @@ from torchvision.transforms.v2 import functional as F
 from pipelines.datasets.image_headers import FORMATS, readable_by_pil
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
-from pipelines.sampling.step_plan import Visit
+from pipelines.sampling.step_plan import BatchDraws
 
 
 class TorchvisionEngine:
     """Gives the views of first_step, first_step + 1, ..., read `prefetch` steps ahead by `threads` threads.
 
-    `visit` maps a step to its Visit and raises StopIteration after the last step.
+    `draws` maps a step to its BatchDraws and raises StopIteration after the last step.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TorchvisionEngine:
         index: ImageIndex,
         augmentations: Sequence[Augmentation | Center],
         *,
-        visit: Callable[[int], Visit],
+        draws: Callable[[int], BatchDraws],
         first_step: int,
         batch: int,
         device: str,
@@ -40,7 +40,7 @@ class TorchvisionEngine:
         prefetch: int,
         dtype: torch.dtype,
     ):
-        self._index, self._augmentations, self._visit = index, augmentations, visit
+        self._index, self._augmentations, self._draws = index, augmentations, draws
         self._step, self._prefetch, self._dtype = first_step, prefetch, dtype
         self._device = torch.device("cuda", device_id) if device == "gpu" else torch.device("cpu")
         self._pool = ThreadPoolExecutor(threads)
@@ -54,11 +54,11 @@ class TorchvisionEngine:
         for step in range(self._step, self._step + self._prefetch):
             if step not in self._pending:
                 try:
-                    visit = self._visit(step)
+                    draws = self._draws(step)
                 except StopIteration:
                     break
-                rows = range(len(visit.indices))
-                self._pending[step] = [self._pool.submit(self._one_image, visit, row) for row in rows]
+                rows = range(len(draws.indices))
+                self._pending[step] = [self._pool.submit(self._one_image, draws, row) for row in rows]
         rows = [future.result() for future in self._pending.pop(self._step)]
         self._step += 1
         return [
@@ -66,8 +66,8 @@ class TorchvisionEngine:
             for view in zip(*rows)
         ]
 
-    def _one_image(self, visit: Visit, row: int) -> list[torch.Tensor]:
-        i = int(visit.indices[row])
+    def _one_image(self, draws: BatchDraws, row: int) -> list[torch.Tensor]:
+        i = int(draws.indices[row])
         pixels = read_rgb(self._index.content(i)) if self._index.pixels is None else self._index.pixels[i]
         if pixels.shape[:2] != tuple(self._index.sizes[i]):
             # torchvision would pad a crop that reaches over the edge; DALI's slice refuses it.
@@ -75,7 +75,7 @@ class TorchvisionEngine:
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         return [
             one_view(image, augmentation, view, row)
-            for augmentation, view in zip(self._augmentations, visit.views)
+            for augmentation, view in zip(self._augmentations, draws.views)
         ]
 
 

@@ -5,13 +5,15 @@ import signal
 
 import pytest
 
-# Hypothesis without a clock: on a busy machine a slow example says nothing about the code.
+# Hypothesis without a clock: on a busy machine a slow example says nothing about the code. New examples are drawn in
+# every run; `pytest --hypothesis-profile=thorough` draws many at once.
 # A bare GPU machine may lack it. The tests that use it import it by themselves and say so; those for the GPU do not.
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
-    settings.register_profile("fastsuncet", deadline=None)
-    settings.load_profile("fastsuncet")
+    settings.register_profile("quick", deadline=None, max_examples=20)
+    settings.register_profile("thorough", deadline=None, max_examples=500)
+    settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

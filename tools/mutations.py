@@ -38,9 +38,9 @@ MUTATIONS = {
         "tests/checkpoint/test_faults.py",
     ),
     "rename": Mutation(
-        "fastsuncet/checkpoint/manager.py",
-        "        write(temporary, step, files, meta)",
-        "        temporary = target\n        write(temporary, step, files, meta)",
+        "fastsuncet/checkpoint/atomic_files.py",
+        "        write(temporary)\n",
+        "        temporary = path\n        write(temporary)\n",
         "tests/checkpoint/test_faults.py",
     ),
     "signal handler": Mutation(

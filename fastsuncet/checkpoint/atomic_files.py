@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ def write_synced(path: Path, payload: bytes) -> None:
         os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder (new, renamed, removed) are on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder (new, renamed, removed), are on the disk.
+
+    Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -52,7 +55,7 @@ def make_folder(path: Path) -> None:
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def replace(path: Path, payload: bytes) -> None:
@@ -64,7 +67,30 @@ def replace(path: Path, payload: bytes) -> None:
     except BaseException:
         remove(temporary)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
+
+
+def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Give `path` the folder that `write(temporary)` makes: after a kill at any moment the old or the new one is whole.
+
+    `write` waits until the files in it are on the disk. If anything fails, the old folder is there and no other.
+    """
+    temporary, old = path.with_name(f".tmp-{path.name}"), path.with_name(f".replaced-{path.name}")
+    try:
+        write(temporary)
+        # A folder cannot be renamed onto a full one. Between these two renames the old folder counts under its hidden
+        # name: it can be the only one there is.
+        if os.path.lexists(path):
+            remove(old)
+            os.rename(path, old)
+        os.rename(temporary, path)
+        sync(path.parent)
+    except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(path):
+            os.rename(old, path)
+        try_to_remove(temporary)
+        raise
+    try_to_remove(old)
 
 
 def as_json(value: Any) -> bytes:
@@ -91,6 +117,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
+
+
+def try_to_remove(path: Path) -> None:
+    """Remove what no reader looks at. Ignore an error: it must not hide another one, and the next save tries again."""
+    with contextlib.suppress(OSError):
+        remove(path)
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ def write(path: Path, step: int, files: dict[str, bytes], meta: dict[str, Any]) 
     meta = json.loads(json.dumps(meta, allow_nan=False))  # as a reader gets it: the hash is of this
     meta["sha256"] = meta_sha256(meta)
     atomic_files.write_synced(path / META, json.dumps(meta, indent=1).encode())
-    atomic_files.sync_folder(path)
+    atomic_files.sync(path)
 
 
 def meta_sha256(meta: dict[str, Any]) -> str:

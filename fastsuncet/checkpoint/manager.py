@@ -74,7 +74,7 @@ def save(
                 )
             _remove_leftovers(folder)
             _require_space(folder, name, size)
-            _install(folder, step, files, meta)
+            atomic_files.replace_folder(folder / name, lambda temporary: write(temporary, step, files, meta))
             atomic_files.replace(folder / LATEST, f"{name}\n".encode())
             _remove_old(folder, step, keep, say)
     except OSError as error:
@@ -107,7 +107,7 @@ def _remove_leftovers(folder: Path) -> None:
         match = _NAME.fullmatch(path.name)
         superseded = match and path.name != match[1] and (folder / match[1]).exists()
         if path.name.startswith(".tmp-") or superseded:
-            _try_to_remove(path)
+            atomic_files.try_to_remove(path)
 
 
 def _require_space(folder: Path, name: str, size: int) -> None:
@@ -119,32 +119,6 @@ def _require_space(folder: Path, name: str, size: int) -> None:
             f"space; {folder} has {_megabytes(free)}. Free {_megabytes(2 * size - free)}, lower checkpoint.keep, or "
             "point logging.folder to another disk. The checkpoints before it are as they were."
         )
-
-
-def _install(folder: Path, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
-    """Write the new checkpoint under a hidden name, then rename it. Remove the hidden one if anything fails."""
-    name = f"step_{step:08d}"
-    temporary, target, old = folder / f".tmp-{name}", folder / name, folder / f".replaced-{name}"
-    try:
-        write(temporary, step, files, meta)
-        # A folder cannot be renamed onto a full one. Between these two renames the old checkpoint counts under its
-        # hidden name: it can be the only one there is.
-        if os.path.lexists(target):
-            os.rename(target, old)
-        os.rename(temporary, target)
-        atomic_files.sync_folder(folder)
-    except BaseException:
-        if os.path.lexists(old) and not os.path.lexists(target):
-            os.rename(old, target)
-        _try_to_remove(temporary)
-        raise
-    _try_to_remove(old)
-
-
-def _try_to_remove(path: Path) -> None:
-    """Remove what no reader looks at. Ignore an error: it must not hide another one, and the next save tries again."""
-    with contextlib.suppress(OSError):
-        atomic_files.remove(path)
 
 
 def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: only one process group uses it at a time, and status.json says how the run stands."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +44,12 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
+
+
+def refuse_existing(output: Path, force: bool) -> None:
+    """Raise ConfigError where there is something at `output` that --force does not allow to be replaced."""
+    if os.path.lexists(output) and not force:
+        raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
 
 
 @contextlib.contextmanager

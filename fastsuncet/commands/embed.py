@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from fastsuncet.checkpoint import atomic_files
-from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
@@ -56,8 +56,7 @@ def embed(where: Path, folder: Path, output: Path, *, batch: int = 256, force: b
         raise ConfigError(f"--output {output} must end in {' or '.join(FORMATS)}")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise ConfigError("a .parquet file needs pyarrow: pip install pyarrow, or write a .npz file")
-    if os.path.lexists(output) and not force:
-        raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
+    refuse_existing(output, force)
     encoder = load_encoder(where)
     if encoder.view is None:
         raise ConfigError(
@@ -78,8 +77,9 @@ def embed(where: Path, folder: Path, output: Path, *, batch: int = 256, force: b
             rows = _all_rows(encoder, index, encoder.view, place, part, batch)
             temporary = part / output.name
             _save(temporary, rows, index, {"encoder": encoder.record(), "view": astuple(encoder.view)})
+            atomic_files.sync(temporary)
             os.replace(temporary, output)
-            atomic_files.sync_folder(output.parent)
+            atomic_files.sync(output.parent)
         atomic_files.remove(part)
     say_line(f"wrote {output}: {len(index):,} images, {rows.shape[1]:,} features of {encoder.source}")
 
@@ -153,13 +153,10 @@ def _done(state: Path, identity: dict[str, Any]) -> int:
 
 
 def _save(path: Path, rows: np.ndarray, index: ImageIndex, about: dict[str, Any]) -> None:
-    """Write features, file names and, as JSON, `about`, and wait until they are on the disk."""
+    """Write features, file names and, as JSON, `about`."""
     names = [index.name(i) for i in range(len(index))]
     if path.suffix == ".npz":
-        with open(path, "wb") as stream:
-            np.savez(stream, features=rows, files=np.array(names), about=np.array(json.dumps(about)))
-            stream.flush()
-            os.fsync(stream.fileno())
+        np.savez(path, features=rows, files=np.array(names), about=np.array(json.dumps(about)))
         return
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     from pyarrow import parquet  # pyright: ignore[reportMissingImports]
@@ -173,6 +170,3 @@ def _save(path: Path, rows: np.ndarray, index: ImageIndex, about: dict[str, Any]
             block = rows[start : start + 4096]
             vectors = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
             writer.write_table(pa.table([pa.array(names[start : start + 4096]), vectors], schema=schema))
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint.format import versions
-from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
+from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import Place
@@ -67,8 +67,8 @@ def export(
     check(encoder.trained, to)
     run = found.parent.parent if found.parent.name == manager.FOLDER else found.parent
     target = output or run / FOLDER / FILES[to]
-    if output is not None and os.path.lexists(target) and not force:
-        raise ConfigError(f"--output {target} exists. Choose another name, or add --force to replace it")
+    if output is not None:
+        refuse_existing(output, force)
     record = _record(encoder, to, run)
     with disk_errors(target):
         atomic_files.make_folder(target.parent)
@@ -210,7 +210,7 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         for temporary in temporaries.values():
             atomic_files.remove(temporary)
         raise
-    atomic_files.sync_folder(path.parent)
+    atomic_files.sync(path.parent)
 
 
 def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
@@ -223,24 +223,15 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         "README.md": _model_card(record).encode(),
         record_path(path / WEIGHTS).name: atomic_files.as_json(record | _sums(payload)),
     }
-    temporary, old = path.with_name(f".tmp-{path.name}"), path.with_name(f".replaced-{path.name}")
-    atomic_files.remove(temporary)
-    try:
-        temporary.mkdir()
+
+    def write(folder: Path) -> None:
+        atomic_files.remove(folder)  # of a killed export
+        folder.mkdir()
         for name, content in files.items():
-            atomic_files.write_synced(temporary / name, content)
-        atomic_files.sync_folder(temporary)
-        atomic_files.remove(old)
-        if os.path.lexists(path):
-            os.rename(path, old)
-        os.rename(temporary, path)
-    except BaseException:
-        if os.path.lexists(old) and not os.path.lexists(path):
-            os.rename(old, path)
-        atomic_files.remove(temporary)
-        raise
-    atomic_files.sync_folder(path.parent)
-    atomic_files.remove(old)
+            atomic_files.write_synced(folder / name, content)
+        atomic_files.sync(folder)
+
+    atomic_files.replace_folder(path, write)
 
 
 def _sums(payload: bytes) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fastsuncet.versions import drawing_problem
 from pipelines.backend import dali_problem
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
-from pipelines.sampling.step_plan import Plan, Visit
+from pipelines.sampling.step_plan import BatchDraws, Plan
 from pipelines.torchvision_engine import read_rgb
 
 COLUMNS = 8
@@ -39,11 +39,8 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     """
     if problem := drawing_problem():
         raise ConfigError(problem)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
     # matplotlib would write to another name, or end in a traceback.
@@ -53,9 +50,8 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
         )
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
-    figure, axes = plt.subplots(
-        height, width, figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), layout="constrained")
+    axes = figure.subplots(height, width, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
     for line, (title, pictures) in zip(axes, rows):
@@ -69,8 +65,6 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
         figure.savefig(path, dpi=110)
     except OSError as error:
         raise CheckpointError(f"the picture {path} cannot be written: {error.strerror or error}") from error
-    finally:
-        plt.close(figure)
     return path
 
 
@@ -102,8 +96,8 @@ def _unlabeled(
     first = SomeRows(plan, np.arange(min(COLUMNS, plan.batch)))
     backends = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
     seen = {backend: _views(config, index, first, backend, step) for backend in backends}
-    visit = seen[backends[0]][1]
-    numbers = visit.indices.tolist()
+    draws = seen[backends[0]][1]
+    numbers = draws.indices.tolist()
     rows = [("images", [(_original(index, i), short_name(index.name(i))) for i in numbers])]
     for view in range(len(plan.augmentations)):
         for backend in backends:
@@ -117,8 +111,8 @@ def _labeled(config: Config, index: ImageIndex, stream: PairedStream, step: int)
     plan, classes = stream.plan(LABELED, 0), stream.arithmetic.classes_per_batch
     # The batch is interleaved (a, b, c, a, b, c); the picture shows pairs.
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
-    (pictures,), visit = _views(config, index, SomeRows(plan, pairs), config.data.backend, step)
-    return [(picture, index.classes[label]) for picture, label in zip(pictures, visit.labels)]
+    (pictures,), draws = _views(config, index, SomeRows(plan, pairs), config.data.backend, step)
+    return [(picture, index.classes[label]) for picture, label in zip(pictures, draws.labels)]
 
 
 def short_name(name: str) -> str:
@@ -133,26 +127,26 @@ class SomeRows:
         self._plan, self._rows = plan, rows
         self.augmentations, self.batch, self.stand_in = plan.augmentations, len(rows), plan.stand_in
 
-    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """Return the visit, as `Plan.__call__`. The whole batch is drawn: milliseconds for thousands of rows."""
-        visit, rows = self._plan(step, replaced), self._rows
+    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
+        """Return the draws, as `Plan.__call__`. The whole batch is drawn: milliseconds for thousands of rows."""
+        draws, rows = self._plan(step, replaced), self._rows
         views = tuple(
             type(view)(**{field.name: getattr(view, field.name)[rows] for field in fields(view)})
-            for view in visit.views
+            for view in draws.views
         )
-        return Visit(step, visit.indices[rows], visit.labels[rows], views)
+        return BatchDraws(step, draws.indices[rows], draws.labels[rows], views)
 
 
 def _views(
     config: Config, index: ImageIndex, plan: SomeRows, backend: str, step: int
-) -> tuple[list[list[np.ndarray]], Visit]:
-    """Return the pictures of each view without normalization, and their visit, stand-ins included."""
+) -> tuple[list[list[np.ndarray]], BatchDraws]:
+    """Return the pictures of each view without normalization, and their draws, stand-ins included."""
     view = plan.augmentations[0]
     loader = open_loader(index, plan, backend=backend, bad_images=config.data.bad_images)
     try:
         mean, std = (np.array(values) for values in (view.mean, view.std))
         batches = [tensor.permute(0, 2, 3, 1).numpy() * std + mean for tensor in loader(step)]
-        return [list(np.clip(batch, 0, 1)) for batch in batches], loader.visit(step)
+        return [list(np.clip(batch, 0, 1)) for batch in batches], loader.draws(step)
     finally:
         loader.close()
 

@@ -99,13 +99,11 @@ def _spread(above: Sequence[float], below: Sequence[float]) -> str:
 
 def draw(found: record.Record, path: Path) -> None:
     """Draw the views a second of each rung beside plain's of the same turns, and name what is wrong with the others."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = found["rungs"]
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.5 + 0.5 * len(rows)), layout="constrained")
+    axis = figure.subplots()
     for place, row in enumerate(rows):
         if row["problem"] is not None:
             axis.text(0, place, f"  {row['problem'][:90]}", va="center", fontsize=8, color="#b00020")
@@ -133,4 +131,3 @@ def draw(found: record.Record, path: Path) -> None:
     axis.set_xlabel("views a second, median and range of the turns; gray: plain in the same turns")
     axis.set_title(found["line"], fontsize=9, loc="left")
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -97,7 +97,7 @@ class PairedStream:
             loader = self._loaders[LABELED]
             (labeled,) = (self._to_device(view) for view in loader(step))
             # The labels come last: a bad image can be replaced by one of another class.
-            labels = self._to_device(torch.from_numpy(loader.visit(step).labels))
+            labels = self._to_device(torch.from_numpy(loader.draws(step).labels))
         elif LABELED in self._loaders:
             # Supervision is off for good: free its threads and buffers.
             self._loaders.pop(LABELED).close()

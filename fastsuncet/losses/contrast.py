@@ -35,7 +35,7 @@ from fastsuncet.distributed.collectives import (
 )
 from fastsuncet.losses import contrast_kernel, tf32
 from fastsuncet.losses.checks import at_least_float32
-from fastsuncet.losses.contrast_symmetric import COLDEST, chunks, sweep_pairs
+from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE, chunks, sweep_pairs
 
 # The default R. Logits, p, t and two masks take 14 R M bytes in float32, 7 MB at 4,096 keys. On a CPU 96 to 256 rows
 # take the same time, and 512 take longer because they leave the cache; a small number keeps a process's peak well under
@@ -68,7 +68,7 @@ def contrast(
         chunk = chunk_size or (ROWS_PER_CHUNK_ON_CUDA if z.is_cuda else ROWS_PER_CHUNK)
         alone = world_size(group) == 1 and keys == "attached" and not every_positive
         # On a GPU a small batch costs launches, and the symmetric sweep has more of them.
-        if alone and temperature >= COLDEST and not z.is_cuda:
+        if alone and temperature >= LOWEST_TEMPERATURE and not z.is_cuda:
             return _Swept.apply(partial(sweep_pairs, ids, weights, temperature, chunk), unit)
         all_rows = gather_rows(unit, group) if keys == "attached" else all_gather_rows(unit, group)
         sweep = partial(_sweep, ids, weights, rank(group) * len(z), every_positive, chunk)

@@ -21,7 +21,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-COLDEST = 0.025  # x reaches down to exp(-2 / 0.025) = 2e-35, and below 1e-38 float32 has no full precision
+LOWEST_TEMPERATURE = (
+    0.025  # x reaches down to exp(-2 / 0.025) = 2e-35, and below 1e-38 float32 has no full precision
+)
 
 
 def sweep_pairs(

@@ -16,13 +16,13 @@ from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray, to_torch_type
 from pipelines.dali import graphs
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center
-from pipelines.sampling.step_plan import Visit
+from pipelines.sampling.step_plan import BatchDraws
 
 
 class DaliEngine:
     """One built pipeline. `run()` gives the views of first_step, first_step + 1, ... until a RuntimeError ends its use.
 
-    `visit` maps a step to its Visit and raises StopIteration after the last step. run() calls it in the caller's
+    `draws` maps a step to its BatchDraws and raises StopIteration after the last step. run() calls it in the caller's
     thread, up to `prefetch` steps ahead. The graph has no other input and no state. `plugin` says whether the plug-in,
     which `pipelines.dali.plugin.use.choose` has loaded, makes the views.
     """
@@ -32,7 +32,7 @@ class DaliEngine:
         index: ImageIndex,
         augmentations: Sequence[Augmentation | Center],
         *,
-        visit: Callable[[int], Visit],
+        draws: Callable[[int], BatchDraws],
         first_step: int,
         batch: int,
         device: str,
@@ -40,7 +40,7 @@ class DaliEngine:
         threads: int,
         prefetch: int,
         dtype: torch.dtype,
-        hw_decoder_share: float = graphs.ONE_DECODER,
+        hw_decoder_share: float = graphs.HW_DECODER_OFF,
         decoder_buffers: str = "grown",
         plugin: bool = False,
     ):
@@ -54,8 +54,8 @@ class DaliEngine:
         self._stream = side_stream(device_id) if device == "gpu" else None
         self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
         self._pipeline = graphs.views(
-            lambda iteration: source(visit(first_step + iteration).indices),
-            lambda iteration: graphs.view_arrays(augmentations, visit(first_step + iteration).views),
+            lambda iteration: source(draws(first_step + iteration).indices),
+            lambda iteration: graphs.view_arrays(augmentations, draws(first_step + iteration).views),
             augmentations,
             stored=source.stored,
             plugin=plugin,

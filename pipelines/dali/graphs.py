@@ -28,7 +28,7 @@ from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, 
 # ranks would not see what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75:
 # NVIDIA/DALI issue 5362). `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports at which shares pixels
 # depend on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
-ONE_DECODER = 0.0
+HW_DECODER_OFF = 0.0
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -125,7 +125,7 @@ def stored_images(
         encoded = fn.io.file.read(encoded)
     # adjust_orientation: torchvision's folders ignore EXIF, and the index holds sizes as stored. Fancy upsampling:
     # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
-    options = {"hw_decoder_load": ONE_DECODER, **decoder}
+    options = {"hw_decoder_load": HW_DECODER_OFF, **decoder}
     return fn.decoders.image(
         encoded,
         device=decode,

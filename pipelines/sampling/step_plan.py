@@ -22,7 +22,7 @@ SAME_CLASS_ATTEMPTS = 16  # stand-ins tried within a bad image's class before an
 
 
 @dataclass(frozen=True, eq=False)
-class Visit:
+class BatchDraws:
     """One rank's share of one step, before any pixel is read."""
 
     step: int
@@ -40,7 +40,7 @@ class StepPlan(Protocol):
     @property
     def batch(self) -> int: ...
 
-    def __call__(self, step: int, /, replaced: Mapping[int, int] | None = None) -> Visit: ...
+    def __call__(self, step: int, /, replaced: Mapping[int, int] | None = None) -> BatchDraws: ...
 
     def stand_in(self, bad: int, attempt: int) -> int: ...
 
@@ -67,8 +67,8 @@ class Plan:
         self.seed, self.role, self.rank = seed, role, rank
         self.batch = sampler.local_batch
 
-    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """Return this rank's visit at `step`. `replaced` maps an undecodable image to the one shown in its place.
+    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
+        """Return this rank's draws at `step`. `replaced` maps an undecodable image to the one shown in its place.
 
         A stand-in takes the row's draws with its own size and label: the crop box is drawn for the image that is read.
         """
@@ -79,7 +79,7 @@ class Plan:
         place = {"step": step, "first_row": self.rank * self.batch}
         sizes = self.index.sizes[indices]
         views = _draw_views(self.augmentations, sizes, seed=self.seed, role=self.role, **place)
-        return Visit(step, indices, self.index.labels[indices], views)
+        return BatchDraws(step, indices, self.index.labels[indices], views)
 
     def stand_in(self, bad: int, attempt: int) -> int:
         """Return the image to show in place of `bad`: a pure function of (seed, role, bad, attempt).
@@ -123,8 +123,8 @@ class EvaluationPlan:
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch)
 
-    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        """Return the visit of `step`. `replaced` must be empty: see `stand_in`."""
+    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
+        """Return the draws of `step`. `replaced` must be empty: see `stand_in`."""
         assert not replaced
         if step >= len(self):
             raise StopIteration  # the end, for an engine that reads ahead
@@ -134,7 +134,7 @@ class EvaluationPlan:
         place = {"step": 0, "first_row": self.first + start}
         sizes = self.index.sizes[indices]
         views = _draw_views(self.augmentations, sizes, seed=self.seed, role=self.role, **place)
-        return Visit(step, indices, self.index.labels[indices], views)
+        return BatchDraws(step, indices, self.index.labels[indices], views)
 
     def stand_in(self, bad: int, attempt: int) -> int:
         """Raise ValueError: an evaluation over other images than those asked for would be another evaluation."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet.checkpoint import manager
@@ -253,7 +253,6 @@ plain = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
 @given(state=st.dictionaries(st.text(), plain))
 def test_format_keeps_any_nest_of_plain_types(state):
     payload = io.BytesIO(encode({}, state)[STATE])

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastsuncet import losses
 from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con
-from fastsuncet.losses.contrast_symmetric import COLDEST
+from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch
 from tests.support.vectors import load_vectors
@@ -71,7 +71,6 @@ def test_suncet_is_equation_2_anchor_by_anchor():
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(
     batch=batches,
     temperature=temperatures,
@@ -110,7 +109,7 @@ def test_symmetric_sweep_equals_the_general_one(name, monkeypatch):
     z, labels = labeled_batch(rows=300, width=32, dtype=F32)
     expected = truth(name, z, labels, 0.1)
     symmetric = run(name, z, labels, 0.1)
-    monkeypatch.setattr("fastsuncet.losses.contrast.COLDEST", math.inf)
+    monkeypatch.setattr("fastsuncet.losses.contrast.LOWEST_TEMPERATURE", math.inf)
     general = run(name, z, labels, 0.1)
     assert not torch.equal(symmetric[1], general[1]), "both went the same way"
     assert_near(symmetric, expected, 3e-6)
@@ -118,7 +117,9 @@ def test_symmetric_sweep_equals_the_general_one(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nt_xent", "suncet"])
-@pytest.mark.parametrize("temperature", [COLDEST / 1.0001, COLDEST, COLDEST * 1.0001])
+@pytest.mark.parametrize(
+    "temperature", [LOWEST_TEMPERATURE / 1.0001, LOWEST_TEMPERATURE, LOWEST_TEMPERATURE * 1.0001]
+)
 def test_symmetric_sweep_is_precise_down_to_its_coldest(name, temperature):
     """At the coldest temperature, rows opposite to their positives still have exponentials e^-80."""
     z = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
@@ -169,7 +170,6 @@ def test_sup_con_has_its_authors_numbers():
 
 
 # --------------------------------------------------------------------------------------------------- invariance
-@settings(max_examples=40, deadline=None)
 @given(batches, temperatures, st.randoms(use_true_random=False), st.sampled_from(LABELED))
 def test_row_order_class_names_and_lengths_do_not_matter(batch, temperature, random, name):
     z, labels = batch

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet import losses
@@ -50,7 +50,6 @@ def run_kernel(logits, ids, first, weights, every_positive, staged):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(
     keys=st.integers(1, 90),
     classes=st.integers(1, 30),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,7 +28,6 @@ def draw_rows(rows: int, seed=0, dtype=F64) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------- loss
-@settings(max_examples=60, deadline=None)
 @given(
     crops=st.integers(2, 6),
     images=st.integers(1, 9),

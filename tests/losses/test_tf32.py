@@ -38,7 +38,7 @@ def draw_rows(clustered: bool) -> torch.Tensor:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The sweep that GPUs run, with TF32 on."""
-    monkeypatch.setattr(contrast, "COLDEST", float("inf"))
+    monkeypatch.setattr(contrast, "LOWEST_TEMPERATURE", float("inf"))
     monkeypatch.setattr(tf32, "in_use", lambda factor: factor.dtype == torch.float32)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -74,7 +74,6 @@ def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
     assert float(rows[2][1]) == 5 / 5
 
 
-@settings(max_examples=10)
 @given(values=st.lists(st.floats(), max_size=20))
 @example(values=[math.nan, math.inf, -math.inf])
 def test_writer_keeps_the_bits_of_every_float_in_both_files(values, tmp_path_factory):

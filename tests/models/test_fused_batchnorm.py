@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -50,7 +50,6 @@ def draw(shape, dtype, generator, *, mean=0.0, deviation=1.0):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 5), st.sampled_from([8, 16, 24, 40]), st.integers(1, 4), st.integers(2, 5))
     | st.tuples(st.integers(2, 40), st.sampled_from([8, 48])),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
@@ -39,7 +38,6 @@ settings = st.sampled_from([0.0, 0.9]).flatmap(
 )
 
 
-@example_settings(max_examples=25, deadline=None)
 @given(
     shapes=tensors,
     lr=st.sampled_from([0.0, 0.5]) | st.floats(1e-3, 10),

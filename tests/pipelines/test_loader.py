@@ -64,7 +64,7 @@ def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
     for step in range(3):
         for view in loader(step):
             shown = (view[:, 0, 8, 8] * 255 / 30).round().long().tolist()
-            assert shown == loader.visit(step).indices.tolist()
+            assert shown == loader.draws(step).indices.tolist()
 
 
 def test_loader_views_survive_later_steps_and_close(index, reader):
@@ -128,8 +128,8 @@ def test_loader_two_ranks_rows_are_one_processes_rows(index, reader, stream):
     for step in (0, 1, 7):
         joined = [torch.cat(parts) for parts in zip(*(loader(step) for loader in ranks))]
         assert_same(one(step), joined)
-        labels = np.concatenate([loader.visit(step).labels for loader in ranks])
-        np.testing.assert_array_equal(labels, one.visit(step).labels)
+        labels = np.concatenate([loader.draws(step).labels for loader in ranks])
+        np.testing.assert_array_equal(labels, one.draws(step).labels)
 
 
 # -- bad files
@@ -206,7 +206,7 @@ def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index
         good = torch.from_numpy(plan(step).indices != bad)
         views, originals = ([view[good] for view in each(step)] for each in (loader, clean))
         assert_same(views, originals)
-        replaced = loader.visit(step).indices[~good.numpy()]
+        replaced = loader.draws(step).indices[~good.numpy()]
         assert all(i == loader.replaced[bad] for i in replaced)
     assert (~good).any()  # the last step asked for it again
     assert list(loader.bad) == [str(own.path(bad))] and list(loader.replaced) == [bad]
@@ -225,8 +225,8 @@ def test_loader_stand_in_gets_its_own_crop_and_the_rows_other_draws(own, reader)
     plan.sampler.rows = lambda step, rank: rows
     assert_same(shown, opened(plan, reader)(0))
     for field in fields(ViewParams):
-        visits = unlabeled(own)(0), loader.visit(0)
-        before, after = (getattr(visit.views[0], field.name) for visit in visits)
+        both = unlabeled(own)(0), loader.draws(0)
+        before, after = (getattr(draws.views[0], field.name) for draws in both)
         first = 1 if field.name == "box" else 0
         np.testing.assert_array_equal(before[first:], after[first:])
 
@@ -280,7 +280,7 @@ def test_loader_labeled_stand_in_is_a_labeled_image_of_the_same_class(own, reade
     loader(0)
     stand_in = loader.replaced[bad]
     assert stand_in in few and stand_in != bad
-    np.testing.assert_array_equal(loader.visit(0).labels, plan(0).labels)
+    np.testing.assert_array_equal(loader.draws(0).labels, plan(0).labels)
 
 
 def test_loader_known_bad_files_are_replaced_from_the_start_or_refused(own, reader):

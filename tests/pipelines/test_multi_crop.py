@@ -54,9 +54,9 @@ def test_crop_areas_are_those_of_their_scales(index, reader):
     loader, areas = loader_of(index, reader), []
     for step in range(8):
         loader(step)
-        visit = loader.visit(step)
-        whole = index.sizes[visit.indices].prod(axis=1)
-        areas.append([view.box[:, 2] * view.box[:, 3] / whole for view in visit.views])
+        draws = loader.draws(step)
+        whole = index.sizes[draws.indices].prod(axis=1)
+        areas.append([view.box[:, 2] * view.box[:, 3] / whole for view in draws.views])
     areas = np.stack(areas)  # (steps, crops, images)
     large, small = areas[:, :2], areas[:, 2:]
     # A side is a whole number of pixels, 14 or more, so an area is off by a fourteenth at most.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet.training.supervision import PlateauRule
@@ -117,7 +117,6 @@ def test_plateau_of_simple_curves(means, epochs, end):
     assert ends_after(means, epochs) == end
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.01, 5), max_size=40), st.integers(1, 8), st.integers(0, 40), st.floats(0.001, 1))
 def test_plateau_rule_continues_from_its_means(means, epochs, stopped, gain):
     whole, first, second = (PlateauRule(epochs, gain) for _ in range(3))
@@ -129,7 +128,6 @@ def test_plateau_rule_continues_from_its_means(means, epochs, stopped, gain):
     assert second.means == whole.means
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(-40, 40))
 def test_plateau_does_not_depend_on_the_unit_of_the_loss(seed, power):
     curve = noisy(0.2 + 2.1 * np.exp(-np.arange(200) / 15), seed)

@@ -16,13 +16,13 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import SubsetSampler
-from pipelines.sampling.step_plan import Plan, Visit
+from pipelines.sampling.step_plan import BatchDraws, Plan
 
 ROLE = "fit"  # of the random draws: independent of those of pre-training
 
 
 class AccumulationPlan(Plan):
-    """One rank's visits, A for each step: visit `step * A + part` is the rows of that pass in the step's batch.
+    """One rank's draws, A for each step: number `step * A + part` is the rows of that pass in the step's batch.
 
     Pass a of rank r is block a W + r of the batch. So A passes of one rank and one pass on each of A ranks see the same
     blocks of images, with the same gradients, BatchNorm's included.
@@ -43,8 +43,8 @@ class AccumulationPlan(Plan):
         blocks = [part * world_size + rank for part in range(passes)]
         self._parts = [Plan(index, sampler, (view,), seed=seed, role=ROLE, rank=block) for block in blocks]
 
-    def __call__(self, visit: int, replaced: Mapping[int, int] | None = None) -> Visit:
-        step, part = divmod(visit, len(self._parts))
+    def __call__(self, number: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
+        step, part = divmod(number, len(self._parts))
         return self._parts[part](step, replaced)
 
 
@@ -80,19 +80,19 @@ class FineTuningStream:
         number = step * self.passes + part
         (images,) = self._loader(number)
         # Asked for after the images: a bad one can be replaced by one of another class.
-        visit = self._loader.visit(number)
-        targets = visit.labels
+        draws = self._loader.draws(number)
+        targets = draws.labels
         if self._multi_label:
             assert self._index.presence is not None  # a task of several classes an image has an index with it
-            targets = self._index.presence[visit.indices]
+            targets = self._index.presence[draws.indices]
         tensors = (images, torch.from_numpy(targets))
         images, targets = (x.to(self._place.device, non_blocking=True) for x in tensors)
         return images, targets
 
     def files(self, step: int, rank: int, role: str = ROLE) -> list[str]:
         """Return the names of the images of one rank's part of a step."""
-        visits = [self._plans[rank](step * self.passes + part) for part in range(self.passes)]
-        return [self._index.name(int(i)) for visit in visits for i in visit.indices]
+        passes = [self._plans[rank](step * self.passes + part) for part in range(self.passes)]
+        return [self._index.name(int(i)) for draws in passes for i in draws.indices]
 
     @property
     def replaced(self) -> set[int]:

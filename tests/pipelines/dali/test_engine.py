@@ -32,7 +32,7 @@ from pipelines.dali.engine import (
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
-from pipelines.sampling.step_plan import Visit
+from pipelines.sampling.step_plan import BatchDraws
 from tests.support.pictures import write_pictures
 from tests.support.streams import SMALL, assert_same, evaluation, opened, unlabeled
 
@@ -191,8 +191,8 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
         torch.Tensor, "record_stream", lambda view, stream: calls.append(f"kept for {stream.name}")
     )
     monkeypatch.setattr(engine, "feed_ndarray", copied)
-    visit = unlabeled(index, augmentations=(SMALL,))
-    made = DaliEngine(index, (SMALL,), visit=visit, first_step=0, batch=6, **place_of("cpu"))
+    draws = unlabeled(index, augmentations=(SMALL,))
+    made = DaliEngine(index, (SMALL,), draws=draws, first_step=0, batch=6, **place_of("cpu"))
     made._stream = Stream(name="side")
     found = [made.run() for _ in range(3)]
     work = [
@@ -237,8 +237,8 @@ def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
     view = draw_view(SMALL, index.sizes[:1], seed=0, step=0, role="", first_row=0)
     rows = 32
     same = {field.name: np.repeat(getattr(view, field.name), rows, axis=0) for field in fields(view)}
-    visit = Visit(0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), (ViewParams(**same),))
-    made = DaliEngine(index, (SMALL,), visit=lambda _: visit, first_step=0, batch=rows, **place_of("gpu"))
+    draws = BatchDraws(0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), (ViewParams(**same),))
+    made = DaliEngine(index, (SMALL,), draws=lambda _: draws, first_step=0, batch=rows, **place_of("gpu"))
     (images,) = made.run()
     assert all(torch.equal(image, images[0]) for image in images)
 
@@ -248,7 +248,7 @@ def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
 def test_engine_on_a_gpu_stays_within_two_steps_of_training_and_keeps_its_pixels(index):
     plan = unlabeled(index)
     beside, alone = (
-        DaliEngine(index, plan.augmentations, visit=plan, first_step=0, batch=6, **place_of("gpu"))
+        DaliEngine(index, plan.augmentations, draws=plan, first_step=0, batch=6, **place_of("gpu"))
         for _ in range(2)
     )
     expected = [[view.clone() for view in alone.run()] for _ in range(5)]

@@ -27,7 +27,7 @@ from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
-from pipelines.sampling.step_plan import Visit
+from pipelines.sampling.step_plan import BatchDraws
 from tests.support.pictures import texture, write_kinds, write_pictures
 from tests.support.plugin import needs_plugin
 from tests.support.streams import evaluation
@@ -54,8 +54,8 @@ class GivenViews:
         self.index, self.augmentations, self.views = index, (augmentation,) * len(views), tuple(views)
         self.batch = len(index)
 
-    def __call__(self, step, replaced=None) -> Visit:
-        return Visit(step, np.arange(len(self.index)), self.index.labels, self.views)
+    def __call__(self, step, replaced=None) -> BatchDraws:
+        return BatchDraws(step, np.arange(len(self.index)), self.index.labels, self.views)
 
     def stand_in(self, bad, attempt):
         raise AssertionError("no image is bad")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -43,7 +43,6 @@ def small_index(**changes) -> ImageIndex:
 # -- names
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(words, max_size=30))
 def test_names_behave_like_the_list_they_were_made_of(names):
     packed = Names.of(names)

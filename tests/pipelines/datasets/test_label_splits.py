@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.data_errors import DataError
@@ -50,7 +50,6 @@ def names(tmp_path):
 # -- draws
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(1, 300),
     fraction=st.sampled_from([0.0, 0.01, 0.1, 1 / 3, 0.5, 0.9, 1.0]),

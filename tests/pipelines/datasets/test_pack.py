@@ -76,7 +76,7 @@ def test_views_from_a_pack_equal_those_from_files(tmp_path, reader):
         files, pack = (opened(plan_of(images), reader) for images in (index, packed))
         for step in (0, 1, 7):
             assert_same(files(step), pack(step))
-            assert (files.visit(step).labels == pack.visit(step).labels).all()
+            assert (files.draws(step).labels == pack.draws(step).labels).all()
 
 
 def test_a_pack_holds_the_index_and_every_byte(index, pack):

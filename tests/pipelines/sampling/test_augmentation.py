@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
@@ -35,7 +35,6 @@ def draw(sizes, augmentation=None, *, seed=0, step=0, role="test", first_row=0) 
 # -- crops
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes_of_images, seeds)
 def test_crop_box_lies_inside_its_image_and_holds_a_pixel(sizes, seed):
     top, left, height, width = draw(sizes, seed=seed).box.T
@@ -77,7 +76,6 @@ def test_crop_of_an_image_without_a_size_is_one_pixel():
 # -- streams
 
 
-@settings(max_examples=40, deadline=None)
 @given(sizes_of_images, st.data())
 def test_draws_of_ranks_joined_are_one_processes(sizes, data):
     cut = data.draw(st.integers(0, len(sizes)))
@@ -131,7 +129,6 @@ def test_draws_never_change():
     assert view.order.tolist() == [[2, 3, 0, 1], [1, 0, 2, 3], [1, 3, 0, 2]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(0, 2**40), st.integers(0, 2**30), st.integers(1, 70))
 def test_uniform_at_a_position_is_what_reading_on_reaches(seed, step, block, count):
     ahead = uniform(seed, "a", (block, 0, 0, step), 4 * 5 + count)
@@ -212,7 +209,6 @@ def test_draws_of_zero_strength_are_neutral():
 # -- evaluation
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes_of_images, st.integers(1, 300), st.data())
 def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
     size = data.draw(st.integers(1, resize))

@@ -4,13 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.data_errors import DataError
 from pipelines.sampling.samplers import ClassSampler, SubsetSampler, UnlabeledSampler, permutation
-
-few = settings(max_examples=40, deadline=None)
 
 
 def global_batch(sampler, step):
@@ -64,7 +62,6 @@ def test_samplers_batch_is_the_same_in_any_order_and_on_any_number_of_ranks(make
 # -- unlabeled images
 
 
-@few
 @given(
     local=st.integers(1, 7),
     world_size=st.integers(1, 5),
@@ -142,7 +139,6 @@ def test_unlabeled_refuses_an_impossible_batch_with_its_numbers(images, batch, r
 # -- labeled images
 
 
-@few
 @given(
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=9),
     chosen=st.integers(1, 9),
@@ -173,7 +169,6 @@ def test_class_rows_are_interleaved_shared_and_distinct_where_possible(
         assert max(uses.values()) - min(uses.values()) <= 1
 
 
-@few
 @given(num_classes=st.integers(1, 12), chosen=st.integers(1, 12), cycle=st.integers(0, 50))
 def test_class_cycle_visits_every_class_at_most_once(num_classes, chosen, cycle):
     """And exactly once where the chunks divide the classes."""

@@ -38,9 +38,9 @@ def test_plan_stand_in_of_another_class_has_its_own_label_and_size(index):
     plan = labeled(index, np.arange(24))
     bad = int(plan(0).indices[0])
     other = int(np.flatnonzero(index.labels != index.labels[bad])[0])
-    visit = plan(0, {bad: other})
-    assert visit.indices[0] == other and visit.labels[0] == index.labels[other]
-    top, left, height, width = visit.views[0].box[0]
+    draws = plan(0, {bad: other})
+    assert draws.indices[0] == other and draws.labels[0] == index.labels[other]
+    top, left, height, width = draws.views[0].box[0]
     assert top + height <= index.sizes[other, 0] and left + width <= index.sizes[other, 1]
 
 
@@ -69,9 +69,9 @@ def boxes(plan: EvaluationPlan, view: int = 0) -> np.ndarray:
 
 
 def test_evaluation_plan_shows_every_image_once_in_order(index):
-    visits = [one_pass(index)(step) for step in range(3)]
-    assert np.concatenate([visit.indices for visit in visits]).tolist() == WANTED.tolist()
-    assert [len(visit.indices) for visit in visits] == [3, 3, 1]
+    steps = [one_pass(index)(step) for step in range(3)]
+    assert np.concatenate([draws.indices for draws in steps]).tolist() == WANTED.tolist()
+    assert [len(draws.indices) for draws in steps] == [3, 3, 1]
     with pytest.raises(StopIteration):
         one_pass(index)(3)
     with pytest.raises(ValueError, match="stand in"):
