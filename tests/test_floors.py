@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module imports from its own folder and from the rows below it.
@@ -52,31 +50,26 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("fastsuncet", "pipelines", "tools", "tests")}
 
 
-SOURCES = sorted(path for package in ("pipelines", "fastsuncet") for path in (ROOT / package).rglob("*.py"))
+SOURCES = {
+    module_name(path): path
+    for package in ("pipelines", "fastsuncet")
+    for path in (ROOT / package).rglob("*.py")
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", SOURCES, ids=[module_name(path) for path in SOURCES])
-def test_imports_go_down(path):
-    module = module_name(path)
-    if module == "pipelines":
-        assert imports(path) == set()
-    if module in (
-        "fastsuncet",
-        "pipelines",
-    ):  # fastsuncet's names are imported on first use: tests/test_api.py
-        return
-    here = folder_of(module)
-    for other in imports(path) - {"fastsuncet.__version__"}:
-        there = folder_of(other)
-        assert FLOOR[there] < FLOOR[here] or there == here, f"{module} imports {other}, which is not below it"
-
-
-def test_imports_pixels_never_import_learning():
-    for path in (ROOT / "pipelines").rglob("*.py"):
-        assert not any(name.startswith("fastsuncet") for name in imports(path)), path
+def test_imports_go_down():
+    wrong = []
+    for module, path in SOURCES.items():
+        if module == "fastsuncet":  # its names are imported on first use: tests/commands/test_api.py
+            continue
+        here = folder_of(module)
+        for other in imports(path) - {"fastsuncet.__version__"}:
+            there = folder_of(other)
+            if FLOOR[there] > FLOOR[here] or (FLOOR[there] == FLOOR[here] and there != here):
+                wrong.append(f"{module} imports {other}, which is not below it")
+    assert wrong == []
+    assert imports(SOURCES["pipelines"]) == set()
 
 
 def test_imports_every_row_names_a_folder_that_exists():
-    used = {folder_of(module_name(path)) for path in SOURCES if path.parent != ROOT}
-    assert used == set(FLOOR)
+    assert {folder_of(module) for module in SOURCES} == set(FLOOR)

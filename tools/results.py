@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from scipy.stats import t
-
 from fastsuncet.commands.report.compute_saved import percent, reached, savings
 from fastsuncet.commands.report.curves import Curve, Group, Measurement, Panel, Point, arrange
 from fastsuncet.commands.report.figures import COLORS, MARKERS
@@ -89,6 +87,8 @@ def groups(panel: Panel) -> dict[str, Group]:
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the mean of paired differences and the half width of its 95 % t interval."""
+    from scipy.stats import t  # importing it takes more than a second
+
     n = len(differences)
     return mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
 

@@ -36,7 +36,7 @@ def test_every_public_name_exists():
 
 @pytest.mark.slow
 def test_train_load_encoder_and_embed_work_together(tmp_path):
-    run = fastsuncet.train(small_config(tmp_path, "data.backend=torchvision"))
+    run = fastsuncet.train(small_config(tmp_path))
     encoder = fastsuncet.load_encoder(run)
     assert not encoder.training and encoder.view.size == 16
     (tmp_path / "images" / "deep").mkdir(parents=True)

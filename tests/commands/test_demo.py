@@ -56,11 +56,13 @@ def test_table_has_a_line_for_each_checkpoint():
 
 
 def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys):
-    seen = demo(tmp_path, seed=3, overrides=("optimization.steps=120", "meta.threads=1"))
+    seen = demo(
+        tmp_path, seed=3, overrides=("optimization.steps=80", "checkpoint.every=40", "meta.threads=1")
+    )
     kept = json.loads((tmp_path / "demo_seed3.json").read_text())
     assert list(kept) == ["SimCLR", "SimCLR + SuNCEt"]
     simclr, suncet = kept.values()
-    assert simclr["updates"] == suncet["updates"] == [60, 120]
+    assert simclr["updates"] == suncet["updates"] == [40, 80]
     assert simclr["petaflops"] == suncet["petaflops"]
     assert min(*simclr["accuracy"], *suncet["accuracy"]) > 0.6, "chance is 0.1"
     assert simclr["accuracy"] == [p.metrics["top1"] for p in seen[0].points]

@@ -40,7 +40,7 @@ SMALL_BATCHES = (
 def pretrained(tmp_path_factory) -> Path:
     """A folder of runs with one of ten steps, saved at 9 and 10."""
     top = tmp_path_factory.mktemp("pretrained")
-    train(small_config(top, "data.backend=torchvision", "data.decode_threads=1", "checkpoint.keep=2"))
+    train(small_config(top, "checkpoint.keep=2"))
     return top
 
 

@@ -1,49 +1,44 @@
 """`fastsuncet tune` prints, draws and keeps what it found, on one process and on two."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
 from fastsuncet.tuning.rungs import candidates
-from tests.support.runs import CONFIGS
+from tests.support.ranks import run_ranks
+from tests.support.runs import CONFIGS, shorten_tuning
 
-ROOT = Path(__file__).parents[2]
 # One rung is left: the others are written.
 WRITTEN = ("meta.compile=false", "data.color_operator=graph", "data.decode_threads=1")
+
+
+def tune_on_a_rank(rank: int, world_size: int, folder: str) -> str:
+    """Tune as the command does, and return what it prints."""
+    config, picture = str(CONFIGS / "digits_demo.yaml"), f"{folder}/speed.png"
+    words = [config, *WRITTEN, f"logging.folder={folder}", "--minutes", "4", "--output", picture]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("FASTSUNCET_CACHE", f"{folder}/cache")
+        shorten_tuning(patch)
+        assert cli.main(["tune", *words]) == 0
+    return printed.getvalue()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tune_the_demo(tmp_path, ranks):
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    words = [
-        "tune",
-        str(CONFIGS / "digits_demo.yaml"),
-        *WRITTEN,
-        f"logging.folder={tmp_path}",
-        "--minutes",
-        "4",
-    ]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "fastsuncet", *words, "--output", str(tmp_path / "speed.png")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FASTSUNCET_CACHE": str(tmp_path / "cache")},
-        timeout=290,
-    )
-    assert done.returncode == 0, done.stderr
+    folder = str(tmp_path)
+    printed = tune_on_a_rank(0, 1, folder) if ranks == 1 else run_ranks(tune_on_a_rank, 2, folder)[0]
     found = json.loads((tmp_path / "speed.json").read_text())
     (row,) = found["rungs"]
     assert row["name"] == "read-ahead: 3" and row["problem"] is None and found["key"]["ranks"] == ranks
     assert row["views"] == 256 and len(row["seconds"]["plain"]) >= 3
-    assert f"speed: {found['line']}\n" in done.stdout and "| read-ahead: 3 | loop |" in done.stdout
+    assert f"speed: {found['line']}\n" in printed and "| read-ahead: 3 | loop |" in printed
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
     (kept,) = (tmp_path / "cache" / "speed").iterdir()
     assert json.loads(kept.read_text()) == found

@@ -116,33 +116,34 @@ def rank_main(rank: int, folder: str, port: int, how: str) -> None:
     sys.exit(main(["train", str(CONFIGS / "digits_demo.yaml"), *overrides]))
 
 
+WHERE = {
+    "asleep": "reads images after step 5, in reading, test_heartbeat.py",
+    "stopped": "no sign of life",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["asleep", "stopped"])
-def test_hung_rank_ends_the_job_with_124_and_its_name(how, tmp_path):
+def test_hung_rank_ends_the_job_with_124_and_its_name(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
-        "True"  # this process holds the store, as torchrun's agent does
-    )
-    try:
-        ranks = [context.Process(target=rank_main, args=(n, str(tmp_path), store.port, how)) for n in (0, 1)]
+    jobs = {}
+    for how in WHERE:  # both jobs wait for their time-out at the same time
+        (tmp_path / how).mkdir()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        words = (str(tmp_path / how), store.port, how)
+        ranks = [context.Process(target=rank_main, args=(rank, *words)) for rank in (0, 1)]
         for process in ranks:
             process.start()
+        jobs[how] = (store, ranks)
+    for how, (_, ranks) in jobs.items():
         ranks[0].join(120)
         if how == "stopped":
             ranks[1].kill()
         ranks[1].join(60)
-    finally:
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    output = Path(tmp_path, "output 0").read_text()
-    assert [process.exitcode for process in ranks] == [124, -signal.SIGKILL if how == "stopped" else 124], (
-        output
-    )
-    error = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
-    where = (
-        "no sign of life" if how == "stopped" else "reads images after step 5, in reading, test_heartbeat.py"
-    )
-    assert f"waiting for rank 1 ({where}" in error and "meta.timeout" in error
-    status = json.loads((small_config(tmp_path).run_folder / "status.json").read_text())
-    assert status["state"] == "failed" and "waiting for rank 1" in status["message"]
+        output = Path(tmp_path, how, "output 0").read_text()
+        codes = [124, -signal.SIGKILL if how == "stopped" else 124]
+        assert [process.exitcode for process in ranks] == codes, output
+        error = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
+        assert f"waiting for rank 1 ({WHERE[how]}" in error and "meta.timeout" in error
+        status = json.loads((small_config(tmp_path / how).run_folder / "status.json").read_text())
+        assert status["state"] == "failed" and "waiting for rank 1" in status["message"]

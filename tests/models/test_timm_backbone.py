@@ -36,12 +36,12 @@ def test_timm_backbone_costs_what_torchvision_publishes(name):
 def test_timm_backbone_weights_depend_on_the_seed_alone():
     torch.manual_seed(11)
     before = torch.get_rng_state()
-    one, same, other = (build_model("timm/vit_tiny_patch16_224", seed=seed) for seed in (3, 3, 4))
+    one, same, other = (build_model("timm/test_vit", seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
     assert_equal_to_the_bit(dict(one.state_dict()), dict(same.state_dict()))
     assert not torch.equal(one.encoder.pos_embed, other.encoder.pos_embed)
     assert not torch.equal(one.head[0].weight, other.head[0].weight)
-    assert one.width == 192 and one(torch.zeros(2, 3, 32, 32)).shape == (2, 128)
+    assert one.width == 64 and one(torch.zeros(2, 3, 32, 32)).shape == (2, 128)
 
 
 def test_timm_backbone_name_is_checked_and_the_nearest_suggested(tmp_path):
@@ -53,7 +53,7 @@ def test_timm_backbone_name_is_checked_and_the_nearest_suggested(tmp_path):
 
 
 def test_timm_backbone_groups_keep_norms_and_biases_out_of_lars():
-    model = build_model("timm/convnext_atto", hidden=8, output=4)
+    model = build_model("timm/test_convnext", hidden=8, output=4)
     groups = parameter_groups(model, exclude_bias_and_norm=True)
     text = describe_groups(LARS(groups, torch.zeros(()), LARSSettings()))
     plain = {id(p) for p in groups[1]["params"]}
@@ -75,7 +75,7 @@ def test_synchronize_refuses_a_batchnorm_that_does_more(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["convnext_atto", "vit_tiny_patch16_224", "wide_resnet50_2"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_vit", "test_resnet"])
 def test_timm_backbone_trains_resumes_and_exports(tmp_path, name, capsys):
     words = [
         f"model.name=timm/{name}",
@@ -91,12 +91,10 @@ def test_timm_backbone_trains_resumes_and_exports(tmp_path, name, capsys):
     whole = small_config(tmp_path / "whole", *words)
     train(whole)
     assert "scaled and decayed by LARS" in capsys.readouterr().out
-    if name != "wide_resnet50_2":  # 70 million parameters
-        stopped = small_config(tmp_path / "stopped", *words)
-        train(stopped, stop_at=1)
-        train(stopped)
-        for ours, theirs in zip(final_state(stopped), final_state(whole)):
-            assert_equal_to_the_bit(ours, theirs)
+    stopped = small_config(tmp_path / "stopped", *words)
+    train(stopped, stop_at=1)
+    train(stopped)
+    assert_equal_to_the_bit(final_state(stopped), final_state(whole))
     images = torch.randn(2, 3, 32, 32)
     encoder = load_encoder(whole.run_folder).module.eval()
     options = {"dynamic_img_size": True} if "vit" in name else {}

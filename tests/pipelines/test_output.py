@@ -1,11 +1,15 @@
 """A run goes on when its standard output is lost, and no name in the data can end it or write the terminal's codes."""
 
 import io
-import subprocess
+import multiprocessing
+import os
+import sys
 
 import pytest
 
-from fastsuncet.console import cli_command, say_line
+from fastsuncet.cli import main
+from fastsuncet.console import say_line
+from tests.support.ranks import PRELOADED
 from tests.support.runs import CONFIGS, SMALL, metrics
 
 SHORT = (
@@ -32,21 +36,30 @@ def test_say_line_escapes_control_characters_and_what_the_log_cannot_hold(name, 
     assert stream.buffer.getvalue().decode("latin-1") == f"{shown}\n"
 
 
+def train(lost: str, folder: str, pipe: str) -> None:
+    """Train as the command does, with a standard output that is lost."""
+    errors = os.open(f"{folder}/errors", os.O_WRONLY | os.O_CREAT)
+    output = os.open("/dev/full" if lost == "disk" else pipe, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output if lost == "both" else errors, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    words = ["train", str(CONFIGS / "digits_demo.yaml"), *SMALL, *SHORT, f"logging.folder={folder}"]
+    sys.exit(main(words))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["pipe", "disk", "both"])
 def test_training_goes_on_without_its_standard_output(lost, tmp_path):
-    words = ["train", str(CONFIGS / "digits_demo.yaml"), *SMALL, *SHORT, f"logging.folder={tmp_path}"]
-    with open("/dev/full", "w") as full, open(tmp_path / "errors", "w") as errors:
-        process = subprocess.Popen(
-            [*cli_command(), *words],
-            stdout=full if lost == "disk" else subprocess.PIPE,
-            stderr=subprocess.STDOUT if lost == "both" else errors,
-            text=True,
-        )
+    os.mkfifo(tmp_path / "pipe")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=train, args=(lost, str(tmp_path), str(tmp_path / "pipe")))
+    process.start()
     if lost != "disk":
-        assert process.stdout.readline().startswith("run ")
-        process.stdout.close()  # as `| head -1` does
-    assert process.wait(300) == 0, (tmp_path / "errors").read_text()
+        with open(tmp_path / "pipe") as reader:
+            assert reader.readline().startswith("run ")  # and closes it then, as `| head -1` does
+    process.join(300)
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()
     notes = (tmp_path / "errors").read_text().count("the output cannot be written any more")
     assert notes == (0 if lost == "both" else 1)
     assert metrics(tmp_path / "digits_demo")[-1]["step"] == 3

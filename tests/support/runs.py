@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
 from fastsuncet.config import Config, load_config
+from fastsuncet.console import cli_command
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import Preempted
+from fastsuncet.tuning import processes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL = (
@@ -75,6 +78,18 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
         except Preempted:
             assert stop_at is not None
     return seen
+
+
+def shorten_tuning(patch: pytest.MonkeyPatch) -> None:
+    """Let the children of a tuning take three short turns. All else of them is real."""
+    code = (
+        "import sys; from fastsuncet import cli; from fastsuncet.tuning import child; "
+        "child.TURN, child.ROUNDS = 0.02, 3; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    words, before = processes.child_command, len(cli_command())
+    patch.setattr(
+        processes, "child_command", lambda *files: [sys.executable, "-c", code, *words(*files)[before:]]
+    )
 
 
 def metrics(folder: Path, kind: str | None = None) -> list[dict]:

@@ -136,10 +136,10 @@ def evaluations(config) -> list[int]:
     return [line["step"] for line in metrics(config.run_folder, "knn")]
 
 
-def stopped_in_an_evaluation(rank: int, world_size: int, folder: str) -> list:
+def stopped_in_an_evaluation(rank: int, world_size: int, folder: str, *checkpoints: int) -> list:
     """Stop by a signal to one rank in the first of three evaluations, and continue."""
     rows = []
-    for every in (3, 4):  # no checkpoint is due with that evaluation; one is
+    for every in checkpoints:
         overrides = ("evaluation.knn_every_epochs=1", f"checkpoint.every={every}")
         straight, stopped = (small_config(Path(folder, f"{every}", part), *overrides) for part in PARTS)
         train(straight)
@@ -157,9 +157,10 @@ def stopped_in_an_evaluation(rank: int, world_size: int, folder: str) -> list:
 
 
 def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(tmp_path, two_ranks):
-    rows = [[[4], [], [4, 8, 10]]] * 2
-    assert stopped_in_an_evaluation(0, 1, str(tmp_path)) == rows
-    assert [rank["evaluation"] for rank in two_ranks[1]] == [rows, rows]
+    row = [[4], [], [4, 8, 10]]
+    # No checkpoint is due with that evaluation; one is.
+    assert stopped_in_an_evaluation(0, 1, str(tmp_path), 3, 4) == [row, row]
+    assert [rank["evaluation"] for rank in two_ranks[1]] == [[row], [row]]
 
 
 def saved_steps(config) -> list[int]:
@@ -226,7 +227,7 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
     same = [stopped_and_straight(folder, name, ((1, 1), (5, 0))) for name in KINDS]
     for name, (overrides, _) in SIZES.items():
         train(small_config(Path(folder, name), *overrides), stop_at=2)
-    return {"same": same, "evaluation": stopped_in_an_evaluation(rank, world_size, folder)}
+    return {"same": same, "evaluation": stopped_in_an_evaluation(rank, world_size, folder, 3)}
 
 
 @pytest.fixture(scope="module")

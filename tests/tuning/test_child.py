@@ -83,7 +83,8 @@ def test_pixel_problem(bench, config, values, exact, problem):
 
 
 @pytest.mark.parametrize("clock", ["step", "loop"])
-def test_time_takes_turns_and_needs_three(bench, config, clock):
+def test_time_takes_turns_and_needs_three(bench, config, monkeypatch, clock):
+    monkeypatch.setattr(child, "TURN", 0.01)
     sides = {PLAIN: config, CONTENDER: config.with_values({"criterion.chunk_size": 64})}
     found = bench.time(sides, clock, time.time() + 90)
     assert found.views == 2 * 40 + 10 * 4 and found.memory_left is None

@@ -18,7 +18,14 @@ from fastsuncet.tuning import processes, record, settle
 from fastsuncet.tuning.chooser import Report, Rung
 from pipelines.code_cache import cache_folder
 from tests.support.ranks import run_ranks
-from tests.support.runs import Killed, assert_equal_to_the_bit, final_state, kill, small_config
+from tests.support.runs import (
+    Killed,
+    assert_equal_to_the_bit,
+    final_state,
+    kill,
+    shorten_tuning,
+    small_config,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +35,7 @@ HOURS = ("optimization.steps=9000000", "meta.speed=auto")
 
 @pytest.fixture(autouse=True)
 def _own_cache_and_rung(tmp_path, monkeypatch):
+    shorten_tuning(monkeypatch)
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(settle, "candidates", lambda *_: [CHUNKS])
 

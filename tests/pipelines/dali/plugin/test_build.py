@@ -1,8 +1,6 @@
 """How the view operator is compiled and kept, and what the command says where it cannot be."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from pipelines.dali.plugin import build, use
 from pipelines.dali.plugin.__main__ import main
 from pipelines.data_errors import DataError
 from tests.support.plugin import MISSING, needs_plugin, tiny_compiler
+from tests.support.ranks import run_ranks
 
 
 def kept_by_default(**options) -> Path:
@@ -40,19 +39,16 @@ def test_build_keeps_a_library_and_compiles_once(tiny, monkeypatch):
     assert build.kept() == path  # using it needs no compiler
 
 
+def build_on_a_rank(rank: int, world_size: int, cache: str, compiler: str) -> None:
+    os.environ.update(FASTSUNCET_CACHE=cache, CXX=compiler)
+    kept_by_default()
+
+
 @pytest.mark.slow
-def test_build_of_several_processes_compiles_once(tiny, tmp_path, monkeypatch):
+def test_build_of_several_processes_compiles_once(tiny, tmp_path):
     """The ranks of a machine start together: the others wait for the first and use what it built."""
-    monkeypatch.setenv(
-        "CXX", str(tiny_compiler(tmp_path, f'echo x >> {tmp_path}/calls; sleep 1; echo code > "$out"'))
-    )
-    command = [
-        sys.executable,
-        "-c",
-        "from pipelines.dali.plugin import build; build.build(lambda path: None)",
-    ]
-    for process in [subprocess.Popen(command) for _ in range(3)]:
-        assert process.wait() == 0
+    compiler = tiny_compiler(tmp_path, f'echo x >> {tmp_path}/calls; sleep 1; echo code > "$out"')
+    run_ranks(build_on_a_rank, 3, str(tiny.parent), str(compiler))
     assert (tmp_path / "calls").read_text() == "x\n" and len(libraries(tiny)) == 1
 
 
