@@ -7,6 +7,7 @@
 A reader hashes the very bytes that it parses afterwards, so they cannot change in between.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -49,6 +50,7 @@ class DamagedCheckpoint(Exception):
     """The reason why this checkpoint cannot be used. Another one can be good."""
 
 
+@functools.cache
 def versions() -> dict[str, str | None]:
     """Return the version of every package that decides results, None for one that is not installed."""
     return {

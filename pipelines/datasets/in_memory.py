@@ -1,7 +1,8 @@
 """Small data sets held in memory as uint8: scikit-learn's digits, generated images, any images of one small size."""
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -62,13 +63,21 @@ def digits(*, train: bool = True) -> ImageIndex:
         raise DataError(
             "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
         ) from error
-    data, target = load_digits(return_X_y=True)
+    pixels, target = _enlarged(load_digits)
     test = np.concatenate([np.flatnonzero(target == label)[4::5] for label in range(10)])
     chosen = np.setdiff1d(np.arange(len(target)), test) if train else np.sort(test)
-    gray = np.rint(data[chosen].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # levels 0..16 before
+    return pixel_index(
+        (f"digits/{i:04d}" for i in chosen), target[chosen], tuple("0123456789"), pixels[chosen]
+    )
+
+
+@functools.cache
+def _enlarged(load_digits: Callable) -> tuple[np.ndarray, np.ndarray]:
+    """Return all digits, uint8 (N, 16, 16, 3), and their labels. Making them takes a quarter of a second."""
+    data, target = load_digits(return_X_y=True)
+    gray = np.rint(data.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # levels 0..16 before
     large = [Image.fromarray(image).resize((16, 16), Image.Resampling.BILINEAR) for image in gray]
-    pixels = np.repeat(np.stack([np.asarray(image) for image in large])[..., None], 3, axis=-1)
-    return pixel_index((f"digits/{i:04d}" for i in chosen), target[chosen], tuple("0123456789"), pixels)
+    return np.repeat(np.stack([np.asarray(image) for image in large])[..., None], 3, axis=-1), target
 
 
 def synthetic(images: int, classes: int, size: int, *, seed: int, train: bool = True) -> ImageIndex:
