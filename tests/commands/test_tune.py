@@ -1,4 +1,4 @@
-"""`fastsuncet tune` prints, draws and keeps what it found, on one process and on two."""
+"""`fastsuncet tune` prints, draws and keeps what it found."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ WRITTEN = ("meta.compile=false", "data.color_operator=graph", "data.decode_threa
 def tune_on_a_rank(rank: int, world_size: int, folder: str) -> str:
     """Tune as the command does, and return what it prints."""
     config, picture = str(CONFIGS / "digits_demo.yaml"), f"{folder}/speed.png"
-    words = [config, *WRITTEN, f"logging.folder={folder}", "--minutes", "4", "--output", picture]
+    words = [config, *WRITTEN, f"logging.folder={folder}", "--minutes", "20", "--output", picture]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setenv("FASTSUNCET_CACHE", f"{folder}/cache")
         shorten_tuning(patch)
@@ -30,13 +30,12 @@ def tune_on_a_rank(rank: int, world_size: int, folder: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tune_the_demo(tmp_path, ranks):
-    folder = str(tmp_path)
-    printed = tune_on_a_rank(0, 1, folder) if ranks == 1 else run_ranks(tune_on_a_rank, 2, folder)[0]
+def test_tune_the_demo_on_two_ranks(tmp_path):
+    """One process tunes in tests/tuning/test_settle.py."""
+    printed, _ = run_ranks(tune_on_a_rank, 2, str(tmp_path))
     found = json.loads((tmp_path / "speed.json").read_text())
     (row,) = found["rungs"]
-    assert row["name"] == "read-ahead: 3" and row["problem"] is None and found["key"]["ranks"] == ranks
+    assert row["name"] == "read-ahead: 3" and row["problem"] is None and found["key"]["ranks"] == 2
     assert row["views"] == 256 and len(row["seconds"]["plain"]) >= 3
     assert f"speed: {found['line']}\n" in printed and "| read-ahead: 3 | loop |" in printed
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"

@@ -16,7 +16,7 @@ from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.tuning import processes, record, settle
 from fastsuncet.tuning.chooser import Report, Rung
-from pipelines.code_cache import cache_folder
+from pipelines.code_cache import cache_folder, make_folder
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     Killed,
@@ -36,6 +36,10 @@ HOURS = ("optimization.steps=9000000", "meta.speed=auto")
 @pytest.fixture(autouse=True)
 def _own_cache_and_rung(tmp_path, monkeypatch):
     shorten_tuning(monkeypatch)
+    plugin = cache_folder("plugin")  # the one that is compiled already
+    make_folder(plugin)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "plugin").symlink_to(plugin)
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(settle, "candidates", lambda *_: [CHUNKS])
 
