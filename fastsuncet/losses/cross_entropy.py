@@ -23,7 +23,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, group: Group = None) -> Ten
         group: the ranks whose mean this is a share of; None for the default one, or this process alone.
 
     Returns:
-        A scalar, float32 (float64 for float64 `logits`), also under autocast: the mean over this rank's
+        A scalar, float32 (float64 for float64 `logits`), also under autocast; the mean over this rank's
         rows. The mean over ranks is the loss of one process on the joined batch. N = 0 gives 0 with a zero
         gradient.
 

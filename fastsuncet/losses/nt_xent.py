@@ -21,7 +21,8 @@ def nt_xent(
 ) -> Tensor:
     """Compute equation 1 of the paper (arXiv 2006.10803), its mean over the 2B anchors of this rank.
 
-        L_i = -log( exp(cos(z_i, z_pos(i)) / temperature) / sum_{j != i} exp(cos(z_i, z_j) / temperature) )
+        L_i = -log( exp(cos(z_i, z_pos(i)) / temperature)
+                    / sum_{j != i} exp(cos(z_i, z_j) / temperature) )
 
     where pos(i) is the other view of the image of i, and j runs over the 2BW views of all ranks.
 
@@ -35,7 +36,7 @@ def nt_xent(
             beyond rounding.
 
     Returns:
-        A scalar, float32 (float64 for float64 `z`), also under autocast: this rank's share. The mean over
+        A scalar, float32 (float64 for float64 `z`), also under autocast; this rank's share. The mean over
         ranks is the loss of one process on the joined batch.
 
     Gradient: with keys="attached" a row receives gradient as an anchor and as a key of every rank's

@@ -43,7 +43,7 @@ def suncet(
             beyond rounding.
 
     Returns:
-        A scalar, float32 (float64 for float64 `z`), also under autocast: this rank's share, W times its
+        A scalar, float32 (float64 for float64 `z`), also under autocast; this rank's share, W times its
         part of the global mean; where all ranks have equally many anchors, its own mean. The mean over
         ranks is the loss of one process on the joined batch.
 

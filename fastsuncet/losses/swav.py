@@ -47,7 +47,7 @@ def swav(
         group: the ranks whose images are balanced together; None for the default one, or this process alone.
 
     Returns:
-        A scalar, float32 (float64 for float64 `scores`), also under autocast: the mean over this rank's
+        A scalar, float32 (float64 for float64 `scores`), also under autocast; the mean over this rank's
         images. The mean over ranks is the loss of one process on the joined batch.
 
     Gradient: to this rank's scores as predictions only, never through codes, which are constants; crop 0 is
@@ -84,7 +84,7 @@ def swav(
 def prototype_scores(z: Tensor, prototypes: Tensor) -> Tensor:
     """Return the cosines (N, K) of rows `z` (N, D) of any length and unit rows `prototypes` (K, D).
 
-    Both get gradient. float32 (float64 for float64 `z`), also under autocast: in bfloat16 a cosine near 1 is
+    Both get gradient. float32 (float64 for float64 `z`), also under autocast; in bfloat16 a cosine near 1 is
     off by up to 1/512, and epsilon turns that into 4 % of its part in a code.
     """
     with outside_autocast(z.device.type):
