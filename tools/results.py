@@ -28,6 +28,8 @@ from fastsuncet.metrics.writer import csv_table
 COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
 NAMES = {"simclr": BASELINE, "suncet": METHOD, "untrained": "untrained encoder"}
+FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
+ENDING = {"simclr": BASELINE, "fixed": FIXED, "plateau": PLATEAU}
 RULES = {
     "final": "SimCLR's final accuracy, in % of its whole cost",
     "best": "SimCLR's best accuracy, in % of its own cost of that",
@@ -56,7 +58,7 @@ def read(path: Path) -> dict[str, Panel]:
             point = Point(
                 int(r["updates"]), {"petaflops": float(r["petaflops"])}, {"top1": float(r["top1"]) / 100}
             )
-            points[r["evaluation"], NAMES[r["method"]], int(r["seed"])].append(point)
+            points[r["evaluation"], (NAMES | ENDING)[r["method"]], int(r["seed"])].append(point)
     curves = [
         Curve("", method, seed, Measurement(kind, ""), tuple(found), method != BASELINE)
         for (kind, method, seed), found in sorted(points.items())
@@ -125,7 +127,12 @@ def saved(panel: Panel, *, linear: bool, method: str = METHOD) -> list[str]:
 
 
 def show(panels: dict[str, Panel]) -> list[str]:
-    """Return the tables of a paired experiment as Markdown: by updates, the last checkpoint, compute saved."""
+    """Return the tables of an experiment with rules as Markdown."""
+    return show_plateau(panels["linear"]) if PLATEAU in groups(panels["linear"]) else show_paired(panels)
+
+
+def show_paired(panels: dict[str, Panel]) -> list[str]:
+    """Return the tables of SimCLR against SuNCEt: by updates, the last checkpoint, compute saved."""
     linear, rows, last, ends = groups(panels["linear"]), [], (0.0, 0.0), []
     for a, b in zip(linear[BASELINE].common("top1"), linear[METHOD].common("top1")):
         last = difference(a.metrics["top1"], b.metrics["top1"])
@@ -142,6 +149,56 @@ def show(panels: dict[str, Panel]) -> list[str]:
         "\n".join([*markdown(["updates", "petaFLOPs", *names[:2], DIFFERENCE], rows), *verdict]),
         "\n".join(markdown(["evaluation of the last checkpoint", *names, DIFFERENCE], ends)),
         "\n".join(markdown([f"FLOPs until {METHOD} has", "mean (lowest to highest)"], shares)),
+    ]
+
+
+def costs(panel: Panel, method: str) -> list[tuple[float, bool]]:
+    """Return, for each seed, the FLOPs until SimCLR's final accuracy as a share of SimCLR's, and whether it got there.
+
+    A seed that did not counts with all its FLOPs (docs/results/cifar10-plateau/rules.md).
+    """
+    whole = {curve.seed: curve.points[-1].costs["petaflops"] for curve in groups(panel)[method].curves}
+    base = {curve.seed: curve.points[-1].costs["petaflops"] for curve in groups(panel)[BASELINE].curves}
+    return [
+        (s.shares[0] if s.shares else whole[s.seed] / base[s.seed], s.shares is not None)
+        for s in savings(panel, "top1")
+        if (s.method, s.cost, s.rule) == (method, "petaflops", "final") and s.seed is not None
+    ]
+
+
+def decision_on_cost(center: float, half: float, *, most_arrived: bool) -> str:
+    """Apply the rule of the plateau: supported below +10 points of SimCLR's FLOPs, refuted above 0."""
+    supported, refuted = center + half < 10, center - half > 0
+    if not most_arrived or not (supported or refuted):
+        return "undecided"
+    if supported and refuted:
+        return "it saves less, by under 10 points"
+    return "supported" if supported else "refuted"
+
+
+def show_plateau(panel: Panel) -> list[str]:
+    """Return the table of a plateau's experiment as Markdown, and the decision."""
+    rows = []
+    for name in ENDING.values():
+        end = groups(panel)[name].common("top1")[-1]
+        spent = [curve.points[-1].costs["petaflops"] for curve in groups(panel)[name].curves]
+        flops = f"{mean(spent):.5f} ({min(spent):.5f} to {max(spent):.5f})"
+        rows.append([name, str(end.step), flops, accuracy(end.metrics["top1"]), ""])
+        if name != BASELINE:
+            found = costs(panel, name)
+            arrived = sum(there for _, there in found)
+            rows[-1][-1] = f"{percent([c for c, _ in found], 0)}; {arrived} of {len(found)} seeds reached it"
+    fixed, plateau = costs(panel, FIXED), costs(panel, PLATEAU)
+    ends = [groups(panel)[name].common("top1")[-1].metrics["top1"] for name in (FIXED, PLATEAU)]
+    center, half = difference([c for c, _ in fixed], [c for c, _ in plateau])
+    most = all(2 * sum(there for _, there in found) > len(found) for found in (fixed, plateau))
+    columns = ["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", f"FLOPs until {RULES['final']}"]
+    paired = "{:+.2f} ± {:.2f}".format(*difference(*ends))
+    return [
+        "\n".join(markdown(columns, rows)),
+        f"Plateau against fixed end, paired (95 %): FLOPs {center:+.0f} ± {half:.0f} points of SimCLR's, "
+        f"accuracy {paired} points.",
+        f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
     ]
 
 
@@ -218,7 +275,8 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
     figure = Figure(figsize=(6.4, 4), layout="tight")
     axes = figure.subplots()
     found = groups(panels["linear"])
-    for name, color, marker, dashes in zip((BASELINE, METHOD), COLORS, MARKERS, ("-", "--")):
+    shown = [name for name in found if name != NAMES["untrained"]]
+    for name, color, marker, dashes in zip(shown, COLORS, MARKERS, ("-", "--", ":")):
         points = found[name].common("top1")
         x = [p.costs["petaflops"] * 1e3 for p in points]
         columns = [[100 * share for share in p.metrics["top1"]] for p in points]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools import results
-from tools.results import decision, interval
+from tools.results import decision, decision_on_cost, interval
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
@@ -42,3 +42,17 @@ def test_interval_is_that_of_students_t():
 )
 def test_decision_follows_the_rule_of_the_interval(center, half, expected):
     assert decision(center, half) == expected
+
+
+@pytest.mark.parametrize(
+    ("center", "half", "arrived", "expected"),
+    [
+        (-5.0, 10.0, True, "supported"),
+        (20.0, 15.0, True, "refuted"),
+        (6.0, 3.0, True, "it saves less, by under 10 points"),
+        (8.0, 9.0, True, "undecided"),
+        (-5.0, 10.0, False, "undecided"),
+    ],
+)
+def test_decision_on_cost_follows_the_rule_of_the_plateau(center, half, arrived, expected):
+    assert decision_on_cost(center, half, most_arrived=arrived) == expected
