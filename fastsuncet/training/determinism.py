@@ -55,11 +55,15 @@ def native_precision(device: torch.device) -> tuple[str, str]:
 def resolve_precision(config: Config, device: torch.device) -> tuple[Config, str]:
     """Return `config` with the precision that `meta.precision: auto` means here, and a note for the summary.
 
+    A written precision stays; the note says where the hardware only emulates it, which takes several times as long.
+
     The same on all ranks: of different hardware, the precision that all of it computes. A collective for "auto". The
     run keeps it, as if it had been written: a checkpoint of another precision is refused by name.
     """
     if config.meta.precision != "auto":
-        return config, ""
+        native, why = native_precision(device)
+        slow = config.meta.precision == "bf16" != native
+        return config, f" (slow: {why}; meta.precision=auto takes {native})" if slow else ""
     found = gather_json(native_precision(device))
     precision, why = max(found, key=lambda choice: list(PRECISIONS).index(choice[0]))
     meta = config.meta.model_copy(update={"precision": precision})

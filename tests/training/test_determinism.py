@@ -81,8 +81,10 @@ def test_precision_auto_is_what_the_hardware_computes(monkeypatch, device, has, 
     config = load_config(CONFIGS / "digits_demo.yaml", [AUTO])
     resolved, note = resolve_precision(config, torch.device(device))
     assert (resolved.meta.precision, note) == (precision, f" (auto: {why})")
-    written = load_config(CONFIGS / "digits_demo.yaml", ["meta.precision=fp16"])
-    assert resolve_precision(written, torch.device(device)) == (written, "")
+    slow = "" if precision == "bf16" else f" (slow: {why}; meta.precision=auto takes {precision})"
+    for other, said in (("fp16", ""), ("fp32", ""), ("bf16", slow)):
+        written = load_config(CONFIGS / "digits_demo.yaml", [f"meta.precision={other}"])
+        assert resolve_precision(written, torch.device(device)) == (written, said)
 
 
 def test_precision_auto_is_one_that_all_ranks_compute(monkeypatch):

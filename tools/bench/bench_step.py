@@ -57,6 +57,7 @@ class StepBench:
     @classmethod
     def open(cls, config: Config, place: Place) -> tuple["StepBench", PairedStream]:
         """Return the bench over a config's first batch, and the stream of its batches, which the caller closes."""
+        config, _ = resolve_precision(config, place.device)
         images = open_images(config, place, validation=False)
         arithmetic = config.resolve(place.world_size, *images.counts())
         stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
