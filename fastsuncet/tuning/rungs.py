@@ -11,7 +11,7 @@ from fastsuncet.distributed.ddp import require_compiler
 from fastsuncet.errors import ConfigError
 from fastsuncet.training.determinism import native_precision
 from fastsuncet.tuning.chooser import Rung
-from pipelines.dali.plugin.build import unavailable
+from pipelines.dali.plugin.build import kept, unavailable
 
 # Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
 # branch of 2.13 and before that of 2.14). Before it, a run that lost its graph would miss the memory of a whole step.
@@ -40,7 +40,7 @@ def _gpu(config: Config, everything: bool) -> Iterator[Rung]:
     frees = TorchVersion(torch.__version__) >= FREES_FAILED_CAPTURES
     if frees or everything:
         yield Rung("CUDA graph", {"meta.cuda_graph": True}, exact=True, adopted=frees)
-    if unavailable() is None:
+    if kept() or unavailable() is None:
         yield Rung("pixels in one operator", {"data.color_operator": "plugin"}, clock="loop")
     if _has_compiler():
         compiled = {"meta.compile": True, "model.fused_batchnorm": False}
@@ -71,7 +71,7 @@ def _cpu(config: Config, everything: bool) -> Iterator[Rung]:
     for count in _around(now, everything):
         yield Rung(f"torch threads: {count}", {"meta.threads": count}, clock="loop")
     yield from _loader(config, everything, (3,))
-    if unavailable() is None:
+    if kept() or unavailable() is None:
         values = {"data.color_operator": "graph"}
         yield Rung("pixels by DALI's operators", values, clock="loop", exact=True)
     if _has_compiler():

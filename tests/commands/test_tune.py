@@ -10,6 +10,7 @@ import torch
 from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
+from fastsuncet.tuning import rungs
 from fastsuncet.tuning.rungs import candidates
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, shorten_tuning
@@ -62,6 +63,15 @@ def test_candidates_choose_a_graph_only_where_torch_frees_failed_captures(monkey
         monkeypatch.setattr(torch, "__version__", version)
         graph = next(r for r in candidates(config, "cuda", everything=True) if r.name == "CUDA graph")
         assert graph.adopted == adopted == any(r.name == "CUDA graph" for r in candidates(config, "cuda"))
+
+
+def test_candidates_have_an_operator_that_was_built_elsewhere(monkeypatch):
+    config = load_config(CONFIGS / "digits_demo.yaml", [])
+    monkeypatch.setattr(rungs, "unavailable", lambda: "no C++ compiler")
+    for library in (None, Path("view.so")):
+        monkeypatch.setattr(rungs, "kept", lambda library=library: library)
+        tried = {key for rung in candidates(config, "cuda") for key in rung.values}
+        assert ("data.color_operator" in tried) == (library is not None)
 
 
 def test_table_and_picture_name_what_is_wrong(tmp_path):

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from fastsuncet.config import load_config
 from fastsuncet.losses import nt_xent, suncet, sup_con
@@ -14,6 +15,7 @@ from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, LARSSettings, parameter_groups
 from fastsuncet.training import kernel_choice
 from fastsuncet.training.cuda_graph import capture_on_device
+from fastsuncet.tuning.rungs import FREES_FAILED_CAPTURES
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.networks import give_gradients
@@ -80,6 +82,9 @@ def test_batchnorm_over_ranks_by_kernels_is_that_by_operators_without_a_sync(dty
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
+@pytest.mark.xfail(
+    TorchVersion(torch.__version__) < FREES_FAILED_CAPTURES, reason="torch keeps the memory of a failed capture"
+)
 def test_failed_capture_gives_its_memory_back():
     def refused():
         held = torch.ones(64 << 20, device=GPU)

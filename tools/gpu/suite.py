@@ -8,7 +8,8 @@ part, so that a machine that is taken away leaves what was done. `--device cpu -
 
 The suite needs no network. It needs the packages of pyproject.toml and pytest; those that the machine lacks, such as
 DALI, pydantic, pydantic-core, annotated-types and typing-inspection, can lie in a folder of PYTHONPATH. If DALI cannot
-read images on the device, torchvision does, and the report says so.
+read images on the device, torchvision does, and the report says so. The view operator needs a compiler and DALI's
+headers, or is built elsewhere with the same DALI: python -m pipelines.dali.plugin --prebuilt.
 
 Where a command can last ten minutes: --minutes 9.5 --only tests resume imagenet; then --only ladder; then the others.
 Each call needs a PREFIX of its own.
@@ -43,7 +44,7 @@ from tools.gpu.workloads import NO_DALI, cifar_overrides, generate_images, image
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE = 10.0  # seconds kept for writing the report
-TAIL = 3000  # characters of a part's output that are kept
+TAIL = 20_000  # characters of a part's output that are kept
 
 # -v names each test as it runs, so that one which kills the process is known. Without the project's addopts: they are
 # strict, and an option of pytest-timeout is an error where that is not installed.
