@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 import torch
 
 from fastsuncet.commands.tune import table as tune_table
+from fastsuncet.tuning.record import cards
 from tools.bench.harness import Report
 from tools.bench.harness import markdown as markdown_table
 from tools.gpu.workloads import NO_DALI, cifar_overrides, generate_images, imagenet_overrides
@@ -99,12 +100,18 @@ def step(config: str, overrides: Callable[[Path, str, bool], list[str]]) -> Call
 def tune(options: Options) -> list[str]:
     """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU; it writes ladder.json itself."""
     words = imagenet_overrides(options.folder, options.device, options.small)
-    minutes = [
-        "--minutes",
-        f"{max(0.5, options.minutes - 1):.2f}",
-    ]  # the last one is for its start and its end
+    minutes = min(3 if options.small else 7, options.minutes - 1)
     output = ["--output", str(options.folder / "ladder.png")]
-    return ["-m", "fastsuncet", "tune", "configs/in1k_10pct.yaml", *words, "--all", *minutes, *output]
+    return [
+        "-m",
+        "fastsuncet",
+        "tune",
+        "configs/in1k_10pct.yaml",
+        *words,
+        "--all",
+        f"--minutes={minutes:.2f}",
+        *output,
+    ]
 
 
 def ranks(options: Options) -> list[str]:
@@ -216,38 +223,15 @@ def last_lines(part: Mapping[str, Any]) -> list[str]:
     return ["\n".join(part["output"].strip().splitlines()[-8:]) or "no output"] if "output" in part else []
 
 
-def describe_gpu(device: str, small: bool) -> str:
-    """Return the GPU and its driver in words, from nvidia-smi: CUDA in this process would keep memory on the GPU."""
-    if device == "cpu" or small:
-        return f"a rehearsal on a {device.upper()}: none of its figures is a measurement"
-    query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm"
-    command = ["nvidia-smi", query, "--format=csv,noheader"]
-    try:
-        cards = (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-        )
-        name, driver, memory, clock = cards[0].split(", ")
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        return "a GPU that nvidia-smi does not describe"
-    one_of = f", one of {len(cards)}" if cards[1:] else ""
-    return f"{name}{one_of}, driver {driver}, {memory}, at most {clock}"
-
-
-def cuda_problem() -> str | None:
-    """Return why a GPU cannot be used here, None if it can. Asks another process, as `describe_gpu` does."""
-    code = (
-        "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU'); torch.zeros(1).cuda()"
-    )
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return (asked.stderr.strip().splitlines() or ["unknown reason"])[-1] if asked.returncode else None
-
-
 def suite(
-    parts: Sequence[Part], minutes: float, device: str, small: bool, output: Path
+    parts: Sequence[Part], minutes: float, device: str, small: bool, output: Path, card: str
 ) -> list[dict[str, Any]]:
-    """Run `parts` in order until the time is used up; write the report after each, and return their records."""
+    """Run `parts` in order until the time is used up; write the report after each, and return their records.
+
+    `card` names the machine in the report.
+    """
     end = time.perf_counter() + 60 * minutes - RESERVE
-    report = Report("gpu_suite", Path(f"{output}.json"), card=describe_gpu(device, small))
+    report = Report("gpu_suite", Path(f"{output}.json"), card=card)
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -287,13 +271,19 @@ def main(arguments: list[str] | None = None) -> int:
     if not os.access(options.output.parent, os.W_OK | os.X_OK):
         print(f"error: {options.output.parent} is not a writable folder: create it first", file=sys.stderr)
         return 2
-    if options.device == "cuda" and (why := cuda_problem()):
-        print(
-            f"error: no GPU can be used here ({why}); --device cpu --small runs without one", file=sys.stderr
-        )
-        return 2
+    card = f"a rehearsal on a {options.device.upper()}: none of its figures is a measurement"
+    if options.device == "cuda":
+        try:
+            named = cards()
+        except RuntimeError as error:
+            print(
+                f"error: no GPU can be used here ({error}); --device cpu --small runs without one",
+                file=sys.stderr,
+            )
+            return 2
+        card = card if options.small else named
     parts = [PIXELS, *(part for part in CHOSEN if options.only is None or part.name in options.only)]
-    records = suite(parts, options.minutes, options.device, options.small, options.output)
+    records = suite(parts, options.minutes, options.device, options.small, options.output, card)
     print(f"wrote {options.output}.json and {options.output}.md")
     started = [record for record in records if not record["status"].startswith("left out")]
     return 0 if all(record["status"] == "done" for record in started) else 1
