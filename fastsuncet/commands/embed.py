@@ -127,7 +127,9 @@ def _all_rows(
     mode = "r+" if done else "w+"
     rows = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)
     network = encoder.module.to(place.device)
-    with tqdm(total=len(index), initial=done, unit=" images", disable=None) as bar:
+    # tqdm's own format would begin with "? images/s".
+    form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} images, {elapsed}"
+    with tqdm(total=len(index), initial=done, disable=None, bar_format=form) as bar:
         for start, found in features(network, index, view, place, batch=batch, first=done):
             rows[start : start + len(found)] = found
             rows.flush()

@@ -24,6 +24,7 @@ KINDS = {
 NAMES = {
     "top1": "top-1 accuracy",
     "top5": "top-5 accuracy",
+    "top1_weighted": "with weighted votes",
     KNN: "accuracy",
     "rankme": "RankMe of the embeddings",
     "rankme_features": "RankMe of the features",

@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
@@ -155,7 +156,7 @@ def draw_lines(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
     """Return one SVG of (title, label -> points by update) panels, two in a row, to stand in an HTML page."""
     rows = -(-len(panels) // 2)
     with rc_context(STYLE):
-        figure = Figure(figsize=(10, 2.5 * rows), layout="constrained")
+        figure = Figure(figsize=(10, 2.6 * rows), layout=ConstrainedLayoutEngine(h_pad=0.1))
         grid = figure.subplots(rows, 2, squeeze=False, sharex=True).ravel()
         for axes, (title, curves) in zip(grid, panels):
             for i, (label, points) in enumerate(curves.items()):
@@ -164,8 +165,9 @@ def draw_lines(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, fl
             axes.set_title(title, loc="left", fontsize=10)
             axes.tick_params(labelbottom=True)
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-            if len(curves) > 1:
-                axes.legend()
+            if len(curves) > 1:  # above the panel, where no curve is
+                above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+                axes.legend(ncols=len(curves), columnspacing=1, handlelength=1.8, fontsize=8, **above)
         for axes in grid[len(panels) :]:
             axes.remove()
         for axes in grid[max(0, len(panels) - 2) : len(panels)]:

@@ -50,14 +50,16 @@ body {{ font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; 
 h1 {{ font-size: 1.6em; margin: 0; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #ccc; padding-bottom: .2em; }}
 table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; vertical-align: top; padding: .2em 1.4em .2em 0; overflow-wrap: anywhere; }}
-th {{ font-weight: 600; white-space: nowrap; }}
+th, td {{ text-align: left; vertical-align: top; padding: .2em 1.4em .2em 0; overflow-wrap: break-word; }}
+th {{ font-weight: 600; }}
+@media (min-width: 45em) {{ th {{ white-space: nowrap; }} }}
 tr + tr {{ border-top: 1px solid #e5e5e5; }}
-svg, img {{ max-width: 100%; height: auto; }}
+svg {{ width: 100%; height: auto; }}
+img {{ max-width: 100%; }}
 pre {{ background: #f4f4f4; padding: .8em 1em; overflow-x: auto; }}
 .state {{ color: #444; margin: .2em 0 1em; }}
 .warning {{ border-left: .35em solid #000; background: #f4f4f4; padding: .6em 1em; }}
-.columns {{ display: flex; flex-wrap: wrap; gap: 0 4em; }}
+.columns {{ display: flex; flex-wrap: wrap; align-items: flex-start; gap: 0 4em; margin-bottom: 1em; }}
 </style>
 </head>
 <body>
@@ -119,16 +121,14 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     parts.append(f'<p class="state">{html.escape(" · ".join(state))}</p>')
     warnings = [collapse_warning(of["knn"][-1]) if of["knn"] else None, problem]
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
-    now = _now(of["train"], of["knn"], meta)
-    half = (len(now) + 1) // 2
-    parts.append(f'<div class="columns">{_table(now[:half])}{_table(now[half:])}</div>')
+    parts.append(_two_tables(_now(of["train"], of["knn"], meta)))
     parts += [_section("Curves"), _curves(config, of["train"], of["knn"])]
     parts += [_section("Results"), *_results(run)]
     parts += [_section("Weights"), *_weights(run, config)]
     parts += [_section("Views"), _views(run)]
     values = flat(config.canonical())
     changed = [(key, value) for key, value in values.items() if value != DEFAULTS.get(key)]
-    parts += [_section("Settings that are not the defaults"), _table(changed)]
+    parts += [_section("Settings that are not the defaults"), _two_tables(changed)]
     every = html.escape((run / "config.yaml").read_text())
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
     parts += [_section("Environment"), _table(_environment(meta, of["chosen"]))]
@@ -151,6 +151,11 @@ def _text(value: Any) -> str:
 def _table(rows: Iterable[tuple[str, Any]]) -> str:
     cells = (f"<tr><th>{html.escape(k)}</th><td>{html.escape(_text(v))}</td></tr>" for k, v in rows)
     return f"<table>{''.join(cells)}</table>"
+
+
+def _two_tables(rows: Sequence[tuple[str, Any]]) -> str:
+    half = (len(rows) + 1) // 2
+    return f'<div class="columns">{_table(rows[:half])}{_table(rows[half:])}</div>'
 
 
 def _state(status: Record) -> str:
