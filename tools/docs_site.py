@@ -37,7 +37,9 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
 # Pages whose tables take the place of the table of contents.
 WIDE = ("docs/gpu.md", "docs/paper.md", "docs/trust.md")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
-FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
+FETCHED = re.compile(
+    r'<(?:script|link(?! rel="canonical")|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ links
