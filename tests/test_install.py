@@ -36,55 +36,40 @@ def succeed(*words: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def install(folder: Path) -> Path:
     """Build the wheel from a copy of the sources, without a network; return the folder it is installed in."""
-    folder = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         source, copy = ROOT / name, folder / "source" / name
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, copy, symlinks=True) if source.is_dir() else shutil.copy(source, copy)
-    pip = ("-m", "pip", "--disable-pip-version-check")
-    build = ("wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation", "-w", ".", "./source")
-    succeed(*pip, *build, folder=folder)
-    (file,) = folder.glob("*.whl")
-    target = folder / "installed"
-    succeed(
-        *pip, "install", "-q", "--no-index", "--no-deps", "--target", str(target), str(file), folder=folder
-    )
-    return target
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    succeed("-m", "pip", "install", "-q", *offline, "--target", "installed", "./source", folder=folder)
+    return folder / "installed"
 
 
-@pytest.fixture
-def run(wheel, tmp_path):
-    """Return a function that runs the wheel's `fastsuncet` in an empty folder."""
-    found = "import fastsuncet; print(fastsuncet.__file__)"
-    printed = succeed("-c", found, folder=tmp_path, PYTHONPATH=str(wheel))
-    assert printed == f"{wheel / 'fastsuncet' / '__init__.py'}\n"
-    environment = {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
-    return lambda *words: succeed(*words, folder=tmp_path, **environment)
-
-
-def test_wheel_lists_and_prints_the_shipped_configs(run):
-    assert [line.split()[0] for line in run("-m", "fastsuncet", "configs").splitlines()] == list(shipped())
-    assert "base: in1k_simclr\n" in run("-m", "fastsuncet", "configs", "in1k_10pct")
-
-
-def test_wheel_plans_runs_the_demo_exports_and_embeds(run, tmp_path):
-    (tmp_path / "photos").mkdir()
+def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
+    wheel, folder = install(tmp_path / "wheel"), tmp_path / "empty"
+    (folder / "photos").mkdir(parents=True)
     for name in ("a.png", "b.png"):
-        Image.effect_noise((20, 20), 60).convert("RGB").save(tmp_path / "photos" / name)
+        Image.effect_noise((20, 20), 60).convert("RGB").save(folder / "photos" / name)
     trained = "runs/demo/digits_demo_seed0"
     commands = [
+        ["configs"],
+        ["configs", "in1k_10pct"],
         ["train", "in1k_10pct", "--dry-run", *SYNTHETIC],
         ["demo", "optimization.steps=60", "optimization.warmup=1"],
         ["export", trained, "--to", "torchvision"],
         ["embed", f"{trained}/export/torchvision.pth", "photos", "--output", "photos.npz"],
     ]
     # In one process: importing torch and DALI takes seconds.
-    out = run("-c", f"from fastsuncet.cli import main; assert not any(map(main, {commands}))")
-    assert "dry run: all checks passed" in out and "After the same compute" in out
-    made = {path.name for path in (tmp_path / "runs" / "demo").iterdir()}
+    code = f"import fastsuncet.cli as cli; print(cli.__file__); assert not any(map(cli.main, {commands}))"
+    printed = succeed("-c", code, folder=folder, PYTHONPATH=str(wheel), OMP_NUM_THREADS="1")
+    first, *lines = printed.splitlines()
+    assert first == f"{wheel / 'fastsuncet' / 'cli.py'}"
+    assert [line.split()[0] for line in lines[: len(shipped())]] == list(shipped())
+    for part in ("base: in1k_simclr\n", "dry run: all checks passed", "After the same compute"):
+        assert part in printed
+    made = {path.name for path in (folder / "runs" / "demo").iterdir()}
     assert {"demo_seed0.json", "demo_seed0.png", "views.png"} <= made
-    with np.load(tmp_path / "photos.npz") as found:
+    with np.load(folder / "photos.npz") as found:
         assert found["files"].tolist() == ["a.png", "b.png"] and np.isfinite(found["features"]).all()

@@ -27,6 +27,7 @@ def test_configs_lists_every_file_with_its_first_comment(capsys):
     assert main.endswith("  ImageNet, SimCLR + SuNCEt with 10 % of the labels: the paper's main result.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_configs_copy_means_the_same_in_another_folder(name):
     file = Path(name).name + ".yaml"

@@ -171,7 +171,6 @@ def test_kernels_round_to_bfloat16_as_pytorch_does(host):
     ("name", "library"),
     [
         ("resnet_tiny", "torchvision"),
-        ("resnet18", "torchvision"),
         ("resnet50", "torchvision"),
         ("resnet18", "timm"),
     ],

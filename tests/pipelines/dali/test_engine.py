@@ -63,6 +63,7 @@ def gpu_views(stored: str, **options):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_graphs.py runs the graph on it")
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["files", "bytes", "pixels"])
 def test_gpu_graph_is_accepted_up_to_the_driver(stored, monkeypatch):
     """DALI checks all operators and the places of their inputs when it builds a graph, before it needs the driver."""
@@ -73,6 +74,7 @@ def test_gpu_graph_is_accepted_up_to_the_driver(stored, monkeypatch):
     assert sources[0].get("cuda_stream") == stream
 
 
+@pytest.mark.slow
 def test_gpu_graph_takes_the_decoders_options_and_one_decoder_by_default(monkeypatch):
     calls = arguments_of("image", monkeypatch)
     with contextlib.suppress(RuntimeError):  # no driver; the graph is defined by then

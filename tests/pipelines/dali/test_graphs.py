@@ -259,6 +259,7 @@ def test_graph_is_as_close_on_photographs(tmp_path):
     require_close(compare(image_folder(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["files", "pixels"])
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_plugin)])
 def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, monkeypatch, stored, fused):
