@@ -33,7 +33,7 @@ test: $(READY)  ## the whole test suite, CPU only
 	$(PYTEST) --durations=20
 
 test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra processes, under a minute
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --durations=10
 
 results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
 	@for folder in docs/results/*; do if [ -e $$folder/rules.md ]; \

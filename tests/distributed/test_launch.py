@@ -181,7 +181,7 @@ def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, s
 SAVING = """
 def save(*_):
     open(f"saving {os.environ['RANK']}", "w").close()
-    time.sleep(3)
+    time.sleep(1.5)
     open("status.json", "w").write('{"state": "preempted"}')
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)

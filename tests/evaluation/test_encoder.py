@@ -1,6 +1,7 @@
 """Every kind of file gives the same encoder; what is none ends in a message that says what it is."""
 
 import argparse
+import functools
 import json
 
 import pytest
@@ -27,6 +28,7 @@ def config():
     return load_config(CONFIGS / "digits_demo.yaml")
 
 
+@functools.cache
 def trained(name="resnet18", stem="imagenet", seed=3) -> torch.nn.Module:
     """Return a model whose BatchNorm statistics are not the initial ones."""
     model = build_model(name, stem=stem, seed=seed)
@@ -154,8 +156,15 @@ def wrapped(state: dict, how: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("resnet18", "torchvision"),
+        ("resnet34", "torchvision"),
+        ("resnet50", "torchvision"),
+        ("resnet50", "timm"),
+    ],
+)
 def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name, library):
     make = torchvision.models.get_model if library == "torchvision" else timm.create_model
     network = make(name, num_classes=7).eval()
@@ -313,7 +322,7 @@ SPOILED = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     spoil, said = SPOILED[what]
-    torch.save(spoil(dict(build_model("resnet18").encoder.state_dict())), tmp_path / "weights.pth")
+    torch.save(spoil(dict(trained().encoder.state_dict())), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=said) as caught:
         load_encoder(tmp_path / "weights.pth", config)
     assert str(tmp_path / "weights.pth") in str(caught.value)
@@ -329,7 +338,7 @@ def test_load_encoder_refuses_bytes_that_are_no_weights(tmp_path, config, conten
 
 
 def test_load_encoder_runs_no_pickle_and_says_how_to_convert_it(tmp_path, config):
-    state = build_model("resnet18").encoder.state_dict()
+    state = trained("resnet_tiny").encoder.state_dict()
     torch.save({"state_dict": state, "args": argparse.Namespace(lr=1)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=r"argparse\.Namespace.*nothing of it was read") as caught:
         load_encoder(tmp_path / "w.pth", config)

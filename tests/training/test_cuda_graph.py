@@ -53,8 +53,8 @@ def fake(step):
 def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, monkeypatch, method):
     """Through the switch-off of supervision and SwAV's frozen prototypes."""
     assert method in METHODS
-    epochs = "criterion.supervised_epochs=2"  # eight steps of sixteen, four of them with frozen prototypes
-    options = (epochs, "optimization.steps=16", "optimization.lr=0.5")
+    epochs = "criterion.supervised_epochs=2"  # eight steps of twelve, four of them with frozen prototypes
+    options = (epochs, "optimization.steps=12", "optimization.lr=0.5")
     train(small(tmp_path / "plain", method, *options))
     FakeGraph.captured = 0
     defaults = {**Step.__init__.__kwdefaults__, "capture": fake}
@@ -170,7 +170,7 @@ def weights_around_a_refusal(rank, world_size, folder):
     """Return the weights after some steps, whose capture is refused in the middle of backward or not tried."""
     found = []
     for graphs in (False, True):
-        config = small_config(Path(folder) / str(graphs), "data.backend=torchvision")
+        config = small_config(Path(folder) / str(graphs))
         config.run_folder.mkdir(parents=True, exist_ok=True)
         place = Place(rank, world_size, rank, torch.device("cpu"))
         task = start(config, place, open_images(config, place, validation=False), config.run_folder).task

@@ -194,8 +194,8 @@ def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, tmp_path
 
 # ------------------------------------------------------------------------------------------------- on several ranks
 SEVEN = "optimization.steps=7"
-# On two ranks: BatchNorm over ranks, in each rank, over pieces of both ranks.
-KINDS = ("model.sync_batchnorm=true", "model.sync_batchnorm=false", "criterion.micro_batch=300")
+# On two ranks: BatchNorm in each rank, and over pieces of both. Over ranks: in the evaluation's run, and on three.
+KINDS = ("model.sync_batchnorm=false", "criterion.micro_batch=300")
 THREE = "criterion.supervised_imgs_per_class=6"  # shared by three
 # What a run of two ranks is continued with on one, and what the message says.
 SIZES = {
@@ -243,7 +243,7 @@ def on_three_ranks(rank: int, world_size: int, folder: str) -> bool:
 
 def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, two_ranks):
     folder, ranks = two_ranks
-    assert [rank["same"] for rank in ranks] == [[True] * 3] * 2
+    assert [rank["same"] for rank in ranks] == [[True] * len(KINDS)] * 2
     assert run_ranks(on_three_ranks, 3, str(tmp_path)) == [True] * 3
     for top, name in (*((folder, name) for name in KINDS), (tmp_path, THREE)):
         straight, stopped = (final_state(small_config(top / name / part, name, SEVEN)) for part in PARTS)

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fastsuncet.errors import FastSuncetError
+from fastsuncet.tuning.record import processor
+from fastsuncet.versions import installed
 from pipelines.data_errors import DataError
 
 CLOCK = {"cpu": "CPU time of this process", "cuda": "CUDA events"}
@@ -205,27 +205,18 @@ def first_line(error: BaseException) -> str:
 
 def environment() -> dict[str, Any]:
     """Return where and with what a measurement is taken, and how busy the machine is before it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     packages = "torch torchvision timm nvidia-dali-cuda120 nvidia-dali-cuda130 "
     packages += "pytorch-metric-learning lightly numpy pillow"
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "cpu": model[1] if model else platform.processor(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {name: found for name in packages.split() if (found := _version(name))},
+        "versions": {name: found for name in packages.split() if (found := installed(name))},
         "command": " ".join(["python", *sys.argv]),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:
