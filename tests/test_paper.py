@@ -259,6 +259,7 @@ def test_a_gpu_of_64_has_the_papers_batch(name, pattern, unlabeled, labeled, vie
     )
 
 
+@pytest.mark.slow
 def test_labels_of_every_run_are_the_papers():
     kinds = {}
     for number, lines in COMMANDS.items():

@@ -98,6 +98,7 @@ def test_page_warns_of_a_collapse(run):
     assert "representation has collapsed" in page.as_html(run)
 
 
+@pytest.mark.slow
 def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, capsys):
     lines = (run / "metrics.jsonl").read_text()
     waited = []
@@ -118,6 +119,7 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, caps
     assert not list(run.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_page_killed_while_it_is_written_leaves_the_old_one(run, monkeypatch):
     before = page.write_page(run).read_bytes()
 

@@ -56,6 +56,7 @@ def test_evaluations_count_each_image_once_on_any_number_of_ranks(tmp_path):
         torch.testing.assert_close(theirs[4], views, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_embed_views_does_not_depend_on_batch_or_number_of_views(tmp_path):
     config = color_config(write_colors(tmp_path))
     images = open_images(config, ALONE, validation=True)

@@ -315,6 +315,7 @@ def test_no_gradient_is_computed_where_none_is_needed():
     assert not nt_xent(z.detach(), 0.1).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_losses_do_not_wait_for_the_device(device):
     """Fake tensors have no values: reading one, or making a shape of one, raises. They do not mix devices either.

@@ -138,6 +138,7 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernels", "forward"), [(True, 5), (False, 25)])
 def test_batchnorm_over_ranks_takes_few_launches(operators, monkeypatch, kernels, forward):
     """Without the all-reduces. Operators join the statistics in 20 launches, the kernels in 2.

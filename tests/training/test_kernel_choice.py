@@ -32,6 +32,7 @@ def paper(world_size, *overrides):
     return config, config.resolve(world_size, 1_281_167, 1000, 128_000)
 
 
+@pytest.mark.slow
 def test_prove_gives_each_proof_the_shapes_of_the_runs_own_step(monkeypatch):
     """With labeled images and, once supervision is off, without."""
     asked = {}

@@ -243,6 +243,7 @@ def doubled(images, axis):
     return pairs.reshape(*images.shape[:axis], -1, *images.shape[axis + 1 :])
 
 
+@pytest.mark.slow
 def test_digits_are_split_by_class_and_keep_their_picture():
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
     train, test = digits(), digits(train=False)

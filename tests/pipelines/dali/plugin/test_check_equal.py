@@ -66,6 +66,7 @@ def test_plugin_any_image_with_any_numbers_has_dalis_bits(seed, dtype):
     require_same_bits(*check_equal.random_batch(seed), dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["auto", 1, 3, 23])
 def test_plugin_blur_of_any_sigma_and_window_has_dalis_bits(window):
     """Images around multiples of the 64 floats that are summed at once, and just wide enough for the window."""
@@ -116,6 +117,7 @@ def test_plugin_neutral_factors_change_no_pixel():
         np.testing.assert_array_equal(ours, image)
 
 
+@pytest.mark.slow
 def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
     images, given = check_equal.random_batch(7, count=6)
     for name in check_equal.FACTORS:
