@@ -253,7 +253,7 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ the end of a run
 @pytest.mark.slow
-def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path):
+def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
     config = small_config(tmp_path)
     (config.run_folder / "export").parent.mkdir(parents=True)
     (config.run_folder / "export").write_text("in the way")
@@ -267,6 +267,13 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path):
     assert torch.equal(encoder.module.conv1.weight, load_encoder(config.run_folder).module.conv1.weight)
     train(config)
     assert path.stat().st_mtime_ns == stamp
+    run = config.run_folder
+    assert capfd.readouterr().out.splitlines()[-3:] == [
+        f"weights  {run}/checkpoints/step_00000010",
+        f"next     fastsuncet evaluate linear {run}/config.yaml",
+        f"         fastsuncet embed {run} FOLDER --output features.npz",
+    ]
+    assert load_config(run / "config.yaml").run_folder == run
 
 
 def test_train_refuses_an_export_that_will_fail_before_it_starts(tmp_path):
