@@ -7,8 +7,8 @@
 3. The loop saves a checkpoint and raises `Preempted` (errors.py). The command writes status.json and ends with 75: the
    same command continues the run. Until the process has ended it ignores further signals.
 
-Who passes signals on: launch.py to the ranks that it started, commands/sweep/child.py to the sweep's command. Ranks of
-an agent that died, of kill -9 or of a signal that it does not handle, get SIGTERM from the kernel (`end_with_parent`).
+Who passes signals on: launch.py to its ranks, commands/sweep/child.py to the sweep's command. When one of them dies,
+of kill -9 or of a signal that it does not handle, the kernel sends SIGTERM (`end_with_parent`).
 """
 
 import ctypes

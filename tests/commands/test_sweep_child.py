@@ -65,6 +65,22 @@ def test_children_exit_codes_without_a_signal(monkeypatch, code, ends):
         assert children.requested is None
 
 
+def test_children_get_sigterm_when_their_parent_is_killed(monkeypatch):
+    code = "signal.signal(signal.SIGTERM, lambda *_: os._exit(pathlib.Path('ended').touch() or 0)); " + READY
+    with scripted(monkeypatch, code) as children:
+        parent = os.fork()
+        if parent == 0:
+            children.run([])
+        while not Path("ready").exists():
+            time.sleep(0.01)
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+    end = time.monotonic() + 30
+    while not Path("ended").exists():
+        assert time.monotonic() < end, "the child goes on alone"
+        time.sleep(0.01)
+
+
 EXIT = "signal.signal(signal.{}, lambda *_: sys.exit({})); " + READY
 NOHUP = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from fastsuncet.console import cli_command
-from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.distributed.signals import SignalFlag, end_with_parent
 
 # Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
 REFUSED = (2, 3, 4, 5, 130)
@@ -34,7 +34,9 @@ class Children(SignalFlag):
 
         Return 75 where a stop was requested and the child gives no reason of its own: the same command continues it.
         """
-        self._child = subprocess.Popen([*cli_command(), *arguments], start_new_session=True)
+        # A run whose sweep was killed must not go on beside that of the restarted sweep.
+        words = [*cli_command(), *arguments]
+        self._child = subprocess.Popen(words, start_new_session=True, preexec_fn=end_with_parent)
         while self._pending:  # a signal that came just before the child was there
             self._child.send_signal(self._pending.pop(0))
         code = self._child.wait()
