@@ -43,6 +43,7 @@ from fastsuncet.config import load_config
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
 from tests.support.runs import assert_equal_to_the_bit, final_state
+from tools.soak import copy_images
 
 RUN = (
     *("data.kind=image_folder", "data.split.kind=all", "data.split.fraction=null"),
@@ -230,16 +231,6 @@ def kill_at_random(
         return None
     row = table[int(target[-1]) if target.startswith("rank") else 0]
     return {"target": target, "phase": PHASES[int(row[PHASE])], "step": int(row[STEP])}
-
-
-def copy_images(images: Path, to: Path, train: int, validation: int) -> None:
-    """Copy so many images of each of the first four classes of `images`, to train with and for validation."""
-    for name in sorted(folder.name for folder in images.iterdir() if folder.is_dir())[:4]:
-        files = sorted(path for path in (images / name).iterdir() if path.is_file())
-        for part, chosen in (("train", files[:train]), ("val", files[train : train + validation])):
-            (to / part / name).mkdir(parents=True)
-            for path in chosen:
-                shutil.copy(path, to / part / name)
 
 
 # ------------------------------------------------------------------------------------------------------------ tool

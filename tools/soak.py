@@ -10,6 +10,7 @@ tenth of the run the resident memory still grows by over 1 MB an epoch, or descr
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `fastsuncet` can be imported
 
 from fastsuncet.console import cli_command
-from tools.kills import copy_images
 
 RUN = (
     *("data.kind=image_folder", "data.split.kind=all", "data.split.fraction=null", "meta.device=cpu"),
@@ -29,6 +29,16 @@ RUN = (
 )
 BATCH, CLASSES = 8, 4
 LIMIT = 1.0  # MB an epoch
+
+
+def copy_images(images: Path, to: Path, train: int, validation: int) -> None:
+    """Copy so many images of each of the first four classes of `images`, to train with and for validation."""
+    for name in sorted(folder.name for folder in images.iterdir() if folder.is_dir())[:4]:
+        files = sorted(path for path in (images / name).iterdir() if path.is_file())
+        for part, chosen in (("train", files[:train]), ("val", files[train : train + validation])):
+            (to / part / name).mkdir(parents=True)
+            for path in chosen:
+                shutil.copy(path, to / part / name)
 
 
 def sample(pid: int) -> dict[str, float]:
