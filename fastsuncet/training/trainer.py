@@ -374,8 +374,9 @@ class Trainer:
         self.task.optimizer.load_state_dict(loaded.state["optimizer"])
         self.task.scaler.load_state_dict(loaded.state["scaler"])
         self.ledger.restore(loaded.meta[self.task.ledger_key])
-        # "window" and "reached" are the names in checkpoints of earlier versions.
-        interval, extra = loaded.state.get("interval") or loaded.state["window"], loaded.state["extra"]
+        # "window" and "reached" are the names in checkpoints of earlier versions; the first ones have no "extra".
+        interval = loaded.state.get("interval") or loaded.state["window"]
+        extra = loaded.state.get("extra", {})
         self.interval.restore(interval["sums"], interval["steps"], self.place.rank, now)
         self.step = loaded.step
         self.replaced.update(extra.get("replaced", []))

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import math
 import re
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
+from fastsuncet.config import load_config
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, Preempted
 from fastsuncet.evaluation import features
@@ -69,6 +72,24 @@ def test_run_continues_from_a_checkpoint_of_an_earlier_version(undisturbed, tmp_
         assert ours[2][1].pop(key) is None and theirs[2][1].pop(key)
     assert ours[2][1].pop("nonfinite")
     assert_equal_to_the_bit(ours, theirs)
+
+
+# Runs stopped after four updates of six, written by the program of that commit, with weights that compress well.
+EARLIER = sorted((Path(__file__).parent / "earlier").glob("*.tar.xz"))
+
+
+@pytest.mark.parametrize("path", EARLIER, ids=[path.name.split(".")[0] for path in EARLIER])
+def test_run_of_an_earlier_version_continues_by_its_own_config(path, tmp_path):
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path / "digits_demo", filter="data")
+    # The order of the color operations was not a setting then, and its default today is another.
+    overrides = [f"logging.folder={tmp_path}", "data.augmentation.color_order=fixed"]
+    config = load_config(tmp_path / "digits_demo" / "config.yaml", overrides)
+    assert sorted(train(config)) == [4, 5]
+    lines = metrics(config.run_folder, "train")
+    assert [(line["step"], line["updates"], line["images"]) for line in lines] == [(3, 3, 2280), (6, 6, 4560)]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert saved_steps(config) == [4, 6]
 
 
 def test_run_that_died_before_its_first_checkpoint_starts_over(undisturbed, tmp_path, monkeypatch):
