@@ -13,8 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, require_run_folder
+from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from tests.support.checkpoints import assert_whole, save
 from tests.support.power_cut import CALLS, intercept, watch
@@ -175,7 +178,7 @@ def small_disk(tmp_path):
         return folder
 
     yield mount
-    if mounted:
+    if folder.is_mount():
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
@@ -231,6 +234,18 @@ def test_disk_that_refuses_a_save_keeps_what_was_there(small_disk, monkeypatch, 
         (folder / "rubbish").unlink()
         save(folder, 2, rows=64)
         assert load_silently(folder).step == 2
+
+
+def test_disk_that_is_unmounted_under_a_run_ends_it_and_nothing_is_written_below(small_disk):
+    disk = small_disk("size=4m")
+    place = Place(0, 1, 0, torch.device("cpu"))
+    with exclusive_run_folder(disk / "run", place):
+        require_run_folder()
+        subprocess.run(["umount", "-l", str(disk)], check=True)  # what uses it does not hold it
+        with pytest.raises(CheckpointError, match=r"run was removed, moved, replaced or unmounted"):
+            require_run_folder()
+        RunStatus(disk / "run" / "status.json", place).write("failed", 3)
+    assert list(disk.iterdir()) == []
 
 
 def test_limit_on_file_sizes_is_named(tmp_path):
