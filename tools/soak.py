@@ -63,7 +63,7 @@ def soak(top: Path, overrides: list[str], per_epoch: int) -> list[dict[str, floa
     metrics, samples = top / "runs" / "digits_demo" / "metrics.jsonl", []
     with (
         (top / "log").open("w") as log,
-        (top / "samples.jsonl").open("w") as file,
+        (top / "samples.jsonl").open("w", buffering=1) as file,
         subprocess.Popen([*cli_command(), *words], stdout=log, stderr=log) as process,
     ):
         while process.poll() is None:
