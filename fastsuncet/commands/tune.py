@@ -86,8 +86,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(f"| {row['name']} | {row['clock']} | | | | | {row['problem']} |")
             continue
         seconds = row["seconds"]
-        milliseconds = [f"{1e3 * median(seconds[side]):.3g}" for side in (CONTENDER, PLAIN)]
-        figures = [*milliseconds, *(_spread(seconds[over], seconds[CONTENDER]) for over in (PLAIN, BASE))]
+        times = [record.milliseconds(seconds[side]) for side in (CONTENDER, PLAIN)]
+        figures = [*times, *(_spread(seconds[over], seconds[CONTENDER]) for over in (PLAIN, BASE))]
         lines.append(f"| {row['name']} | {row['clock']} | {' | '.join(figures)} | {'chosen' * row['won']} |")
     return lines
 
@@ -123,8 +123,10 @@ def draw(found: record.Record, path: Path) -> None:
                 xerr=error,
                 error_kw={"ecolor": "#333333", "lw": 0.8},
             )
-        axis.text(
-            0, place - 0.18, f"  {row['gain']:.2f}x plain{', chosen' * row['won']}", va="center", fontsize=8
+        label = f"{row['gain']:.2f}x plain{', chosen' * row['won']}"
+        paper = {"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1}
+        axis.annotate(
+            label, (0, place - 0.18), (6, 0), textcoords="offset points", va="center", fontsize=8, bbox=paper
         )
     axis.set_yticks(range(len(rows)), [f"{row['name']}\n({row['clock']})" for row in rows], fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)

@@ -170,10 +170,16 @@ def line(choice: Choice, ranks: int) -> str:
         text = f"plain; none of {len(timed)} contenders is faster"
     else:
         names = " + ".join(v.rung.name for v in choice.verdicts if v.won)
-        plain, ours = (1e3 * median(best.seconds[side]) for side in (PLAIN, CONTENDER))
+        plain, ours = (milliseconds(best.seconds[side]) for side in (PLAIN, CONTENDER))
         many = f", {ranks} ranks" if ranks > 1 else ""
-        text = f"{names}, {best.gain():.2f}x plain ({plain:.3g} -> {ours:.3g} ms a step{many})"
+        text = f"{names}, {best.gain():.2f}x plain ({plain} -> {ours} ms a step{many})"
     for verdict in timed:
         if verdict.rung.values == {"meta.deterministic": False}:
             text += f"; deterministic costs {max(0.0, 1 - 1 / verdict.gain(BASE)):.0%}"
     return text + (f"; {len(failed)} not usable" if failed else "")
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Return the median of seconds in milliseconds, with at least three digits."""
+    middle = 1e3 * median(seconds)
+    return f"{middle:,.0f}" if middle >= 100 else f"{middle:.3g}"

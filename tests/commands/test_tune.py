@@ -82,7 +82,7 @@ def test_table_and_picture_name_what_is_wrong(tmp_path):
         {"name": "b", "clock": "loop", "won": False, "problem": "not done after 60 s"},
     ]
     lines = tune.table(rows)
-    assert lines[2] == "| a | step | 840 | 1.05e+03 | 1.25 (1.25 to 1.25) | 1.25 (1.25 to 1.25) | chosen |"
+    assert lines[2] == "| a | step | 840 | 1,050 | 1.25 (1.25 to 1.25) | 1.25 (1.25 to 1.25) | chosen |"
     assert lines[3] == "| b | loop | | | | | not done after 60 s |"
     tune.draw({"rungs": rows, "line": "a, 1.25x plain"}, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
