@@ -13,13 +13,13 @@ from fastsuncet.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = PAGES[0].read_text()
-TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
+README = PAGES[0].read_text(encoding="utf-8")
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 def commands(page: Path) -> list[str]:
     """Return the lines of the page's ```bash blocks, with continued lines joined and comments removed."""
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
 
@@ -30,7 +30,7 @@ TRAIN = sorted({line for page in PAGES for line in commands(page) if "fastsuncet
 @pytest.mark.parametrize("command", TRAIN)
 def test_docs_train_command_is_a_valid_config(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (mine,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.S)
+    (mine,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.S)
     Path("mine.yaml").write_text(mine)
     words = shlex.split(command.replace("$PWD", "/here"))
     arguments = words[words.index("train") + 1 :]
@@ -39,7 +39,7 @@ def test_docs_train_command_is_a_valid_config(command, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_docs_local_links_and_files_exist(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link
     for name in re.findall(r"`((?:fastsuncet|pipelines|tests|configs|tools)/[\w/.-]+)`", text):
@@ -47,8 +47,8 @@ def test_docs_local_links_and_files_exist(page):
 
 
 def test_docs_named_tests_exist():
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
     assert len(named) > 20 and not {name for name in named if f"def {name}(" not in tests}
 
 
@@ -73,7 +73,7 @@ def test_docs_quote_messages_as_the_source_has_them():
     """Each message of the page is one text of the source, with names and numbers in place of "…"."""
     texts = set()
     for path in [*ROOT.glob("fastsuncet/**/*.py"), *ROOT.glob("pipelines/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr | ast.Constant):
                 parts = node.values if isinstance(node, ast.JoinedStr) else [node]
                 values = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
@@ -98,7 +98,7 @@ def test_docs_notebook_runs(tmp_path, monkeypatch):
     """With 80 updates instead of 160, which changes only its numbers and pictures."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    text = (ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text()
+    text = (ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text(encoding="utf-8")
     names: dict = {}
     for cell in json.loads(text.replace("steps=160", "steps=80"))["cells"]:
         if cell["cell_type"] == "code":
@@ -107,9 +107,9 @@ def test_docs_notebook_runs(tmp_path, monkeypatch):
 
 
 def test_docs_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in PAGES:
-        for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.M):
+        for target in re.findall(r"^make ([\w-]+)", page.read_text(encoding="utf-8"), re.M):
             assert re.search(rf"^{target}:", makefile, re.M), target
 
 
@@ -119,4 +119,4 @@ def test_nobody_is_told_to_install_fastsuncet_from_the_registry():
         path for package in ("fastsuncet", "pipelines", "tools") for path in (ROOT / package).rglob("*.py")
     ]
     for path in [*PAGES, *sources, *(ROOT / "docs").rglob("*.md")]:
-        assert not re.search(r"pip install[^.\n]*\bfastsuncet\b|fastsuncet\[", path.read_text()), path
+        assert not re.search(r"pip install[^.\n]*\bfastsuncet\b|fastsuncet\[", path.read_text(encoding="utf-8")), path

@@ -32,7 +32,7 @@ def resolve(python: str, *, keep: bool) -> tuple[str, dict[str, str]]:
         known = ["-c", "constraints.txt"] if keep else []
         command = [*pip, "install", "--dry-run", "--report", str(report), *known, "-e", ".[dev,bench,energy]"]
         subprocess.run(command, check=True, cwd=ROOT)
-        answer = json.loads(report.read_text())
+        answer = json.loads(report.read_text(encoding="utf-8"))
     version = ".".join(answer["environment"]["python_version"].split(".")[:2])
     packages = (item["metadata"] for item in answer["install"])
     # The local part (+cu132, +cpu) names a build, not a version: a constraint with it would fit one index only.

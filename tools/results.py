@@ -53,7 +53,7 @@ def collect(runs: Sequence[Path]) -> list[tuple]:
 def read(path: Path) -> dict[str, Panel]:
     """Return the panels of a points.csv by their evaluation, linear or finetune."""
     points = defaultdict(list)
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         for r in sorted(csv.DictReader(file), key=lambda r: int(r["updates"])):
             point = Point(
                 int(r["updates"]), {"petaflops": float(r["petaflops"])}, {"top1": float(r["top1"]) / 100}
@@ -69,7 +69,7 @@ def read(path: Path) -> dict[str, Panel]:
 def read_report(path: Path) -> list[Panel]:
     """Return the panels of fine-tuning in a points.csv of `fastsuncet report`, one for each share of labels."""
     points = defaultdict(list)
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         for r in csv.DictReader(file):
             if r["evaluation"] == "finetune":
                 point = Point(

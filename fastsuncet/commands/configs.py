@@ -13,7 +13,9 @@ def listing() -> list[str]:
     """Return a line for each shipped config: its name, and the first comment of its file."""
     files = shipped()
     width = max(map(len, files))
-    first = {name: path.read_text().partition("\n")[0].lstrip("# ") for name, path in files.items()}
+    first = {
+        name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in files.items()
+    }
     return [f"{name:<{width}}  {line}" for name, line in first.items()]
 
 
@@ -34,14 +36,14 @@ def config_text(name: str) -> str:
     def by_name(match: re.Match[str]) -> str:
         return "base: " + names.get(os.path.normpath(files[name].parent / match[1]), match[1])
 
-    return re.sub(r"\bbase: ([\w./-]+)", by_name, files[name].read_text())
+    return re.sub(r"\bbase: ([\w./-]+)", by_name, files[name].read_text(encoding="utf-8"))
 
 
 def copy(name: str, file: Path) -> None:
     """Write `config_text` to a new file. Raises ConfigError where there is one already."""
     text = config_text(name)
     try:
-        with file.open("x") as stream:
+        with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
         raise ConfigError(f"{file} exists; name another file: --copy FILE") from None

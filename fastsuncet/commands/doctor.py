@@ -112,7 +112,7 @@ def cards() -> Finding:
     if cuda is None:
         return Finding("absent", "this torch is built without CUDA", "training runs on the CPU")
     if driver.exists():
-        line = driver.read_text().splitlines()[0]
+        line = driver.read_text(encoding="utf-8").splitlines()[0]
         facts = f"there is a driver, but torch (CUDA {cuda}) cannot use it: {line}"
         return Finding("problem", facts, "update the driver; start a container with --gpus all")
     facts = f"no NVIDIA driver (torch is built for CUDA {cuda})"

@@ -13,7 +13,7 @@ def cores() -> int:
     """Return the number of cores this process can run on, at most as many as its container has time for."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = QUOTA.read_text().split()
+        quota, period = QUOTA.read_text(encoding="utf-8").split()
     except (OSError, ValueError):  # no such file, or another format: no known limit
         return count
     return count if quota == "max" else max(1, min(count, int(quota) // int(period)))

@@ -180,7 +180,7 @@ def job_exit_code(failures: Sequence[tuple[int, int]]) -> int:
 def read_status(path: Path) -> dict[str, Any]:
     """Return a run's status.json: {"state": "running", "done", "preempted" or "failed", "step": int, ...}, or {}."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
 

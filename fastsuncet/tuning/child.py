@@ -48,7 +48,7 @@ PROVED_STEPS, PROVED_LR = 3, 0.1
 def main(request: str, report: str) -> int:
     """Answer the request in one file by a report in another."""
     end_with_parent(signal.SIGKILL)
-    asked: dict[str, Any] = json.loads(Path(request).read_text())
+    asked: dict[str, Any] = json.loads(Path(request).read_text(encoding="utf-8"))
     try:
         found = _measure(asked)
     # Anything can end a contender, and the parent reports it.

@@ -53,7 +53,7 @@ def run_child(
     """Return the report of one child, or {"problem": why there is none}."""
     with tempfile.TemporaryDirectory(prefix="fastsuncet-tune-") as folder, tempfile.TemporaryFile() as output:
         asked, report = Path(folder, "request.json"), Path(folder, "report.json")
-        asked.write_text(json.dumps(request))
+        asked.write_text(json.dumps(request), encoding="utf-8")
         process = subprocess.Popen(
             child_command(asked, report),
             env=environment,
@@ -73,7 +73,7 @@ def run_child(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if report.exists():
-            return json.loads(report.read_text())
+            return json.loads(report.read_text(encoding="utf-8"))
         if signals.requested is not None:
             return {"problem": f"stopped by {signals.requested}"}
         if code is None:

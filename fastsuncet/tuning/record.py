@@ -84,7 +84,7 @@ def cards() -> str:
 def processor() -> str:
     """Return the name of this machine's processor."""
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return platform.machine()
 

@@ -254,7 +254,7 @@ def room_for_buffers(device_id: int, threads: int) -> int:
     image of ImageNet, 38 megapixels, 16 threads of two streams would reserve 7.8 GB and 15.5 GB.
     """
     on_gpu, _ = torch.cuda.mem_get_info(device_id)
-    meminfo = Path("/proc/meminfo").read_text()
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     available = 1024 * int(meminfo.partition("MemAvailable:")[2].split()[0])
     on_host = available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return min(on_gpu, on_host // 2) // 20 // (threads + 1)

@@ -1,7 +1,9 @@
 """Folders of images, and labels from folders or from a CSV, as indexes."""
 
+import codecs
 import csv
 import os
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, read_headers
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names, leaves_root, links_out
+from pipelines.datasets.string_table import Names, leaves_root, links_out, listed_lines
 
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
 
@@ -136,22 +138,22 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
     """Return the usable (line, file, label) rows of a table, and what is wrong with its other lines."""
     rows, wrong = [], []
     try:
-        # utf-8-sig: spreadsheets put a byte-order mark before the header.
-        with open(table, newline="", encoding="utf-8-sig") as stream:
-            reader = csv.reader(stream, strict=True, skipinitialspace=True)
-            header = next(reader, [])
-            if [cell.strip() for cell in header] != ["file", "label"]:
-                raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}")
-            for cells in filter(None, reader):
-                line, name, label = reader.line_num, cells[0], cells[-1].strip()
-                if len(cells) != 2:
-                    wrong.append((line, f"{len(cells)} columns instead of file,label"))
-                elif not name or not label:
-                    wrong.append((line, f"no {'label' if name else 'file name'}"))
-                elif leaves_root(name):
-                    wrong.append((line, f"{name}: paths must lead downwards from the data folder"))
-                else:
-                    rows.append((line, name, label))
+        # Spreadsheets put a byte-order mark before the header.
+        lines = listed_lines(table.read_bytes().removeprefix(codecs.BOM_UTF8))
+        reader = csv.reader(lines, strict=True, skipinitialspace=True)
+        header = next(reader, [])
+        if [cell.strip() for cell in header] != ["file", "label"]:
+            raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}")
+        for cells in filter(None, reader):
+            line, name, label = reader.line_num, cells[0], cells[-1].strip(string.whitespace)
+            if len(cells) != 2:
+                wrong.append((line, f"{len(cells)} columns instead of file,label"))
+            elif not name or not label:
+                wrong.append((line, f"no {'label' if name else 'file name'}"))
+            elif leaves_root(name):
+                wrong.append((line, f"{name}: paths must lead downwards from the data folder"))
+            else:
+                rows.append((line, name, label))
     except OSError as error:
         raise DataError(f"cannot read the labels {table}: {error.strerror or error}") from error
     except (UnicodeDecodeError, csv.Error) as error:

@@ -5,6 +5,7 @@ which 1 % it was. A split has counts and a fingerprint, so that two runs can be 
 """
 
 import hashlib
+import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import with_csv_labels
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names, leaves_root
+from pipelines.datasets.string_table import Names, leaves_root, listed_lines
 
 KINDS = ("names", "bernoulli", "all", "none", "csv")
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
@@ -119,7 +120,7 @@ def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np
         lists = "; ".join(f"{name} ({n} names) {known}" for known, (name, n) in IMAGENET_LISTS.items())
         raise DataError(f"{file} has sha256 {digest}, not {sha256}: {why}. Known lists: {lists}")
     try:
-        lines = data.decode().splitlines()
+        lines = [line.rstrip("\r\n") for line in listed_lines(data)]
     except UnicodeDecodeError as error:
         raise DataError(f"the list of names {file} is not UTF-8: {error}") from error
     if not lines:
@@ -143,7 +144,12 @@ def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np
 
 
 def _is_name(line: str) -> bool:
-    return bool(line) and line == line.strip() and ("/" in line or "_" in line) and not leaves_root(line)
+    return (
+        bool(line)
+        and line == line.strip(string.whitespace)
+        and ("/" in line or "_" in line)
+        and not leaves_root(line)
+    )
 
 
 def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:

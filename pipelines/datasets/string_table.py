@@ -10,12 +10,13 @@ import numpy as np
 
 from pipelines.data_errors import DataError
 
-# Python reads bytes of file names that are not UTF-8 as lone surrogates.
-_UNFIT = re.compile("[\n\r\ud800-\udfff]")
+_LINE_BREAK = re.compile("[\n\r]")
 
 
 class Names(Sequence[str]):
     """An immutable list of strings, kept as UTF-8 lines (uint8) and the positions where they end (int64).
+
+    The bytes are those on the disk. Where the locale is not UTF-8, Python shows other characters for them.
 
     Eight ranks of a node each hold ImageNet's 1.28 million names. As Python strings that is 1 GB, and a million
     objects for every garbage collection to visit. `lines` is also what an index file stores.
@@ -34,11 +35,16 @@ class Names(Sequence[str]):
 
         Such a name could not stand in a list of names or a CSV either.
         """
-        names = list(names)
+        lines = []
         for name in names:
-            if _UNFIT.search(name):
+            try:
+                lines.append(os.fsencode(name))
+                unfit = _LINE_BREAK.search(lines[-1].decode())
+            except UnicodeError:
+                unfit = True
+            if unfit:
                 raise DataError(f"a name has a line break in it or is not UTF-8, rename it: {name!r}")
-        return cls(np.frombuffer("".join(f"{name}\n" for name in names).encode(), np.uint8))
+        return cls(np.frombuffer(b"".join(line + b"\n" for line in lines), np.uint8))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -49,10 +55,10 @@ class Names(Sequence[str]):
             return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]  # raises IndexError as a list does
         start = self._ends[place - 1] + 1 if place else 0
-        return self.lines[start : self._ends[place]].tobytes().decode()
+        return os.fsdecode(self.lines[start : self._ends[place]].tobytes())
 
     def __iter__(self) -> Iterator[str]:
-        return (line[:-1].decode() for line in io.BytesIO(self.lines.data))
+        return (os.fsdecode(line[:-1]) for line in io.BytesIO(self.lines.data))
 
     def right_aligned(self, indices: np.ndarray, fill: str) -> np.ndarray:
         """Return the names at `indices`, int (B,), as the rows of a uint8 array as wide as the longest one of them.
@@ -73,6 +79,15 @@ class Names(Sequence[str]):
             if name in places:
                 places[name] = position
         return np.fromiter((places[name] for name in wanted), np.int64, len(wanted))
+
+
+def listed_lines(content: bytes) -> list[str]:
+    """Return the lines of a UTF-8 file that lists names, with their ends, decoded as the names of files are.
+
+    Raises UnicodeDecodeError when it is not UTF-8.
+    """
+    content.decode()
+    return [os.fsdecode(line) for line in content.splitlines(keepends=True)]
 
 
 def links_out(path: str | os.PathLike, root: str | os.PathLike) -> bool:

@@ -29,7 +29,7 @@ def test_config_is_frozen_and_equal_by_value():
 def test_config_reads_back_its_yaml_and_json():
     overrides = ("criterion.unsupervised_batch_size={per_rank: 8}", "logging.folder=ä")
     config = load(GOOD + "model: {hidden: 7}\n", *overrides, "data.augmentation.crop_ratio=[0.1, 0.3]")
-    Path("again.yaml").write_text(config.to_yaml())
+    Path("again.yaml").write_text(config.to_yaml(), encoding="utf-8")
     assert load_config("again.yaml") == config
     assert Config.from_values(json.loads(json.dumps(config.canonical()))) == config
     assert "crop_scale: [0.08, 1.0]" in config.to_yaml()

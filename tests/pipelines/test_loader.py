@@ -1,5 +1,6 @@
 """Streams of views: any step at any time, the same for any threads and ranks, and bad files by name."""
 
+import os
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
@@ -56,7 +57,8 @@ def test_loader_mean_std_and_half_precision_come_last(index, reader):
 def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
     """Flat images of one color each, in files with unusual names: the color of any crop names the image."""
     (tmp_path / "a").mkdir()
-    names = ["with space.png", "größe 猫.png", "new\tline'\".png", *(f"{i}.png" for i in range(5))]
+    unusual = ("with space.png", "größe 猫.png", "new\tline'\".png")
+    names = [*(os.fsdecode(name.encode()) for name in unusual), *(f"{i}.png" for i in range(5))]
     for i, name in enumerate(sorted(names)):
         Image.new("RGB", (40 + i, 50), (30 * i, 255 - 30 * i, 7 * i)).save(tmp_path / "a" / name)
     still = Augmentation(size=16, jitter=0, grey=0, blur=0)

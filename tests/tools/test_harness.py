@@ -18,7 +18,9 @@ from tools.bench.harness import ratios, spread, target, time_in_turns
 from tools.bench.processes import time_batches_in_turns
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(p for p in ROOT.glob("tools/**/*.py") if 'if __name__ == "__main__":' in p.read_text())
+SCRIPTS = sorted(
+    p for p in ROOT.glob("tools/**/*.py") if 'if __name__ == "__main__":' in p.read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
 def test_results_page_holds_the_tables_of_the_points(points):
     paired = (points.parent / "rules.md").exists()
     tables = results.show(results.read(points)) if paired else results.show_small(results.read_report(points))
-    page = (ROOT / "RESULTS.md").read_text()
+    page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     assert all(table in page for table in tables)
 
 
 def test_pages_hold_the_tables_of_the_demo():
     summary, *tables = results.show_demo(results.read_demo(ROOT / "docs" / "demo"))
-    assert summary in (ROOT / "README.md").read_text()
-    assert all(table in (ROOT / "RESULTS.md").read_text() for table in tables)
+    assert summary in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(table in (ROOT / "RESULTS.md").read_text(encoding="utf-8") for table in tables)
 
 
 def test_interval_is_that_of_students_t():

@@ -94,7 +94,7 @@ def _cpu_seconds() -> float:
     total = time.process_time()
     for worker in multiprocessing.active_children():
         # User and system ticks are fields 14 and 15; field 2, the name in brackets, can hold spaces.
-        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{worker.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
@@ -112,11 +112,11 @@ def resident_growth(work: Callable[[], Any]) -> int:
     """
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     # 5 sets the high-water mark to what is resident now.
-    reset.write_text("5")
+    reset.write_text("5", encoding="utf-8")
     before = _kib(status, "VmRSS")
     work()
     return 1024 * (_kib(status, "VmHWM") - before)
 
 
 def _kib(status: Path, field: str) -> int:
-    return int(re.findall(rf"^{field}:\s+(\d+) kB", status.read_text(), re.MULTILINE)[0])
+    return int(re.findall(rf"^{field}:\s+(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)[0])

@@ -156,7 +156,7 @@ PIXELS, *CHOSEN = PARTS  # every report begins with the first
 def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) -> dict[str, Any]:
     """Run a part for at most `seconds`; return its status, its time, what it found, and its output if it failed."""
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
@@ -179,7 +179,7 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
     seconds = round(time.perf_counter() - started, 1)
     record: dict[str, Any] = {"name": part.name, "what": part.what, "status": status, "seconds": seconds}
     if found.exists():
-        record["found"] = json.loads(found.read_text())
+        record["found"] = json.loads(found.read_text(encoding="utf-8"))
     if status != "done" or not part.reports:
         record["output"] = text[-TAIL:]
     return record
@@ -253,7 +253,7 @@ def suite(
             records.append(record)
             print(f"{record['status']:<18}{record['seconds']:>7.1f} s  {part.name}: {part.what}", flush=True)
             report.save(parts=records)
-            Path(f"{output}.md").write_text(markdown(report.content) + "\n")
+            Path(f"{output}.md").write_text(markdown(report.content) + "\n", encoding="utf-8")
     return records
 
 

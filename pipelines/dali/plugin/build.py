@@ -75,7 +75,7 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Let one process at a time into a folder: the ranks of a machine start together, and one build serves them all."""
-    with open(folder / ".lock", "w") as stream:
+    with open(folder / ".lock", "w", encoding="utf-8") as stream:
         # A file system without locks costs each rank a build of its own.
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -126,7 +126,7 @@ def library_name() -> str:
     flags = [flag for flag in sysconfig.get_compile_flags() if not flag.startswith("-I")]
     versions = [nvidia.dali.__version__, str(nvidia.dali.__cuda_version__)]
     parts = [*_cxx()[1:], *FLAGS, *flags, *versions, platform.machine()]
-    parts += [f"{path.name}\n{path.read_text()}" for path in sources()]
+    parts += [f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in sources()]
     return f"view-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
 
@@ -151,7 +151,7 @@ def _compiled(library: Path) -> bytes:
         "-ldali_core",
         *("-o", str(output)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not output.is_file():
         message = done.stderr.strip()[-4000:] or "it wrote no library"
         raise DataError(f"the view operator does not compile with {shlex.join(compiler())}:\n{message}")

@@ -113,7 +113,7 @@ def test_decoder_buffers_of_a_stream_take_a_twentieth_of_what_is_free(
 ):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu_gb * 10**9, 96 * 10**9))
     meminfo = f"MemTotal: 9 kB\nMemFree: 7 kB\nMemAvailable:   {host_gb * 10**9 // 1024} kB\nBuffers: 1 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: meminfo)
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: meminfo)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert room_for_buffers(0, threads=7) == pytest.approx(expected * 10**9 / 20 / 8, rel=1e-6)
 
@@ -141,7 +141,7 @@ def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path,
 
 
 def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
-    names = ["a", "a much longer name.jpg", "deep/er/é 図.png", "b.jpg", "a"]
+    names = ["a", "a much longer name.jpg", os.fsdecode("deep/er/é 図.png".encode()), "b.jpg", "a"]
     sizes = np.ones((len(names), 2), np.int32)
     paths = FilePaths(ImageIndex(tmp_path, names, np.full(len(names), -1), (), sizes))
     for wanted in ([0, 3], [4, 2, 1, 0, 0]):

@@ -11,6 +11,8 @@ from pipelines.datasets.folders import image_folder, image_tree, with_classes, w
 from pipelines.datasets.in_memory import digits, resident
 from tests.support.pictures import cut_short, write_image, write_images
 
+CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
+
 
 def table(path, *lines, encoding="utf-8"):
     path.write_text("\n".join(lines) + "\n", encoding=encoding)
@@ -111,12 +113,12 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", "caf\xe9/4.jpg")
+    return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", CAFE)
 
 
 def test_image_tree_has_all_images_and_no_label(tree):
     index = image_tree(tree)
-    assert list(index.files) == ["1.jpg", "caf\xe9/4.jpg", "x/2.jpg", "x/y/3.jpg"]
+    assert list(index.files) == ["1.jpg", CAFE, "x/2.jpg", "x/y/3.jpg"]
     assert index.labels.tolist() == [-1] * 4 and index.classes == ()
     (tree / "none").mkdir()
     with pytest.raises(DataError, match="holds no image"):

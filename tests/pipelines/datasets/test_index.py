@@ -19,7 +19,9 @@ from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
 from tests.support.pictures import write_image
 
-words = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=12)
+letters = st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])
+# Names as Python reads them from a disk with UTF-8 names, in any locale.
+words = st.text(letters, max_size=12).map(lambda text: os.fsdecode(text.encode()))
 
 
 @pytest.fixture

@@ -39,9 +39,7 @@ def index() -> ImageIndex:
 @pytest.fixture
 def names(tmp_path):
     def write(*lines: str, end: str = "\n") -> Path:
-        (tmp_path / "names.txt").write_bytes(
-            "".join(line + end for line in lines).encode(errors="surrogateescape")
-        )
+        (tmp_path / "names.txt").write_bytes(os.fsencode("".join(line + end for line in lines)))
         return tmp_path / "names.txt"
 
     return write
