@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import Self
 
@@ -44,7 +44,7 @@ class Heartbeat:
     ):
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()
-        self.store: Store | None = None if self.ranks == 1 else _get_default_store().clone()
+        self.store: Store | None = None if self.ranks == 1 else _own_connection(_get_default_store())
         self.position = (0, 0, "starts")  # places passed, updates done, the place
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
@@ -122,6 +122,15 @@ class Heartbeat:
         if len(behind) > SHOWN:
             lines.append(f"{len(behind) - SHOWN} more")
         return silent, f"waiting for {', '.join(lines)}"
+
+
+def _own_connection(store: Store) -> Store:
+    """Return `store` over another connection: a wait of the main thread would block one that threads share."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, PrefixStore):  # torch 2.6
+        store = store.underlying_store
+    return TCPStore(store.host, store.port, wait_for_workers=False) if isinstance(store, TCPStore) else store
 
 
 def end_hung(message: str) -> None:

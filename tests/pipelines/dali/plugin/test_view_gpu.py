@@ -98,10 +98,11 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bit
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
-def test_kernels_compile_to_the_code_of_every_card_that_torch_supports(arch):
+@pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_kernels_compile_to_the_code_of_every_card_that_torch_supports(card):
+    arch = cuda_compiler.architecture(*card)  # portable where the compiler is older than the card
     code = cuda_compiler.compiled(build.SOURCES / "view.cu", arch, use.NVRTC_OPTIONS)
-    assert code.startswith(b"\x7fELF") and all(
+    assert code.startswith(b"\x7fELF") == arch.startswith("sm_") and all(
         name in code for name in (b"gray_sums", b"make_16", b"make_32")
     )
 
