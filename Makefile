@@ -53,6 +53,8 @@ docs-serve: $(DOCS)  ## show the documentation at localhost:8000 and follow ever
 
 lint: $(READY)  ## ruff (check and format) and pyright
 	$(BIN)/ruff check .
+	@# Text without an encoding is read in that of the locale. The tests write and read ASCII.
+	$(BIN)/ruff check --preview --select PLW1514 fastsuncet pipelines tools
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 

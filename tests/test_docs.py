@@ -119,4 +119,5 @@ def test_nobody_is_told_to_install_fastsuncet_from_the_registry():
         path for package in ("fastsuncet", "pipelines", "tools") for path in (ROOT / package).rglob("*.py")
     ]
     for path in [*PAGES, *sources, *(ROOT / "docs").rglob("*.md")]:
-        assert not re.search(r"pip install[^.\n]*\bfastsuncet\b|fastsuncet\[", path.read_text(encoding="utf-8")), path
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install[^.\n]*\bfastsuncet\b|fastsuncet\[", text), path

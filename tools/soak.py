@@ -43,7 +43,8 @@ def copy_images(images: Path, to: Path, train: int, validation: int) -> None:
 
 def sample(pid: int) -> dict[str, float]:
     """Return memory in MB, descriptors and threads of a process."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    fields = dict(line.split(":", 1) for line in status.splitlines())
     return {
         "memory": int(fields["VmRSS"].split()[0]) / 1024,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
