@@ -129,7 +129,11 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
         *(f"{k}\n{v.decode()}" for k, v in headers.items()),
         source.decode(),
     ]
-    kept = folder() / f"{path.name}-{arch}-{hashlib.sha256(chr(0).join(decisive).encode()).hexdigest()[:32]}"
+    name = f"{path.name}-{arch}-{hashlib.sha256(chr(0).join(decisive).encode()).hexdigest()[:32]}"
+    try:
+        kept = folder() / name
+    except RuntimeError:  # a user without a home directory
+        return compile_cuda(path.name, source, headers, arch, options)
     if (code := code_cache.read(kept)) is None:
         code = compile_cuda(path.name, source, headers, arch, options)
         if (problem := code_cache.problem(kept.parent) or code_cache.problem(kept)) is not None:
@@ -142,5 +146,5 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
 
 
 def folder() -> Path:
-    """Return the folder of compiled kernels."""
+    """Return the folder of compiled kernels. Raises RuntimeError for a user without a home directory."""
     return code_cache.cache_folder("kernels")

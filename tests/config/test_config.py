@@ -42,12 +42,13 @@ def test_config_from_values_obeys_the_rules():
         Config.from_values(values)
 
 
-def test_config_run_folder():
+def test_config_run_folder(monkeypatch):
     """A run is named after its config file unless it has a name."""
     Path("p01.yaml").write_text(GOOD)
     assert load_config("p01.yaml").run_folder == Path("runs/p01")
     named = load_config("p01.yaml", ["logging.write_tag=mine", "logging.folder=~/r"])
-    assert named.run_folder == Path.home() / "r" / "mine"
+    monkeypatch.setenv("HOME", "/home/me")  # some users have none
+    assert named.run_folder == Path("/home/me/r/mine")
     Path("my run.yaml").write_text(GOOD)
     with pytest.raises(
         ConfigErrors, match=r"my run\.yaml: logging\.write_tag: my run \(from the name of the file\)"

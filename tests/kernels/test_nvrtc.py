@@ -1,6 +1,7 @@
 """Compiling CUDA sources and caching the result: every kernel for every architecture, and every failure."""
 
 import hashlib
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -101,9 +102,14 @@ def test_compiled_caches_by_architecture_and_options_and_repairs(empty_cache, mo
 
 
 @needs_nvrtc
-def test_compiled_works_without_a_writable_folder(tmp_path, monkeypatch, empty_cache):
+@pytest.mark.parametrize("homeless", [False, True])
+def test_compiled_works_without_a_writable_folder(tmp_path, monkeypatch, empty_cache, homeless):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "file"))
+    if homeless:
+        for name in ("FASTSUNCET_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31)  # of no user
     assert nvrtc.compiled("lars.cu", "sm_90", LARS).startswith(b"\x7fELF")
 
 
