@@ -547,6 +547,9 @@ def main(arguments: list[str] | None = None) -> int:
     An error that the user can fix is printed on stderr as a message; FASTSUNCET_TRACEBACK=1 adds its traceback. Any
     other exception is a bug: Python ends with its traceback and exit code 1.
     """
+    if arguments is None and sys.getfilesystemencoding() != "utf-8":
+        # Configs and lists are UTF-8 and name files. In another locale Python would look for files of other names.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     try:
         _handle_sigterm_as_pid1()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a log in Latin-1 cannot hold every name

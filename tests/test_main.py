@@ -30,12 +30,14 @@ def shadow(folder: Path, *names: str) -> None:
     ],
     ids=["child", "child, folder in PYTHONPATH", "-m"],
 )
-def test_main_imports_nothing_of_ours_from_the_working_directory(tmp_path, command, names, pythonpath):
+def test_main_imports_nothing_from_the_working_directory_in_any_locale(tmp_path, command, names, pythonpath):
     shadow(tmp_path, *names)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     if pythonpath is not None:
         environment["PYTHONPATH"] = pythonpath
-    words = [*command, "train", "absent.yaml"]  # the code that is imported before this refusal is enough
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    name = "abs\xe9nt.yaml".encode()
+    words = [*command, "train", name]  # the code that is imported before this refusal is enough
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 2, done.stderr
-    assert "absent.yaml" in done.stderr
+    assert name in done.stderr  # a locale that is not UTF-8 makes no difference
