@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shlex
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
@@ -74,7 +75,7 @@ class Gadget:
         self.marker = marker
 
     def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
+        return os.system, (f"touch {shlex.quote(str(self.marker))}",)
 
 
 @pytest.mark.parametrize("name", ["train_state.pt", "model.safetensors"])
