@@ -1,9 +1,11 @@
 """Small data sets held in memory as uint8: scikit-learn's digits, generated images, any images of one small size."""
 
 import functools
+import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -57,13 +59,11 @@ def digits(*, train: bool = True) -> ImageIndex:
     Of each class in order, every fifth image is a test image: the same 1,442 train and 355 test images on every
     machine. Raises DataError with the package to install where scikit-learn is missing.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
-        ) from error
-    pixels, target = _enlarged(load_digits)
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise DataError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+    # Read here, because importing scikit-learn takes seconds, in every process.
+    pixels, target = _enlarged(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz")
     test = np.concatenate([np.flatnonzero(target == label)[4::5] for label in range(10)])
     chosen = np.setdiff1d(np.arange(len(target)), test) if train else np.sort(test)
     return pixel_index(
@@ -72,10 +72,11 @@ def digits(*, train: bool = True) -> ImageIndex:
 
 
 @functools.cache
-def _enlarged(load_digits: Callable) -> tuple[np.ndarray, np.ndarray]:
+def _enlarged(file: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return all digits, uint8 (N, 16, 16, 3), and their labels. Making them takes a quarter of a second."""
-    data, target = load_digits(return_X_y=True)
-    gray = np.rint(data.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # levels 0..16 before
+    table = np.loadtxt(file, delimiter=",")  # a row a digit: 64 levels from 0 to 16, and its label
+    data, target = table[:, :-1], table[:, -1].astype(np.int64)
+    gray = np.rint(data.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     large = [Image.fromarray(image).resize((16, 16), Image.Resampling.BILINEAR) for image in gray]
     return np.repeat(np.stack([np.asarray(image) for image in large])[..., None], 3, axis=-1), target
 

@@ -232,8 +232,9 @@ def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
 
 def test_start_ranks_trains_in_a_folder_with_packages_of_our_names(tmp_path):
     shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
-    overrides = ["data.backend=torchvision", "optimization.warmup=0", "optimization.steps=2"]
-    arguments = ["train", str(CONFIGS / "digits_demo.yaml"), *SMALL, *overrides, f"logging.folder={tmp_path}"]
+    sizes = ["criterion.unsupervised_batch_size=16", "optimization.warmup=0", "optimization.steps=2"]
+    words = [*SMALL, *sizes, "data.backend=torchvision", f"logging.folder={tmp_path}"]
+    arguments = ["train", str(CONFIGS / "digits_demo.yaml"), *words]
     process = job_of_two(tmp_path, None, tuple(arguments))
     process.join(240)
     assert process.exitcode == 0, (tmp_path / "errors").read_text()[-2000:]

@@ -1,6 +1,5 @@
 """The kernels under the thread sanitizer: no race as they are, and one for every barrier that is left out."""
 
-import functools
 import re
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ BARRIERS = [
 CLASH = "FATAL: ThreadSanitizer: unexpected memory mapping"
 
 
-@functools.cache
 def run(*words):
     """Run all kernels once; the sanitizer exits with 66 if it saw a race."""
     command = [str(built("races.cpp", "-O1", "-fsanitize=thread")), *words]
@@ -40,8 +38,10 @@ def test_kernels_have_no_race():
 
 @pytest.mark.parametrize("barrier", BARRIERS)
 def test_kernels_need_every_barrier(barrier):
-    done = run(barrier)
-    assert done.returncode == 66 and "WARNING: ThreadSanitizer: data race" in done.stderr, barrier
+    # On a busy machine the threads can take turns by chance, and there is no race to see.
+    done = next((done for done in (run(barrier) for _ in range(5)) if done.returncode), None)
+    assert done is not None and done.returncode == 66, barrier
+    assert "WARNING: ThreadSanitizer: data race" in done.stderr, barrier
 
 
 def test_kernels_have_no_race_without_a_line_that_is_no_barrier():

@@ -106,12 +106,12 @@ def measure(index: ImageIndex, rounds: int) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=50, quick="a small index, ten steps", devices=())
+    parser = harness.parser(__doc__, rounds=50, quick="a small index, four steps", devices=())
     options = parser.parse_args(arguments)
     report = harness.Report("bench_host", options.json)
     with tempfile.TemporaryDirectory() as folder, harness.one_thread():
         index = small_pictures(Path(folder), *(SMALL if options.quick else IMAGENET))
-        points = measure(index, 10 if options.quick else options.rounds)
+        points = measure(index, 4 if options.quick else options.rounds)
     limits = zip(points, (8e-3, 15e-3))
     targets = [
         harness.target(f"seconds, {p['name']}", harness.spread(p["seconds"]), limit, at_least=False)

@@ -264,6 +264,6 @@ def test_digits_are_split_by_class_and_keep_their_picture():
 
 
 def test_digits_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         digits()
