@@ -251,19 +251,15 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
     return {"same": same, "evaluation": stopped_in_an_evaluation(rank, world_size, folder, 3)}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> tuple[Path, list[dict]]:
-    folder = tmp_path_factory.mktemp("two")
-    return folder, run_ranks(on_two_ranks, 2, str(folder))
-
-
 def on_three_ranks(rank: int, world_size: int, folder: str) -> bool:
     """From three ranks on a sum depends on its order, and DDP changes the order of its buckets in its first passes."""
     return stopped_and_straight(folder, THREE, ((4, 2),))
 
 
-def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, two_ranks):
-    folder, ranks = two_ranks
+def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
+    """And their run continues on another number of ranks, unless that changes a size."""
+    folder = tmp_path / "two"
+    ranks = run_ranks(on_two_ranks, 2, str(folder))
     assert [rank["same"] for rank in ranks] == [[True] * len(KINDS)] * 2
     assert [rank["evaluation"] for rank in ranks] == [[ROW], [ROW]]
     assert run_ranks(on_three_ranks, 3, str(tmp_path)) == [True] * 3
@@ -271,10 +267,8 @@ def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, tw
         straight, stopped = (final_state(small_config(top / name / part, name, SEVEN)) for part in PARTS)
         assert_equal_to_the_bit(stopped, straight)
 
-
-def test_other_world_size_continues_unless_it_changes_a_size(two_ranks):
     for name, (overrides, changed) in SIZES.items():
-        config = small_config(two_ranks[0] / name, *overrides)
+        config = small_config(folder / name, *overrides)
         if not changed:
             assert sorted(train(config)) == list(range(4, 10))  # two ranks stop a step later than one
             continue
