@@ -92,7 +92,7 @@ def required(name: str) -> Callable[[], Finding]:
 
 
 def _requirement(name: str) -> str:
-    """Return the requirement of pyproject.toml: "torch>=2.11,<2.16"."""
+    """Return the requirement of pyproject.toml: "torch>=2.6,<3"."""
     try:
         lines = requires("fastsuncet") or []
     except PackageNotFoundError:  # a checkout that was not installed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 
-# torch 2.15 renamed the option and warns of the old name; 2.11 does not know the new one.
+# torch 2.15 renamed the option and warns of the old name; older ones do not know the new one.
 _ddp_options = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _ddp_options else "broadcast_buffers"
 

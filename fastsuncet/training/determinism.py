@@ -8,6 +8,7 @@ from torch.utils import deterministic
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.errors import ConfigError
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -18,6 +19,8 @@ def set_determinism(config: Config, place: launch.Place) -> None:
     `meta.deterministic` keeps torch to kernels that give the same bits in every run; torch warns where it has none.
     `meta.autotune` is about choosing among them: cuDNN and Inductor time several, and a restart can choose another.
     TF32 is off, which would compute "fp32" in 10 bits.
+
+    Raises ConfigError where this torch's Inductor cannot be kept from choosing by timing.
     """
     if config.meta.threads is not None:
         torch.set_num_threads(config.meta.threads)
@@ -37,7 +40,13 @@ def set_determinism(config: Config, place: launch.Place) -> None:
             from torch._inductor import config as inductor  # slow to import, and only now needed
 
             # Under deterministic algorithms Inductor leaves one configuration of each reduction, untimed.
-            inductor.write_are_deterministic_algorithms_enabled = not autotune
+            if hasattr(inductor, "write_are_deterministic_algorithms_enabled"):
+                inductor.write_are_deterministic_algorithms_enabled = not autotune
+            elif not autotune:
+                raise ConfigError(
+                    f"meta.compile chooses kernels by timing with torch {torch.__version__}, so a restart can end in "
+                    "other bits. Install a newer torch, or set meta.autotune=true"
+                )
 
 
 def native_precision(device: torch.device) -> tuple[str, str]:
