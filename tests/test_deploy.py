@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,46 @@ def test_container_copies_what_exists_and_keeps_dependencies_cached():
         word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.M) for word in line.split()
     ):
         assert (ROOT / source).exists() and source.split("/")[0] not in ignored, source
+
+
+# In namespaces of its own, where only shared memory can be written to. The trainer replaces the shell as process 1.
+LIKE_A_CONTAINER = """
+mount --make-rprivate / && mount -o remount,bind,ro / && ! touch /probe 2>/dev/null || exit 99
+mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm && cd /dev/shm || exit 99
+export HOME=/dev/shm TMPDIR=/dev/shm XDG_CACHE_HOME=/dev/shm/cache
+exec setpriv --reuid 12345 --regid 12345 --clear-groups "$@"
+"""
+
+
+@pytest.mark.slow
+def test_training_like_in_a_container_saves_as_process_1_on_sigterm():
+    """Any user, a read-only root, no network, no GPU, 64 MB of shared memory; docker itself is not needed."""
+    spaces = ["unshare", "-m", "-n", "-p", "-f", "--mount-proc", "sh", "-c", LIKE_A_CONTAINER, "sh"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        probe = [*spaces, sys.executable, "-c", "import fastsuncet.cli"]
+        done = subprocess.run(probe, env=environment, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no unshare command here")
+    if done.returncode:
+        pytest.skip(
+            f"no such namespaces, or another user cannot read python or the code: {done.stderr[-200:]}"
+        )
+    words = ["train", "digits_demo", "logging.log_every=1", "data.color_operator=graph"]
+    command = [*spaces, sys.executable, "-m", "fastsuncet", *words]
+    output = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as shell:
+        for line in shell.stdout:
+            output.append(line.decode())
+            if line.startswith(b"step=3/"):
+                (trainer,) = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()
+                status = Path(f"/proc/{trainer}/status").read_text()
+                assert "\nUid:\t12345\t" in status and re.search(r"^NSpid:\t\d+\t1$", status, re.M)
+                os.kill(int(trainer), signal.SIGTERM)
+    assert shell.returncode == 75, "".join(output)
+    assert "SIGTERM: saved after step" in output[-1]
 
 
 @pytest.mark.parametrize("script", [SBATCH, SWEEP, INSTALL, ROOT / ".ci" / "run"], ids=lambda path: path.name)
