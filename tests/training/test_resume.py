@@ -248,7 +248,16 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
     same = [stopped_and_straight(folder, name, ((1, 1), (5, 0))) for name in KINDS]
     for name, (overrides, _) in SIZES.items():
         train(small_config(Path(folder, name), *overrides), stop_at=2)
-    return {"same": same, "evaluation": stopped_in_an_evaluation(rank, world_size, folder, 3)}
+    of_one = {
+        name: small_config(Path(folder, "of one", name), *SIZES[name][0]) for name in ("global", "per_rank")
+    }
+    with pytest.raises(CheckpointError, match=r"processes \(2 instead of 1\) this is another run"):
+        train(of_one["per_rank"])
+    return {
+        "same": same,
+        "evaluation": stopped_in_an_evaluation(rank, world_size, folder, 3),
+        "of one": sorted(train(of_one["global"])),
+    }
 
 
 def on_three_ranks(rank: int, world_size: int, folder: str) -> bool:
@@ -259,9 +268,12 @@ def on_three_ranks(rank: int, world_size: int, folder: str) -> bool:
 def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
     """And their run continues on another number of ranks, unless that changes a size."""
     folder = tmp_path / "two"
+    for name in ("global", "per_rank"):
+        train(small_config(folder / "of one" / name, *SIZES[name][0]), stop_at=2)
     ranks = run_ranks(on_two_ranks, 2, str(folder))
     assert [rank["same"] for rank in ranks] == [[True] * len(KINDS)] * 2
     assert [rank["evaluation"] for rank in ranks] == [[ROW], [ROW]]
+    assert [rank["of one"] for rank in ranks] == [list(range(3, 10))] * 2
     assert run_ranks(on_three_ranks, 3, str(tmp_path)) == [True] * 3
     for top, name in (*((folder, name) for name in KINDS), (tmp_path, THREE)):
         straight, stopped = (final_state(small_config(top / name / part, name, SEVEN)) for part in PARTS)
