@@ -19,7 +19,7 @@ from tests.support.runs import CONFIGS, small_config
 
 CARD = torch.device("cuda", 0)
 HERE = torch.device("cpu")
-DATA = ("data.root=none", "data.split.file=none")
+DATA = ("data.root=none", "meta.precision=bf16", "data.split.file=none")
 
 
 @pytest.fixture(autouse=True)
