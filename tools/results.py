@@ -196,7 +196,7 @@ def show_plateau(panel: Panel) -> list[str]:
     paired = "{:+.2f} ± {:.2f}".format(*difference(*ends))
     return [
         "\n".join(markdown(columns, rows)),
-        f"Plateau against fixed end, paired (95 %): FLOPs {center:+.0f} ± {half:.0f} points of SimCLR's, "
+        f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
         f"accuracy {paired} points.",
         f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
     ]
