@@ -182,9 +182,8 @@ class Config(Sections):
         that only one version has counts as what the other version did, as a rule its default.
         """
         theirs = flat(other)
-        before = DEFAULTS | {
-            "data.augmentation.color_order": "fixed"
-        }  # without this key there was no other order
+        # Without this key there was no other order.
+        before = DEFAULTS | {"data.augmentation.color_order": "fixed"}
         if theirs.get("meta.precision") != "fp32":
             # Without this key products were float32; behind a float32 network they are whatever the key says.
             before["criterion.products"] = "fp32"

@@ -106,9 +106,7 @@ def test_config_key_newer_than_the_checkpoint_counts_as_its_default():
         ("meta.gone", 3, None),
         ("optimization.nesterov", False, True),
     ]
-    del saved["data"]["augmentation"][
-        "color_order"
-    ]  # without this key there was no other order than the fixed one
+    del saved["data"]["augmentation"]["color_order"]  # it was fixed then
     assert load().changed_keys(saved)[0] == ("data.augmentation.color_order", "fixed", "random")
 
 
