@@ -21,9 +21,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-LOWEST_TEMPERATURE = (
-    0.025  # x reaches down to exp(-2 / 0.025) = 2e-35, and below 1e-38 float32 has no full precision
-)
+# x reaches down to exp(-2 / 0.025) = 2e-35, and below 1e-38 float32 has no full precision.
+LOWEST_TEMPERATURE = 0.025
 
 
 def sweep_pairs(

@@ -25,7 +25,7 @@ from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import read_status
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
-from fastsuncet.metrics.rankme import collapse_warning
+from fastsuncet.metrics.rankme import RANKS, collapse_warning
 from fastsuncet.metrics.results import FOLDER as RESULTS
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
@@ -129,7 +129,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     values = flat(config.canonical())
     changed = [(key, value) for key, value in values.items() if value != DEFAULTS.get(key)]
     parts += [_section("Settings that are not the defaults"), _two_tables(changed)]
-    every = html.escape((run / "config.yaml").read_text())
+    every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
     parts += [_section("Environment"), _table(_environment(meta, of["chosen"]))]
     return "\n".join([*parts, "</body>\n</html>\n"])
@@ -216,7 +216,7 @@ def _curves(config: Config, train: list[Record], knn: list[Record]) -> str:
         ("losses", train, {"loss": "sum", **{term: term for term in terms}}, 1.0),
         ("gradient norms of the losses", train, {f"{term}_gradient": term for term in terms}, 1.0),
         ("k-NN accuracy, %", knn, {"knn_accuracy": "k-NN"}, 100.0),
-        ("RankMe", knn, {"rankme": "embeddings z", "rankme_features": "features h"}, 1.0),
+        ("RankMe", knn, RANKS, 1.0),
         ("views a second", train, {"views_per_second": "views"}, 1.0),
         ("waiting for data, % of the time", train, {"data_wait": "wait"}, 100.0),
         ("learning rate", train, {"lr": "lr"}, 1.0),

@@ -49,9 +49,8 @@ class FitSettings:
     resize: int  # pixels of the shorter side before the center crop of an evaluation
     crop_scale: tuple[float, float]  # fraction of the image's area
     num_classes: int
-    loss: Literal["softmax", "sigmoid"] = (
-        "softmax"  # sigmoid: several classes an image, of the index's `presence`
-    )
+    # sigmoid: several classes an image, of the index's `presence`
+    loss: Literal["softmax", "sigmoid"] = "softmax"
     lr: float = 0.0  # of the first update
     nesterov: bool = True
     weight_decay: float = 0.0  # of every parameter
