@@ -36,9 +36,9 @@ test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra p
 	$(PYTEST) -m "not slow" --durations=10
 
 results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
-	@for folder in docs/results/*; do if [ -e $$folder/rules.md ]; \
-	  then $(BIN)/python tools/results.py show $$folder/points.csv --figure $$folder/accuracy.png; \
-	  else $(BIN)/python tools/results.py small $$folder/points.csv; fi || exit 1; echo; done
+	@for points in docs/results/*/points.csv; do folder=$$(dirname $$points); if [ -e $$folder/rules.md ]; \
+	  then $(BIN)/python tools/results.py show $$points --figure $$folder/accuracy.png; \
+	  else $(BIN)/python tools/results.py small $$points; fi || exit 1; echo; done
 	@$(BIN)/python tools/results.py demo docs/demo
 
 $(DOCS): $(READY)

@@ -27,7 +27,11 @@ from fastsuncet.metrics.writer import csv_table
 # evaluation: linear or finetune; top1: %
 COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
-NAMES = {"simclr": BASELINE, "suncet": METHOD, "untrained": "untrained encoder"}
+CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
+NAMES = {"simclr": BASELINE, "suncet": METHOD, "cross_entropy": CROSS_ENTROPY, "untrained": UNTRAINED}
+EVALUATIONS = {"linear": "linear classifier, frozen encoder", "finetune": "fine-tuned"}
+FIGURES = {"cifar10-32px": ("CIFAR-10 at 32 pixels", "2 %")}  # the title and the share of labels
+SEEDS = 3  # nothing is decided with fewer
 FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
 ENDING = {"simclr": BASELINE, "fixed": FIXED, "plateau": PLATEAU}
 RULES = {
@@ -131,24 +135,75 @@ def show(panels: dict[str, Panel]) -> list[str]:
     return show_plateau(panels["linear"]) if PLATEAU in groups(panels["linear"]) else show_paired(panels)
 
 
+def shares(panel: Panel, name: str, step: int | None) -> dict[int | None, float]:
+    """Return the accuracy of each seed of a method after `step` updates; the untrained encoder has only one."""
+    curves = groups(panel)[name].curves if name in groups(panel) else ()
+    return {
+        curve.seed: point.metrics["top1"]
+        for curve in curves
+        for point in curve.points
+        if point.step == step or name == UNTRAINED
+    }
+
+
+def paired(panel: Panel, name: str, step: int | None) -> tuple[list[float], list[float]]:
+    """Return the accuracies of SimCLR and of a method after `step` updates, of the seeds that both have."""
+    base, ours = shares(panel, BASELINE, step), shares(panel, name, step)
+    seeds = [seed for seed in base if seed in ours]
+    return [base[seed] for seed in seeds], [ours[seed] for seed in seeds]
+
+
+def cells(panel: Panel, names: Sequence[str], methods: Sequence[str], step: int | None) -> list[str]:
+    """Return the accuracy of each of `names` after `step` updates, and the paired difference of each of `methods`."""
+    found = [list(shares(panel, name, step).values()) for name in names]
+    row = [accuracy(each) if each else "" for each in found]
+    for base, ours in (paired(panel, name, step) for name in methods):
+        one = "".join(f"{100 * (y - x):+.2f}, one seed" for x, y in zip(base, ours))
+        row.append("{:+.2f} ± {:.2f}".format(*difference(base, ours)) if len(base) > 1 else one)
+    return row
+
+
+def decision_line(panel: Panel, step: int | None) -> str:
+    """Return the decision on SuNCEt against SimCLR after `step` updates."""
+    base, ours = paired(panel, METHOD, step)
+    if len(base) < SEEDS:
+        return f"Decision by the rule: none yet, {len(base)} of {SEEDS} seeds."
+    return f"Decision by the rule: **{decision(*difference(base, ours))}**."
+
+
 def show_paired(panels: dict[str, Panel]) -> list[str]:
-    """Return the tables of SimCLR against SuNCEt: by updates, the last checkpoint, compute saved."""
-    linear, rows, last, ends = groups(panels["linear"]), [], (0.0, 0.0), []
-    for a, b in zip(linear[BASELINE].common("top1"), linear[METHOD].common("top1")):
-        last = difference(a.metrics["top1"], b.metrics["top1"])
-        cells = map(accuracy, (a.metrics["top1"], b.metrics["top1"]))
-        rows.append([str(a.step), f"{a.costs['petaflops']:.5f}", *cells, "{:+.2f} ± {:.2f}".format(*last)])
-    for kind, title in (("linear", "linear classifier, frozen encoder"), ("finetune", "fine-tuned")):
-        end = {name: group.common("top1")[-1].metrics["top1"] for name, group in groups(panels[kind]).items()}
-        paired = "{:+.2f} ± {:.2f}".format(*difference(end[BASELINE], end[METHOD]))
-        ends.append([title, *(accuracy(end[name]) for name in NAMES.values()), paired])
-    names = [f"{name}, %" for name in NAMES.values()]
-    verdict = ["", f"Decision by the rule: **{decision(*last)}**."]
-    shares = [list(row) for row in zip(RULES.values(), saved(panels["linear"], linear=True))]
+    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved.
+
+    With cross-entropy beside SuNCEt the rules decide on fine-tuning too, else on the linear classifier alone.
+    """
+    tables, ends, costs = [], [], []
+    names = [name for name in NAMES.values() if name in groups(panels["linear"])]
+    trained = [name for name in names if name != UNTRAINED]
+    methods = [name for name in trained if name != BASELINE]
+    differences = [DIFFERENCE if len(methods) == 1 else f"{name}: {DIFFERENCE}" for name in methods]
+    for kind, title in EVALUATIONS.items():
+        if kind not in panels:
+            continue
+        panel = panels[kind]
+        checkpoints = groups(panel)[BASELINE].common("top1")
+        last = checkpoints[-1].step
+        if len(checkpoints) > 1:
+            head = ["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *differences]
+            rows = [
+                [str(c.step), f"{c.costs['petaflops']:.5f}", *cells(panel, trained, methods, c.step)]
+                for c in checkpoints
+            ]
+            tables.append("\n".join(markdown(head, rows)))
+            there = [name for name in methods if name in groups(panel)]
+            costs += [[f"{name}, {title}", *saved(panel, linear=True, method=name)] for name in there]
+        if kind == "linear" or CROSS_ENTROPY in names:
+            tables.append(f"{title.capitalize()}. {decision_line(panel, last)}")
+        ends.append([title, *cells(panel, names, methods, last)])
+    head = ["evaluation of the last checkpoint", *(f"{name}, %" for name in names), *differences]
     return [
-        "\n".join([*markdown(["updates", "petaFLOPs", *names[:2], DIFFERENCE], rows), *verdict]),
-        "\n".join(markdown(["evaluation of the last checkpoint", *names, DIFFERENCE], ends)),
-        "\n".join(markdown([f"FLOPs until {METHOD} has", "mean (lowest to highest)"], shares)),
+        *tables,
+        "\n".join(markdown(head, ends)),
+        "\n".join(markdown(["FLOPs until a method has", *RULES.values()], costs)),
     ]
 
 
@@ -228,7 +283,7 @@ def read_demo(folder: Path) -> Panel:
     """Return the numbers that `fastsuncet demo` wrote, demo_seedN.json."""
     curves = []
     for path in sorted(folder.glob("demo_seed*.json")):
-        for method, run in json.loads(path.read_text()).items():
+        for method, run in json.loads(path.read_text(encoding="utf-8")).items():
             rows = zip(run["updates"], run["petaflops"], run["accuracy"])
             points = tuple(Point(step, {"petaflops": cost}, {"top1": top1}) for step, cost, top1 in rows)
             seed = int(path.stem.removeprefix("demo_seed"))
@@ -269,30 +324,42 @@ def show_demo(panel: Panel) -> list[str]:
 
 
 def draw(panels: dict[str, Panel], path: Path) -> None:
-    """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line."""
-    from matplotlib.figure import Figure
+    """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line.
 
-    figure = Figure(figsize=(6.4, 4), layout="tight")
-    axes = figure.subplots()
-    found = groups(panels["linear"])
-    shown = [name for name in found if name != NAMES["untrained"]]
-    for name, color, marker, dashes in zip(shown, COLORS, MARKERS, ("-", "--", ":")):
-        points = found[name].common("top1")
-        x = [p.costs["petaflops"] * 1e3 for p in points]
-        columns = [[100 * share for share in p.metrics["top1"]] for p in points]
-        axes.plot(x, columns, color=color, lw=0.6, alpha=0.45)
-        means, halves = zip(*map(interval, columns))
-        axes.errorbar(
-            x, means, yerr=halves, label=name, capsize=3, lw=1.8, color=color, marker=marker, ls=dashes
+    An evaluation of several checkpoints has a plot of its own.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import ScaledTranslation
+
+    title, labels = FIGURES.get(path.parent.name, ("CIFAR-10 at 16 pixels", "10 %"))
+    shown = [k for k in EVALUATIONS if k in panels and len(groups(panels[k])[BASELINE].common("top1")) > 1]
+    figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4), layout="tight")
+    seeds = len(groups(panels[shown[0]])[BASELINE].curves)
+    figure.suptitle(f"{title}, {labels} of the labels, {seeds} paired seeds", size=11)
+    for axes, kind in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
+        found = groups(panels[kind])
+        names = [name for name in found if name != UNTRAINED]
+        for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, ("-", "--", ":"))):
+            points = found[name].common("top1")
+            x = [p.costs["petaflops"] * 1e3 for p in points]
+            columns = [[100 * share for share in p.metrics["top1"]] for p in points]
+            axes.plot(x, columns, color=color, lw=0.6, alpha=0.45)
+            means = [mean(column) for column in columns]
+            halves = [interval(column)[1] if len(column) > 1 else 0.0 for column in columns]
+            # Moved by two points, so that no interval hides another.
+            aside = axes.transData + ScaledTranslation(2 * i / 72, 0, figure.dpi_scale_trans)
+            style = {"capsize": 3, "lw": 1.8, "color": color, "marker": marker, "ls": dashes}
+            axes.errorbar(x, means, yerr=halves, label=name, transform=aside, **style)
+            for sign in (-1, 1):  # the limits of the axes follow only what is drawn in its own place
+                axes.update_datalim([(c, m + sign * half) for c, m, half in zip(x, means, halves)])
+        axes.autoscale_view()
+        axes.set(
+            xlabel="pre-training compute, teraFLOPs (6 x MAC a view)",
+            ylabel=f"test accuracy, %, {EVALUATIONS[kind]}",
         )
-    axes.set(
-        xlabel="pre-training compute, teraFLOPs (6 x MAC a view)",
-        ylabel="test accuracy of a linear classifier\non 10 % of the labels, %",
-        title="CIFAR-10 at 16 pixels, five paired seeds",
-    )
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)
 
 
