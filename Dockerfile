@@ -23,7 +23,7 @@ WORKDIR /opt/fastsuncet
 # seconds and does not download 4 GB again.
 ARG DALI=nvidia-dali-cuda120
 COPY constraints.txt ./
-COPY tools/docker_install.sh tools/docker_install.sh
+COPY tools/docker_install.sh tools/docker_requirements.txt tools/
 RUN DALI="${DALI}" sh tools/docker_install.sh dependencies
 
 COPY pyproject.toml README.md LICENSE ./

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DOCS := $(VENV)/ready-docs
 
-.PHONY: demo test test-fast results docs docs-serve lint format clean help
+.PHONY: demo test test-fast results docs docs-serve lint format pins clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -61,6 +61,15 @@ lint: $(READY)  ## ruff (check and format) and pyright
 format: $(READY)  ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# One exact set of versions for every machine and interpreter, by uv; an interpreter that a release no longer supports gets the
+# newest release that does. The image's file has the hashes of all files of these versions.
+COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.10 --no-annotate --custom-compile-command "make pins"
+pins: $(READY)  ## write constraints.txt and tools/docker_requirements.txt; with UPGRADE=--upgrade the newest versions
+	$(BIN)/python -m pip install -qq uv
+	$(COMPILE) $(UPGRADE) pyproject.toml --extra dev --extra bench --extra energy -o constraints.txt
+	$(COMPILE) --generate-hashes -c constraints.txt pyproject.toml $(foreach each,dali-cu12 demo energy plots tensorboard,--extra $(each)) \
+	  -o tools/docker_requirements.txt
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -140,7 +140,10 @@ def test_container_asks_the_driver_for_the_jpeg_decoder():
 
 def test_container_copies_what_exists_and_keeps_dependencies_cached():
     before = DOCKERFILE[: DOCKERFILE.index("docker_install.sh dependencies")]
-    assert re.findall(r"^COPY (.+) \S+$", before, re.M) == ["constraints.txt", "tools/docker_install.sh"]
+    assert re.findall(r"^COPY (.+) \S+$", before, re.M) == [
+        "constraints.txt",
+        "tools/docker_install.sh tools/docker_requirements.txt",
+    ]
     assert re.findall(r"^ARG (\w+)", before, re.M) == ["BASE_IMAGE", "DALI"]
     ignored = (ROOT / ".dockerignore").read_text().split()
     for source in (
@@ -195,8 +198,8 @@ def test_shell_script_parses(script):
     subprocess.run([shell, "-n", str(script)], check=True)
 
 
-@pytest.mark.parametrize("has_torch", [False, True])
-def test_container_pins_dali_and_keeps_an_images_own_torch(has_torch, tmp_path):
+@pytest.mark.parametrize("image", ["plain", "plain with DALI for CUDA 13", "own torch"])
+def test_container_pins_everything_and_keeps_an_images_own_torch(image, tmp_path):
     """The stand-in for python3 says whether torch can be imported, and keeps the constraints that pip gets.
 
     The image has a torch with a version like NVIDIA's, and an older NumPy.
@@ -209,28 +212,42 @@ def test_container_pins_dali_and_keeps_an_images_own_torch(has_torch, tmp_path):
         tmp_path,
         "python3",
         f"""case "$*" in
-        *"import torch"*) exit {0 if has_torch else 1} ;;
-        *" install "*) while [ "$1" != -c ]; do shift; done; cp "$2" "{tmp_path}/constraints.txt" ;;
+        *"import torch"*) exit {0 if image == "own torch" else 1} ;;
+        *" -c "*) while [ "$1" != -c ]; do shift; done; cp "$2" "{tmp_path}/constraints.txt" ;;
         -) PYTHONPATH="{tmp_path}/site" exec "{sys.executable}" -S - ;;
         esac""",
     )
-    done = run_script(tmp_path, "sh", INSTALL, "dependencies", cwd=ROOT, DALI="nvidia-dali-cuda120")
+    dali = "nvidia-dali-cuda130" if "13" in image else "nvidia-dali-cuda120"
+    done = run_script(tmp_path, "sh", INSTALL, "dependencies", cwd=ROOT, DALI=dali)
     assert done.returncode == 0, done.stderr
     (install,) = (line for line in calls(tmp_path) if " install " in line)
+    if image == "plain":
+        assert install.endswith("install --require-hashes --no-deps -r tools/docker_requirements.txt")
+        return
     pins = (ROOT / "constraints.txt").read_text().splitlines()
-    (dali,) = (pin for pin in pins if pin.startswith("nvidia-dali-cuda120=="))
-    assert install.endswith(dali.split(" ")[0])
-    assert (" torch " in install) != has_torch and "--no-deps" not in install
+    (pin,) = (pin for pin in pins if pin.startswith("nvidia-dali-cuda120=="))
+    assert (
+        install.endswith(pin.split(" ")[0].replace("nvidia-dali-cuda120", dali))
+        and "--no-deps" not in install
+    )
+    assert (" torch " in install) == (image != "own torch")
     given = (tmp_path / "constraints.txt").read_text().splitlines()
-    if not has_torch:
+    if image != "own torch":
         assert given == pins
         return
-    names = [str(Requirement(line)) for line in given if not line.startswith("#")]
+    names = [str(Requirement(line)) for line in given if not line.lstrip().startswith("#")]
     assert names[-2:] == ["torch==2.10.0a0+b4e4ee8", "numpy==1.26.4"]
     of_torch = re.compile(r"(torch(vision)?==|numpy|scipy|triton|nvidia-(?!ml-py)|cuda-|setuptools)")
     assert not [name for name in names[:-2] if of_torch.match(name)]
     for package in ("nvidia-ml-py", "timm", "huggingface-hub"):
         assert next(pin for pin in pins if pin.startswith(f"{package}==")) in given
+
+
+def test_container_has_the_versions_of_the_tests_with_hashes():
+    pins = {line.split()[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    packages = re.split(r"^(?=\w)", (ROOT / "tools" / "docker_requirements.txt").read_text(), flags=re.M)[1:]
+    assert len(packages) > 60 and all(" \\\n    --hash=sha256:" in package for package in packages)
+    assert {package.split()[0] for package in packages} <= pins
 
 
 def test_apex_is_neither_installed_nor_imported():

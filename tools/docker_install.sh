@@ -1,7 +1,9 @@
 #!/bin/sh
 # The Dockerfile's two installation steps. Usage: DALI=nvidia-dali-cuda120 docker_install.sh dependencies|project
 #
-# On a plain Python image everything is installed pinned from constraints.txt. On an image with its own torch (NVIDIA's),
+# On a plain Python image everything is installed from docker_requirements.txt, which has the hash of every file: pip
+# refuses a file that the package index has exchanged. With another DALI than its own, constraints.txt pins the versions
+# without hashes. On an image with its own torch (NVIDIA's),
 # torch, torchvision and their dependencies stay exactly as they are: they are the reason for choosing that image, and
 # CUDA libraries of two builds in one process often break. The image's versions become constraints, so that pip fails
 # rather than replaces one.
@@ -39,6 +41,9 @@ PYTHON
         $PIP uninstall -y nvidia-dali-cuda120 nvidia-dali-cuda130
         $PIP install -c "$constraints" timm pyyaml pydantic safetensors tqdm matplotlib scikit-learn nvidia-ml-py \
             "${DALI}==${dali_version}"
+    elif [ "$DALI" = nvidia-dali-cuda120 ]; then
+        # --no-deps: the file is complete, and pip has nothing to resolve.
+        $PIP install --require-hashes --no-deps -r tools/docker_requirements.txt
     else
         $PIP install -c constraints.txt torch torchvision timm pyyaml pydantic numpy safetensors pillow tqdm \
             matplotlib scikit-learn tensorboard nvidia-ml-py "${DALI}==${dali_version}"

@@ -174,6 +174,31 @@ def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case
         assert all(torch.isfinite(w).all() for w in weights if w.is_floating_point())
 
 
+def test_gradient_not_finite_in_fp16_leaves_out_its_update_and_a_loss_ends_the_run(tmp_path, monkeypatch):
+    """The scaler of fp16 expects gradients that overflow; it halves its scale and keeps weights and momentum."""
+    fp16 = small_config(
+        tmp_path / "fp16", *FOUR, "meta.precision=fp16", "checkpoint.every=1", "checkpoint.keep=4"
+    )
+    with monkeypatch.context() as patch:
+        spoil(patch, "suncet", infinite_gradient, {3})
+        train(fp16)
+    states = [manager.load(fp16.run_folder / "checkpoints" / f"step_{n:08d}") for n in (1, 2, 3, 4)]
+    scales = [state.state["scaler"]["scale"] for state in states]
+    assert scales == [scales[0], scales[0], scales[0] / 2, scales[0] / 2]
+    moved = [
+        any(not torch.equal(w, after.model[k]) for k, w in before.model.items() if k.endswith("weight"))
+        for before, after in itertools.pairwise(states)
+    ]
+    assert moved == [True, False, True]
+    for how, message in ((NAN, NO_LOSS.format("suncet", 2, 0)), (INF, NO_LOSS.format("suncet", 2, 0))):
+        config = small_config(tmp_path / f"{how}", *FOUR, "meta.precision=fp16")
+        with monkeypatch.context() as patch:
+            spoil(patch, "suncet", how, {3})
+            with pytest.raises(NumericalError, match=message):
+                train(config)
+        assert [path.name for path in (config.run_folder / "checkpoints").glob("step_*")] == ["step_00000002"]
+
+
 def spoiled_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
     found = []
     for how in (NAN, infinite_gradient):
