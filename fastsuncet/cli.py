@@ -14,11 +14,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fastsuncet import __version__
 from fastsuncet.commands import help as texts
@@ -42,10 +40,87 @@ class UsageError(FastSuncetError):
     exit_code = 2
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of our others, which name the nearest option or setting."""
+class Command(NamedTuple):
+    """A sub-command."""
 
-    arguments: Sequence[str] = ()
+    run: "Run"
+    takes: str  # what its overrides change: "CONFIG", which is loaded, or another word; "": it takes none
+    arguments: list[tuple[tuple[str, ...], dict[str, Any]]]  # of its own, as `add_argument` takes them
+
+
+# Takes the command's parser and options, and returns the exit code; None is 0.
+Run = Callable[["Parser", argparse.Namespace], int | None]
+RUN: dict[str, Command] = {}
+
+
+def command(*names: str, takes: str = "") -> Callable[[Run], Run]:
+    """Make a function the sub-command of these names, with the arguments that `argument` declares below."""
+
+    def register(run: Run) -> Run:
+        RUN.update(dict.fromkeys(names, Command(run, takes, run.__dict__.get("arguments", []))))
+        return run
+
+    return register
+
+
+def argument(*names: str, **settings: Any) -> Callable[[Run], Run]:
+    """Declare an argument of a sub-command, with what argparse's `add_argument` takes."""
+
+    def declare(run: Run) -> Run:
+        run.__dict__.setdefault("arguments", []).insert(0, (names, settings))
+        return run
+
+    return declare
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse for one command, with errors in the form of our others, which name the nearest option or setting."""
+
+    def __init__(self, name: str):
+        above, below = texts.help_of(name)
+        super().__init__(
+            prog=f"fastsuncet {name}",
+            description=above,
+            epilog=below,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.name, self.takes, self.arguments = name, RUN[name].takes, list[str]()
+        declared = {names[0]: (names, settings) for names, settings in RUN[name].arguments}
+        one_of = ("--step", "--every-checkpoint")  # a command with the second has both
+        group = self.add_mutually_exclusive_group() if one_of[1] in declared else self
+        for first, (names, settings) in declared.items():
+            (group if first in one_of else self).add_argument(*names, **settings)
+        if self.takes:
+            self.usage = f"{self.prog} {self.takes} [section.key=value ...] [options]"
+            words = "a YAML file or the name of a shipped config, and changes to it as section.key=value"
+            self.add_argument("words", nargs="*", metavar=self.takes, help=words)
+
+    @property
+    def words(self) -> list[str]:
+        """The whole command line behind `fastsuncet`, which starts the same command on further ranks."""
+        return [*self.name.split(), *self.arguments]
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """Parse the words behind the command's name: options, a config and its overrides in any order."""
+        self.arguments = arguments
+        options = self.parse_intermixed_args(arguments)
+        if not self.takes:
+            return options
+        words = vars(options).pop("words")
+        overrides = [each for each in words if OVERRIDE.match(each)]
+        files = [each for each in words if not OVERRIDE.match(each)]
+        if not files:
+            self.error(f"which config? For example: {self.prog} digits_demo")
+        if len(files) > 1:
+            self.error(
+                f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"
+            )
+        if self.takes == "CONFIG":
+            options.config = _load(files[0], overrides)
+        else:
+            options.what, options.overrides = files[0], overrides
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
@@ -53,8 +128,7 @@ class Parser(argparse.ArgumentParser):
         if taken := re.match(r"argument (\S+): ignored explicit argument '(.*)'", message):
             match = ("", f"{taken[1]}={taken[2]}")
         if match:
-            known = [option for action in self._actions for option in action.option_strings]
-            near = get_close_matches(match[1], known, 1, 0.7)
+            near = get_close_matches(match[1], self._option_string_actions, 1, 0.7)
             message = f"unknown argument {match[1]}"
             if near:
                 message += f"; did you mean {near[0]}?"
@@ -64,14 +138,14 @@ class Parser(argparse.ArgumentParser):
 
     def _settings(self, option: str) -> str:
         """Return the settings that `--name value` or `--name=value` can mean: "section.name=value"."""
-        if not option.startswith("--") or not any(action.dest == "words" for action in self._actions):
+        if not option.startswith("--") or not self.takes:
             return ""
         from fastsuncet.config.messages import keys_ending_in, nearest_key
         from fastsuncet.config.problems import words
         from fastsuncet.config.schema import CONFIG
 
         name, _, value = option.removeprefix("--").partition("=")
-        after = [*self.arguments, ""][list(self.arguments).index(option) + 1]
+        after = [*self.arguments, ""][self.arguments.index(option) + 1]
         value = value or ("" if after.startswith("-") else after) or "VALUE"
         leaf = name.rpartition(".")[2].replace("-", "_")
         keys = [name] if name in CONFIG.values else keys_ending_in(CONFIG, leaf)
@@ -79,191 +153,216 @@ class Parser(argparse.ArgumentParser):
         return words([f"{key}={value}" for key in keys]) if keys else ""
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text}")
+    return int(text)
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _load(name: str | Path, overrides: Sequence[str] = ()) -> "Config":
+    from fastsuncet.config import load_config
+
+    return load_config(name, overrides)
+
+
+def _is_config(where: Path) -> bool:
+    """Return whether `where`, which can also be a run, is a config file or the name of a shipped one."""
+    from fastsuncet.config.reader import shipped
+
+    return where.suffix in (".yaml", ".yml") or (not where.exists() and str(where) in shipped())
+
+
 # ---------------------------------------------------------------------------------------------- the sub-commands
-def _train(parser: Parser) -> int:
-    add = parser.add_argument
-    add("--dry-run", action="store_true", help="check everything and print the plan; train nothing")
-    # An option of its own: with a value that may be absent, `--dry-run CONFIG` would take the config for it.
-    step = "the same, then make one real step; print its time and memory, keep nothing"
-    add("--dry-run=step", dest="dry_run", action="store_const", const="step", help=step)
-    options, config = _with_config(parser)
+_encoder = argument(
+    "--encoder",
+    metavar="PATH",
+    type=Path,
+    help="a run, one of its checkpoints, or a file of weights (default: the config's run)",
+)
+_step = argument("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
+_every = argument(
+    "--every-checkpoint", dest="every", action="store_true", help="every good checkpoint of the run"
+)
+_force = argument("--force", action="store_true", help="replace what is at --output")
+
+
+@command("train", takes="CONFIG")
+@argument("--dry-run", action="store_true", help="check everything and print the plan; train nothing")
+# An option of its own: with a value that may be absent, `--dry-run CONFIG` would take the config for it.
+@argument(
+    "--dry-run=step",
+    dest="dry_run",
+    action="store_const",
+    const="step",
+    help="the same, then make one real step; print its time and memory, keep nothing",
+)
+def _train(parser: Parser, options: argparse.Namespace) -> int:
     if not options.dry_run:  # which prints a plan without data too
-        config.require_data()
+        options.config.require_data()
     from fastsuncet.commands.train import run
 
-    return run(config, ["train", *parser.arguments], dry_run=options.dry_run)
+    return run(arguments=parser.words, **vars(options))
 
 
-def _tune(parser: Parser) -> int:
-    if parser.arguments[:1] == ["--child"]:  # what the command starts to try one contender
-        from fastsuncet.tuning.child import main
-
-        return main(*parser.arguments[1:])
-    add = parser.add_argument
-    add("--all", dest="everything", action="store_true", help="also try what no run tries itself")
-    add("--minutes", metavar="M", type=float, default=10.0, help="start nothing after this (default: 10)")
-    add("--output", metavar="FILE", type=Path, default="speed.png", help="the picture (default: speed.png)")
-    options, config = _with_config(parser)
+@command("tune", takes="CONFIG")
+@argument("--all", dest="everything", action="store_true", help="also try what no run tries itself")
+@argument("--minutes", metavar="M", type=float, default=10.0, help="start nothing after this (default: 10)")
+@argument("--output", metavar="FILE", type=Path, default="speed.png", help="the picture (default: speed.png)")
+def _tune(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.tune import run
 
-    words = ["tune", *parser.arguments]
-    return run(config, words, options.minutes, options.output, everything=options.everything)
+    return run(arguments=parser.words, **vars(options))
 
 
-def _finetune(parser: Parser) -> int:
-    chosen, config = _with_encoder(parser)
-    config.require_data()
+@command("finetune", takes="CONFIG")
+@_encoder
+@_step
+@_every
+def _finetune(parser: Parser, options: argparse.Namespace) -> int:
+    options.config.require_data()
     from fastsuncet.commands.finetune import finetune
 
-    return finetune(config, list(parser.arguments), **chosen)
+    return finetune(arguments=parser.words, **vars(options))
 
 
-def _transfer(parser: Parser) -> int:
-    parser.add_argument(
-        "--cell", metavar="I/N", default="1/1", help="share I of N of the grid's cells, for a job array"
-    )
-    chosen, config = _with_encoder(parser, several=False)
+@command("transfer", takes="CONFIG")
+@argument("--cell", metavar="I/N", default="1/1", help="share I of N of the grid's cells, for a job array")
+@_encoder
+@_step
+def _transfer(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.transfer import transfer
-    from fastsuncet.evaluation.transfer_grid.grid import parse_shard
 
-    shard = parse_shard(chosen.pop("cell"))
-    return transfer(config, list(parser.arguments), shard=shard, **chosen)
+    return transfer(arguments=parser.words, **vars(options))
 
 
-def _evaluate(kind: str, parser: Parser) -> int:
-    chosen, config = _with_encoder(parser)
-    config.require_data()
+@command(*(f"evaluate {kind}" for kind in ("knn", "npi", "linear", "accuracy")), takes="CONFIG")
+@_encoder
+@_step
+@_every
+def _evaluate(parser: Parser, options: argparse.Namespace) -> int:
+    options.config.require_data()
     from fastsuncet.commands.evaluate import evaluate
 
-    return evaluate(config, kind, ["evaluate", kind, *parser.arguments], **chosen)
+    return evaluate(kind=parser.name.split()[1], arguments=parser.words, **vars(options))
 
 
-def _export(parser: Parser) -> int:
-    add = parser.add_argument
-    add("--to", metavar="FORMAT", required=True, choices=texts.EXPORTS, help=", ".join(texts.EXPORTS))
-    add("--output", metavar="PATH", type=Path, help="the file or folder (default: one in RUN/export)")
-    add("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
-    add("--force", action="store_true", help="replace what is at --output")
-    options = _parse_words(parser, "RUN or CONFIG")
-    where = Path(options.config).expanduser()
+@command("export", takes="RUN or CONFIG")
+@argument("--to", metavar="FORMAT", required=True, choices=texts.EXPORTS, help=", ".join(texts.EXPORTS))
+@argument("--output", metavar="PATH", type=Path, help="the file or folder (default: one in RUN/export)")
+@_step
+@_force
+def _export(parser: Parser, options: argparse.Namespace) -> None:
+    where, overrides = _path(vars(options).pop("what")), vars(options).pop("overrides")
     if _is_config(where):
-        where = _load(options).run_folder
-    elif options.overrides:
+        where = _load(where, overrides).run_folder
+    elif overrides:
         parser.error(f"{where} is no config, and only a config has keys to override")
     from fastsuncet.commands.export import export
 
-    export(where, options.to, output=options.output, step=options.step, force=options.force)
-    return 0
+    export(where, **vars(options))
 
 
-def _embed(parser: Parser) -> int:
-    add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="a config, a run, one of its checkpoints, or an export")
-    add("folder", metavar="FOLDER", type=Path, help="any tree of images")
-    add("--output", metavar="FILE", type=Path, required=True, help="a .npz or .parquet file")
-    add("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
-    add("--force", action="store_true", help="replace what is at --output")
-    options = parser.parse_intermixed_args(parser.arguments)
+@command("embed")
+@argument("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
+@argument("folder", metavar="FOLDER", type=_path, help="any tree of images")
+@argument("--output", metavar="FILE", type=_path, required=True, help="a .npz or .parquet file")
+@argument("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
+@_force
+def _embed(parser: Parser, options: argparse.Namespace) -> None:
     if not options.batch:
         parser.error("argument --batch: must be 1 or more")
-    where = options.run.expanduser()
+    where = vars(options).pop("run")
     if _is_config(where):
-        from fastsuncet.config import load_config
-
-        where = load_config(where).run_folder
+        where = _load(where).run_folder
     from fastsuncet.commands.embed import embed
 
-    output = options.output.expanduser()
-    embed(where, options.folder.expanduser(), output, batch=options.batch, force=options.force)
-    return 0
+    embed(where, **vars(options))
 
 
-def _sweep(parser: Parser) -> int:
-    add = parser.add_argument
-    add("--dry-run", action="store_true", help="check all configs and print all commands; start nothing")
-    add("--list", dest="show", action="store_true", help="print the state of every run; start nothing")
-    add(
-        "--only",
-        dest="patterns",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="only these runs; wildcards * and ?",
-    )
-    add("--task", metavar="I/N", help="share I of N of the runs, for a job array")
-    add("--keep-going", action="store_true", help="continue with the other runs after a failure")
-    chosen = vars(_parse_words(parser, "SWEEP"))
+@command("sweep", takes="SWEEP")
+@argument("--dry-run", action="store_true", help="check all configs and print all commands; start nothing")
+@argument("--list", dest="show", action="store_true", help="print the state of every run; start nothing")
+@argument(
+    "--only",
+    dest="patterns",
+    metavar="NAME",
+    action="append",
+    default=[],
+    help="only these runs; wildcards * and ?",
+)
+@argument("--task", metavar="I/N", help="share I of N of the runs, for a job array")
+@argument("--keep-going", action="store_true", help="continue with the other runs after a failure")
+def _sweep(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.sweep import sweep
 
-    return sweep(chosen.pop("config"), chosen.pop("overrides"), **chosen)
+    return sweep(vars(options).pop("what"), **vars(options))
 
 
-def _preview(parser: Parser) -> int:
-    add = parser.add_argument
-    add("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
-    add("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
-    options, config = _with_config(parser)
-    config.require_data()
+@command("preview", takes="CONFIG")
+@argument("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
+@argument("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
+def _preview(parser: Parser, options: argparse.Namespace) -> None:
+    options.config.require_data()
     from fastsuncet.commands.preview import preview
 
-    print(f"wrote {preview(config, options.output, step=options.step)}")
-    return 0
+    print(f"wrote {preview(options.config, options.output, step=options.step)}")
 
 
-def _check(parser: Parser) -> int:
-    options = _parse_words(parser, "FOLDER or CONFIG")
-    is_folder = os.path.isdir(options.config)
+@command("data check", takes="FOLDER or CONFIG")
+def _check(parser: Parser, options: argparse.Namespace) -> None:
+    is_folder = os.path.isdir(options.what)
     if is_folder and options.overrides:
-        parser.error(f"{options.config} is a folder, and a folder has no keys to override")
-    what = Path(options.config) if is_folder else _load(options)
+        parser.error(f"{options.what} is a folder, and a folder has no keys to override")
+    config = None if is_folder else _load(options.what, options.overrides)
     from fastsuncet.commands.data_check import check_config, check_folder
 
-    check_folder(what) if isinstance(what, Path) else check_config(what)
-    return 0
+    check_folder(Path(options.what)) if config is None else check_config(config)
 
 
-def _pack(parser: Parser) -> int:
-    parser.add_argument("--output", metavar="FOLDER", type=Path, help="the pack (default: data.pack)")
-    options, config = _with_config(parser)
+@command("data pack", takes="CONFIG")
+@argument("--output", metavar="FOLDER", type=Path, help="the pack (default: data.pack)")
+def _pack(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.data_pack import pack
 
-    pack(config, options.output)
-    return 0
+    pack(**vars(options))
 
 
-def _demo(parser: Parser) -> int:
-    add = parser.add_argument
-    add("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
-    add("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
-    add("--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)")
-    options = parser.parse_intermixed_args(parser.arguments)
+@command("demo")
+@argument("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
+@argument("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
+@argument(
+    "--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)"
+)
+def _demo(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.demo import demo
 
-    demo(options.folder, seed=options.seed, overrides=tuple(options.overrides))
-    return 0
+    demo(**vars(options))
 
 
-def _report(parser: Parser) -> int:
-    add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="the folder of a run, of any seed and method")
-    add(
-        "--baseline", metavar="RUN", type=Path, help="compare with this run (default: the one without labels)"
-    )
-    add(
-        "--metric",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="top1, top5, knn, rankme, ... (default: top1)",
-    )
-    add("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
-    add("--lengths", action="store_true", help="merge runs that differ only in length into one curve")
-    add("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
-    add(
-        "--page", action="store_true", help="write RUN/page.html instead: one run's curves, settings, weights"
-    )
-    add("--watch", action="store_true", help="the same, and anew while the run goes on")
-    options = parser.parse_intermixed_args(parser.arguments)
+@command("report")
+@argument("runs", nargs="*", metavar="RUN", help="the folder of a run, of any seed and method")
+@argument(
+    "--baseline", metavar="RUN", type=Path, help="compare with this run (default: the one without labels)"
+)
+@argument(
+    "--metric",
+    metavar="NAME",
+    action="append",
+    default=[],
+    help="top1, top5, knn, rankme, ... (default: top1)",
+)
+@argument("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
+@argument("--lengths", action="store_true", help="merge runs that differ only in length into one curve")
+@argument("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
+@argument(
+    "--page", action="store_true", help="write RUN/page.html instead: one run's curves, settings, weights"
+)
+@argument("--watch", action="store_true", help="the same, and anew while the run goes on")
+def _report(parser: Parser, options: argparse.Namespace) -> None:
     if options.page or options.watch:
         return _page(parser, options)
     if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: the name of a figure was left out
@@ -282,10 +381,9 @@ def _report(parser: Parser) -> int:
         figures=[] if options.paper is None else figures,
         lengths=options.lengths,
     )
-    return 0
 
 
-def _page(parser: Parser, options: argparse.Namespace) -> int:
+def _page(parser: Parser, options: argparse.Namespace) -> None:
     runs = [Path(run) for run in options.runs]
     if not runs:
         parser.error(f"which run? For example: {parser.prog} --page runs/cifar10_suncet")
@@ -302,14 +400,14 @@ def _page(parser: Parser, options: argparse.Namespace) -> int:
     else:
         for run in runs:
             print(f"wrote {page.write_page(run)}")
-    return 0
 
 
-def _configs(parser: Parser) -> int:
-    add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
-    add("--copy", metavar="FILE", type=Path, nargs="?", const="", help="write it to FILE (default: its name)")
-    options = parser.parse_intermixed_args(parser.arguments)
+@command("configs")
+@argument("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
+@argument(
+    "--copy", metavar="FILE", type=Path, nargs="?", const="", help="write it to FILE (default: its name)"
+)
+def _configs(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands import configs
 
     if options.copy is not None:
@@ -322,170 +420,56 @@ def _configs(parser: Parser) -> int:
         print(configs.config_text(options.name), end="")
     else:
         print("\n".join(configs.listing()))
-    return 0
 
 
-def _config(parser: Parser) -> int:
-    add = parser.add_argument
-    add(
-        "key", nargs="?", default="", metavar="SECTION.KEY", help="a key or a section (default: all sections)"
-    )
-    add("--json-schema", action="store_true", help="print a JSON schema, from which editors complete")
-    options = parser.parse_args(parser.arguments)
+@command("config")
+@argument(
+    "key", nargs="?", default="", metavar="SECTION.KEY", help="a key or a section (default: all sections)"
+)
+@argument("--json-schema", action="store_true", help="print a JSON schema, from which editors complete")
+def _config(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands import config
 
     if options.json_schema:
         print(json.dumps(config.json_schema(), indent=2))
     else:
         print("\n".join(config.describe(options.key)))
-    return 0
 
 
-class _Declared(Exception):
-    """A command has declared its arguments."""
-
-
-def _completion(parser: Parser) -> int:
-    parser.add_argument("shell", choices=("bash", "zsh"), help="print the script for this shell")
-    options = parser.parse_args(parser.arguments)
-    from fastsuncet.commands.completion import completion
-
-    print(completion(options.shell, {name: _declared(name) for name in RUN}), end="")
-    return 0
-
-
-def _declared(name: str) -> Parser:
-    """Return the parser of a command with its arguments, without parsing anything."""
-
-    def stop(*_: object) -> NoReturn:
-        raise _Declared
-
-    parser = Parser(prog=name)
-    for method in ("parse_args", "parse_intermixed_args"):
-        setattr(parser, method, stop)
-    with suppress(_Declared):
-        RUN[name](parser)
-    return parser
-
-
-def _build(parser: Parser) -> int:
-    parser.add_argument("--prebuilt", action="store_true", help="keep it for all users of this installation")
-    options = parser.parse_args(parser.arguments)
+@command("build")
+@argument("--prebuilt", action="store_true", help="keep it for all users of this installation")
+def _build(parser: Parser, options: argparse.Namespace) -> int:
     from pipelines.dali.plugin.__main__ import main as build
 
     return build(["--prebuilt"] if options.prebuilt else [])
 
 
-def _doctor(parser: Parser) -> int:
-    parser.parse_args(parser.arguments)
+@command("completion")
+@argument("shell", choices=("bash", "zsh"), help="print the script for this shell")
+def _completion(parser: Parser, options: argparse.Namespace) -> None:
+    from fastsuncet.commands.completion import completion
+
+    print(completion(options.shell, {name: Parser(name) for name in RUN}), end="")
+
+
+@command("doctor")
+def _doctor(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.doctor import doctor
 
     return doctor()
 
 
-def _version(parser: Parser) -> int:
-    parser.parse_args(parser.arguments)
+@command("version")
+def _version(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.versions import DALI, installed
 
     print(f"fastsuncet {__version__}\npython {sys.version.split()[0]}")
     for name in ("torch", "torchvision", "timm", *DALI, "numpy"):
         if version := installed(name):
             print(f"{name} {version}")
-    return 0
 
 
-RUN: dict[str, Callable[[Parser], int]] = {
-    "train": _train,
-    "tune": _tune,
-    "finetune": _finetune,
-    "transfer": _transfer,
-    **{f"evaluate {kind}": partial(_evaluate, kind) for kind in ("knn", "npi", "linear", "accuracy")},
-    "export": _export,
-    "embed": _embed,
-    "sweep": _sweep,
-    "preview": _preview,
-    "data check": _check,
-    "data pack": _pack,
-    "demo": _demo,
-    "report": _report,
-    "configs": _configs,
-    "config": _config,
-    "build": _build,
-    "completion": _completion,
-    "doctor": _doctor,
-    "version": _version,
-}
-
-
-# ------------------------------------------------------------------------------------------- reading the command line
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text}")
-    return int(text)
-
-
-def _parse_words(parser: Parser, word: str = "CONFIG") -> argparse.Namespace:
-    """Parse one config, its overrides, and the parser's options, in any order."""
-    parser.usage = f"{parser.prog} {word} [section.key=value ...] [options]"
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar=word,
-        help="a YAML file or the name of a shipped config, and changes to it as section.key=value",
-    )
-    options = parser.parse_intermixed_args(parser.arguments)
-    words = vars(options).pop("words")
-    options.overrides = [each for each in words if OVERRIDE.match(each)]
-    files = [each for each in words if not OVERRIDE.match(each)]
-    if not files:
-        parser.error(f"which config? For example: {parser.prog} digits_demo")
-    if len(files) > 1:
-        parser.error(
-            f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"
-        )
-    options.config = files[0]
-    return options
-
-
-def _with_config(parser: Parser) -> "tuple[argparse.Namespace, Config]":
-    options = _parse_words(parser)
-    return options, _load(options)
-
-
-def _with_encoder(parser: Parser, *, several: bool = True) -> "tuple[dict[str, Any], Config]":
-    """Parse one config, and which encoder, or which `several`, to use."""
-    parser.add_argument(
-        "--encoder",
-        metavar="PATH",
-        type=Path,
-        help="a run, one of its checkpoints, or a file of weights (default: the config's run)",
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)"
-    )
-    if several:
-        help_text = "every good checkpoint of the run"
-        which.add_argument("--every-checkpoint", dest="every", action="store_true", help=help_text)
-    options, config = _with_config(parser)
-    return {
-        name: value for name, value in vars(options).items() if name not in ("config", "overrides")
-    }, config
-
-
-def _is_config(where: Path) -> bool:
-    """Return whether `where`, which can also be a run, is a config file or the name of a shipped one."""
-    from fastsuncet.config.reader import shipped
-
-    return where.suffix in (".yaml", ".yml") or (not where.exists() and str(where) in shipped())
-
-
-def _load(options: argparse.Namespace) -> "Config":
-    from fastsuncet.config import load_config
-
-    return load_config(options.config, options.overrides)
-
-
+# ------------------------------------------------------------------------------------------------ from start to end
 def _handle_sigterm_as_pid1() -> None:
     """Let SIGTERM end this process if it is process 1, as the command of a container is.
 
@@ -506,19 +490,15 @@ def _dispatch(arguments: list[str]) -> int:
         return 0 if arguments else UsageError.exit_code
     if arguments[0] in ("-V", "--version"):
         arguments = ["version", *arguments[1:]]
-    for name, run in RUN.items():
+    if arguments[:2] == ["tune", "--child"]:  # what the command starts to try one contender
+        from fastsuncet.tuning.child import main
+
+        return main(*arguments[2:])
+    for name in RUN:
         words = name.split()
         if arguments[: len(words)] == words:
-            above, below = texts.help_of(name)
-            parser = Parser(
-                prog=f"fastsuncet {name}",
-                description=above,
-                epilog=below,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
-            parser.arguments = arguments[len(words) :]
-            return run(parser)
+            parser = Parser(name)
+            return RUN[name].run(parser, parser.parse(arguments[len(words) :])) or 0
     group = [name for name in RUN if name.startswith(f"{arguments[0]} ")]
     if asked and group:
         print(texts.overview(group))

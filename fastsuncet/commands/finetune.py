@@ -52,7 +52,7 @@ def finetune(
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
     if launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(["finetune", *arguments], status)
+        return launch.start_ranks(arguments, status)
     with launch.join(config.meta.device, config.meta.timeout) as place, SignalFlag() as signals:
         set_determinism(config, place)
         config, _ = resolve_precision(config, place.device)

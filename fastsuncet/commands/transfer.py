@@ -14,7 +14,7 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.evaluation.transfer_grid.grid import grid
+from fastsuncet.evaluation.transfer_grid.grid import grid, parse_shard
 from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
 from fastsuncet.training.determinism import resolve_precision, set_determinism
 
@@ -25,19 +25,20 @@ def transfer(
     *,
     encoder: Path | None = None,
     step: int | None = None,
-    shard: tuple[int, int] = (1, 1),
+    cell: str = "1/1",
 ) -> int:
-    """Run shard (I, N) of the grid's cells, and choose where all are finished; return the exit code.
+    """Run share `cell` ("I/N") of the grid's cells, and choose where all are finished; return the exit code.
 
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigErrors, DataError, CheckpointError, Preempted, and NumericalError where no cell of a
     data set, or not the chosen one, could be trained.
     """
+    shard = parse_shard(cell)
     cells = grid(config)
     check_section(config)
     status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
     if launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(["transfer", *arguments], status)
+        return launch.start_ranks(arguments, status)
     with launch.join(config.meta.device, config.meta.timeout) as place, SignalFlag() as signals:
         set_determinism(config, place)
         config, _ = resolve_precision(config, place.device)
