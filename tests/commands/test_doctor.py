@@ -118,24 +118,14 @@ def test_room_is_a_problem_where_a_run_needs_it(look, size, gpus, wanted, monkey
     assert look()[: len(wanted)] == wanted
 
 
-def test_extras_that_are_missing_come_with_one_command(monkeypatch):
+def test_what_is_missing_comes_with_its_command(monkeypatch):
+    from pipelines import backend, cuda_compiler
+    from pipelines.dali.plugin import build
+
     monkeypatch.setattr(page, "installed", {"scikit-learn": "1.9"}.get)
     facts = "matplotlib, tensorboard, wandb, mlflow, nvidia-ml-py (installed: scikit-learn 1.9)"
     advice = "if you need them: pip install matplotlib tensorboard wandb mlflow nvidia-ml-py"
     assert page.extras() == Finding("absent", facts, advice)
-
-
-def test_dali_that_is_missing_comes_with_its_command(monkeypatch):
-    from pipelines import backend
-
-    monkeypatch.setattr(backend, "dali_problem", lambda: "No module named 'nvidia.dali'")
-    finding = page.dali()
-    assert finding.state == "absent"
-    assert re.match(r"pip install 'nvidia-dali-cuda1[23]0>=2\.2,<3'; until then torchvision", finding.advice)
-
-
-def test_nvrtc_that_is_missing_is_absent(monkeypatch):
-    from pipelines import cuda_compiler
 
     def fails():
         raise cuda_compiler.KernelError("NVRTC: libnvrtc.so.13 was not found")
@@ -145,11 +135,12 @@ def test_nvrtc_that_is_missing_is_absent(monkeypatch):
     advice = "PyTorch's kernels are used instead"
     assert page.nvrtc() == Finding("absent", "NVRTC: libnvrtc.so.13 was not found", advice)
 
-
-def test_view_operator_that_is_missing_comes_with_its_command(monkeypatch):
-    from pipelines.dali.plugin import build
-
     monkeypatch.setattr(build, "kept", lambda: None)
     assert page.view_operator().advice.startswith("fastsuncet build;")
     monkeypatch.setattr(build, "kept", lambda: Path("/cache/view.so"))
     assert page.view_operator() == Finding("ok", "compiled: /cache/view.so")
+
+    monkeypatch.setattr(backend, "dali_problem", lambda: "No module named 'nvidia.dali'")
+    finding = page.dali()
+    assert finding.state == "absent"
+    assert re.match(r"pip install 'nvidia-dali-cuda1[23]0>=2\.2,<3'; until then torchvision", finding.advice)

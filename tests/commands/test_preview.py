@@ -70,27 +70,21 @@ def test_sheet_shows_labeled_images_only_at_steps_that_use_them(tmp_path):
     assert "labeled" not in dict(sheet(config, step=4))
 
 
-@pytest.mark.parametrize("name", ["", "views", "views.xyz"])
-def test_preview_refuses_a_name_that_is_no_pictures(name, tmp_path):
-    with pytest.raises(ConfigError, match=r"png"):
-        preview(small_config(tmp_path), tmp_path / name)
-    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    assert Image.open(preview(config, tmp_path / "new folder" / "views.png")).format == "PNG"
+    for name in ("", "views", "views.xyz"):
+        with pytest.raises(ConfigError, match=r"png"):
+            preview(config, tmp_path / name)
+    (tmp_path / "views.png").mkdir()  # refused to any user, root too
+    with pytest.raises(CheckpointError, match=r"views.png cannot be written: .*Is a directory"):
+        preview(config, tmp_path / "views.png")
+    assert not list(tmp_path.glob("views.x*")) and not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+    monkeypatch.setattr(versions, "installed", lambda package: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        preview(config, tmp_path / "views.png")
 
 
 def test_caption_marks_a_name_that_was_cut():
     assert short_name("c01/n02012849_crane.JPEG") == "...02012849_crane.JPEG"
     assert short_name("cat/22_characters.JPEG") == "cat/22_characters.JPEG"
-
-
-def test_preview_writes_a_picture_or_says_why_not(tmp_path):
-    path = preview(small_config(tmp_path), tmp_path / "new folder" / "views.png")
-    assert Image.open(path).format == "PNG"
-    (tmp_path / "views.png").mkdir()  # refused to any user, root too
-    with pytest.raises(CheckpointError, match=r"views.png cannot be written: Is a directory"):
-        preview(small_config(tmp_path), tmp_path / "views.png")
-
-
-def test_preview_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda package: None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        preview(small_config(tmp_path), tmp_path / "views.png")

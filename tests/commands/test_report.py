@@ -79,20 +79,20 @@ def test_arrange_joins_runs_that_differ_only_in_their_seed(runs):
     assert [(g.name, len(g.curves)) for g in panel.groups] == [("SimCLR", 2), ("SimCLR + SuNCEt", 2)]
     assert panel.baseline is panel.groups[0], "the one that pre-trains without labels"
     assert panel.groups[1].common("top1")[-1].metrics["top1"] == [0.8, 0.9]
-    assert panel.groups[0].common("top1")[0].costs == {
-        "epochs": 1,
-        "updates": 10,
-        "petaflops": 5,
-        "hours": 0.1,
-    }
+    costs = {"epochs": 1, "updates": 10, "petaflops": 5, "hours": 0.1}
+    assert panel.groups[0].common("top1")[0].costs == costs
 
 
-def test_arrange_names_the_setting_that_differs(tmp_path):
-    long = make_run(tmp_path, "a", 0.5)
-    short = make_run(tmp_path, "b", 0.5, overrides=("criterion.supervised_epochs=1",))
-    (panel,) = panels_of(long, short).values()
+def test_arrange_names_the_setting_that_differs_and_all_labels(tmp_path):
+    """All labels are one share, however they were chosen."""
+    short = make_run(tmp_path, "b", overrides=("criterion.supervised_epochs=1",))
+    runs = [make_run(tmp_path, "a"), short]
+    result(runs[0], 10, 0.6, labels={"kind": "bernoulli", "fraction": 1.0, "count": 1600})
+    result(runs[1], 10, 0.5, labels={"kind": "all", "fraction": 1.0, "count": 1600})
+    (panel,) = panels_of(*runs).values()
     names = [group.name for group in panel.groups]
     assert names == ["SimCLR + SuNCEt, supervised_epochs all", "SimCLR + SuNCEt, supervised_epochs 1"]
+    assert panel.measurement.labels == "all labels"
 
 
 def test_read_runs_separates_labels_kinds_and_settings(tmp_path):
@@ -176,12 +176,16 @@ def test_read_runs_separates_fine_tuned_encoders(tmp_path):
         assert [(group.name, len(group.curves)) for group in panel.groups] == [("SimCLR + SuNCEt", 2)]
 
 
-def test_read_runs_recognizes_a_run_that_was_moved(tmp_path):
+def test_read_runs_recognizes_a_run_that_was_moved_and_an_encoder_from_a_file(tmp_path):
     run = make_run(tmp_path / "old", "a", 0.5)
     (tmp_path / "new").mkdir()
     moved = run.rename(tmp_path / "new" / "a")
-    (found,) = read_runs([moved])[0]
-    assert found.run == str(moved)
+    encoder = {"source": "/weights/resnet50.pth", "step": None, "epoch": None, "method": None, "ledger": None}
+    record = {"kind": "finetune", "metrics": {"top1": 0.7}, "images": 355, "labels": LABELS}
+    write_result(moved, {**record, "encoder": encoder, "setting": {}, "run": "a", "versions": {}})
+    assert {curve.run for curve in read_runs([moved])[0]} == {str(moved), "/weights/resnet50.pth"}
+    text = report([moved], tmp_path / "out").read_text()
+    assert "| resnet50.pth | 10 % labels | fine-tuning | 1 | - | - | - | - | - | 70.0 |" in text
 
 
 def test_read_runs_reads_a_config_of_an_older_version(tmp_path):
@@ -221,14 +225,6 @@ def test_report_notes_checkpoints_that_some_seeds_lack(tmp_path):
     assert "averaged at" not in report([runs[0]], tmp_path / "out").read_text()
 
 
-def test_read_runs_knows_all_labels_however_they_were_chosen(tmp_path):
-    run, other = make_run(tmp_path, "a"), make_run(tmp_path, "b", suncet=False)
-    result(run, 10, 0.6, labels={"kind": "bernoulli", "fraction": 1.0, "count": 1600})
-    result(other, 10, 0.5, labels={"kind": "all", "fraction": 1.0, "count": 1600})
-    (panel,) = panels_of(run, other).values()
-    assert panel.measurement.labels == "all labels" and len(panel.groups) == 2
-
-
 # ---------------------------------------------------------------------------------------------------- files
 @pytest.mark.slow
 def test_report_holds_table_savings_and_pictures(runs, tmp_path, capsys):
@@ -262,15 +258,6 @@ def test_report_holds_table_savings_and_pictures(runs, tmp_path, capsys):
     assert len(saved) == 3 * 2 * 2
     assert float(saved["updates", "best", "1"]["linear_percent"]) == pytest.approx(50)
     assert float(saved["hours", "final", "0"]["first_checkpoint_percent"]) == pytest.approx(200 / 3)
-
-
-def test_report_lists_an_encoder_from_a_file_without_costs(tmp_path):
-    run = make_run(tmp_path, "a", 0.5)
-    encoder = {"source": "/weights/resnet50.pth", "step": None, "epoch": None, "method": None, "ledger": None}
-    record = {"kind": "finetune", "metrics": {"top1": 0.7}, "images": 355, "labels": LABELS}
-    write_result(run, {**record, "encoder": encoder, "setting": {}, "run": "a", "versions": {}})
-    text = report([run], tmp_path / "out").read_text()
-    assert "| resnet50.pth | 10 % labels | fine-tuning | 1 | - | - | - | - | - | 70.0 |" in text
 
 
 @pytest.mark.slow

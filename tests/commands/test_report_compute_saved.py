@@ -103,15 +103,6 @@ def test_savings_need_one_baseline_or_its_name():
 ACCURACIES = st.lists(st.integers(0, 100), min_size=1, max_size=8).map(lambda v: [x / 100 for x in v])
 
 
-@given(ours=ACCURACIES, theirs=ACCURACIES, scale=st.floats(1e-6, 1e6))
-def test_savings_do_not_depend_on_the_unit_of_the_cost(ours, theirs, scale):
-    for s in saved([theirs], [ours]):
-        costs, values = [scale * 10 * (i + 1) for i in range(len(ours))], ours
-        at = crossing(costs, values, s.target, linear=True)
-        assert (at is None) == (s.linear is None)
-        assert at is None or at / (scale * s.reference) == pytest.approx(s.shares[0], rel=1e-9)
-
-
 @given(values=ACCURACIES, targets=st.tuples(st.integers(0, 100), st.integers(0, 100)))
 def test_crossing_lies_between_the_right_checkpoints_and_grows_with_the_target(values, targets):
     costs = [3.0 * (i + 1) for i in range(len(values))]
@@ -225,31 +216,32 @@ def test_claims_table_is_what_the_rule_makes_of_the_papers_points(figure, metric
 )
 def test_claims_explain_the_percentages_at_10_percent_labels(metric, percent, a, b, best):
     """By hand: accuracy a at 300 epochs and b at 500, to reach SimCLR's best of 1000; both costs are linear there."""
-    below, above = epochs_of_simclr(OURS, 300), epochs_of_simclr(OURS, 500)
-    crossing_at = below + (above - below) * (best - a) / (b - a)
+    below, between, above = (epochs_of_simclr(OURS, epochs) for epochs in (300, 400, 500))
+    at = below + (above - below) * (best - a) / (b - a)
     (panel,) = arrange(paper.curves(paper.TEN))
     (saving,) = by(savings(panel, metric), "petaflops", "best")
-    assert saving.equivalent_epochs == pytest.approx(crossing_at)
+    assert saving.equivalent_epochs == pytest.approx(at)
     share = (10 * percent - below) / (above - below)
-    epochs, there = 300 + 200 * share, a + (b - a) * share
-    needed = a + (best - a) * (epochs_of_simclr(OURS, 400) - below) / (10 * percent - below)
-    assert f"crosses it at {crossing_at / 10:.1f} %" in CLAIMS
-    assert (
-        f"paper's {percent} % is the compute of about {epochs:.0f} epochs, where the line is at {there:.1f}"
-        in CLAIMS
-    )
-    assert f"(appendix G has one) would have to reach {needed:.1f}" in CLAIMS
+    needed = a + (best - a) * (between - below) / (10 * percent - below)
+    for said in (
+        f"crosses it at {at / 10:.1f} %",
+        f"paper's {percent} % is the compute of about {300 + 200 * share:.0f} epochs, "
+        f"where the line is at {a + (b - a) * share:.1f}",
+        f"(appendix G has one) would have to reach {needed:.1f}",
+    ):
+        assert said in CLAIMS
 
 
 def test_claims_explain_the_percentages_at_1_percent_labels():
     recipe = paper.RECIPES["SimCLR + SuNCEt", "1"]
     longer, shorter = epochs_of_simclr(recipe, 500), epochs_of_simclr(recipe, 400)
-    assert (
-        f"at 500 epochs, the compute of {longer:.1f} epochs" in CLAIMS
-        and f"at most {longer / 5:.1f} %" in CLAIMS
-    )
-    assert f"400 epochs costs {shorter:.1f} epochs of SimCLR, {shorter / 5:.1f} % of 500" in CLAIMS
     assert round(shorter / 5) == 83
+    for said in (
+        f"at 500 epochs, the compute of {longer:.1f} epochs",
+        f"at most {longer / 5:.1f} %",
+        f"400 epochs costs {shorter:.1f} epochs of SimCLR, {shorter / 5:.1f} % of 500",
+    ):
+        assert said in CLAIMS
 
 
 def test_paper_points_have_a_source_and_a_value_or_a_note():
@@ -263,16 +255,8 @@ def test_paper_points_have_a_source_and_a_value_or_a_note():
     assert len(keys) == len(set(keys)), "one point for each method, epochs and metric"
 
 
-ROW_21 = {
-    (800, 70.2),
-    (400, 70.8),
-    (500, 66.7),
-    (1000, 65.6),
-    (200, 56.4),
-    (None, 68.8),
-    (300, 71.5),
-    (1200, 68.4),
-}
+ROW_21_EPOCHS = (None, 200, 300, 400, 500, 800, 1000, 1200)
+ROW_21_VALUES = (68.8, 56.4, 71.5, 70.8, 66.7, 70.2, 65.6, 68.4)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +266,7 @@ ROW_21 = {
         (8, {(100, 63.4), (200, 64.8), (300, 65.6)}),
         (10, {(None, 45.0)}),
         (11, {(None, 83.0)}),
-        (21, ROW_21),
+        (21, set(zip(ROW_21_EPOCHS, ROW_21_VALUES))),
         (28, {(None, 51.8), (100, 64.4), (100, 75.6)}),
     ],
 )

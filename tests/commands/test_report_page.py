@@ -11,6 +11,7 @@ from PIL import Image
 from fastsuncet.cli import main
 from fastsuncet.commands.report import page
 from tests.commands.test_report import LABELS, make_run, result
+from tests.support.runs import Killed, kill
 
 EVIL = "<script>alert(1)<b>"
 TRAIN = {"epoch": 0.5, "loss": 8.5, "nt_xent": 5.0, "suncet": 3.5, "lr": 0.3, "views_per_second": 900.0}
@@ -77,6 +78,18 @@ def test_page_holds_everything_and_fetches_nothing(run):
         assert words in text, words
     assert f"{run}/checkpoints/step_00000020" in text and f"fastsuncet embed '{run}' FOLDER" in text
     assert "Bring one of them back" in text, "the damaged checkpoint is named"
+    assert "representation has collapsed" not in text
+    write_lines(run, {"step": 20, "kind": "knn", **TRAIN, **KNN, "rankme": 1.01})
+    assert "representation has collapsed" in page.as_html(run)
+
+
+def test_page_killed_while_it_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "a")
+    before = page.write_page(run).read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *_: kill())
+    with pytest.raises(Killed):
+        page.write_page(run)
+    assert (run / page.NAME).read_bytes() == before and not list(run.glob(".tmp-*"))
 
 
 def test_page_of_an_earlier_version_or_of_a_run_that_has_not_begun(tmp_path, monkeypatch):
@@ -91,11 +104,6 @@ def test_page_of_an_earlier_version_or_of_a_run_that_has_not_begun(tmp_path, mon
     assert found[found.index("peak memory, GB a process") + 1] == "-"
     monkeypatch.setattr(page, "drawing_problem", lambda: "matplotlib is <missing>")
     assert "matplotlib is &lt;missing&gt;" in page.write_page(run).read_text()
-
-
-def test_page_warns_of_a_collapse(run):
-    write_lines(run, {"step": 20, "kind": "knn", **TRAIN, **KNN, "rankme": 1.01})
-    assert "representation has collapsed" in page.as_html(run)
 
 
 @pytest.mark.slow
@@ -117,19 +125,6 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, caps
     text = (run / page.NAME).read_text()
     assert "30" in Tags(text).text and 'http-equiv="refresh"' not in text
     assert not list(run.glob(".tmp-*"))
-
-
-@pytest.mark.slow
-def test_page_killed_while_it_is_written_leaves_the_old_one(run, monkeypatch):
-    before = page.write_page(run).read_bytes()
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        page.write_page(run)
-    assert (run / page.NAME).read_bytes() == before and not list(run.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(

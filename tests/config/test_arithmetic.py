@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fastsuncet.config import Config, ConfigErrors
+from fastsuncet.config import Config, ConfigErrors, load_config
 from fastsuncet.config.arithmetic import piece_sizes
 from tests.support.configs import GOOD, load
 
@@ -23,8 +23,7 @@ def test_arithmetic_updates_of_an_epoch(images, batch, steps):
     assert sizes.steps_per_epoch == steps
 
 
-@pytest.mark.parametrize("world_size", [1, 8, 64])
-def test_arithmetic_same_experiment_on_any_number_of_processes(world_size):
+def test_arithmetic_same_experiment_on_any_number_of_processes():
     config = load(
         GOOD,
         *SUPERVISED,
@@ -32,29 +31,19 @@ def test_arithmetic_same_experiment_on_any_number_of_processes(world_size):
         "criterion.supervised_imgs_per_class=128",
         "criterion.supervised_epochs=50",
     )
-    sizes = config.resolve(world_size, IMAGENET, 1000)
-    assert (sizes.global_unlabeled, sizes.global_labeled) == (2816, 2560)
-    assert (sizes.local_unlabeled, sizes.global_labeled // sizes.world_size) == (
-        2816 // world_size,
-        2560 // world_size,
-    )
-    assert (sizes.steps_per_epoch, sizes.steps, sizes.supervised_steps) == (454, 45_400, 22_700)
-    assert (sizes.samples(0), sizes.samples(22_699), sizes.samples(22_700)) == (8192, 8192, 5632)
-    assert sizes.total_samples() == 22_700 * 8192 + 22_700 * 5632
-
-
-def test_arithmetic_sizes_per_process():
-    config = load(
-        GOOD,
-        *SUPERVISED,
+    for world_size in (1, 8, 64):
+        sizes = config.resolve(world_size, IMAGENET, 1000)
+        assert (sizes.global_unlabeled, sizes.global_labeled) == (2816, 2560)
+        assert (sizes.local_unlabeled, sizes.local_labeled) == (2816 // world_size, 2560 // world_size)
+        assert (sizes.steps_per_epoch, sizes.steps, sizes.supervised_steps) == (454, 45_400, 22_700)
+        assert (sizes.samples(0), sizes.samples(22_699), sizes.samples(22_700)) == (8192, 8192, 5632)
+        assert sizes.total_samples() == 22_700 * 8192 + 22_700 * 5632
+    per_rank = (
         "criterion.unsupervised_batch_size={per_rank: 44}",
         "criterion.supervised_imgs_per_class={per_rank: 2}",
-        "criterion.supervised_epochs=all",
     )
-    sizes = config.resolve(64, IMAGENET)
-    assert (sizes.global_unlabeled, sizes.local_unlabeled) == (2816, 44)
-    assert (sizes.global_images_per_class, sizes.local_images_per_class) == (128, 2)
-    assert sizes.supervised_steps == sizes.steps == 45_400
+    every = load(GOOD, *SUPERVISED, *per_rank, "criterion.supervised_epochs=50").resolve(64, IMAGENET, 1000)
+    assert every == sizes and (every.local_unlabeled, every.local_images_per_class) == (44, 2)
 
 
 def test_arithmetic_switch_off():
@@ -107,6 +96,8 @@ def test_arithmetic_batch_larger_than_the_data_set():
         "      a batch of 256 images over all processes is larger than the 255 there are"
     )
     assert load().resolve(1, 256).steps_per_epoch == 1
+    with pytest.raises(ValueError, match="at least one process"):
+        load().resolve(0, 256)
 
 
 def test_arithmetic_warmup_longer_than_the_steps():
@@ -128,11 +119,6 @@ def test_arithmetic_one_image_per_process():
     assert config.resolve(2, 100).global_images_per_class == 2
     assert "is 1 image over all processes, which has no negative" in refused(config, 1, 100)
     assert "is 1 image of a class over all processes, which has no positive" in refused(config, 1, 100)
-
-
-def test_arithmetic_world_without_processes():
-    with pytest.raises(ValueError, match="at least one process"):
-        load().resolve(0, 100)
 
 
 def test_arithmetic_micro_batch_without_room_for_an_image():
@@ -194,10 +180,6 @@ def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epoch
     assert sizes.total_samples() == (on and on * sizes.samples(0)) + (off and off * last)
     middle = sizes.steps // 2
     assert sizes.total_samples(middle + 1) - sizes.total_samples(middle) == sizes.samples(middle)
-    # The same sizes, given for each process.
-    values["criterion"]["unsupervised_batch_size"] = {"per_rank": local}
-    values["criterion"]["supervised_imgs_per_class"] = {"per_rank": per_class}
-    assert Config.from_values(values).resolve(world_size, images) == sizes
 
 
 @given(size=st.integers(2, 10**6), world_size=st.integers(2, 1000))
@@ -234,3 +216,68 @@ def test_arithmetic_pieces_are_equal_and_as_few_as_fit(unlabeled, labeled, views
     else:  # a piece cannot be smaller
         assert len(sizes) == (unlabeled or labeled // 2)
     assert piece_sizes(unlabeled, labeled, views, None) == [(unlabeled, labeled)]
+
+
+# --------------------------------------- criterion.labeled_share (appendix D) and labels alone (appendix H)
+def imagenet(*overrides: str):
+    return load_config("in1k_10pct", overrides)
+
+
+def test_half_the_labeled_share_keeps_views_and_passes_through_the_labels():
+    # With 250 epochs of labels, half the share would outlast the run.
+    short = "criterion.supervised_epochs=30"
+    whole = imagenet(short).resolve(64, IMAGENET)
+    half = imagenet(short, "criterion.labeled_share=0.15625").resolve(64, IMAGENET)
+    assert (whole.global_unlabeled, whole.global_labeled, whole.samples(0)) == (2816, 2560, 8192)
+    assert (half.global_unlabeled, half.global_labeled, half.samples(0)) == (3456, 1280, 8192)
+    # An epoch stays a pass of the unlabeled images.
+    assert (whole.steps_per_epoch, half.steps_per_epoch) == (454, 370)
+    assert whole.supervised_steps == 30 * 454
+    assert half.supervised_steps == 2 * 30 * 454
+    assert half.steps == 500 * 370
+    # The share of the config itself changes nothing.
+    assert imagenet(short, "criterion.labeled_share=0.3125").resolve(64, IMAGENET) == whole
+
+
+@pytest.mark.slow
+@given(share=st.floats(0.1, 0.9), world_size=st.sampled_from([1, 2, 8, 64]), epochs=st.integers(1, 60))
+def test_any_labeled_share_keeps_an_updates_cost_and_each_labels_passes(share, world_size, epochs):
+    config = imagenet(f"criterion.labeled_share={share}", f"criterion.supervised_epochs={epochs}")
+    sizes = config.resolve(world_size, IMAGENET)
+    views, granule = 8192, 20 * world_size
+    assert abs(sizes.global_labeled - share * views) <= granule / 2
+    assert views - 2 * world_size <= sizes.samples(0) <= views
+    assert sizes.local_unlabeled * world_size == sizes.global_unlabeled
+    passes = sizes.supervised_steps * sizes.global_labeled
+    assert abs(passes - epochs * 454 * 2560) <= sizes.global_labeled / 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "words"),
+    [
+        (64, ["criterion.labeled_share=0.001"], "leaves 0 labeled images of each of 20 classes"),
+        (1, ["criterion.labeled_share=0.9999"], "0 unlabeled ones; at least 2 of both"),
+        (1, ["criterion.labeled_share=0.02"], "would need 1,816,000 updates for as many passes through the labeled"),
+    ],
+)  # fmt: skip
+def test_labeled_share_that_cannot_be_is_refused_with_its_numbers(world_size, overrides, words):
+    with pytest.raises(ConfigErrors, match=words.replace(" ", r"\s+")):
+        imagenet(*overrides).resolve(world_size, IMAGENET)
+
+
+def test_labels_alone_count_epochs_over_labeled_images():
+    config = imagenet(
+        "criterion.instance=none",
+        "criterion.unsupervised_batch_size=0",
+        "criterion.supervised_epochs=all",
+        "criterion.classes_per_batch=125",
+        "data.split.kind=all",
+        "data.split.file=null",
+        "optimization.epochs=100",
+    )
+    sizes = config.resolve(64, IMAGENET, 1000, IMAGENET)
+    assert (sizes.views, sizes.global_unlabeled, sizes.samples(0)) == (0, 0, 16_000)
+    assert (sizes.steps_per_epoch, sizes.steps) == (80, 8000) == (IMAGENET // 16_000, sizes.supervised_steps)
+    too_many = "16,000 labeled images over all processes is larger than the 12,811"
+    with pytest.raises(ConfigErrors, match=too_many):
+        config.resolve(64, IMAGENET, 1000, 12_811)
