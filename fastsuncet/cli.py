@@ -223,7 +223,7 @@ def _tune(parser: Parser, options: argparse.Namespace) -> int:
 @_step
 @_every
 def _finetune(parser: Parser, options: argparse.Namespace) -> int:
-    options.config.require_data()
+    options.config.require_data(validation=True)
     from fastsuncet.commands.finetune import finetune
 
     return finetune(arguments=parser.words, **vars(options))
@@ -244,7 +244,7 @@ def _transfer(parser: Parser, options: argparse.Namespace) -> int:
 @_step
 @_every
 def _evaluate(parser: Parser, options: argparse.Namespace) -> int:
-    options.config.require_data()
+    options.config.require_data(validation=True)
     from fastsuncet.commands.evaluate import evaluate
 
     return evaluate(kind=parser.name.split()[1], arguments=parser.words, **vars(options))

@@ -3,15 +3,15 @@
 A truncated file can pass for weeks, until a crop reaches the missing rows; this finds it in one pass.
 """
 
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import say_line
+from fastsuncet.console import say_line, show_progress
 from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.data.dataset import (
     image_root,
@@ -80,11 +80,7 @@ def _device() -> str:
 
 def _checked(index: ImageIndex, kept: Path | None, megapixels: float = 100, **options) -> CheckReport:
     """Check the images, show progress on a terminal, and keep the index in `kept`."""
-
-    def progress(done: int, total: int) -> None:
-        print(f"\r{index.root}: {done:,} of {total:,}", end="" if done < total else "\n", file=sys.stderr)
-
-    whole = check(index, progress=progress if sys.stderr.isatty() else None, **options)
+    whole = check(index, progress=partial(show_progress, index.root), **options)
     report = replace(whole, index=whole.index.within(megapixels))
     state = f"{len(report.bad):,} bad" if report.bad else "all good"
     print(f"{index.root}: {len(index):,} images decoded with {report.decoder}, {state}")

@@ -1,12 +1,13 @@
 """`fastsuncet data pack`: the training images of a config as a few tar shards, for shared file systems."""
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fastsuncet.config import Config
 from fastsuncet.config.problems import words
 from fastsuncet.config.rules import FILES
+from fastsuncet.console import show_progress
 from fastsuncet.data.dataset import data_path, file_index
 from pipelines.datasets.pack import write_pack
 
@@ -26,12 +27,7 @@ def pack(config: Config, output: Path | None, write: Callable[[str], object] = p
     # A CSV's labels stay out of the pack, as of the kept index: they can change while the pixels do not.
     index = file_index(config, train=True, scan=True)
     index.require_good(data.bad_images)
-
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{folder}: {done:,} of {total:,}", end="" if done < total else "\n", file=sys.stderr)
-
-    before = write_pack(index, folder, progress=progress)
+    before = write_pack(index, folder, progress=partial(show_progress, folder))
     if before == len(index):
         write(f"{folder}: has all {before:,} images of {index.root} already")
         return

@@ -167,8 +167,5 @@ def _save(path: Path, rows: np.ndarray, index: ImageIndex, about: dict[str, Any]
     kind = pa.list_(pa.float32(), width)
     fields = [pa.field("file", pa.string()), pa.field("features", kind)]
     schema = pa.schema(fields, metadata={"fastsuncet": json.dumps(about)})
-    with parquet.ParquetWriter(path, schema) as writer:
-        for start in range(0, len(names), 4096):
-            block = rows[start : start + 4096]
-            vectors = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
-            writer.write_table(pa.table([pa.array(names[start : start + 4096]), vectors], schema=schema))
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), width)
+    parquet.write_table(pa.table([pa.array(names), vectors], schema=schema), path, row_group_size=4096)

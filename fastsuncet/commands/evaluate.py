@@ -16,12 +16,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.accuracy import accuracy
-from fastsuncet.evaluation.encoder import (
-    Encoder,
-    choose_on_one_rank,
-    load_encoder,
-    load_unless_gone,
-)
+from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
@@ -30,17 +25,11 @@ from fastsuncet.evaluation.scoring import Measured, labels_record, standard_erro
 from fastsuncet.metrics.results import write_result
 from fastsuncet.training.determinism import set_determinism
 
-KINDS: dict[str, Callable[[nn.Module, Images, Config, Place], Measured]] = {
-    "knn": knn,
-    "npi": npi,
-    "linear": linear,
-    "accuracy": accuracy,
-}
-TITLES = {
-    "knn": "nearest neighbors",
-    "npi": "SuNCEt's non-parametric inference",
-    "linear": "linear classifier on frozen representations",
-    "accuracy": "the network's own classifier",
+KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
+    "knn": (knn, "nearest neighbors"),
+    "npi": (npi, "SuNCEt's non-parametric inference"),
+    "linear": (linear, "linear classifier on frozen representations"),
+    "accuracy": (accuracy, "the network's own classifier"),
 }
 
 
@@ -54,10 +43,6 @@ def evaluate(
     every: bool = False,
 ) -> int:
     """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
-    if config.data.kind in FILES and config.data.validation is None:
-        raise config.error(
-            "data.validation", "an evaluation needs validation images: set the name of their folder"
-        )
     if launch.should_start_ranks(config.meta.device):
         # Nothing is resumed, so there is no status to read after a signal.
         return launch.start_ranks(arguments, Path(os.devnull))
@@ -84,7 +69,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
             continue
         # Torch's stubs lack memory_format together with a device.
         network = _network(encoder, kind).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-        measured = KINDS[kind](network, images, config, place)
+        measured = KINDS[kind][0](network, images, config, place)
         if len(images.train.classes) <= 5:
             measured.metrics.pop("top5", None)  # it would always be 1
         if place.first:
@@ -144,7 +129,7 @@ def _heading(kind: str, measured: Measured, images: Images, config: Config, enco
     setting = [
         f"{key.replace('_', ' ')} {value}" for key, value in measured.setting.items() if key != "converged"
     ]
-    lines = [f"{kind:<9}{', '.join([TITLES[kind], *setting])}"]
+    lines = [f"{kind:<9}{', '.join([KINDS[kind][1], *setting])}"]
     if kind != "accuracy":
         lines.append(f"labels   {images.split}")
     lines.append(f"images   {measured.images:,} for validation, each once")

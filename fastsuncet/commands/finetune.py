@@ -12,7 +12,6 @@ from pathlib import Path
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
-from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
@@ -44,10 +43,6 @@ def finetune(
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
     """
-    if config.data.kind in FILES and config.data.validation is None:
-        raise config.error(
-            "data.validation", "the accuracy is measured on validation images: set the name of their folder"
-        )
     digest = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:8]
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"

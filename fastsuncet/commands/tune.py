@@ -50,22 +50,12 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path, *, e
             say_line(problem)
         else:
             draw(found, output)
-        for line in (
-            "",
-            *table(found["rungs"]),
-            "",
-            f"speed: {found['line']}",
-            *advice(found),
-            f"wrote {output}",
-        ):
+        lines = ["", *table(found["rungs"]), "", f"speed: {found['line']}"]
+        if words := " ".join(record.overrides(found)):
+            lines.append(f"A new run of this config uses it with meta.speed=fixed, or with: {words}")
+        for line in (*lines, f"wrote {output}"):
             say_line(line)
     return 0
-
-
-def advice(found: record.Record) -> list[str]:
-    """Return the words to write for a run that uses the choice."""
-    words = " ".join(record.overrides(found))
-    return [f"A new run of this config uses it with meta.speed=fixed, or with: {words}"] if words else []
 
 
 def text_of(verdict: Verdict) -> str:
@@ -108,21 +98,13 @@ def draw(found: record.Record, path: Path) -> None:
         if row["problem"] is not None:
             axis.text(0, place, f"  {row['problem'][:90]}", va="center", fontsize=8, color="#b00020")
             continue
-        for side, shift, color in (
-            (PLAIN, 0.18, "#bbbbbb"),
-            (CONTENDER, -0.18, "#0072b2" if row["won"] else "#56b4e9"),
-        ):
+        ours = "#0072b2" if row["won"] else "#56b4e9"
+        thin = {"ecolor": "#333333", "lw": 0.8}
+        for side, shift, color in ((PLAIN, 0.18, "#bbbbbb"), (CONTENDER, -0.18, ours)):
             speeds = [row["views"] / seconds for seconds in row["seconds"][side]]
             middle = median(speeds)
             error = [[middle - min(speeds)], [max(speeds) - middle]]
-            axis.barh(
-                place + shift,
-                middle,
-                0.34,
-                color=color,
-                xerr=error,
-                error_kw={"ecolor": "#333333", "lw": 0.8},
-            )
+            axis.barh(place + shift, middle, 0.34, color=color, xerr=error, error_kw=thin)
         label = f"{row['gain']:.2f}x plain{', chosen' * row['won']}"
         paper = {"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1}
         axis.annotate(

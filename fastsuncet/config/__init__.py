@@ -143,15 +143,14 @@ class Config(Sections):
         """Return a hash that agrees with equality."""
         return hash(json.dumps(self.canonical(), sort_keys=True))
 
-    def require_data(self) -> None:
-        """Raise DataError for a folder or a list of the data that is not there, before anyone waits for torch."""
+    def require_data(self, *, validation: bool = False) -> None:
+        """Raise DataError for a folder or a list of the data that is not there, before anyone waits for torch.
+
+        Raises ConfigErrors where `validation` images are needed and not set.
+        """
         data = self.data
-        if (
-            data.kind in FILES
-            and data.pack is None
-            and data.root
-            and not Path(data.root).expanduser().is_dir()
-        ):
+        files = data.kind in FILES
+        if files and data.pack is None and data.root and not Path(data.root).expanduser().is_dir():
             raise DataError(
                 f"no data folder {data.root}: set data.root to the folder of the images\n  {self.where('data.root')}"
             )
@@ -161,6 +160,9 @@ class Config(Sections):
                 raise DataError(
                     f"there is no file {path}: give the list of labels or names\n  {self.where(key)}"
                 )
+        if validation and files and data.validation is None:
+            text = "the accuracy is measured on validation images: set the name of their folder"
+            raise self.error("data.validation", text)
 
     @property
     def run_folder(self) -> Path:

@@ -26,10 +26,7 @@ optimization: {epochs: 100, lr: 1.0}
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("FASTSUNCET_TRACEBACK", raising=False)
+def _config(_empty_folder):
     Path("run.yaml").write_text(GOOD)
 
 

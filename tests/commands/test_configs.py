@@ -14,11 +14,6 @@ from fastsuncet.config.reader import shipped
 NAMES = list(shipped())
 
 
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def test_configs_lists_every_file_with_its_first_comment(capsys):
     assert cli.main(["configs"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -77,7 +77,7 @@ def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"png"):
             preview(config, tmp_path / name)
     (tmp_path / "views.png").mkdir()  # refused to any user, root too
-    with pytest.raises(CheckpointError, match=r"views.png cannot be written: .*Is a directory"):
+    with pytest.raises(CheckpointError, match=r"views.png cannot be written: Is a directory"):
         preview(config, tmp_path / "views.png")
     assert not list(tmp_path.glob("views.x*")) and not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
     monkeypatch.setattr(versions, "installed", lambda package: None)

@@ -24,13 +24,6 @@ pytestmark = pytest.mark.slow
 FIRST, SECOND = "two-fraction0.1", "two-fraction0.5"
 
 
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "SLURM_ARRAY_TASK_ID", "FASTSUNCET_TRACEBACK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def script(monkeypatch):
     """Replace the processes: note their arguments, do what a train does, end with the next of `codes`."""

@@ -16,11 +16,6 @@ from tests.test_main import shadow
 READY = "pathlib.Path('ready').touch(); time.sleep(60)"
 
 
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def scripted(monkeypatch, code: str) -> Children:
     """Return Children that run `code` instead of fastsuncet."""
     popen = subprocess.Popen

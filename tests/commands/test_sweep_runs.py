@@ -21,11 +21,6 @@ from tests.test_deploy import calls, stand_in
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 
 
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 # ----------------------------------------------------------------------------------------------------------- the file
 @pytest.mark.parametrize("case", WRONG)
 def test_sweep_wrong_file(case):

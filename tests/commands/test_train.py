@@ -15,7 +15,6 @@ DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
 
 @pytest.mark.slow
 def test_dry_run_step_makes_one_update_and_keeps_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     update, calls = LARS.step, []
     monkeypatch.setattr(LARS, "step", lambda *given: calls.append(given) or update(*given))
     assert cli.main(DRY) == 0
@@ -32,9 +31,7 @@ def test_dry_run_step_makes_one_update_and_keeps_nothing(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_step_that_does_not_fit_names_its_key_and_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
+def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, capsys):
     call = step.nn.Module.__call__
 
     def full(module, *given):
@@ -49,8 +46,7 @@ def test_dry_run_step_that_does_not_fit_names_its_key_and_line(tmp_path, monkeyp
     assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
 
 
-def test_dry_run_step_without_data_prints_the_plan_and_ends_with_the_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_dry_run_step_without_data_prints_the_plan_and_ends_with_the_error(capsys):
     assert cli.main(["train", "in1k_10pct", "--dry-run=step", "data.root=gone"]) == 3
     out, error = capsys.readouterr()
     assert "steps    454 an epoch" in out and "nothing was trained" in out and "Nothing was saved" not in out

@@ -46,34 +46,28 @@ def test_tune_the_demo_on_two_ranks(tmp_path):
     assert json.loads(kept.read_text()) == found
 
 
-def test_candidates_are_never_what_is_written():
-    def keys(*overrides: str, device: str = "cpu") -> set[str]:
-        config = load_config(CONFIGS / "digits_demo.yaml", overrides)
-        return {key for rung in candidates(config, device, everything=True) for key in rung.values}
+def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
+    def found(*overrides: str, device: str = "cuda", everything: bool = True) -> list:
+        config = load_config("digits_demo", overrides)
+        return candidates(config, device, everything=everything)
 
-    assert keys(*WRITTEN) == {"data.prefetch"}  # the demo's own file has threads and precision
-    assert "meta.precision" in keys("meta.precision=auto")
-    assert "model.fused_batchnorm" in keys(device="cuda") and "meta.threads" not in keys(device="cuda")
-    assert "meta.cuda_graph" in keys(device="cuda")
-    nchw = load_config(CONFIGS / "digits_demo.yaml", ["meta.channels_last=false"])
-    assert not any(rung.values.get("model.fused_batchnorm") for rung in candidates(nchw, "cuda"))
+    def keys(*overrides: str, **options) -> set[str]:
+        return {key for rung in found(*overrides, **options) for key in rung.values}
 
-
-def test_candidates_choose_a_graph_only_where_torch_frees_failed_captures(monkeypatch):
-    config = load_config(CONFIGS / "digits_demo.yaml", [])
+    assert keys(*WRITTEN, device="cpu") == {"data.prefetch"}  # the demo's own file has threads and precision
+    assert "meta.precision" in keys("meta.precision=auto", device="cpu")
+    assert {"model.fused_batchnorm", "meta.cuda_graph"} <= keys() and "meta.threads" not in keys()
+    assert not any(r.values.get("model.fused_batchnorm") for r in found("meta.channels_last=false"))
+    # Only these versions of torch free a capture that failed.
     for version, adopted in (("2.13.1", False), ("2.14.0+cu132", True), ("2.15.0", True)):
         monkeypatch.setattr(torch, "__version__", version)
-        graph = next(r for r in candidates(config, "cuda", everything=True) if r.name == "CUDA graph")
-        assert graph.adopted == adopted == any(r.name == "CUDA graph" for r in candidates(config, "cuda"))
-
-
-def test_candidates_have_an_operator_that_was_built_elsewhere(monkeypatch):
-    config = load_config(CONFIGS / "digits_demo.yaml", [])
+        graph = next(r for r in found() if r.name == "CUDA graph")
+        assert graph.adopted == adopted == any(r.name == "CUDA graph" for r in found(everything=False))
+    # An operator can have been built elsewhere.
     monkeypatch.setattr(rungs, "unavailable", lambda: "no C++ compiler")
     for library in (None, Path("view.so")):
         monkeypatch.setattr(rungs, "kept", lambda library=library: library)
-        tried = {key for rung in candidates(config, "cuda") for key in rung.values}
-        assert ("data.color_operator" in tried) == (library is not None)
+        assert ("data.color_operator" in keys(everything=False)) == (library is not None)
 
 
 def test_table_and_picture_name_what_is_wrong(tmp_path):

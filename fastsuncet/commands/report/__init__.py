@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.report import paper, tables
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.console import say_line
-from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.writer import csv_table
 from fastsuncet.versions import drawing_problem
@@ -62,12 +62,10 @@ def report(
     published = [curve for name in figures for curve in paper.curves(name)]
     panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
     chosen = choose_metrics(panels, metrics, ("top1", KNN) if runs else ("top1",))
-    for panel in panels:
-        for group in panel.groups:
-            if uneven := group.uneven(chosen[0]):
-                notes.append(f"{group.name}, {panel.measurement}: {uneven}")
-    if not runs and not metrics:
-        chosen += [m for m in ("top5",) if m not in chosen]
+    groups = [(panel, group) for panel in panels for group in panel.groups]
+    notes += [f"{g.name}, {p.measurement}: {note}" for p, g in groups if (note := g.uneven(chosen[0]))]
+    if not runs and not metrics and "top5" not in chosen:
+        chosen.append("top5")
     saved = [s for m in chosen if m not in RANKS for panel in panels for s in savings(panel, m)]
     claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
 
@@ -86,7 +84,7 @@ def report(
         lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
     files = {"table.csv": table, "saved.csv": tables.saved_plain(saved)}
     files["points.csv"] = tables.points_plain([*curves, *published])
-    try:
+    with disk_errors(output):
         atomic_files.make_folder(output)
         pictures = [] if (problem := drawing_problem()) else _draw(panels, chosen, saved, claimed, output)
         for name, (head, rows) in files.items():
@@ -95,10 +93,6 @@ def report(
         shown = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
         text = "\n".join([*lines, "## Pictures", "", *shown, problem]).rstrip() + "\n"
         atomic_files.replace(path, text.encode())
-    except OSError as error:
-        raise CheckpointError(
-            f"the report cannot be written to {output}: {error}. {atomic_files.advice(error)}"
-        ) from error
     say_line("\n".join(lines).rstrip())
     if problem:
         say_line(f"\n{problem}")

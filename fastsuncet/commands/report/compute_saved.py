@@ -8,6 +8,7 @@ is linear in the cost between two evaluated checkpoints, or the first checkpoint
 Nothing is assumed about the time before the first checkpoint: if that is good enough, its cost is an upper bound.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -78,15 +79,12 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
     Where the baseline has no such seed, the seed is compared with the baseline's mean; if the baseline's seeds were not
     evaluated alike, it is left out, because that mean would end with the shortest.
     """
-    base, found = panel.baseline, []
-    for group in panel.groups:
-        if base is None or group is base or group.published != base.published:
-            continue
-        for cost in MEASURED:
-            found += [
-                s for rule in RULES for s in _by_rule(panel.measurement, base, group, metric, cost, rule)
-            ]
-    return found
+    base = panel.baseline
+    if base is None:
+        return []
+    rivals = [group for group in panel.groups if group is not base and group.published == base.published]
+    cases = itertools.product(rivals, MEASURED, RULES)
+    return [s for group, *what in cases for s in _by_rule(panel.measurement, base, group, metric, *what)]
 
 
 def _by_rule(

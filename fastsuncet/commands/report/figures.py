@@ -134,16 +134,9 @@ def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cos
         if seeds > 1:
             axes.fill_between(x, values.min(1), values.max(1), color=color, alpha=0.18, linewidth=0, zorder=2)
         # The paper's runs and the user's are not compared; a first checkpoint that is good enough is no crossing.
-        if (
-            base is None
-            or best is None
-            or group is base
-            or group.published != base.published
-            or mean[0] >= best
-        ):
+        if base is None or best is None or group is base or group.published != base.published:
             continue
-        at = crossing(x, mean.tolist(), best, linear=True)
-        if at is not None:
+        if mean[0] < best and (at := crossing(x, mean.tolist(), best, linear=True)) is not None:
             axes.plot([at], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED)
     axes.set_xlabel(label)
     axes.set_xlim(0, 1.04 * largest / divisor)
@@ -233,18 +226,13 @@ def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
     if len(seeds) > 1:
         axes.plot(each, [y] * len(each), label="a seed alone", markersize=3, alpha=0.45, **style)
     if len(each) < len(seeds):
+        missing = f"{len(seeds) - len(each)} of {len(seeds)} seeds never"
         where: dict[str, Any] = {
             "xycoords": ("axes fraction", "data"),
             "annotation_clip": False,
             "va": "center",
         }
-        axes.annotate(
-            f"{len(seeds) - len(each)} of {len(seeds)} seeds never",
-            (1.01, y),
-            color=color,
-            fontsize=6,
-            **where,
-        )
+        axes.annotate(missing, (1.01, y), color=color, fontsize=6, **where)
 
 
 # ----------------------------------------------------------------------------------------------------------- files

@@ -82,7 +82,7 @@ def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> N
     """Write the pages of `runs` anew whenever a run goes on, until all of them are done."""
     seen: dict[Path, tuple] = {}
     while True:
-        going = [run for run in runs if _status(run).get("state") != "done"]
+        going = [run for run in runs if read_status(run / "status.json").get("state") != "done"]
         for run in runs:
             stamp = _stamp(run)
             if stamp != seen.get(run):
@@ -99,14 +99,10 @@ def _stamp(run: Path) -> tuple:
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.exists())
 
 
-def _status(run: Path) -> Record:
-    return read_status(run / "status.json")
-
-
 def as_html(run: Path, *, refresh: bool = False) -> str:
     """Return the page of the run in folder `run`. All text is escaped."""
     require_run(run)
-    config, status = load_config(run / "config.yaml"), _status(run)
+    config, status = load_config(run / "config.yaml"), read_status(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
     of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
     problem = ""
@@ -117,8 +113,10 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     name = run.resolve().name
     again = f'<meta http-equiv="refresh" content="{EVERY}">\n' if refresh else ""
     parts = [HEAD.format(title=html.escape(name), refresh=again), f"<h1>{html.escape(name)}</h1>"]
-    state = [methods.name(config), _state(status), f"written {datetime.now():%Y-%m-%d %H:%M:%S}"]
-    parts.append(f'<p class="state">{html.escape(" · ".join(state))}</p>')
+    message = f": {status['message']}" if status.get("message") else ""
+    stands = f"{status.get('state')}{message}" if status else "not started"
+    state = f"{methods.name(config)} · {stands} · written {datetime.now():%Y-%m-%d %H:%M:%S}"
+    parts.append(f'<p class="state">{html.escape(state)}</p>')
     warnings = [collapse_warning(of["knn"][-1]) if of["knn"] else None, problem]
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
     parts.append(_two_tables(_now(of["train"], of["knn"], meta)))
@@ -158,14 +156,6 @@ def _two_tables(rows: Sequence[tuple[str, Any]]) -> str:
     return f'<div class="columns">{_table(rows[:half])}{_table(rows[half:])}</div>'
 
 
-def _state(status: Record) -> str:
-    """Return status.json in words."""
-    if not status:
-        return "not started"
-    message = f": {status['message']}" if status.get("message") else ""
-    return f"{status.get('state')}{message}"
-
-
 def _now(train: list[Record], knn: list[Record], meta: Record) -> list[tuple[str, Any]]:
     """Return where the run stands: its newest numbers, and its rates."""
     last = train[-1] if train else {}
@@ -180,7 +170,9 @@ def _now(train: list[Record], knn: list[Record], meta: Record) -> list[tuple[str
         rows.append(("k-NN accuracy", f"{knn[-1]['knn_accuracy']:.2%} at update {knn[-1]['step']:,}"))
         rows.append(("its best", f"{best['knn_accuracy']:.2%} at update {best['step']:,}"))
         rows.append(("RankMe", knn[-1].get("rankme")))
-    rows += [("views a second", last.get("views_per_second")), ("waiting for data", _percent(last))]
+    wait = last.get("data_wait")
+    rows.append(("views a second", last.get("views_per_second")))
+    rows.append(("waiting for data", None if wait is None else f"{wait:.1%} of the time"))
     rows.append(("peak memory, GB a process", last.get("peak_memory_gb")))
     rows += [("time of training", _duration(last.get("seconds"))), ("petaFLOPs", last.get("petaflops"))]
     if "joules" in last:
@@ -188,11 +180,6 @@ def _now(train: list[Record], knn: list[Record], meta: Record) -> list[tuple[str
     if total and step and step < total:
         rows.append(("time left", _duration(last["seconds"] / step * (total - step))))
     return rows
-
-
-def _percent(last: Record) -> str | None:
-    wait = last.get("data_wait")
-    return None if wait is None else f"{wait:.1%} of the time"
 
 
 def _duration(seconds: float | None) -> str | None:

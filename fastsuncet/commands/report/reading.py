@@ -157,10 +157,9 @@ def home_of(record: Record, run: Path) -> str:
     source = record["encoder"].get("source")
     if not source:
         return str(run)
-    parents = Path(source).parts
-    if CHECKPOINTS not in parents:
+    home = next((parent.parent for parent in Path(source, "-").parents if parent.name == CHECKPOINTS), None)
+    if home is None:
         return source if record["encoder"].get("step") is None else str(run)
-    home = Path(*parents[: len(parents) - 1 - parents[::-1].index(CHECKPOINTS)])
     if home.parent.name == FINETUNED:  # RUN/finetune/TAG: the encoder is the run's
         home = home.parent.parent
     # A run that was moved is recognized by its name.

@@ -16,8 +16,9 @@ from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.config import Config, flat
 from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.results import FOLDER as RESULTS
 
-FOLDER, RESULTS = "jobs", "results"  # in the run's folder
+FOLDER = "jobs"  # in the run's folder
 # Keys that no number depends on: paths, how fast pixels are made, what is written.
 PLACES = (
     "data.root",
