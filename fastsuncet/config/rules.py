@@ -4,7 +4,7 @@ A rule is checked only where all settings it reads are valid, so that a typing e
 about the default in its place.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -16,10 +16,18 @@ from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 # Values by dotted key, in the types of JSON, without those that are not valid.
 Values = Mapping[str, Any]
+# The keys that can break it, whether one of them does, and what to say: formatted with the values and its "default".
+Rule = tuple[Sequence[str], Callable[[Values, str], bool], str]
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 FILES, CIFAR = ("image_folder", "images", "csv"), ("cifar10", "cifar100")
 ROOT = "it is the folder that holds the images"
+
+
+def changed(v: Values, key: str) -> bool:
+    """Return whether a key has another value than its default."""
+    return v[key] != DEFAULTS[key]
+
 
 # Keys, the key that decides whether they are read, its values with which they are. Another value than the default has
 # no effect otherwise.
@@ -59,187 +67,166 @@ def _least(v: Values) -> int:
     return 1 if v["criterion.supervision"] == "cross_entropy" else 2
 
 
-# Whether it is broken, the key to change, and what to say: formatted with the values.
-Rule = tuple[Callable[[Values], bool], str, str]
 RULES: list[Rule] = [
     *(
         (
-            lambda v, key=key, decider=decider, allowed=allowed: (
-                v[key] != DEFAULTS[key] and v[decider] not in allowed
-            ),
-            key,
-            f"is read only with {decider}: {words(allowed)}, and that is %({decider})s; remove it or set it to "
-            f"{as_yaml(DEFAULTS[key])}",
+            keys,
+            lambda v, key, decider=decider, those=those: changed(v, key) and v[decider] not in those,
+            f"is read only with {decider}: {words(those)}, and that is %({decider})s; remove it or set it to "
+            "%(default)s",
         )
-        for keys, decider, allowed in READ_ONLY_WITH
-        for key in keys
+        for keys, decider, those in READ_ONLY_WITH
     ),
     *(
         (
-            lambda v, key=key, decider=decider, those=those: v[decider] in those and v[key] is None,
-            key,
+            [key],
+            lambda v, key, decider=decider, those=those: v[decider] in those and v[key] is None,
             f"is needed with {decider}: %({decider})s; {meaning}",
         )
         for key, decider, those, meaning in NEEDED_WITH
     ),
     # ---- data
     (
+        ["data.train"],
         # "train" was the default of older versions, whose configs can be read.
-        lambda v: v["data.kind"] not in FILES and v["data.train"] not in (None, "train"),
-        "data.train",
+        lambda v, key: v["data.kind"] not in FILES and v[key] not in (None, "train"),
         f"is read only with data.kind: {words(FILES)}, and that is %(data.kind)s; remove it or set it to null",
     ),
     (
-        lambda v: v["data.kind"] in FILES and v["data.root"] is None and v["data.pack"] is None,
-        "data.root",
+        ["data.root"],
+        lambda v, key: v["data.kind"] in FILES and v[key] is None and v["data.pack"] is None,
         f"is needed with data.kind: %(data.kind)s; {ROOT}. Or set data.pack to tar shards",
     ),
-    *(
-        (
-            lambda v, key=key: v["data.kind"] == "images" and v[key] != DEFAULTS[key],
-            key,
-            f"must be {as_yaml(DEFAULTS[key])} with data.kind: images, which reads no labels; use csv with a file of "
-            "labels in data.csv, or image_folder",
-        )
-        for key in ("criterion.supervised_epochs", "data.split.kind", "evaluation.knn_every_epochs")
+    (
+        ["criterion.supervised_epochs", "data.split.kind", "evaluation.knn_every_epochs"],
+        lambda v, key: v["data.kind"] == "images" and changed(v, key),
+        "must be %(default)s with data.kind: images, which reads no labels; use csv with a file of labels in data.csv, "
+        "or image_folder",
     ),
     (
-        lambda v: v["data.split.kind"] == "names" and v["data.kind"] not in FILES,
-        "data.split.kind",
+        ["data.split.kind"],
+        lambda v, key: v[key] == "names" and v["data.kind"] not in FILES,
         "names needs images that are files, and data.kind %(data.kind)s holds them in memory; use bernoulli or all",
     ),
     (
-        lambda v: v["data.split.kind"] == "csv" and v["data.split.file"] is None and v["data.kind"] != "csv",
-        "data.split.file",
+        ["data.split.file"],
+        lambda v, key: v["data.split.kind"] == "csv" and v[key] is None and v["data.kind"] != "csv",
         "is needed with data.split.kind: csv, unless data.kind is csv too; a file of lines file,label",
     ),
     (
-        lambda v: v["data.split.kind"] == "none" and v["criterion.supervised_epochs"] != 0,
-        "data.split.kind",
+        ["data.split.kind"],
+        lambda v, key: v[key] == "none" and v["criterion.supervised_epochs"] != 0,
         "none leaves no labeled image, and criterion.supervised_epochs is %(criterion.supervised_epochs)s; choose "
         "names, bernoulli, all or csv, or write supervised_epochs: 0 for SimCLR",
     ),
     (
-        lambda v: v["evaluation.knn_every_epochs"] is not None and v["data.validation"] is None,
-        "evaluation.knn_every_epochs",
+        ["evaluation.knn_every_epochs"],
+        lambda v, key: v[key] is not None and v["data.validation"] is None,
         "needs data.validation, the folder of images to classify; null turns it off",
     ),
     (
-        lambda v: v["model.init_sha256"] is not None and v["model.init"] is None,
-        "model.init_sha256",
+        ["model.init_sha256"],
+        lambda v, key: v[key] is not None and v["model.init"] is None,
         "is read only with model.init, the file that it is of; remove it or write model.init",
     ),
-    *(
-        (
-            lambda v, key=key: v["model.name"].startswith("timm/") and v[key] != DEFAULTS[key],
-            key,
-            f"must be {as_yaml(DEFAULTS[key])} with model.name: %(model.name)s, which is built as timm builds it",
-        )
-        for key in ("model.library", "model.stem", "model.fused_batchnorm")
+    (
+        ["model.library", "model.stem", "model.fused_batchnorm"],
+        lambda v, key: v["model.name"].startswith("timm/") and changed(v, key),
+        "must be %(default)s with model.name: %(model.name)s, which is built as timm builds it",
     ),
     # ---- batches
     (
-        lambda v: (
+        ["swav.small_size"],
+        lambda v, key: (
             v["criterion.instance"] == "swav"
             and v["swav.small_crops"] != 0
-            and v["swav.small_size"] >= v["data.augmentation.size"]
+            and v[key] >= v["data.augmentation.size"]
         ),
-        "swav.small_size",
         "is %(swav.small_size)s, and the large crops have %(data.augmentation.size)s pixels (data.augmentation.size); "
         "SwAV's sizes are 96 and 224. Make it smaller, or write swav.small_crops: 0",
     ),
     (
-        lambda v: (
-            (v["criterion.instance"] == "none") != (v["criterion.unsupervised_batch_size"] == 0)
-            or v["criterion.unsupervised_batch_size"] == 1
-        ),
-        "criterion.unsupervised_batch_size",
+        ["criterion.unsupervised_batch_size"],
+        lambda v, key: (v["criterion.instance"] == "none") != (v[key] == 0) or v[key] == 1,
         "must be 2 or more, or 0 with criterion.instance: none, and that is %(criterion.instance)s",
     ),
     *(
         (
+            ["criterion.classes_per_batch", "criterion.supervised_imgs_per_class"],
             # Not for {per_rank: N}, which depends on the processes.
-            lambda v, key=key, least=least: _least(v) == least and isinstance(v[key], int) and v[key] < least,
-            key,
+            lambda v, key, least=least: _least(v) == least and isinstance(v[key], int) and v[key] < least,
             f"must be {least} or more while supervised_epochs is %(criterion.supervised_epochs)s: "
             f"%(criterion.supervision)s {why}. For SimCLR alone write supervised_epochs: 0",
         )
         for least, why in ((1, "needs labeled images"), (2, "contrasts classes, and images of one class"))
-        for key in ("criterion.classes_per_batch", "criterion.supervised_imgs_per_class")
     ),
     *(
         (
-            lambda v, kind=kind, classes=classes: (
-                v["data.kind"] == kind and v["criterion.classes_per_batch"] > classes
-            ),
-            "criterion.classes_per_batch",
+            ["criterion.classes_per_batch"],
+            lambda v, key, kind=kind, classes=classes: v["data.kind"] == kind and v[key] > classes,
             f"must be at most {classes}: {kind} has {classes} classes",
         )
         for kind, classes in CLASSES.items()
     ),
     # ---- supervision
     (
-        lambda v: v["criterion.instance"] == "none" and v["criterion.supervised_epochs"] != "all",
-        "criterion.supervised_epochs",
+        ["criterion.supervised_epochs"],
+        lambda v, key: v["criterion.instance"] == "none" and v[key] != "all",
         "must be all while criterion.instance is none, not %(criterion.supervised_epochs)s: no other loss is left",
     ),
     (
-        lambda v: (
-            v["criterion.labeled_share"] is not None
-            and v["criterion.supervised_epochs"] in (0, "all", "plateau")
-        ),
-        "criterion.labeled_share",
+        ["criterion.labeled_share"],
+        lambda v, key: v[key] is not None and v["criterion.supervised_epochs"] in (0, "all", "plateau"),
         "keeps the passes through the labeled images that supervised_epochs makes, and that is "
         "%(criterion.supervised_epochs)s; write a number of epochs there, or remove labeled_share",
     ),
     *(
         (
-            lambda v, key=key: v["criterion.micro_batch"] is not None and v[key],
-            "criterion.micro_batch",
-            f"has not been tried with {key}: true; remove it, or set {key} to false",
+            ["criterion.micro_batch"],
+            lambda v, key, other=other: v[key] is not None and v[other],
+            f"has not been tried with {other}: true; remove it, or set {other} to false",
         )
-        for key in ("meta.compile", "meta.cuda_graph")
+        for other in ("meta.compile", "meta.cuda_graph")
     ),
     # ---- model
     (
-        lambda v: v["model.fused_batchnorm"] and v["meta.compile"],
-        "model.fused_batchnorm",
+        ["model.fused_batchnorm"],
+        lambda v, key: v[key] and v["meta.compile"],
         "has no effect with meta.compile: true, which fuses BatchNorm itself; set one of the two to false",
     ),
     (
-        lambda v: v["model.fused_batchnorm"] and not v["meta.channels_last"],
-        "model.fused_batchnorm",
+        ["model.fused_batchnorm"],
+        lambda v, key: v[key] and not v["meta.channels_last"],
         "has no effect with meta.channels_last: false, because its kernels read NHWC; change one of the two",
     ),
     # ---- optimization
     (
-        lambda v: v["optimization.epochs"] is None and v["optimization.steps"] is None,
-        "optimization.epochs",
+        ["optimization.epochs"],
+        lambda v, key: v[key] is None and v["optimization.steps"] is None,
         "is missing: how many passes over the unlabeled images (or steps: how many updates)",
     ),
     (
-        lambda v: (
+        ["optimization.warmup"],
+        lambda v, key: (
             v["optimization.steps"] is None
             and v["optimization.epochs"] is not None
-            and v["optimization.warmup"] >= v["optimization.epochs"]
+            and v[key] >= v["optimization.epochs"]
         ),
-        "optimization.warmup",
         "must be shorter than the run: %(optimization.warmup)g epochs of %(optimization.epochs)s",
     ),
-    *(
-        (
-            lambda v, key=key: v[key] > v["optimization.lr"],
-            key,
-            f"must not be above lr (%(optimization.lr)g): {curve}",
-        )
-        for key, curve in (
-            ("optimization.start_lr", "the warm-up rises from start_lr to lr"),
-            ("optimization.final_lr", "the cosine falls from lr to final_lr"),
-        )
+    (
+        ["optimization.start_lr"],
+        lambda v, key: v[key] > v["optimization.lr"],
+        "must not be above lr (%(optimization.lr)g): the warm-up rises from start_lr to lr",
     ),
     (
-        lambda v: v["optimization.nesterov"] and v["optimization.momentum"] == 0,
-        "optimization.nesterov",
+        ["optimization.final_lr"],
+        lambda v, key: v[key] > v["optimization.lr"],
+        "must not be above lr (%(optimization.lr)g): the cosine falls from lr to final_lr",
+    ),
+    (
+        ["optimization.nesterov"],
+        lambda v, key: v[key] and v["optimization.momentum"] == 0,
         "needs a momentum above 0",
     ),
 ]
@@ -248,10 +235,11 @@ RULES: list[Rule] = [
 def broken(v: Values) -> list[Problem]:
     """Return a problem for each broken rule between the valid settings `v`."""
     problems = []
-    for is_broken, key, text in RULES:
-        with suppress(KeyError):
-            if is_broken(v):
-                problems.append(Problem(key, text % v))
+    for keys, is_broken, text in RULES:
+        for key in keys:
+            with suppress(KeyError):
+                if is_broken(v, key):
+                    problems.append(Problem(key, text % {**v, "default": as_yaml(DEFAULTS.get(key))}))
     with suppress(KeyError):
         try:
             settings = {each.name: v[f"data.augmentation.{each.name}"] for each in fields(Augmentation)}

@@ -52,10 +52,6 @@ def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch
     return model.eval()
 
 
-def timm_model(**options) -> torch.nn.Module:
-    return timm.create_model("resnet18", **options)
-
-
 LINES = [{"step": step, "kind": "knn", "knn_accuracy": step / 10} for step in (6, 8)]
 
 
@@ -95,7 +91,7 @@ def test_export_state_dict_loads_strictly_with_equal_features(exported, tmp_path
         vision = torchvision.models.resnet18()
         vision.fc = torch.nn.Identity()
         vision.load_state_dict(state, strict=True)
-        theirs = timm_model(num_classes=0)
+        theirs = timm.create_model("resnet18", num_classes=0)
         theirs.load_state_dict(state, strict=True)
         assert torch.equal(features(vision), features(model.encoder))
         assert torch.equal(features(theirs), features(model.encoder))

@@ -222,7 +222,6 @@ def test_report_notes_checkpoints_that_some_seeds_lack(tmp_path):
     text = report(runs, tmp_path / "out").read_text()
     assert "SimCLR + SuNCEt, fine-tuning, 10 % labels: averaged at 1 of 2 checkpoints" in text
     assert "(seed 0: 2, 1: 1)." in text
-    assert "averaged at" not in report([runs[0]], tmp_path / "out").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -233,7 +232,7 @@ def test_report_holds_table_savings_and_pictures(runs, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(text.split("## Pictures")[0].rstrip())
     line = "| SimCLR + SuNCEt | 10 % labels | fine-tuning | 2 | 3 | 30 | 15 | 0.3 | - | 85.0 (80.0 to 90.0) |"
     assert line in text
-    assert "A training sample costs 6 x MAC of encoder and head" in text
+    assert "A training sample costs 6 x MAC of encoder and head" in text and "averaged at" not in text
     # To reach 0.6 from 0.5 at 10 to 0.7 at 20: 15 of 30 updates, and the same share of FLOPs.
     cell = "50.0 %, first checkpoint 66.7 %; 2 of 2 seeds reached it"
     for cost in ("petaFLOPs", "updates"):
