@@ -95,13 +95,6 @@ def test_no_command_prints_the_overview_and_ends_with_2(capsys):
         assert capsys.readouterr() == (texts.overview() + "\n", "")
 
 
-def test_data_check_of_missing_images_ends_with_3(capsys):
-    Path("run.yaml").write_text(GOOD.replace("digits", "image_folder, root: nowhere"))
-    assert cli.main(["data", "check", "run.yaml"]) == 3
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: no data folder nowhere/train\n")
-
-
 def test_main_prints_no_traceback_for_a_closed_pipe():
     reading, writing = os.pipe()
     os.close(reading)  # what `| head` does once it has read enough

@@ -1,7 +1,5 @@
 """Which runs a sweep's file makes, what they are called, which task does them, and what is wrong with a file."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
-from tests.test_deploy import calls, stand_in
+from tests.test_deploy import calls, run_script, stand_in
 
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 
@@ -152,21 +150,13 @@ def test_runs_named():
         runs_named(runs, ["a-1", "c"])
 
 
-@pytest.mark.parametrize(
-    ("code", "requeued"),
-    [(0, []), (75, ["scontrol requeue 70_3"]), (5, []), (137, ["scontrol requeue 70_3"])],
-)
-def test_sweep_array_job_requeues_its_own_task(code, requeued):
-    """The Slurm script keeps the exit code, and requeues the task after a signal or a kill."""
-    stand_in(Path.cwd(), "srun", f"exit {code}")
+def test_sweep_array_job_requeues_its_own_task():
+    """tests/test_deploy.py has the exit codes."""
+    stand_in(Path.cwd(), "srun", "exit 75")
     stand_in(Path.cwd(), "scontrol", "")
-    environment = {**os.environ, "PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "73"}
-    environment |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    task = {"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
     script = ROOT / "tools" / "cluster" / "sweep.sbatch"
-    words = ["bash", str(script), "a sweep.yaml", "data.root=/data"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == code
+    done = run_script(Path.cwd(), "bash", script, "a sweep.yaml", "data.root=/data", **task)
     asked, *then = calls(Path.cwd())
     assert asked.endswith("fastsuncet sweep a sweep.yaml data.root=/data")
-    assert then == requeued
-    assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 2
+    assert (done.returncode, then) == (75, ["scontrol requeue 70_3"])

@@ -44,10 +44,3 @@ def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, caps
     error = capsys.readouterr().err
     assert "command line: criterion.unsupervised_batch_size=360" in error
     assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
-
-
-def test_dry_run_step_without_data_prints_the_plan_and_ends_with_the_error(capsys):
-    assert cli.main(["train", "in1k_10pct", "--dry-run=step", "data.root=gone"]) == 3
-    out, error = capsys.readouterr()
-    assert "steps    454 an epoch" in out and "nothing was trained" in out and "Nothing was saved" not in out
-    assert error.startswith("error: no data folder gone/train")

@@ -14,15 +14,6 @@ IMAGENET, CIFAR10 = 1_281_167, 50_000
 SUPERVISED = ("data.split.kind=all", "criterion.classes_per_batch=20")
 
 
-@pytest.mark.parametrize(
-    ("images", "batch", "steps"),
-    [(IMAGENET, 4096, 312), (IMAGENET, 2816, 454), (CIFAR10, 256, 195), (CIFAR10, 128, 390)],
-)
-def test_arithmetic_updates_of_an_epoch(images, batch, steps):
-    sizes = load(GOOD, f"criterion.unsupervised_batch_size={batch}").resolve(1, images)
-    assert sizes.steps_per_epoch == steps
-
-
 def test_arithmetic_same_experiment_on_any_number_of_processes():
     config = load(
         GOOD,

@@ -174,9 +174,11 @@ def test_data_errors_name_the_key_its_place_and_the_fix(capsys, overrides, code,
         assert words in error.replace("\n      ", " "), error
 
 
-def test_dry_run_without_data_prints_the_plan_and_ends_with_the_error(capsys):
-    assert cli.main(["train", "in1k_10pct", "--dry-run", "data.root=gone"]) == 3
+@pytest.mark.parametrize("option", ["--dry-run", "--dry-run=step"])
+def test_dry_run_without_data_prints_the_plan_and_ends_with_the_error(option, capsys):
+    assert cli.main(["train", "in1k_10pct", option, "data.root=gone"]) == 3
     out, error = capsys.readouterr()
-    assert "steps    454 an epoch, 227,000 in all" in out and "all checks passed" not in out
+    assert "steps    454 an epoch, 227,000 in all" in out and "nothing was trained" in out
+    assert "all checks passed" not in out and "Nothing was saved" not in out
     assert "The data were not checked. This is the plan for 1,281,167 images." in out
     assert error.startswith("error: no data folder gone/train")
