@@ -22,21 +22,13 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def bindings(name: str) -> ModuleType:
-    """Return NVIDIA's Python bindings `name`, "nvrtc" or "driver". Raises KernelError with the reason if absent.
-
-    From cuda-bindings 12.8 on they are `cuda.bindings.*`; before, `cuda.nvrtc` and `cuda.cuda`.
-    """
-    older = {"nvrtc": "cuda.nvrtc", "driver": "cuda.cuda"}[name]
+    """Return NVIDIA's Python bindings `name`, "nvrtc" or "driver". Raises KernelError with the reason if absent."""
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
-    except ImportError as first:
-        try:
-            return importlib.import_module(older)
-        except ImportError as second:
-            reasons = f"cuda.bindings.{name}: {first}; {older}: {second}"
-            raise KernelError(
-                f"no Python bindings of NVIDIA's libraries (pip install cuda-bindings): {reasons}"
-            ) from second
+    except ImportError as error:
+        raise KernelError(
+            f"no Python bindings of NVIDIA's libraries (pip install 'cuda-bindings>=12.8'): {error}"
+        ) from error
 
 
 @functools.cache

@@ -7,7 +7,7 @@ A file that cannot be decoded makes the engine fail. `Loader.__call__` then find
 show in its place (`Plan.stand_in`), and prepares the step again.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad h
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options of both loaders. `_open_backend` holds the defaults."""
+    """Options of training's and of an evaluation's loader. `_open_backend` holds the defaults."""
 
     device: str  # "cpu" decodes and augments on `threads` threads, "gpu" on GPU `device_id`
     device_id: int
@@ -77,18 +77,32 @@ def open_loader(
 
 def open_evaluation_loader(
     index: ImageIndex, plan: EvaluationPlan, **options: Unpack[LoaderOptions]
-) -> "EvaluationLoader":
-    """Open a loader of the views of one pass over images.
+) -> Generator[list[torch.Tensor], None, None]:
+    """Return a generator of the views of one pass over images; its `close()` frees the engine.
 
-    An image of the size that `Center` asks for passes unchanged. One decoder serves all rows, because a result must not
-    depend on an image's place in a batch. A bad image raises BadImage: an accuracy over other images than those named
-    would be another accuracy.
+    Each step gives one (B, 3, S, S) tensor for each augmentation, on the device. Every image is shown once, in the
+    order of the plan, and the last batch is ragged. An image of the size that `Center` asks for passes unchanged. One
+    decoder serves all rows, because a result must not depend on an image's place in a batch. A bad image raises
+    BadImage: an accuracy over other images than those named would be another accuracy.
     """
     backend = _open_backend(**options)
     bad = sorted(index.bad.keys() & set(plan.indices.tolist()))
     if bad:
         raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad], allowed=None)
-    return EvaluationLoader(Loader(index, plan, backend, allowed=0), plan)
+    return _one_pass(Loader(index, plan, backend, allowed=0), len(plan))
+
+
+def _one_pass(loader: "Loader", steps: int) -> Generator[list[torch.Tensor], None, None]:
+    try:
+        for step in range(steps):
+            try:
+                views = loader(step)
+            except BadImage as bad:
+                # Without the step, which would read as a training step.
+                raise BadImage(bad.files, allowed=None) from bad
+            yield views
+    finally:
+        loader.close()
 
 
 class Engine(Protocol):
@@ -131,13 +145,8 @@ def _open_backend(
         raise ValueError(f'decoder_buffers must be "grown" or "largest", not {decoder_buffers!r}')
     if device == "gpu":
         require_gpu()
-    options = {
-        "device": device,
-        "device_id": device_id,
-        "dtype": dtype,
-        "threads": threads,
-        "prefetch": prefetch,
-    }
+    options = {"device": device, "device_id": device_id, "dtype": dtype}
+    options |= {"threads": threads, "prefetch": prefetch}
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if choose_backend(backend) == "dali":
         from pipelines.dali.engine import DaliDecoder, DaliEngine
@@ -236,46 +245,13 @@ class Loader:
         self.bad.update(self._by_path(found))
         known = {**self.replaced, **found}
         # All are chosen again: an earlier stand-in can be among the bad ones now.
-        self.replaced = {bad: self._stand_in(bad, known) for bad in known}
+        for bad in known:
+            candidates = (self._plan.stand_in(bad, attempt) for attempt in range(STAND_IN_ATTEMPTS))
+            stand_in = next((each for each in candidates if each not in known), None)
+            if stand_in is None:
+                name = self._index.name(bad)
+                raise DataError(f"no image can stand in for {name}: too many others are bad as well")
+            self.replaced[bad] = stand_in
 
     def _by_path(self, found: Mapping[int, str]) -> dict[str, str]:
         return {str(self._index.path(i)): reason for i, reason in found.items()}
-
-    def _stand_in(self, bad: int, known: Container[int]) -> int:
-        for attempt in range(STAND_IN_ATTEMPTS):
-            candidate = self._plan.stand_in(bad, attempt)
-            if candidate not in known:
-                return candidate
-        raise DataError(f"no image can stand in for {self._index.name(bad)}: too many others are bad as well")
-
-
-class EvaluationLoader:
-    """Iterates over (views, labels (B,), indices (B,)): each image once, the last batch ragged. Can be repeated.
-
-    `views` are one (B, 3, S, S) tensor for each augmentation, on the device; labels and indices are int64 on the CPU,
-    where they cost no transfer.
-    """
-
-    def __init__(self, loader: Loader, plan: EvaluationPlan):
-        self._loader, self._plan = loader, plan
-        self.backend = loader.backend
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __iter__(self) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]]:
-        try:
-            for step in range(len(self._plan)):
-                try:
-                    views = self._loader(step)
-                except BadImage as bad:
-                    # Without the step, which would read as a training step.
-                    raise BadImage(bad.files, allowed=None) from bad
-                draws = self._loader.draws(step)
-                yield views, torch.from_numpy(draws.labels), torch.from_numpy(draws.indices)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Free the engine; iterating again starts a new one."""
-        self._loader.close()

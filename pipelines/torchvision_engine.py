@@ -3,18 +3,16 @@
 It is written to be read: one image at a time. Where DALI is absent it is fast enough for a CPU or a small GPU run.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from pipelines.datasets.image_headers import FORMATS, readable_by_pil
+from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import BatchDraws
@@ -85,7 +83,9 @@ def one_view(
     """Return the view of row `row`, (3, S, S) float32, of a (3, H, W) uint8 image."""
     if isinstance(augmentation, Center):
         assert isinstance(view, CenterParams)
-        image = center_crop(image, view, row, augmentation.size)
+        image = F.resize(image, view.resized[row].tolist(), InterpolationMode.BILINEAR, antialias=True)
+        top, left = view.corner[row].tolist()
+        image = F.crop(image, top, left, augmentation.size, augmentation.size)
     else:
         assert isinstance(view, ViewParams)
         image = augmented(image, view, row, augmentation)
@@ -107,17 +107,9 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
         image = F.rgb_to_grayscale(image, num_output_channels=3)
     if view.sigma[row] > 0:
         window = augmentation.blur_window
-        if window == "auto":
-            window = int(blur_windows(view.sigma[row]))
+        window = int(blur_windows(view.sigma[row])) if window == "auto" else window
         image = F.gaussian_blur(image, [window, window], [float(view.sigma[row])])
     return image
-
-
-def center_crop(image: torch.Tensor, view: CenterParams, row: int, size: int) -> torch.Tensor:
-    """Return the evaluation view, (3, size, size) uint8, of a (3, H, W) uint8 image."""
-    image = F.resize(image, view.resized[row].tolist(), InterpolationMode.BILINEAR, antialias=True)
-    top, left = view.corner[row].tolist()
-    return F.crop(image, top, left, size, size)
 
 
 def jitter(
@@ -139,19 +131,6 @@ def jitter(
         adjust, factor, neutral = adjustments[i]
         image = image if factor == neutral else adjust(image, factor)
     return image
-
-
-def read_rgb(file: os.PathLike | bytes) -> np.ndarray:
-    """Return an image file, or its content, as (H, W, 3) uint8 RGB, EXIF orientation ignored.
-
-    Raises RuntimeError when it cannot be decoded.
-    """
-    try:
-        with Image.open(readable_by_pil(file), formats=FORMATS) as image:
-            return np.array(image.convert("RGB"))
-    except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
-        name = "a packed image" if isinstance(file, bytes) else file
-        raise RuntimeError(f"{name}: {error}") from error
 
 
 def pil_decode(images: Sequence[Path | bytes], threads: int = 1) -> list[tuple[int, int] | Exception]:

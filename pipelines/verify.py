@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from pipelines.backend import choose_backend
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import Progress, image_size, read_headers, read_sizes, readable_by_pil
+from pipelines.datasets.image_headers import Progress, file_stamps, image_size, read_rgb, read_sizes
 from pipelines.datasets.index import ImageIndex
 
 _CUT_OFF = "a truncated JPEG: its end is missing"
@@ -69,12 +68,9 @@ def check(
     for first in range(0, len(index), _BLOCK):
         block = slice(first, first + _BLOCK)
         numbers = range(len(index))[block]
-        if stamps is None:
-            sizes[block], unusable = read_sizes(
-                lambda row, first=first: _packed_size(index, first + row), len(numbers)
-            )
-        else:
-            sizes[block], stamps[block], unusable = read_headers(index.root, index.files[block])
+        if stamps is not None:
+            stamps[block] = file_stamps(index.root, index.files[block])
+        sizes[block], unusable = read_sizes(lambda row, first=first: _size(index, first + row), len(numbers))
         bad.update((first + row, reason) for row, reason in unusable.items())
         bad.update(_undecodable(index, [i for i in numbers if i not in bad], sizes, decode))
         if progress is not None:
@@ -101,9 +97,8 @@ def find_bad_images(index: ImageIndex, indices: Iterable[int], decode: Decode) -
             refused.append(image)
             found[i] = _diagnosis(image, outcome)
         elif outcome != (height, width):
-            found[i] = (
-                f"is {outcome[1]} x {outcome[0]} now, in the index {width} x {height}: make the index again"
-            )
+            now = f"is {outcome[1]} x {outcome[0]} now"
+            found[i] = f"{now}, in the index {width} x {height}: make the index again"
     if len(refused) == len(distinct) > 1 and all(map(_readable, refused)):
         # A GPU that has failed refuses every file. Nobody should delete a good data set because of that.
         return {}
@@ -121,8 +116,9 @@ def _decoder(dali: bool, device: str, threads: int) -> Decode:
     return partial(pil_decode, threads=threads)
 
 
-def _packed_size(index: ImageIndex, i: int) -> tuple[int, int]:
-    if reason := index.bad.get(i) or index.damage(i):
+def _size(index: ImageIndex, i: int) -> tuple[int, int]:
+    # A file can have been repaired since the index was made, a pack cannot.
+    if index.pack is not None and (reason := index.bad.get(i) or index.damage(i)):
         raise ValueError(reason)
     return image_size(index.content(i))
 
@@ -164,11 +160,9 @@ def _batches(numbers: list[int], sizes: np.ndarray) -> Iterator[list[int]]:
 
 
 def _readable(image: Path | bytes) -> bool:
-    """Return whether PIL reads the whole file."""
     try:
-        with Image.open(readable_by_pil(image)) as opened:
-            opened.load()
-    except Exception:  # PIL's parsers raise many kinds of errors
+        read_rgb(image)
+    except RuntimeError:
         return False
     return True
 

@@ -19,10 +19,10 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.versions import drawing_problem
 from pipelines.backend import dali_problem
+from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.sampling.step_plan import BatchDraws, Plan
-from pipelines.torchvision_engine import read_rgb
 
 COLUMNS = 8
 CAPTION = 22  # characters
@@ -120,12 +120,12 @@ def short_name(name: str) -> str:
     return name if len(name) <= CAPTION else f"...{name[3 - CAPTION :]}"
 
 
-class SomeRows:
+class SomeRows(Plan):
     """A plan's steps cut to some rows, each with its draws in the whole batch, so that only these are decoded."""
 
     def __init__(self, plan: Plan, rows: np.ndarray):
-        self._plan, self._rows = plan, rows
-        self.augmentations, self.batch, self.stand_in = plan.augmentations, len(rows), plan.stand_in
+        super().__init__(plan.index, plan.sampler, plan.augmentations, seed=plan.seed, role=plan.role)
+        self._plan, self._rows, self.batch = plan, rows, len(rows)
 
     def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
         """Return the draws, as `Plan.__call__`. The whole batch is drawn: milliseconds for thousands of rows."""

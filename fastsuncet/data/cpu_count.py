@@ -24,13 +24,6 @@ def processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def decode_threads(asked: int | None, processes: int | None = None, streams: int = 1) -> int:
-    """Return `asked`, or the share of the cores of one of a process's `streams` that decode at the same time.
-
-    torchrun sets how many `processes` share a machine.
-    """
-    if asked is not None:
-        return asked
-    if processes is None:
-        processes = processes_here()
-    return max(1, min(MOST, cores() // processes // streams))
+def decode_threads(asked: int | None, streams: int = 1) -> int:
+    """Return `asked`, or the share of the cores of one of a process's `streams` that decode at the same time."""
+    return max(1, min(MOST, cores() // processes_here() // streams)) if asked is None else asked

@@ -97,7 +97,7 @@ def _forward(
     network.eval()
     rows, done = None, 0
     try:
-        for shown, *_ in loader:
+        for shown in loader:
             before_batch()
             for view, pixels in enumerate(shown):
                 h = network(pixels.to(place.device)).float()

@@ -44,12 +44,14 @@ class DaliEngine:
         decoder_buffers: str = "grown",
         plugin: bool = False,
     ):
+        stream = None
         if index.pixels is not None:
-            source = PixelsInMemory(index.pixels, device, device_id)
+            source, stored = PixelsInMemory(index.pixels, device, device_id), "pixels"
+            stream = source.stream
         elif index.pack is not None:
-            source = PackedBytes(index.pack)
+            source, stored = index.pack.fetch, "bytes"
         else:
-            source = FilePaths(index)
+            source, stored = FilePaths(index), "files"
         most = room_for_buffers(device_id, threads) if decoder_buffers == "largest" and device == "gpu" else 0
         self._stream = side_stream(device_id) if device == "gpu" else None
         self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
@@ -57,9 +59,9 @@ class DaliEngine:
             lambda iteration: source(draws(first_step + iteration).indices),
             lambda iteration: graphs.view_arrays(augmentations, draws(first_step + iteration).views),
             augmentations,
-            stored=source.stored,
+            stored=stored,
             plugin=plugin,
-            images_stream=source.stream,
+            images_stream=stream,
             decoder=decoder_options(index.sizes, device, hw_decoder_share, decoder_buffers, most),
             dtype=str(dtype).removeprefix("torch."),
             batch_size=batch,
@@ -118,8 +120,6 @@ class FilePaths:
     them as one array. After the root, "/" fills the short ones: a file system reads any number of them as one.
     """
 
-    stored, stream = "files", None
-
     def __init__(self, index: ImageIndex):
         assert index.root is not None
         self.names, self.root = index.files, np.frombuffer(os.fsencode(index.root) + b"/", np.uint8)
@@ -129,26 +129,12 @@ class FilePaths:
         return np.hstack([np.tile(self.root, (len(names), 1)), names])
 
 
-class PackedBytes:
-    """Encoded images out of a pack. DALI copies them."""
-
-    stored, stream = "bytes", None
-
-    def __init__(self, pack: Any):
-        self.pack = pack
-
-    def __call__(self, indices: np.ndarray) -> list[np.ndarray]:
-        return self.pack.fetch(indices)
-
-
 class PixelsInMemory:
     """A small data set in the device's memory, (N, H, W, 3) uint8, of which each step gathers its images.
 
     `stream` is the CUDA stream of the gathers on a GPU, which DALI must know; None on the CPU. The GPU part follows the
     documentation of DALI 2.4's external_source (`cuda_stream`) and of torch's CUDA semantics.
     """
-
-    stored = "pixels"
 
     def __init__(self, pixels: np.ndarray, device: str, device_id: int):
         self.pixels, self.stream = pixels, None
@@ -201,7 +187,9 @@ class DaliDecoder:
         return [outcome for image in images for outcome in alone([image])]
 
     def _sizes(self, images: Sequence[Path | bytes]) -> list[tuple[int, int] | Exception]:
-        self._arrays = [encoded(image) for image in images]
+        # Paths, whatever their characters, or contents.
+        encoded = (image if isinstance(image, bytes) else os.fsencode(image) for image in images)
+        self._arrays = [np.frombuffer(each, np.uint8) for each in encoded]
         stored = "bytes" if isinstance(images[0], bytes) else "files"
         if self._pipeline is None or stored != self._stored:
             self._stored = stored
@@ -265,8 +253,3 @@ def placement(device: str, device_id: int) -> dict[str, Any]:
     if device == "gpu":
         return {"decode": "mixed", "device_id": device_id}
     return {"decode": "cpu", "device_id": None}
-
-
-def encoded(image: Path | bytes) -> np.ndarray:
-    """Return a path, whatever its characters, or a file's content as the array of bytes that a graph takes."""
-    return np.frombuffer(image if isinstance(image, bytes) else os.fsencode(image), np.uint8)

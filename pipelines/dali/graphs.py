@@ -11,7 +11,7 @@ graph is a pure function of the arrays that `pipelines.sampling.step_plan` gives
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +31,6 @@ from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, 
 HW_DECODER_OFF = 0.0
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
@@ -45,7 +44,7 @@ def views(
     dtype: str,
     plugin: bool = False,  # whether the plug-in, which must be loaded, makes all of a view after its resize
     images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
-    decoder: Mapping[str, Any] = NO_OPTIONS,  # more options of DALI's image decoder
+    decoder: Mapping[str, Any] | None = None,  # more options of DALI's image decoder
 ):
     """One decode, then one view for each augmentation: nodes of (size, size, 3) float images."""
     image = stored_images(images, decode, stored, images_stream, decoder)
@@ -60,9 +59,9 @@ def views(
 
 
 @pipeline_def(exec_dynamic=True)
-def decoded(images: Callable, *, decode: str, stored: str, decoder: Mapping[str, Any] = NO_OPTIONS):
+def decoded(images: Callable, *, decode: str, stored: str):
     """The images alone, decoded as for training: to find the file behind a failed step, and to check all files."""
-    return stored_images(images, decode, stored, decoder=decoder)
+    return stored_images(images, decode, stored)
 
 
 def one_view(
@@ -107,11 +106,7 @@ def center_crop(image, view: SimpleNamespace, size: int):
 
 
 def stored_images(
-    images: Callable,
-    decode: str,
-    stored: str,
-    stream: Any = None,
-    decoder: Mapping[str, Any] = NO_OPTIONS,
+    images: Callable, decode: str, stored: str, stream: Any = None, decoder: Mapping[str, Any] | None = None
 ):
     """The images as stored, uint8 HWC RGB: read from named "files", from encoded "bytes", or given as "pixels".
 
@@ -125,7 +120,7 @@ def stored_images(
         encoded = fn.io.file.read(encoded)
     # adjust_orientation: torchvision's folders ignore EXIF, and the index holds sizes as stored. Fancy upsampling:
     # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
-    options = {"hw_decoder_load": HW_DECODER_OFF, **decoder}
+    options = {"hw_decoder_load": HW_DECODER_OFF, **(decoder or {})}
     return fn.decoders.image(
         encoded,
         device=decode,

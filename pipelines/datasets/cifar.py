@@ -58,7 +58,11 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
     flat = (root / published.train_list[0][0]).is_file()
     folder = root if flat else root / published.base_folder
     if not folder.is_dir() and (root / part).is_dir():
-        return _from_folders(root / part, title, CLASSES[kind])
+        index = image_folder(root / part)
+        if index.classes != CLASSES[kind]:
+            others = ", ".join(index.classes[:12])
+            raise DataError(f"{root / part} has other class folders than {title}: {others}")
+        return resident(index)
 
     class Files(published):
         base_folder = "." if flat else published.base_folder
@@ -74,13 +78,6 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
         found = _fetched(Files, root, train)
     names = (f"{part}/{i:05d}" for i in range(len(found)))
     return pixel_index(names, np.array(found.targets), CLASSES[kind], np.ascontiguousarray(found.data))
-
-
-def _from_folders(images: Path, title: str, classes: tuple[str, ...]) -> ImageIndex:
-    index = image_folder(images)
-    if index.classes != classes:
-        raise DataError(f"{images} has other class folders than {title}: {', '.join(index.classes[:12])}")
-    return resident(index)
 
 
 def _problem(title: str, root: Path, folder: Path, published: "type[CIFAR10]") -> str:

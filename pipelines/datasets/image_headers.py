@@ -36,9 +36,21 @@ class Headers(NamedTuple):
     bad: dict[int, str]  # row -> why the image cannot be used
 
 
-def readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.BytesIO:
-    """Return a file's path, or the bytes of a file, as PIL opens them."""
+def _readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.BytesIO:
     return io.BytesIO(image) if isinstance(image, bytes) else image
+
+
+def read_rgb(file: os.PathLike | bytes) -> np.ndarray:
+    """Return an image file, or its content, as (H, W, 3) uint8 RGB, EXIF orientation ignored.
+
+    Raises RuntimeError, from PIL's error, when it cannot be decoded.
+    """
+    try:
+        with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
+            return np.array(image.convert("RGB"))
+    except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
+        name = "a packed image" if isinstance(file, bytes) else file
+        raise RuntimeError(f"{name}: {error}") from error
 
 
 def image_size(file: os.PathLike | str | bytes) -> tuple[int, int]:
@@ -49,7 +61,7 @@ def image_size(file: os.PathLike | str | bytes) -> tuple[int, int]:
     too_many = f"more than {MAX_PIXELS / 1e6:g} megapixels"
     try:
         # GIF is recognized only to be named in the message: PIL reads it, the decoder does not.
-        with Image.open(readable_by_pil(file), formats=(*FORMATS, "GIF")) as image:
+        with Image.open(_readable_by_pil(file), formats=(*FORMATS, "GIF")) as image:
             (width, height), kind = image.size, image.format
     except FileNotFoundError:
         raise ValueError("no such file") from None

@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import class_numbers
-from pipelines.datasets.image_headers import in_threads
+from pipelines.datasets.image_headers import in_threads, read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names
 
@@ -42,10 +42,9 @@ def resident(index: ImageIndex) -> ImageIndex:
 
     def decode(i: int) -> None:
         try:
-            with Image.open(index.path(i)) as image:
-                pixels[i] = np.asarray(image.convert("RGB"))
-        except (OSError, ValueError) as error:
-            bad[i] = f"{type(error).__name__}: {error}"
+            pixels[i] = read_rgb(index.path(i))
+        except RuntimeError as error:
+            bad[i] = f"{type(error.__cause__).__name__}: {error.__cause__}"
 
     in_threads(decode, len(index), 4)
     if bad:

@@ -100,14 +100,8 @@ class ImageIndex:
     def fingerprint(self) -> str:
         """Return the sha256 of what decides a run: names, labels, classes, sizes, pixels, presence."""
         digest = hashlib.sha256()
-        for array in (
-            self.files.lines,
-            self.labels,
-            Names.of(self.classes).lines,
-            self.sizes,
-            self.pixels,
-            self.presence,
-        ):
+        names, classes = self.files.lines, Names.of(self.classes).lines
+        for array in (names, self.labels, classes, self.sizes, self.pixels, self.presence):
             if array is not None:
                 digest.update(f"{array.shape}".encode())
                 digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
@@ -125,21 +119,21 @@ class ImageIndex:
 
     def within(self, megapixels: float) -> "ImageIndex":
         """Return this index with the images of more pixels as bad ones, of size 0, 0."""
-        large = np.flatnonzero(self.sizes.prod(1, dtype=np.int64) > megapixels * 1e6).tolist()
-        said = "{1} x {0} pixels, more than data.max_megapixels ({2:g})"
-        bad = {i: said.format(*self.sizes[i], megapixels) for i in large}
-        sizes = self.sizes.copy()
+        large = np.flatnonzero(self.sizes.prod(1, dtype=np.int64) > megapixels * 1e6)
+        if not len(large):
+            return self
+        sizes, bad = self.sizes.copy(), {**self.bad}
+        for i, (height, width) in zip(large.tolist(), sizes[large].tolist()):
+            bad[i] = f"{width} x {height} pixels, more than data.max_megapixels ({megapixels:g})"
         sizes[large] = 0
-        return replace(self, sizes=sizes, bad=dict(sorted({**self.bad, **bad}.items()))) if bad else self
+        return replace(self, sizes=sizes, bad=dict(sorted(bad.items())))
 
     def notes(self) -> list[str]:
         """Return sentences to print before a run: about changed files, and images that take much memory."""
         notes, pixels = [], self.sizes.prod(1, dtype=np.int64)
         if self.changed:
-            names = self.some(self.changed)
-            notes.append(
-                f"{len(self.changed)} of {len(self)} images changed since their index was made: {names}"
-            )
+            text = f"{len(self.changed)} of {len(self)} images changed since their index was made"
+            notes.append(f"{text}: {self.some(self.changed)}")
         if self.pixels is None and (large := np.flatnonzero(pixels > _LARGE).tolist()):
             most = int(pixels.argmax())
             height, width = self.sizes[most].tolist()
@@ -183,8 +177,8 @@ class ImageIndex:
         sizes[changed] = headers.sizes
         bad = {i: reason for i, reason in self.bad.items() if i not in set(changed)}
         bad |= {changed[row]: reason for row, reason in headers.bad.items()}
-        bad, every = dict(sorted(bad.items())), tuple(sorted({*self.changed, *changed}))
-        return replace(self, sizes=sizes, stamps=stamps, bad=bad, changed=every)
+        every = tuple(sorted({*self.changed, *changed}))
+        return replace(self, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())), changed=every)
 
 
 def save_index(index: ImageIndex, path: Path) -> None:

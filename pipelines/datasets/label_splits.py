@@ -7,14 +7,13 @@ which 1 % it was. A split has counts and a fingerprint, so that two runs can be 
 import hashlib
 import string
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pipelines.data_errors import DataError
+from pipelines.data_errors import DataError, listed
 from pipelines.datasets.folders import with_csv_labels
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root, listed_lines
@@ -27,7 +26,6 @@ IMAGENET_LISTS = {
     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091": ("ImageNet 10%", 128_116),
 }
 _REMEDY = "; data.root and data.train must lead to the images the list was made for"
-_SHOWN = 5  # names that a message shows; the rest are counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +57,13 @@ def labeled_split(
 ) -> Split:
     """Return the split that a configuration's data.split asks for; each kind uses its own arguments.
 
-    names: the lines of `file`, pinned by `sha256` (`listed`). bernoulli: each image with probability `fraction`
+    names: the lines of `file`, pinned by `sha256` (`named`). bernoulli: each image with probability `fraction`
     (`bernoulli`). all: every image with a label. none: no image. csv: the labels that the index has from its CSV, or
     with `file` those of another CSV, which must agree with them. An image without a label is never in a split. Raises
     DataError.
     """
     if kind == "names" and file is not None:
-        chosen, source = listed(index, Path(file), sha256)
+        chosen, source = named(index, Path(file), sha256)
     elif kind == "bernoulli" and fraction is not None:
         chosen, source = bernoulli(len(index), fraction, seed), f"Bernoulli({fraction:g}), seed {seed}"
     elif kind in ("names", "bernoulli"):
@@ -101,7 +99,7 @@ def bernoulli(count: int, fraction: float, seed: int) -> np.ndarray:
     return np.flatnonzero(draws.numpy() == 0)
 
 
-def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.ndarray, str]:
+def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.ndarray, str]:
     """Return the images named in `file`, int64 ascending, and what that list is.
 
     A line is a path below the data folder (with "/"), or as in ImageNet's lists only the file's name, which
@@ -127,10 +125,10 @@ def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np
         raise DataError(f"the list of names {file} is empty")
     wrong = [f"line {number}: {line!r}" for number, line in enumerate(lines, 1) if not _is_name(line)]
     if wrong:
-        raise DataError(f"{file}: {_some(wrong)} does not name an image below the data folder")
+        raise DataError(f"{file}: {listed(wrong)} does not name an image below the data folder")
     names = [line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}" for line in lines]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{file} names images more than once: {_some(twice)}")
+        raise DataError(f"{file} names images more than once: {listed(twice)}")
     found = index.files.find(names)
     for without, what, remedy in (
         (found < 0, f"that are not under {index.root}", _REMEDY),
@@ -138,18 +136,14 @@ def listed(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np
     ):
         if some := [line for line, is_without in zip(lines, without) if is_without]:
             raise DataError(
-                f"{file} names {len(some)} images (of {len(lines)}) {what}: {_some(some)}{remedy}"
+                f"{file} names {len(some)} images (of {len(lines)}) {what}: {listed(some)}{remedy}"
             )
     return np.sort(found), IMAGENET_LISTS.get(digest, (f"{file.name}, sha256 {digest[:12]}",))[0]
 
 
 def _is_name(line: str) -> bool:
-    return (
-        bool(line)
-        and line == line.strip(string.whitespace)
-        and ("/" in line or "_" in line)
-        and not leaves_root(line)
-    )
+    whole = line == line.strip(string.whitespace) and not leaves_root(line)
+    return whole and ("/" in line or "_" in line)
 
 
 def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:
@@ -161,9 +155,5 @@ def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:
         for i in chosen[labeled.labels[chosen] != index.labels[chosen]]
     ]
     if others:
-        raise DataError(f"{file}: {len(others)} labels differ from those of the data set: {_some(others)}")
+        raise DataError(f"{file}: {len(others)} labels differ from those of the data set: {listed(others)}")
     return chosen
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

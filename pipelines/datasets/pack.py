@@ -115,15 +115,11 @@ def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> 
     """Raise DataError, with the first image that differs, unless both indexes name the same images."""
     if packed.fingerprint() == like.fingerprint():
         return
-
-    def described(index: ImageIndex, i: int) -> str:
-        height, width = index.sizes[i].tolist()
-        return f"{index.name(i)} ({width} x {height}, class {index.labels[i]})"
-
-    pairs = ((described(packed, i), described(like, i)) for i in range(min(len(packed), len(like))))
     difference = f"{len(packed):,} images in the pack and {len(like):,} in the index"
-    for i, (ours, theirs) in enumerate(pairs):
-        if ours != theirs:
+    rows = (zip(index.files, index.sizes.tolist(), index.labels.tolist()) for index in (packed, like))
+    for i, both in enumerate(zip(*rows)):
+        if both[0] != both[1]:
+            ours, theirs = (f"{name} ({w} x {h}, class {label})" for name, (h, w), label in both)
             difference = f"image {i} is {ours} in the pack and {theirs} in the index"
             break
     raise DataError(
@@ -210,7 +206,7 @@ def _write_shards(
         if np.array_equal(found["length"], lengths[numbers]):
             before += len(numbers)
         else:
-            _write_shard(index, lengths, path, numbers, progress)
+            _write_shard(index, path, numbers, progress)
             found = scan_shard(path).members
         found["shard"] = shard
         members[numbers] = found
@@ -218,20 +214,23 @@ def _write_shards(
     return before, Shards(paths, np.array([(path.stat().st_size, -1) for path in paths], np.int64), members)
 
 
-def _write_shard(
-    index: ImageIndex, lengths: np.ndarray, path: Path, numbers: np.ndarray, progress: Progress | None
-) -> None:
+def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: Progress | None) -> None:
     partial = path.with_suffix(".part")
     with open(partial, "wb") as stream:
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+
+            def add(name: str, content: bytes, owner: str = "") -> None:
+                member = tarfile.TarInfo(name)
+                member.size, member.uname = len(content), owner
+                tar.addfile(member, io.BytesIO(content))
+
             for first in range(0, len(numbers), BLOCK):
                 block = numbers[first : first + BLOCK].tolist()
-                for number, content in zip(block, _contents(index, lengths, block)):
+                for number, content in zip(block, _contents(index, block)):
                     suffix = os.path.splitext(index.name(number))[1].lower()
-                    checksum = CHECKSUM.format(f"{zlib.crc32(content):08x}")
-                    _add(tar, f"{number:08d}{suffix}", content, checksum)
+                    add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{zlib.crc32(content):08x}"))
                     if index.labels[number] >= 0:
-                        _add(tar, f"{number:08d}.cls", str(index.labels[number]).encode())
+                        add(f"{number:08d}.cls", str(index.labels[number]).encode())
                 if progress is not None:
                     progress(block[-1] + 1, len(index))
         stream.flush()
@@ -239,14 +238,9 @@ def _write_shard(
     os.replace(partial, path)
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes, owner: str = "") -> None:
-    member = tarfile.TarInfo(name)
-    member.size, member.uname = len(content), owner
-    tar.addfile(member, io.BytesIO(content))
-
-
-def _contents(index: ImageIndex, lengths: np.ndarray, numbers: list[int]) -> list[bytes]:
+def _contents(index: ImageIndex, numbers: list[int]) -> list[bytes]:
     found = [b""] * len(numbers)
+    assert index.stamps is not None
 
     def work(row: int) -> None:
         path = index.path(numbers[row])
@@ -256,10 +250,11 @@ def _contents(index: ImageIndex, lengths: np.ndarray, numbers: list[int]) -> lis
             raise DataError(
                 f"{path} cannot be packed: {error.strerror or error}; `fastsuncet data check` looks at every file"
             ) from error
-        if len(found[row]) != lengths[numbers[row]]:
+        if len(found[row]) != lengths[row]:
             raise DataError(
                 f"{path} has changed since its index was made: `fastsuncet data check` makes it again"
             )
 
+    lengths = index.stamps[numbers, 0]
     in_threads(work, len(numbers))
     return found

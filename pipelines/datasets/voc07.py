@@ -53,15 +53,13 @@ def part_of(index: ImageIndex, part: str) -> np.ndarray:
         raise ValueError("part_of takes an index that voc07 has made")
     images, presence = _presence(folder, part)
     found = index.files.find(_files(images))
-    for row, number in enumerate(found):
+    for row, (image, number) in enumerate(zip(images, found)):
         if number < 0:
             where = _list(folder, CLASSES[0], part)
-            raise DataError(f"{where} names {images[row]} on line {row + 1}, which is not in trainval")
+            raise DataError(f"{where} names {image} on line {row + 1}, which is not in trainval")
         for other in np.flatnonzero(presence[row] != known[number]):
-            raise DataError(
-                f"{_list(folder, CLASSES[other], part)} line {row + 1} says {presence[row, other]} of {images[row]}, "
-                f"but trainval says {known[number, other]}"
-            )
+            where, now, then = _list(folder, CLASSES[other], part), presence[row, other], known[number, other]
+            raise DataError(f"{where} line {row + 1} says {now} of {image}, but trainval says {then}")
     return found
 
 

@@ -12,15 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pipelines.data_errors import DataError
+from pipelines.data_errors import DataError, listed
 
 # Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot reach, so a
 # change of augmentation does not change the order of the images.
 EPOCH_ROLE = 2**32
 CLASS_ROLE = 2**32 + 1
 IMAGE_ROLE = 2**32 + 2
-
-LISTED = 5  # classes that a note names before it only counts them
 
 
 class Sampler(Protocol):
@@ -77,13 +75,12 @@ class UnlabeledSampler:
         self._orders: dict[int, np.ndarray] = {}
 
     def _order(self, epoch: int) -> np.ndarray:
-        order = self._orders.get(epoch)
-        if order is None:
+        if epoch not in self._orders:
             order = permutation(self.num_images, seed=self.seed, role=EPOCH_ROLE, counter=(0, epoch))
             # Two epochs are kept: the loader reads ahead into the next epoch while the step just done is asked about,
             # and sorting a million keys for each such question would stall the queue.
             self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
-        return order
+        return self._orders[epoch]
 
     def rows(self, step: int, rank: int) -> np.ndarray:
         """Return image indices, int64 (local_batch,), of `rank` at `step`: its cut of the step's global batch."""
@@ -93,7 +90,7 @@ class UnlabeledSampler:
         return self._order(epoch)[first : first + self.local_batch].copy()
 
 
-class SubsetSampler:
+class SubsetSampler(UnlabeledSampler):
     """Every image of `indices` once an epoch, as `UnlabeledSampler` shows those of a whole data set.
 
     `indices` int64 (L,) are numbers in the data set. Their order does not matter: the ascending order is shuffled.
@@ -103,13 +100,11 @@ class SubsetSampler:
 
     def __init__(self, indices: np.ndarray, global_batch: int, world_size: int, seed: int):
         self._sorted = self.indices = np.sort(np.asarray(indices, np.int64))
-        self._positions = UnlabeledSampler(len(self._sorted), global_batch, world_size, seed)
-        self.world_size, self.local_batch = world_size, self._positions.local_batch
-        self.steps_per_epoch = self._positions.steps_per_epoch
+        super().__init__(len(self._sorted), global_batch, world_size, seed)
 
     def rows(self, step: int, rank: int) -> np.ndarray:
         """Return image indices, int64 (local_batch,), of `rank` at `step`."""
-        return self._sorted[self._positions.rows(step, rank)]
+        return self._sorted[super().rows(step, rank)]
 
 
 class ClassSampler:
@@ -170,16 +165,15 @@ class ClassSampler:
         # The images of each class in its present order, and the number of the permutation that made it.
         self._ordered, self._numbers = self._images.copy(), np.full(len(self._labels), -1)
         self._firsts = np.cumsum(self._counts) - self._counts
-        self._cycle: tuple[int, np.ndarray] | None = None
+        self._cycle = -1, self._labels  # the latest cycle and its order
 
     def _slots(self, step: int) -> np.ndarray:
         """Return positions in `_labels`, int64 (C,), of the classes of `step`."""
         cycle, chunk = divmod(step, self.steps_per_cycle)
-        cached = self._cycle
-        if cached is None or cached[0] != cycle:
+        if self._cycle[0] != cycle:
             order = permutation(len(self._labels), seed=self.seed, role=CLASS_ROLE, counter=(0, cycle))
-            self._cycle = cached = (cycle, order)
-        return cached[1][chunk * self.classes_per_batch : (chunk + 1) * self.classes_per_batch]
+            self._cycle = cycle, order
+        return self._cycle[1][chunk * self.classes_per_batch : (chunk + 1) * self.classes_per_batch]
 
     def classes(self, step: int) -> np.ndarray:
         """Return labels, int64 (C,), of the classes of `step`, on every rank; row i of a rank is of class i % C."""
@@ -210,7 +204,7 @@ class ClassSampler:
         n, m, notes = self._n, self.images_per_class, []
         empty = sorted(set(range(len(self.class_names))) - set(self._labels.tolist()))
         if empty:
-            names = _listed([self.class_names[label] for label in empty])
+            names = listed([self.class_names[label] for label in empty])
             notes.append(
                 f"{len(empty)} of {len(self.class_names)} classes have no labeled image and are never drawn: {names}"
             )
@@ -229,7 +223,7 @@ class ClassSampler:
         ):
             if which.any():
                 counted = zip(self._labels[which].tolist(), self._counts[which].tolist())
-                names = _listed([f"{self._name(label)} ({count})" for label, count in counted])
+                names = listed([f"{self._name(label)} ({count})" for label, count in counted])
                 notes.append(
                     f"{which.sum()} of {len(which)} classes have fewer labeled images than {why}, a positive "
                     f"of itself under another augmentation: {names}"
@@ -238,7 +232,3 @@ class ClassSampler:
 
     def _name(self, label: int) -> str:
         return self.class_names[label] if label < len(self.class_names) else str(label)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")

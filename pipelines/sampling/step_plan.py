@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -29,20 +28,6 @@ class BatchDraws:
     indices: np.ndarray  # (B,) int64 into the index
     labels: np.ndarray  # (B,) int64, -1 = not labeled
     views: tuple[ViewParams | CenterParams, ...]  # one for each view, over the B rows
-
-
-class StepPlan(Protocol):
-    """What a loader needs to know of a stream: `Plan` for training, `EvaluationPlan` for one pass over images."""
-
-    @property
-    def augmentations(self) -> Sequence[Augmentation | Center]: ...
-
-    @property
-    def batch(self) -> int: ...
-
-    def __call__(self, step: int, /, replaced: Mapping[int, int] | None = None) -> BatchDraws: ...
-
-    def stand_in(self, bad: int, attempt: int) -> int: ...
 
 
 class Plan:
@@ -76,10 +61,7 @@ class Plan:
         if replaced:
             indices = np.array([replaced.get(int(i), i) for i in indices], np.int64)
         # self.batch and not len(indices): a sampler's last batch can be ragged.
-        place = {"step": step, "first_row": self.rank * self.batch}
-        sizes = self.index.sizes[indices]
-        views = _draw_views(self.augmentations, sizes, seed=self.seed, role=self.role, **place)
-        return BatchDraws(step, indices, self.index.labels[indices], views)
+        return _draws(self, step, indices, counter=step, first_row=self.rank * self.batch)
 
     def stand_in(self, bad: int, attempt: int) -> int:
         """Return the image to show in place of `bad`: a pure function of (seed, role, bad, attempt).
@@ -131,30 +113,24 @@ class EvaluationPlan:
         start = step * self.batch
         indices = self.indices[start : start + self.batch]
         # The position is the only counter, whatever the batch size, so the step is always 0.
-        place = {"step": 0, "first_row": self.first + start}
-        sizes = self.index.sizes[indices]
-        views = _draw_views(self.augmentations, sizes, seed=self.seed, role=self.role, **place)
-        return BatchDraws(step, indices, self.index.labels[indices], views)
+        return _draws(self, step, indices, counter=0, first_row=self.first + start)
 
     def stand_in(self, bad: int, attempt: int) -> int:
         """Raise ValueError: an evaluation over other images than those asked for would be another evaluation."""
         raise ValueError("an evaluation shows every image that it names: none can stand in for another")
 
 
-def _draw_views(
-    augmentations: Sequence[Augmentation | Center],
-    sizes: np.ndarray,
-    *,
-    seed: int,
-    role: int | str,
-    step: int,
-    first_row: int,
-) -> tuple[ViewParams | CenterParams, ...]:
-    return tuple(
-        center_view(augmentation, sizes)
-        if isinstance(augmentation, Center)
-        else draw_view(
-            augmentation, sizes, seed=seed, step=step, role=f"{role}/view {view}", first_row=first_row
-        )
-        for view, augmentation in enumerate(augmentations)
-    )
+# What a loader needs to know of a stream.
+StepPlan = Plan | EvaluationPlan
+
+
+def _draws(plan: StepPlan, step: int, indices: np.ndarray, *, counter: int, first_row: int) -> BatchDraws:
+    """Return the draws of rows first_row, first_row + 1, ... at `counter`, which show the images `indices`."""
+    sizes, views = plan.index.sizes[indices], []
+    place = {"seed": plan.seed, "step": counter, "first_row": first_row}
+    for view, augmentation in enumerate(plan.augmentations):
+        if isinstance(augmentation, Center):
+            views.append(center_view(augmentation, sizes))
+        else:
+            views.append(draw_view(augmentation, sizes, role=f"{plan.role}/view {view}", **place))
+    return BatchDraws(step, indices, plan.index.labels[indices], tuple(views))

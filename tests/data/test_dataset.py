@@ -1,7 +1,6 @@
 """Every data.kind from the config to its images, and errors that name the key, its line and the fix."""
 
-import io
-import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,9 @@ from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.launch import join
+from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
 
 CONFIG = """\
@@ -38,17 +39,6 @@ def opened(*overrides: str, validation: bool = False) -> Images:
         return open_images(load_config("run.yaml", overrides), place, validation=validation)
 
 
-def write_shard(path: Path, names: list[str], content: bytes, labels: bool) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for i, name in enumerate(names):
-            members = {f"{name}.jpg": content} | ({f"{name}.cls": f"{i}".encode()} if labels else {})
-            for member, data in members.items():
-                info = tarfile.TarInfo(member)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-
-
 def test_images_are_any_tree_without_labels(here):
     train = opened().train
     assert list(train.files) == ["1.jpg", "x/2.png", "x/y/3.jpg"] and train.classes == ()
@@ -69,7 +59,10 @@ def test_csv_labels_images_below_the_root(here):
 def test_shards_need_no_root_and_no_labels(here, labels):
     content = write_image(here / "one.jpg").read_bytes()
     for i in range(3):
-        write_shard(here / "shards" / f"a-{i}.tar", [f"{i}0", f"{i}1"], content, labels)
+        members = [
+            (f"{i}{j}.{end}", data) for j in range(2) for end, data in (("jpg", content), ("cls", b"%d" % j))
+        ]
+        tar_of(here / "shards" / f"a-{i}.tar", *members[:: 1 if labels else 2])
     pack = ("data.root=null", "data.pack=shards/a-{0..1}.tar")
     train = opened(*pack, "data.kind=image_folder").train
     assert train.labels.tolist() == ([0, 1] * 2 if labels else [-1] * 4)
@@ -94,6 +87,19 @@ def test_synthetic_images_depend_on_the_seed_alone():
     assert other.fingerprint() != one.fingerprint()
 
 
+def test_views_of_swav_are_two_large_and_several_small_crops():
+    sizes = ("data.augmentation.size=28", "data.augmentation.crop_scale=[0.14, 1.0]", "swav.small_size=12")
+    crops = (
+        "criterion.instance=swav",
+        "swav.prototypes=10",
+        "swav.small_crops=6",
+        "data.augmentation.blur=0",
+    )
+    large, other, *small = views(load_config("run.yaml", [*sizes, *crops]))
+    assert large == other and (large.size, large.crop_scale) == (28, (0.14, 1.0))
+    assert small == [replace(large, size=12, crop_scale=(0.05, 0.14))] * 6
+
+
 @pytest.mark.slow
 def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
     def train(*overrides: str) -> tuple[int, str]:
@@ -103,21 +109,21 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
             "checkpoint.every=1",
             "meta.device=cpu",
         )
-        code = cli.main(["train", "run.yaml", *tiny, *overrides])
+        epochs = ("optimization.epochs=2", "optimization.steps=null")
+        code = cli.main(["train", "run.yaml", *tiny, *epochs, *overrides])
         output = capsys.readouterr()
         return code, output.out + output.err
 
-    assert train("optimization.epochs=2", "optimization.steps=null")[0] == 0
+    assert train()[0] == 0
     for name in ("1.jpg", "x/y/3.jpg"):
         write_image(here / "tree" / name, quality=30)
     write_images(here / "tree", "new.jpg")
     for _ in range(2):  # a second try does not forget
-        code, output = train("optimization.epochs=2", "optimization.steps=null")
+        code, output = train()
         assert code == 5 and "2 of 3 training images (1.jpg, x/y/3.jpg) were written again" in output
         assert "1 new images in tree are not used: `fastsuncet data check` adds them" in output
         assert "data.changed_images=true" in output
-    allowed = ("optimization.epochs=2", "optimization.steps=null", "data.changed_images=true")
-    code, output = train(*allowed)
+    code, output = train("data.changed_images=true")
     assert code == 0 and "note: 2 of 3 images changed since their index was made" in output
 
 
@@ -133,45 +139,32 @@ def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, 
 @pytest.mark.parametrize(
     ("overrides", "code", "said"),
     [
-        (["data.root=gone"], 3, ["no data folder gone", "command line: data.root=gone", "data.train"]),
-        (["data.train=gone"], 3, ["no data folder tree/gone", "run.yaml:3: data.root: tree"]),
-        (["data.validation=x"], 3, ["tree/x lie in the folder of the training images", "validation=null"]),
-        (["data.kind=image_folder", "data.train=x/y"], 3, ["no class folders", "data.kind: images"]),
+        ("data.root=gone", 3, "no data folder gone | command line: data.root=gone | data.train"),
+        ("data.train=gone", 3, "no data folder tree/gone | run.yaml:3: data.root: tree"),
+        ("data.validation=x", 3, "tree/x lie in the folder of the training images | validation=null"),
+        ("data.kind=image_folder data.train=x/y", 3, "no class folders | data.kind: images"),
+        ("data.kind=csv data.csv=no.csv", 3, "labels no.csv: No such | command line: data.csv=no.csv"),
+        ("data.pack=no.tar", 3, "no pack or shard no.tar | command line: data.pack=no.tar"),
+        ("data.max_megapixels=4e-5", 3, "3 images | 1.jpg: 8 x 6 pixels, more than data.max_megapixels"),
+        ("data.root=null", 2, "data.root | is needed with data.kind: images | data.pack"),
         (
-            ["data.kind=csv", "data.csv=no.csv"],
-            3,
-            ["labels no.csv: No such", "command line: data.csv=no.csv"],
-        ),
-        (["data.pack=no.tar"], 3, ["no pack or shard no.tar", "command line: data.pack=no.tar"]),
-        (["data.max_megapixels=4e-5"], 3, ["3 images", "1.jpg: 8 x 6 pixels, more than data.max_megapixels"]),
-        (["data.root=null"], 2, ["data.root", "is needed with data.kind: images", "data.pack"]),
-        (
-            ["criterion.supervised_epochs=all", "data.split.kind=all"],
+            "criterion.supervised_epochs=all data.split.kind=all",
             2,
-            [
-                "supervised_epochs=all",
-                "must be 0 with data.kind: images, which reads no labels; use csv",
-                "be none with",
-            ],
+            "supervised_epochs=all | must be 0 with data.kind: images, which reads no labels; use csv | be none with",
         ),
+        ("evaluation.knn_every_epochs=1 data.validation=x", 2, "knn_every_epochs=1 | must be null with"),
+        ("data.synthetic.images=3", 2, "data.synthetic.images | read only with data.kind: synthetic"),
         (
-            ["evaluation.knn_every_epochs=1", "data.validation=val"],
-            2,
-            ["knn_every_epochs=1", "must be null with"],
-        ),
-        (["data.synthetic.images=3"], 2, ["data.synthetic.images", "read only with data.kind: synthetic"]),
-        (
-            ["data.kind=synthetic", "data.root=null", "data.synthetic.size=9999"],
+            "data.kind=synthetic data.root=null data.synthetic.size=9999",
             3,
-            ["too many to hold in memory", "command line: data.synthetic.size=9999"],
+            "too many to hold in memory | command line: data.synthetic.size=9999",
         ),
     ],
 )
 def test_data_errors_name_the_key_its_place_and_the_fix(capsys, overrides, code, said):
-    assert cli.main(["train", "run.yaml", "--dry-run", *overrides]) == code
-    error = capsys.readouterr().err
-    for words in said:
-        assert words in error.replace("\n      ", " "), error
+    assert cli.main(["train", "run.yaml", "--dry-run", *overrides.split()]) == code
+    error = capsys.readouterr().err.replace("\n      ", " ")
+    assert all(words in error for words in said.split(" | ")), error
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--dry-run=step"])

@@ -10,7 +10,6 @@ import torch
 import pipelines
 from pipelines import backend
 from pipelines.data_errors import DataError
-from tests.support.pictures import write_pictures
 from tests.support.streams import assert_same, opened, unlabeled
 
 
@@ -22,8 +21,7 @@ def without_dali(monkeypatch):
     backend._print_once.cache_clear()
 
 
-def test_backend_auto_without_dali_is_torchvision_and_says_so_once(tmp_path, without_dali, capfd):
-    index = write_pictures(tmp_path, count=6, side=40)
+def test_backend_auto_without_dali_is_torchvision_and_says_so_once(index, without_dali, capfd):
     loaders = [opened(unlabeled(index)) for _ in range(2)]
     assert [loader.backend for loader in loaders] == ["torchvision"] * 2
     output = capfd.readouterr().out

@@ -16,8 +16,10 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Backend, Loader
 from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.step_plan import Plan
-from tests.support.pictures import texture, write_pictures
+from tests.support.pictures import texture, unusable_files
 from tests.support.streams import BACKENDS, SMALL, assert_same, evaluation, labeled, opened, unlabeled
+
+CROPS = (SMALL, SMALL, replace(SMALL, size=16, crop_scale=(0.05, 0.14)))  # as SwAV's
 
 
 @pytest.fixture(params=BACKENDS)
@@ -25,17 +27,11 @@ def reader(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory) -> ImageIndex:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), count=24, side=48)
-
-
 # -- views
 
 
 def test_loader_views_are_channels_last_floats_one_per_augmentation(index, reader):
-    crops = (SMALL, SMALL, replace(SMALL, size=16, crop_scale=(0.05, 0.14)))
-    views = opened(unlabeled(index, augmentations=crops), reader)(0)
+    views = opened(unlabeled(index, augmentations=CROPS), reader)(0)
     assert [tuple(view.shape) for view in views] == [(6, 3, 32, 32), (6, 3, 32, 32), (6, 3, 16, 16)]
     for view in views:
         assert view.dtype == torch.float32 and not view.requires_grad
@@ -96,10 +92,10 @@ def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, read
 
 @pytest.mark.slow
 def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
-    loader = opened(unlabeled(index), reader)
+    loader = opened(unlabeled(index, augmentations=CROPS), reader)
     run = [[view.clone() for view in loader(step)] for step in range(6)]
     for start in (1, 4, 5):
-        resumed = opened(unlabeled(index), reader)
+        resumed = opened(unlabeled(index, augmentations=CROPS), reader)
         for step in range(start, 6):
             assert_same(resumed(step), run[step])
     for step in (4, 0, 3, 3):  # and back and forth in the same loader
@@ -122,7 +118,7 @@ def test_loader_threads_and_prefetching_change_no_bit(index, reader):
 def test_loader_two_ranks_rows_are_one_processes_rows(index, reader, stream):
     def plan(world_size, rank):
         if stream == "unlabeled":
-            return unlabeled(index, 6, world_size, rank)
+            return unlabeled(index, 6, world_size, rank, augmentations=CROPS)
         return labeled(index, np.arange(0, 24, 2), world_size, rank)
 
     one = opened(plan(1, 0), reader)
@@ -137,31 +133,21 @@ def test_loader_two_ranks_rows_are_one_processes_rows(index, reader, stream):
 # -- bad files
 
 REASONS = {
-    "truncated": "truncated JPEG",
-    "stub": "",
-    "empty": "empty file",
+    "half.jpg": "truncated JPEG",
+    "beginning.jpg": "",
+    "empty.jpg": "empty file",
     "missing": "no such file",
-    "random": "not an image",
-    "gif": "GIF",
-    "html": "not an image",
+    "noise.jpg": "not an image",
+    "gif.JPEG": "GIF",
+    "page.jpg": "not an image",
 }
 
 
 def spoil(path: Path, how: str) -> None:
-    whole = path.read_bytes()
     if how == "missing":
         path.unlink()
-    elif how == "gif":
-        Image.fromarray(texture(0, 40, 40)).save(path, format="GIF")
     else:
-        contents = {
-            "truncated": whole[: len(whole) // 2],
-            "stub": whole[:300],
-            "empty": b"",
-            "random": np.random.default_rng(0).bytes(4000),
-            "html": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
-        }
-        path.write_bytes(contents[how])
+        path.write_bytes(unusable_files(path.read_bytes())[how])
 
 
 @pytest.fixture
@@ -201,7 +187,7 @@ def test_loader_names_a_file_exchanged_for_one_of_another_size(own, reader):
 def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index, reader, capfd):
     plan = unlabeled(own)
     bad = int(plan(2).indices[3])
-    spoil(own.path(bad), "truncated")
+    spoil(own.path(bad), "half.jpg")
     loader, clean = opened(plan, reader, bad_images=1), opened(unlabeled(index), reader)
     later = next(step for step in range(3, 1000) if bad in plan(step).indices)
     for step in [*range(4), later]:
@@ -218,12 +204,13 @@ def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index
 def test_loader_stand_in_gets_its_own_crop_and_the_rows_other_draws(own, reader):
     plan = unlabeled(own)
     bad = int(plan(0).indices[0])
-    spoil(own.path(bad), "empty")
+    spoil(own.path(bad), "empty.jpg")
     loader = opened(plan, reader, bad_images=1)
     shown = loader(0)
     # What a run would show whose sampler had drawn the stand-in in that row.
     rows = plan.sampler.rows(0, 0)
     rows[0] = loader.replaced[bad]
+    assert loader.draws(0).indices[0] == rows[0] and loader.draws(0).labels[0] == own.labels[rows[0]]
     plan.sampler.rows = lambda step, rank: rows
     assert_same(shown, opened(plan, reader)(0))
     for field in fields(ViewParams):
@@ -238,7 +225,7 @@ def test_loader_replacements_agree_on_every_rank_and_after_a_restart(own, reader
     plan = unlabeled(own, 24)
     spoiled = [3, 11]
     for i in spoiled:
-        spoil(own.path(i), "empty")
+        spoil(own.path(i), "empty.jpg")
     loader = opened(plan, reader, bad_images=2)
     views = {step: [view.clone() for view in loader(step)] for step in range(3)}
     assert sorted(loader.replaced) == spoiled and not set(loader.replaced.values()) & set(spoiled)
@@ -255,7 +242,7 @@ def test_loader_replaces_a_stand_in_that_is_bad_too(own, reader):
     bad = int(plan(0).indices[0])
     both = {bad, plan.stand_in(bad, 0)}
     for i in both:
-        spoil(own.path(i), "empty")
+        spoil(own.path(i), "empty.jpg")
     loader = opened(plan, reader, bad_images=2)
     loader(0)
     assert set(loader.replaced) == both and not set(loader.replaced.values()) & both
@@ -265,7 +252,7 @@ def test_loader_one_bad_file_more_than_allowed_raises_and_names_all(own, reader)
     plan = unlabeled(own)
     bad = [int(i) for i in (*plan(0).indices[[1, 4]], plan(2).indices[0])]
     for i in bad:
-        spoil(own.path(i), "html")
+        spoil(own.path(i), "page.jpg")
     for allowed, found in ((0, bad[:2]), (2, bad)):
         loader = opened(plan, reader, bad_images=allowed)
         with pytest.raises(BadImage, match=f"allow more than {allowed}") as caught:
@@ -273,21 +260,9 @@ def test_loader_one_bad_file_more_than_allowed_raises_and_names_all(own, reader)
         assert [path for path, _ in caught.value.files] == [str(own.path(i)) for i in found]
 
 
-def test_loader_labeled_stand_in_is_a_labeled_image_of_the_same_class(own, reader):
-    few = np.arange(0, 24, 2)  # four labeled images of each of three classes
-    plan = labeled(own, few)
-    bad = int(plan(0).indices[0])
-    spoil(own.path(bad), "empty")
-    loader = opened(plan, reader, bad_images=1)
-    loader(0)
-    stand_in = loader.replaced[bad]
-    assert stand_in in few and stand_in != bad
-    np.testing.assert_array_equal(loader.draws(0).labels, plan(0).labels)
-
-
 def test_loader_known_bad_files_are_replaced_from_the_start_or_refused(own, reader):
     bad = int(unlabeled(own)(0).indices[0])
-    spoil(own.path(bad), "html")
+    spoil(own.path(bad), "page.jpg")
     found_later = opened(unlabeled(own), reader, bad_images=1)
     found_later(0)
     known = image_folder(own.root)
@@ -327,35 +302,32 @@ def test_loader_passes_on_a_failure_that_no_file_caused(index):
 
 def test_evaluation_shows_every_image_once_in_order_and_can_be_repeated(index, reader):
     indices = np.arange(23)[::-1].copy()
-    loader = evaluation(index, indices, reader, batch=8, resize=36)
-    assert len(loader) == 3
-    next(iter(loader))  # leaving early does no harm
-    rounds = [list(loader) for _ in range(2)]
+    next(evaluation(index, indices, reader, batch=8, resize=36))  # leaving early does no harm
+    rounds = [[shown for (shown,) in evaluation(index, indices, reader, 8, 32, 36)] for _ in range(2)]
     for batches in rounds:
-        assert [len(images) for (images,), _, _ in batches] == [8, 8, 7]
-        np.testing.assert_array_equal(torch.cat([i for _, _, i in batches]).numpy(), indices)
-        np.testing.assert_array_equal(torch.cat([y for _, y, _ in batches]).numpy(), index.labels[indices])
-        for (images,), labels, _ in batches:
-            assert images.shape[1:] == (3, 32, 32) and labels.dtype == torch.int64
-            assert images.is_contiguous(memory_format=torch.channels_last)
-    assert_same(*([images for (images,), _, _ in batches] for batches in rounds))
+        assert [tuple(shown.shape) for shown in batches] == [(n, 3, 32, 32) for n in (8, 8, 7)]
+        assert all(shown.is_contiguous(memory_format=torch.channels_last) for shown in batches)
+    assert_same(*rounds)
+    ((alone,),) = evaluation(
+        index, indices[9:10], reader, 1, 32, 36
+    )  # an image's place in a batch does not count
+    assert torch.equal(alone[0], rounds[0][1][1])
 
 
 def test_evaluation_leaves_images_in_memory_of_the_target_size_unchanged(reader):
     pixels = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
     sizes = np.full((7, 2), 32, np.int32)
     index = ImageIndex(None, [f"{i}" for i in range(7)], np.arange(7) % 2, ("a", "b"), sizes, pixels)
-    batches = evaluation(index, np.arange(7), reader)
-    shown = torch.cat([images for (images,), _, _ in batches]).permute(0, 2, 3, 1)
+    shown = torch.cat([images for (images,) in evaluation(index, np.arange(7), reader)]).permute(0, 2, 3, 1)
     torch.testing.assert_close(255 * shown, torch.from_numpy(pixels).float(), atol=1e-4, rtol=0)
 
 
 def test_evaluation_never_skips_a_bad_image(own, reader):
-    spoil(own.path(9), "truncated")
+    spoil(own.path(9), "half.jpg")
     with pytest.raises(BadImage, match="truncated") as caught:
         list(evaluation(own, np.arange(12), reader))
     assert caught.value.step is None  # a batch of an evaluation is not a training step
-    spoil(own.path(9), "html")
+    spoil(own.path(9), "page.jpg")
     known = image_folder(own.root)
     with pytest.raises(BadImage, match="not an image") as caught:
         evaluation(known, np.arange(12), reader)

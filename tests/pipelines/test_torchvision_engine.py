@@ -7,19 +7,14 @@ import torch
 from torchvision.transforms.v2 import functional as F
 
 from pipelines import torchvision_engine
-from tests.support.pictures import write_pictures
 from tests.support.streams import opened, unlabeled
 
 
-def test_torchvision_engine_reads_ahead_and_each_file_once_a_step(tmp_path, monkeypatch):
-    threads = []
-    read_rgb = torchvision_engine.read_rgb
-    monkeypatch.setattr(
-        torchvision_engine,
-        "read_rgb",
-        lambda path: threads.append(threading.current_thread()) or read_rgb(path),
-    )
-    loader = opened(unlabeled(write_pictures(tmp_path, count=12, side=40)), "torchvision", prefetch=2)
+def test_torchvision_engine_reads_ahead_and_each_file_once_a_step(index, monkeypatch):
+    threads, read = [], torchvision_engine.read_rgb
+    current = threading.current_thread
+    monkeypatch.setattr(torchvision_engine, "read_rgb", lambda path: threads.append(current()) or read(path))
+    loader = opened(unlabeled(index), "torchvision", prefetch=2)
     for step in range(3):
         loader(step)
     pool = loader._engine._pool

@@ -1,6 +1,5 @@
 """The check over all files: good, odd and broken images through the real decoders, none of which ends it."""
 
-import io
 import os
 
 import numpy as np
@@ -13,7 +12,7 @@ from pipelines.datasets.folders import image_tree
 from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index import load_index, save_index
 from pipelines.verify import check
-from tests.support.pictures import cut_short, write_image
+from tests.support.pictures import cut_short, encoded, texture, unusable_files, write_image
 from tests.support.streams import BACKENDS, needs_dali
 
 WIDTH, HEIGHT = 80, 60
@@ -21,19 +20,11 @@ WIDTH, HEIGHT = 80, 60
 both_decoders = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def encoded(image: Image.Image, kind: str, **options) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
-
-
 def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Files that train and files that do not, by name."""
-    draws = np.random.default_rng(0)
-    coarse = Image.fromarray(draws.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-    image = coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+    image = Image.fromarray(texture(0, HEIGHT, WIDTH))
     deep = Image.fromarray(np.asarray(image)[..., 0].astype(np.uint16) * 257)
-    jpeg, png = encoded(image, "JPEG", quality=95), encoded(image, "PNG")
+    jpeg = encoded(image, "JPEG", quality=95)
     rotated = Image.Exif()
     rotated[0x0112] = 6
     scratched = bytearray(jpeg)
@@ -46,7 +37,7 @@ def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "rotated.jpg": encoded(image, "JPEG", exif=rotated),
         "appended.jpg": jpeg + b"junk" * 50,
         "scratched.jpg": bytes(scratched),  # decodes to wrong pixels: no decoder notices
-        "png.JPEG": png,
+        "png.JPEG": encoded(image, "PNG"),
         "webp.jpg": encoded(image, "WEBP"),
         "rgba.png": encoded(image.convert("RGBA"), "PNG"),
         "palette.png": encoded(image.convert("P"), "PNG"),
@@ -55,17 +46,7 @@ def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "plain.tif": encoded(image, "TIFF"),
         "one.jpg": encoded(image.resize((1, 1)), "JPEG"),
     }
-    bad = {
-        "half.jpg": jpeg[: len(jpeg) // 2],
-        "beginning.jpg": jpeg[:600],
-        "unended.jpg": jpeg[:-2],
-        "half.png": png[: len(png) // 2],
-        "empty.jpg": b"",
-        "noise.jpg": draws.bytes(3000),
-        "page.jpg": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
-        "gif.JPEG": encoded(image, "GIF"),
-    }
-    return good, bad
+    return good, unusable_files(jpeg)
 
 
 def fake_decoder(monkeypatch, decode) -> None:
@@ -160,7 +141,8 @@ def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypat
     fake_decoder(monkeypatch, lambda paths: decoded.extend(paths) or [(5, 20)] * len(paths))
     report = check(image_tree(tmp_path), "torchvision")
     assert decoded == [tmp_path / "small.png"]
-    assert all("more than 100 megapixels" in reason for _, reason in report.bad) and len(report.bad) == 2
+    too_many = "more than 100 megapixels"
+    assert report.index.bad == {0: too_many, 1: f"11000 x 10000 pixels, {too_many}"}
 
 
 def test_check_doubts_a_lenient_decoder(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Images that tests write: photograph-like texture, in the kinds of file that real folders hold."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,30 @@ def cut_short(path: Path) -> Path:
     content = path.read_bytes()
     path.write_bytes(content[: (content.index(b"\xff\xda") + len(content)) // 2])
     return path
+
+
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    """Return the content of an image file."""
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def unusable_files(jpeg: bytes) -> dict[str, bytes]:
+    """Return the contents of files, by name, that no loader can use; some are damaged copies of `jpeg`."""
+
+    image = Image.fromarray(texture(0, 40, 40))
+    png = encoded(image, "PNG")
+    return {
+        "half.jpg": jpeg[: len(jpeg) // 2],
+        "beginning.jpg": jpeg[: jpeg.index(b"\xff\xda") // 2],
+        "unended.jpg": jpeg[:-2],
+        "half.png": png[: len(png) // 2],
+        "empty.jpg": b"",
+        "noise.jpg": np.random.default_rng(0).bytes(4000),
+        "page.jpg": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
+        "gif.JPEG": encoded(image, "GIF"),
+    }
 
 
 def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96) -> ImageIndex:

@@ -6,7 +6,7 @@ import torch
 
 from pipelines.backend import dali_problem
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import EvaluationLoader, Loader, open_evaluation_loader, open_loader
+from pipelines.loader import Loader, open_evaluation_loader, open_loader
 from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler
 from pipelines.sampling.step_plan import EvaluationPlan, Plan
@@ -32,11 +32,9 @@ def opened(plan: Plan, backend: str = "auto", **options) -> Loader:
     return open_loader(plan.index, plan, **{"threads": 1, "backend": backend, **options})
 
 
-def evaluation(
-    index: ImageIndex, indices, backend: str, batch=4, size=32, resize=32, **options
-) -> EvaluationLoader:
+def evaluation(index: ImageIndex, indices, backend: str, batch=4, size=32, resize=32):
     plan = EvaluationPlan(index, indices, batch, (Center(size, resize),))
-    return open_evaluation_loader(index, plan, threads=1, backend=backend, **options)
+    return open_evaluation_loader(index, plan, threads=1, backend=backend)
 
 
 def assert_same(views: list[torch.Tensor], others: list[torch.Tensor]) -> None:

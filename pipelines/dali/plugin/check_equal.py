@@ -18,9 +18,8 @@ from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import ORDERS, Augmentation
 
 Images = list[np.ndarray]  # each uint8 (H, W, 3)
-Inputs = dict[
-    str, np.ndarray
-]  # one number for each image, by the names of `pipelines.dali.graphs.view_inputs`
+# One number for each image, by the names of `pipelines.dali.graphs.view_inputs`.
+Inputs = dict[str, np.ndarray]
 INPUTS = (*FACTORS, "order", "grey", "sigma", "flip")
 # Normalized, because a wrong order of the channels would not show otherwise.
 EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), color_order="random")
@@ -31,13 +30,8 @@ def require_equal(device: str = "cpu") -> None:
 
     Raises DataError where one value differs.
     """
-    batches = [random_batch(seed=0)]
-    if device == "gpu":
-        batches.append(full_batch())
-    else:
-        batches.append(rounding_batch())
     different = total = 0
-    for images, inputs in batches:
+    for images, inputs in (random_batch(seed=0), full_batch() if device == "gpu" else rounding_batch()):
         for dtype in ("float32", "float16"):
             graph, plugin = both(images, inputs, dtype=dtype, device=device)
             different += sum(int((one != other).sum()) for one, other in zip(graph, plugin))
@@ -95,14 +89,11 @@ def random_batch(seed: int, count: int = 24) -> tuple[Images, Inputs]:
     inputs["sigma"] = rng.uniform(0.1, 2, count)
     # The border is mirrored once, so an image must be wider than half of the kernel.
     inputs["sigma"][(rng.random(count) < 0.3) | (np.ceil(3 * inputs["sigma"]) >= sides)] = 0
-    numbers = {name: values.astype(np.float32) for name, values in inputs.items()}
-    orders = (ORDERS @ BITS)[rng.integers(len(ORDERS), size=count)]
-    return images, {
-        **numbers,
-        "order": orders,
-        "grey": coins(rng, count, 0.2),
-        "flip": coins(rng, count, 0.5),
-    }
+    numbers: Inputs = {name: values.astype(np.float32) for name, values in inputs.items()}
+    numbers["order"] = (ORDERS @ BITS)[rng.integers(len(ORDERS), size=count)]
+    for name, chance in (("grey", 0.2), ("flip", 0.5)):
+        numbers[name] = (rng.random(count) < chance).astype(np.int32)
+    return images, numbers
 
 
 def full_batch() -> tuple[Images, Inputs]:
@@ -116,10 +107,6 @@ def full_batch() -> tuple[Images, Inputs]:
     inputs["contrast"][-1] = 1
     images = list(rng.integers(0, 256, (255, 224, 224, 3), np.uint8))
     return [*images, rng.integers(0, 256, (400, 300, 3), np.uint8)], inputs
-
-
-def coins(rng: np.random.Generator, count: int, chance: float) -> np.ndarray:
-    return (rng.random(count) < chance).astype(np.int32)
 
 
 def rounding_batch() -> tuple[Images, Inputs]:
@@ -139,7 +126,8 @@ def rounding_batch() -> tuple[Images, Inputs]:
     inputs["brightness"][-1] = np.nextafter(np.float32(0.5), np.float32(0))
     inputs["sigma"] = np.zeros(count, np.float32)
     inputs["order"] = np.full(count, ORDERS[0] @ BITS)
-    return images, {**inputs, "grey": coins(rng, count, 0), "flip": coins(rng, count, 0)}
+    inputs["grey"] = inputs["flip"] = np.zeros(count, np.int32)
+    return images, inputs
 
 
 def _picture(rng: np.random.Generator) -> np.ndarray:

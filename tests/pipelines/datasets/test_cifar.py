@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import pickle
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import join
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES, cifar
+from tests.support.archives import tar_of
 from tests.support.pictures import write_image
 from tests.support.runs import CONFIGS
 
@@ -27,7 +27,7 @@ KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 class Published:
     """Small files in the authors' format, whose MD5 torchvision is made to expect."""
 
-    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.kind, self.torchvision = kind, KINDS[kind]
         self.folder = self.torchvision.base_folder
         self.batches, self.files = {}, {}
@@ -39,7 +39,8 @@ class Published:
             monkeypatch.setattr(self.torchvision, attribute, [[n, md5(self.files[n])] for n in names])
         self.train = [name for name, _ in self.torchvision.train_list]
         self.test = [name for name, _ in self.torchvision.test_list]
-        self.archive = archive_of({f"{self.folder}/{name}": data for name, data in self.files.items()})
+        members = [(f"{self.folder}/{name}", data) for name, data in self.files.items()]
+        self.archive = tar_of(folder / "archive", *members, mode="w:gz").read_bytes()
         monkeypatch.setattr(self.torchvision, "tgz_md5", md5(self.archive))
 
     def batch(self, seed: int) -> dict:
@@ -64,23 +65,13 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
-def archive_of(members: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
-        for name, content in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return stream.getvalue()
-
-
 @pytest.fixture
-def published(request, monkeypatch) -> Published:
+def published(request, tmp_path_factory, monkeypatch) -> Published:
     def no_network(*_, **__):
         raise AssertionError("the network was used")
 
     monkeypatch.setattr("urllib.request.urlopen", no_network)
-    return Published(getattr(request, "param", "cifar10"), monkeypatch)
+    return Published(getattr(request, "param", "cifar10"), tmp_path_factory.mktemp("published"), monkeypatch)
 
 
 each = pytest.mark.parametrize("published", KINDS, indirect=True)
@@ -126,23 +117,19 @@ def test_cifar_refuses_other_files_unopened(published, tmp_path, monkeypatch, ha
 
 @each
 def test_cifar_unpacks_an_archive_without_download(published, tmp_path):
+    """Also where an unpacking was killed."""
     (tmp_path / published.torchvision.filename).write_bytes(published.archive)
+    assert cifar(published.kind, tmp_path).labels.tolist() == published.labels(published.train)
+    (tmp_path / published.folder / published.train[-1]).write_bytes(b"half")
     assert cifar(published.kind, tmp_path).labels.tolist() == published.labels(published.train)
     (tmp_path / published.torchvision.filename).unlink()
     assert len(cifar(published.kind, tmp_path, train=False)) == ROWS
 
 
-def test_cifar_continues_an_unpacking_that_was_killed(published, tmp_path):
-    (tmp_path / published.torchvision.filename).write_bytes(published.archive)
-    published.write(tmp_path / published.folder)
-    (tmp_path / published.folder / "data_batch_2").write_bytes(b"half")
-    assert cifar("cifar10", tmp_path).labels.tolist() == published.labels(published.train)
-
-
 @each
 def test_cifar_refuses_another_archive_unopened(published, tmp_path):
     path = tmp_path / published.torchvision.filename
-    path.write_bytes(archive_of({"../escaped": b"!"}))
+    tar_of(path, ("../escaped", b"!"), mode="w:gz")
     with pytest.raises(
         DataError, match=rf"{path.name} is not CIFAR-100?'s archive: its MD5 is not .*Delete it"
     ):
@@ -158,36 +145,28 @@ class Response(io.BytesIO):
         self.url, self.length = url, len(content)
 
 
-def test_cifar_downloads_once_and_only_when_asked(published, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"no CIFAR-10 under .*data\.root.*data\.download"):
-        cifar("cifar10", tmp_path)
+@pytest.mark.parametrize("sent", [b"half", OSError("no route to host")])
+def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monkeypatch, sent):
+    """It downloads once, and only when asked."""
     asked = []
 
     def urlopen(request):
         asked.append(request.full_url)
-        return Response(published.archive, request.full_url)
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    for train in (True, True, False):
-        assert len(cifar("cifar10", tmp_path, train=train, download=True)) == (5 if train else 1) * ROWS
-    assert len(asked) == 2  # one for redirections and one for the file
-
-
-@pytest.mark.parametrize("sent", [b"half", OSError("no route to host")])
-def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monkeypatch, sent):
-    def urlopen(request):
         if isinstance(sent, OSError):
             raise sent
         return Response(sent, request.full_url)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("urllib.request.urlopen", urlopen)
-        with pytest.raises(
-            DataError, match=r"cannot download or unpack https://.*tar.gz in .*same command again"
-        ):
-            cifar("cifar10", tmp_path, download=True)
-    monkeypatch.setattr("urllib.request.urlopen", lambda r: Response(published.archive, r.full_url))
-    assert len(cifar("cifar10", tmp_path, download=True)) == 5 * ROWS
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with pytest.raises(DataError, match=r"no CIFAR-10 under .*data\.root.*data\.download"):
+        cifar("cifar10", tmp_path)
+    assert not asked
+    with pytest.raises(DataError, match=r"download or unpack https://.*tar.gz in .*same command again"):
+        cifar("cifar10", tmp_path, download=True)
+    sent = published.archive
+    asked.clear()
+    for train in (True, True, False):
+        assert len(cifar("cifar10", tmp_path, train=train, download=True)) == (5 if train else 1) * ROWS
+    assert len(asked) == 2  # one for redirections and one for the file
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -145,14 +145,6 @@ def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
     assert other.sizes is index.sizes and index.labels.tolist() == [-1] * 4
 
 
-def test_csv_labels_take_given_classes(tree, tmp_path):
-    csv = table(tmp_path / "labels.csv", "file,label", "1.jpg,b")
-    index = with_csv_labels(image_tree(tree), csv, classes=("a", "b"))
-    assert index.classes == ("a", "b") and index.labels[0] == 1
-    with pytest.raises(DataError, match=r"line 2: label 'b' is not one of the 1 classes"):
-        with_csv_labels(image_tree(tree), csv, classes=("a",))
-
-
 def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     lines = {
         "1.jpg,cat": None,

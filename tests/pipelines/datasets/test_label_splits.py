@@ -72,17 +72,13 @@ def test_bernoulli_on_cifar10_has_the_recipes_images(fraction, count):
     assert np.array_equal(chosen, load_vectors("vectors_cifar10_bernoulli_splits")[f"p{fraction}"])
 
 
-def test_bernoulli_depends_on_the_seed_and_not_on_torchs_generator():
+def test_labeled_split_bernoulli_depends_on_the_seed_and_not_on_torchs_generator(index):
     before = torch.get_rng_state()
-    assert bernoulli(200, 0.5, 0).tolist() != bernoulli(200, 0.5, 1).tolist()
-    assert bernoulli(200, 0.5, 0).dtype == np.int64
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_labeled_split_bernoulli(index):
     split = labeled_split(index, "bernoulli", fraction=0.5, seed=3)
-    assert split.indices.tolist() == bernoulli(12, 0.5, 3).tolist()
+    assert split.indices.tolist() == bernoulli(12, 0.5, 3).tolist() and split.indices.dtype == np.int64
     assert "Bernoulli(0.5), seed 3" in str(split)
+    assert bernoulli(200, 0.5, 0).tolist() != bernoulli(200, 0.5, 1).tolist()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -200,16 +196,9 @@ def test_labeled_split_all_and_none(index):
 
 
 @pytest.mark.parametrize(("kind", "options"), [("all", {}), ("csv", {}), ("bernoulli", {"fraction": 1.0})])
-def test_labeled_split_leaves_out_images_without_a_label(kind, options):
-    index = index_of(["1.jpg", "cat/2.jpg", "3.jpg", "dog/4.jpg"], ("cat", "dog"))
+def test_labeled_split_leaves_out_images_without_a_label(names, kind, options):
+    index = index_of(["1.jpg", "cat/2.jpg", "plain/3.jpg", "dog/4.jpg"], ("cat", "dog"))
     assert labeled_split(index, kind, **options).indices.tolist() == [1, 3]
-
-
-def test_listed_refuses_an_image_without_a_label(names):
-    index = index_of(["cat/2.jpg", "plain/3.jpg"])
-    labels = index.labels.copy()
-    labels[1] = -1
-    index = ImageIndex(index.root, index.files, labels, index.classes, index.sizes)
     with pytest.raises(DataError, match=r"1 images .*without a label: plain/3.jpg"):
         labeled_split(index, "names", file=names("cat/2.jpg", "plain/3.jpg"))
 

@@ -1,7 +1,6 @@
 """Tar shards that another program wrote: what is read from them, and what is refused."""
 
 import gzip
-import io
 import os
 import resource
 import tarfile
@@ -19,25 +18,12 @@ from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
 from pipelines.datasets.string_table import Names
 from tests.pipelines.datasets.test_index import rewritten
-from tests.support.pictures import write_image
+from tests.support.archives import tar_of
+from tests.support.pictures import encoded, write_image
 
 
 def picture(width: int = 9, kind: str = "JPEG", **options) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (width, 7), (width, 2, 3)).save(stream, kind, **options)
-    return stream.getvalue()
-
-
-def tar_of(path: Path, *members: tuple[str, bytes], kind: int = tarfile.PAX_FORMAT, **header) -> Path:
-    """Write a tar as WebDataset's writer does: pax format, with fractions of a second."""
-    with tarfile.open(path, "w", format=kind) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size, member.mtime = len(content), 1.5
-            for key, value in header.items():
-                setattr(member, key, value)
-            tar.addfile(member, io.BytesIO(content))
-    return path
+    return encoded(Image.new("RGB", (width, 7), (width, 2, 3)), kind, **options)
 
 
 @pytest.fixture

@@ -33,12 +33,6 @@ def test_permutation_sorts_the_raw_words_of_philox_and_never_changes():
     assert sorted(permutation(5, seed=top, role=top, counter=(top, top)).tolist()) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"role": 2}, {"counter": (1, 0)}, {"counter": (0, 1)}])
-def test_permutation_depends_on_seed_role_and_both_counters(change):
-    base = {"seed": 1, "role": 1, "counter": (0, 0)}
-    assert permutation(100, **base).tolist() != permutation(100, **(base | change)).tolist()
-
-
 # -- both samplers
 
 
@@ -190,30 +184,14 @@ def test_class_permutation_serves_its_visits_before_an_image_returns(count):
         assert len(set(seen.tolist())) == min(count, 8 * visits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "counts", [[128, 129, 128], [13, 12, 13], [1300, 1290, 1000], [3, 17, 64], [9, 9, 9]]
-)
-def test_class_images_are_used_about_equally_often_over_a_run(counts):
-    steps, C, m = 1500, 2, 32
-    indices, labels = labeled(counts)
-    sampler = ClassSampler(indices, labels, C, m, 4, seed=0)
-    rows = np.concatenate([global_batch(sampler, step) for step in range(steps)])
-    uses = np.bincount(rows, minlength=len(indices))
-    visits = [sum(label in sampler.classes(step) for step in range(steps)) for label in range(len(counts))]
-    # C = 2 of 3 classes: each is left out one cycle in three, by a fresh draw each.
-    assert np.allclose(visits, steps * C / 3, rtol=0.1)
-    for label, count in enumerate(counts):
-        mean = visits[label] * m / count
-        # Never spread wider than independent draws with replacement would be.
-        assert np.abs(uses[labels == label] - mean).max() < 5 * np.sqrt(mean)
-
-
-def test_class_images_of_a_rank_change_over_the_run():
+def test_class_images_of_a_rank_and_the_left_out_classes_change_over_the_run():
     """The authors' code at 64 ranks has two images a class and rank, the same two for the whole run."""
     sampler = ClassSampler(*labeled([128] * 2), 2, 128, 64, seed=0)
     seen = {image for step in range(40) for image in sampler.rows(step, rank=5).tolist()}
     assert len(seen) > 100  # 2 classes x 2 images x 40 steps = 160 draws out of 256
+    sampler = ClassSampler(*labeled([4] * 3), 2, 4, 1, seed=0)
+    drawn = Counter(label for step in range(1500) for label in sampler.classes(step).tolist())
+    assert all(abs(count - 1000) < 100 for count in drawn.values()) and len(drawn) == 3
 
 
 def test_class_order_of_listing_does_not_matter_and_labels_can_have_gaps():

@@ -16,7 +16,6 @@ from pipelines.dali import graphs
 from pipelines.dali.plugin import check_equal
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
-from tests.support.pictures import write_pictures
 from tests.support.plugin import needs_plugin
 from tests.support.streams import opened, unlabeled
 
@@ -24,26 +23,15 @@ pytestmark = [needs_plugin, pytest.mark.usefixtures("plugin")]
 
 # Times 1 and plus a half it makes 1, but it must be rounded to 0.
 BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
-NEUTRAL = {
-    "order": 0xE4,
-    "brightness": 1.0,
-    "contrast": 1.0,
-    "saturation": 1.0,
-    "hue": 0.0,
-    "grey": 0,
-    "sigma": 0.0,
-    "flip": 0,
-}
+NEUTRAL = dict(zip(check_equal.INPUTS, (1, 1, 1, 0, 0xE4, 0, 0, 0), strict=True))
 PLAIN = replace(check_equal.EXACT, mean=(0, 0, 0), std=(1 / 255,) * 3)  # values are levels
 
 
 def inputs(count: int, **factors) -> dict[str, np.ndarray]:
     """Numbers of `count` views, neutral but for those given: one for all, or one each."""
-    found = {name: np.broadcast_to(factors.get(name, neutral), count) for name, neutral in NEUTRAL.items()}
-    return {
-        name: v.astype(np.int32 if name in ("order", "grey", "flip") else np.float32)
-        for name, v in found.items()
-    }
+    given = {name: np.broadcast_to(value, count) for name, value in (NEUTRAL | factors).items()}
+    kinds = {"order": np.int32, "grey": np.int32, "flip": np.int32}
+    return {name: values.astype(kinds.get(name, np.float32)) for name, values in given.items()}
 
 
 def require_same_bits(images, given, augmentation=check_equal.EXACT, dtype="float32") -> list[np.ndarray]:
@@ -175,8 +163,7 @@ def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
         ({"jitter": 0}, torch.float32),
     ],
 )
-def test_loader_gives_the_same_bits_with_and_without_the_plugin(tmp_path, monkeypatch, extra, dtype):
-    index = write_pictures(tmp_path, count=6, side=70)
+def test_loader_gives_the_same_bits_with_and_without_the_plugin(index, monkeypatch, extra, dtype):
     plan = unlabeled(index, augmentations=(replace(Augmentation(size=48), **extra),))
     real, calls, views = graphs.by_plugin, [], {}
     monkeypatch.setattr(graphs, "by_plugin", lambda *a: calls.append(a) or real(*a))

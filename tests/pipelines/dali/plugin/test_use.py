@@ -5,12 +5,13 @@ import pytest
 from pipelines import backend
 from pipelines.dali.plugin import use
 from pipelines.data_errors import DataError
-from tests.support.pictures import write_pictures
 from tests.support.streams import needs_dali, opened, unlabeled
 
 
-def test_choose_auto_on_a_gpu_is_dali():
+def test_choose_auto_on_a_gpu_is_dali_and_refuses_another_word():
     assert not use.choose("auto", "gpu") and not use.choose("graph", "gpu")
+    with pytest.raises(ValueError, match="one of auto, graph, plugin, not 'fused'"):
+        use.choose("fused", "cpu")
 
 
 @needs_dali
@@ -26,29 +27,16 @@ def test_choose_builds_what_is_not_built(monkeypatch, tmp_path, capsys, operator
 
 
 @needs_dali
-def test_choose_auto_without_a_compiler_is_dali_and_says_why(monkeypatch, tmp_path, capsys):
+def test_choose_without_a_compiler_is_dali_or_an_error_and_says_why(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     use.say_once.cache_clear()
     assert not use.choose("auto", "cpu") and not use.choose("auto", "cpu")
-    assert "Falling back to DALI's own operators (same pixels, slower): " in (
-        output := capsys.readouterr().out
-    )
-    assert "no C++ compiler: $CXX (no-such-compiler)" in output and list(tmp_path.iterdir()) == []
-    assert output.count("Falling back") == 1
-
-
-@needs_dali
-def test_choose_plugin_that_cannot_be_built_says_why(monkeypatch, tmp_path):
-    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("Falling back to DALI's own operators (same pixels, slower): ")
+    assert "no C++ compiler: $CXX (no-such-compiler)" in line and list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match=r"cannot be built here: no C\+\+ compiler"):
         use.choose("plugin", "cpu")
-
-
-def test_choose_refuses_another_word():
-    with pytest.raises(ValueError, match="one of auto, graph, plugin, not 'fused'"):
-        use.choose("fused", "cpu")
 
 
 @needs_dali
@@ -73,9 +61,8 @@ def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_pat
         use.load(tmp_path / "second.so")
 
 
-def test_loader_refuses_the_plugin_where_torchvision_reads(tmp_path, monkeypatch):
-    plan = unlabeled(write_pictures(tmp_path, count=6, side=24))
+def test_loader_refuses_the_plugin_where_torchvision_reads(index, monkeypatch):
     monkeypatch.setattr(backend, "dali_problem", lambda: "it is absent")
     with pytest.raises(DataError, match="plugin is an operator of DALI's, but torchvision reads the images"):
-        opened(plan, color_operator="plugin")
-    opened(plan)
+        opened(unlabeled(index), color_operator="plugin")
+    opened(unlabeled(index))

@@ -1,0 +1,20 @@
+"""Tar files that tests write."""
+
+import io
+import tarfile
+from pathlib import Path
+
+
+def tar_of(
+    path: Path, *members: tuple[str, bytes], kind: int = tarfile.PAX_FORMAT, mode="w", **header
+) -> Path:
+    """Write a tar as WebDataset's writer does, pax format with fractions of a second; return its path."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, mode, format=kind) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 1.5
+            for key, value in header.items():
+                setattr(member, key, value)
+            tar.addfile(member, io.BytesIO(content))
+    return path
