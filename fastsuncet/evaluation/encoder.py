@@ -6,12 +6,12 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
@@ -22,7 +22,7 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
-from fastsuncet.models.pretrained_weights import fill, read_weights, read_weights_of
+from fastsuncet.models.pretrained_weights import Weights, fill, read_weights, read_weights_of
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import methods
 from pipelines.sampling.augmentation import Center
@@ -136,14 +136,26 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
         return _from_export(found, config)
     weights = read_weights(found)
     library = "torchvision" if weights.name == "resnet_tiny" or config is None else config.model.library
-    return Encoder(
-        module=_filled(build_model(weights.name, library, weights.stem).encoder, weights.encoder, str(found)),
-        width=width_of(weights.name),
-        name=weights.name,
-        stem=weights.stem,
-        source=str(found),
-        classifier=_classifier(*weights.classifier) if weights.classifier else None,
-    )
+    return _encoder(weights, library, str(found))
+
+
+def _encoder(weights: Weights, library: str, source: str, **known: Any) -> Encoder:
+    module, classifier = build_model(weights.name, library, weights.stem).encoder, None
+    fill(module, weights.encoder, source)
+    if weights.classifier is not None:
+        weight, bias = weights.classifier
+        classifier = nn.Linear(weight.shape[1], weight.shape[0])
+        classifier.load_state_dict({"weight": weight, "bias": bias})
+    width = width_of(weights.name)
+    return Encoder(module, width, weights.name, weights.stem, source, classifier=classifier, **known)
+
+
+def _of_run(config: Config, weights: Weights, source: str, cost: Mapping[str, Any], **known: Any) -> Encoder:
+    """Return the encoder with the tensors of `weights` that a run with `config` trained at a `cost`, if it is known."""
+    m = config.model
+    known |= {key: cost.get(key) for key in ("step", "epoch", "ledger", "method")}
+    known |= {"trained": config, "view": evaluation_view(config)}
+    return _encoder(replace(weights, name=m.name, stem=m.stem), m.library, source, **known)
 
 
 def record_path(weights: Path) -> Path:
@@ -170,17 +182,7 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         )
     config = _trained(str(path), record, shown)
     weights = read_weights_of(config.model.name, path)
-    return Encoder(
-        module=_build(config, weights.encoder, str(path)),
-        width=width_of(config.model.name),
-        name=config.model.name,
-        stem=config.model.stem,
-        source=str(path),
-        **{key: cost.get(key) for key in ("step", "epoch", "ledger", "method", "tuned")},
-        classifier=_classifier(*weights.classifier) if weights.classifier else None,
-        trained=config,
-        view=evaluation_view(config),
-    )
+    return _of_run(config, weights, str(path), cost, tuned=cost.get("tuned"))
 
 
 def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
@@ -206,31 +208,15 @@ def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Conf
 def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
     source, tensors = str(loaded.path), loaded.model
     config = _trained(source, loaded.meta, shown)
-    m = config.model
     encoder = {key.removeprefix(ENCODER): x for key, x in tensors.items() if key.startswith(ENCODER)}
     # A fine-tuned checkpoint records the encoder that it started from: results count that one's step and cost.
     started = loaded.meta.get("encoder")
-    cost = started or {
-        "step": loaded.step,
-        "epoch": loaded.meta.get("epoch"),
-        "ledger": loaded.meta.get("ledger"),
-        "method": methods.name(config),
-    }
+    cost = started or {**loaded.meta, "step": loaded.step, "method": methods.name(config)}
     classifier = None
     if f"{CLASSIFIER}weight" in tensors:
-        classifier = _classifier(tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"])
-    return Encoder(
-        module=_build(config, encoder, source),
-        width=width_of(m.name),
-        name=m.name,
-        stem=m.stem,
-        source=source,
-        **{key: cost.get(key) for key in ("step", "epoch", "ledger", "method")},
-        classifier=classifier,
-        tuned=None if started is None else loaded.step,
-        trained=config,
-        view=evaluation_view(config),
-    )
+        classifier = tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"]
+    weights = Weights(config.model.name, config.model.stem, encoder, classifier)
+    return _of_run(config, weights, source, cost, tuned=None if started is None else loaded.step)
 
 
 def _normalization(config: Config) -> str:
@@ -239,19 +225,3 @@ def _normalization(config: Config) -> str:
         f"data.augmentation.{key}=[{','.join(f'{x:g}' for x in values)}]"
         for key, values in (("mean", a.mean), ("std", a.std))
     )
-
-
-def _build(config: Config, tensors: Mapping[str, Tensor], source: str) -> nn.Module:
-    m = config.model
-    return _filled(build_model(m.name, m.library, m.stem).encoder, tensors, source)
-
-
-def _filled(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> nn.Module:
-    fill(module, tensors, source)
-    return module
-
-
-def _classifier(weight: Tensor, bias: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0])
-    linear.load_state_dict({"weight": weight, "bias": bias})
-    return linear

@@ -175,12 +175,9 @@ class FineTuningJob:
 def labels_tag(config: Config) -> str:
     """Return the split as part of a folder's name: bernoulli0.1, 10percent, all."""
     split = config.data.split
-    name = split.kind
     if split.kind == "bernoulli":
-        name = f"bernoulli{split.fraction:g}" + (f"-seed{split.seed}" if split.seed else "")
-    elif split.file is not None:
-        name = Path(split.file).stem
-    return _file_name(name)
+        return f"bernoulli{split.fraction:g}" + (f"-seed{split.seed}" if split.seed else "")
+    return _file_name(split.kind if split.file is None else Path(split.file).stem)
 
 
 def encoder_tag(encoder: Encoder, run: Path) -> str:
@@ -199,20 +196,15 @@ def _file_name(name: str) -> str:
 
 
 def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
-    """Return lines of "name    what". `brief`: only what differs between the checkpoints of one command."""
+    """Return what is fine-tuned and how. `brief`: only what differs between the checkpoints of one command."""
     s, encoder, place = job.settings, job.encoder, job.place
-    known = [
-        None if encoder.step is None else f"step {encoder.step:,}, ",
-        None if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, ",
-        None if encoder.method is None else f"{encoder.method}; ",
-    ]
-    origin = "".join(part for part in known if part)
-    lines = [
-        ("finetune", f"{job.folder}"),
-        ("encoder", f"{encoder.source} ({origin}{encoder.name}, {encoder.stem} stem)"),
-    ]
+    origin = "" if encoder.step is None else f"step {encoder.step:,}, "
+    origin += "" if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, "
+    origin += "" if encoder.method is None else f"{encoder.method}; "
+    network = f"{encoder.source} ({origin}{encoder.name}, {encoder.stem} stem)"
+    lines = [f"finetune {job.folder}", f"encoder  {network}"]
     if brief:
-        return [f"{name:<9}{text}" for name, text in lines]
+        return lines
     count, parts = len(labeled(job.images)), place.world_size * s.accumulate
     ranks = "1 process" if place.world_size == 1 else f"{place.world_size} processes"
     passes = "" if s.accumulate == 1 else f", in {s.accumulate} passes"
@@ -223,15 +215,16 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
     macs = classifier_macs(encoder.name, encoder.stem, s.size, encoder.width, s.num_classes)
     epochs = job.config.finetune.epochs
     cost = petaflops(macs, s.steps * s.batch)
-    lines += [
-        ("labels", f"{job.images.split}"),
-        ("batch", f"{s.batch:,} images on {ranks}{passes}; BatchNorm over {s.batch // parts:,} of them"),
-        ("steps", f"{count // s.batch:,} an epoch{over}, {s.steps:,} in {epochs} epochs"),
-        ("SGD", f"lr {s.lr:g} to 0 along half a cosine, {momentum}, {decay}"),
-        ("compute", f"{cost:.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image"),
-        ("device", f"{device_name(place)}, {job.config.meta.precision}, torch {torch.__version__}"),
+    return [
+        *lines,
+        f"labels   {job.images.split}",
+        f"batch    {s.batch:,} images on {ranks}{passes}; BatchNorm over {s.batch // parts:,} of them",
+        f"steps    {count // s.batch:,} an epoch{over}, {s.steps:,} in {epochs} epochs",
+        f"SGD      lr {s.lr:g} to 0 along half a cosine, {momentum}, {decay}",
+        f"compute  {cost:.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image",
+        f"device   {device_name(place)}, {job.config.meta.precision}, torch {torch.__version__}",
+        *unlabeled_classes(job),
     ]
-    return [*(f"{name:<9}{text}" for name, text in lines), *unlabeled_classes(job)]
 
 
 def unlabeled_classes(job: FineTuningJob) -> list[str]:

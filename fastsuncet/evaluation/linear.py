@@ -114,13 +114,8 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
     strength, most = config.linear.strength, config.linear.max_iterations
     # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
-    fit = fit_linear(
-        features,
-        labels,
-        len(images.train.classes),
-        strength=strength,
-        max_iterations=most if place.first else 0,
-    )
+    options = {"strength": strength, "max_iterations": most if place.first else 0}
+    fit = fit_linear(features, labels, len(images.train.classes), **options)
     for tensor in (fit.weight, fit.bias):
         broadcast(tensor)
     fit = replace(fit, **broadcast_json({"iterations": fit.iterations, "gradient": fit.gradient}))

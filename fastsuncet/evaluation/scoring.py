@@ -16,9 +16,7 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import NumericalError
-from pipelines.data_errors import DataError
-
-_SHOWN = 5  # classes or images named in a message; the rest are counted
+from pipelines.data_errors import DataError, listed
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ def standard_error(share: float, images: int) -> float:
     return math.sqrt(share * (1 - share) / images)
 
 
-def correct_in_top(scores: Tensor, truth: Tensor, ks: tuple[int, ...] = (1, 5)) -> Tensor:
-    """Count rows with the true class among the k highest scores, (len(ks),) int64; scores (Q, C), truth (Q,).
+def correct_in_top(scores: Tensor, truth: Tensor) -> Tensor:
+    """Count rows with the true class among the 1 and 5 highest scores, (2,) int64; scores (Q, C), truth (Q,).
 
     Of equal scores the lower class comes first, as in argmax on a CPU, so that a model of constant output is not
     correct by the luck of a sort. Raises NumericalError for scores that are not finite.
@@ -49,7 +47,7 @@ def correct_in_top(scores: Tensor, truth: Tensor, ks: tuple[int, ...] = (1, 5)) 
     own = scores.gather(1, truth[:, None])
     lower = torch.arange(scores.shape[1], device=scores.device) < truth[:, None]
     ahead = ((scores > own) | ((scores == own) & lower)).sum(1)
-    return torch.stack([(ahead < k).sum() for k in ks])
+    return torch.stack([(ahead < k).sum() for k in (1, 5)])
 
 
 def accuracies(scores: Tensor, truth: Tensor, place: Place) -> dict[str, float]:
@@ -71,7 +69,7 @@ def true_labels(images: Images, place: Place) -> Tensor:
     labels = images.validation.labels
     unlabeled = np.flatnonzero(labels < 0)
     if len(unlabeled):
-        names = ", ".join(images.validation.name(int(i)) for i in unlabeled[:_SHOWN])
+        names = listed([images.validation.name(int(i)) for i in unlabeled])
         raise DataError(
             f"{len(unlabeled)} of the {len(labels)} validation images have no label ({names}), and an accuracy counts "
             "all of them. Set data.validation to a folder that has a folder for each class"
@@ -105,8 +103,7 @@ def supports(images: Images, config: Config) -> np.ndarray:
 
 def class_names(images: Images, classes: np.ndarray) -> str:
     """Return the names of the first few classes, and how many more there are."""
-    names = ", ".join(images.train.classes[int(c)] for c in classes[:_SHOWN])
-    return names + (f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else "")
+    return listed([images.train.classes[int(c)] for c in classes])
 
 
 def labeled(images: Images) -> np.ndarray:
@@ -118,10 +115,9 @@ def labeled(images: Images) -> np.ndarray:
 def labels_record(images: Images, config: Config) -> dict[str, Any]:
     """Return what a result records of the labels: how they were chosen, their share of the images, how many."""
     split = config.data.split
-    share = (
-        round(len(images.split.indices) / len(images.train), 4) if split.fraction is None else split.fraction
-    )
-    record = {"kind": split.kind, "fraction": share, "count": len(images.split.indices)}
+    share, count = split.fraction, len(images.split.indices)
+    share = round(count / len(images.train), 4) if share is None else share
+    record = {"kind": split.kind, "fraction": share, "count": count}
     # Kind and share alone do not identify the images.
     if split.seed or split.kind in ("names", "csv"):
         record["names"] = images.split.fingerprint[:12]

@@ -122,12 +122,8 @@ class RunCost:
 
     def record(self) -> dict[str, int | float]:
         """Return the columns of a metrics line."""
-        columns = {
-            "images": self.images,
-            "updates": self.updates,
-            "petaflops": self.petaflops,
-            "seconds": round(self.seconds, 3),
-        }
+        columns = {"images": self.images, "updates": self.updates, "petaflops": self.petaflops}
+        columns["seconds"] = round(self.seconds, 3)
         return columns if self.joules is None else {**columns, "joules": round(self.joules, 3)}
 
     def state(self) -> dict[str, int | float]:

@@ -262,14 +262,20 @@ def without(state: dict, *parts: str) -> dict:
     return {key: value for key, value in state.items() if not any(part in key for part in parts)}
 
 
+def plus(key: str, *shape: int):
+    return lambda state: state | {key: torch.ones(shape)}
+
+
+def changed(change):
+    return lambda state: state | {"bn1.weight": change(state["bn1.weight"])}
+
+
+# What the file holds instead of a ResNet-18's state -> what the message says.
 # What the file holds instead of a ResNet-18's state -> what the message says.
 SPOILED = {
-    "another depth": (
-        lambda s: s | {"layer3.2.conv1.weight": torch.ones(256, 256, 3, 3)},
-        r"2-2-3-2 blocks of two.*resnet50",
-    ),
+    "another depth": (plus("layer3.2.conv1.weight", 256, 256, 3, 3), r"2-2-3-2 blocks of two.*resnet50"),
     "another width": (
-        lambda s: s | {"layer1.0.conv1.weight": torch.ones(128, 64, 3, 3)},
+        plus("layer1.0.conv1.weight", 128, 64, 3, 3),
         r"layer1\.0\.conv1\.weight is \(128, 64, 3, 3\), expected \(64, 64, 3, 3\)",
     ),
     "another family": (
@@ -278,36 +284,18 @@ SPOILED = {
     ),
     "missing keys": (lambda s: without(s, "layer4.1.conv1"), r"missing: layer4\.1\.conv1\.weight"),
     "a stage too few": (lambda s: without(s, "layer4"), "2-2-2 blocks"),
-    "extra layers": (
-        lambda s: s | {"attnpool.weight": torch.ones(1)},
-        r"other keys than conv1.*attnpool\.weight",
-    ),
-    "extra in a block": (
-        lambda s: s | {"layer1.0.se.weight": torch.ones(1)},
-        r"not in this network: layer1\.0\.se\.weight",
-    ),
+    "extra layers": (plus("attnpool.weight", 1), r"other keys than conv1.*attnpool\.weight"),
+    "extra in a block": (plus("layer1.0.se.weight", 1), r"not in this network: layer1\.0\.se\.weight"),
     "no statistics": (lambda s: without(s, "running_", "num_batches"), "no BatchNorm statistics"),
-    "not a number": (
-        lambda s: s | {"conv1.weight": s["conv1.weight"] * float("nan")},
-        r"not finite.*conv1\.weight",
-    ),
-    "no values": (
-        lambda s: s | {"conv1.weight": s["conv1.weight"].to("meta")},
-        r"conv1\.weight \(without values",
-    ),
-    "sparse": (
-        lambda s: s | {"bn1.weight": s["bn1.weight"].to_sparse()},
-        r"bn1\.weight \(torch\.sparse_coo\)",
-    ),
+    "not a number": (changed(lambda x: x * float("nan")), r"not finite.*bn1\.weight"),
+    "no values": (changed(lambda x: x.to("meta")), r"bn1\.weight \(without values"),
+    "sparse": (changed(torch.Tensor.to_sparse), r"bn1\.weight \(torch\.sparse_coo\)"),
     "quantized": (
-        lambda s: s | {"bn1.bias": torch.quantize_per_tensor(s["bn1.bias"], 0.1, 0, torch.qint8)},
-        r"bn1\.bias \(quantized\)",
+        changed(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+        r"bn1\.weight \(quantized\)",
     ),
-    "complex": (lambda s: s | {"bn1.weight": s["bn1.weight"] * 1j}, r"bn1\.weight \(torch\.complex64\)"),
-    "int8": (
-        lambda s: s | {"conv1.weight": s["conv1.weight"].to(torch.int8)},
-        r"conv1\.weight \(torch\.int8\)",
-    ),
+    "complex": (changed(lambda x: x * 1j), r"bn1\.weight \(torch\.complex64\)"),
+    "int8": (changed(lambda x: x.to(torch.int8)), r"bn1\.weight \(torch\.int8\)"),
     "two networks": (
         lambda s: wrapped(s, "encoder_q.") | wrapped(s, "encoder_k."),
         r"holds 2 networks, under encoder_q\., encoder_k\.",

@@ -8,6 +8,7 @@ import resource
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -61,17 +62,14 @@ def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
     with MetricsWriter(tmp_path, COLUMNS) as writer:
         for step in (1, 2):  # another program can read each at once
             writer.write(record(step))
-            assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == step
-            assert len((tmp_path / "metrics.csv").read_bytes().splitlines()) == 1 + step
+            assert [len(content.splitlines()) for content in files_of(tmp_path)] == [step, 1 + step]
     run(tmp_path, 2, 3, resume_step=2)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [list(json.loads(line))[:2] for line in lines] == [["step", "kind"]] * 4
-    assert [json.loads(line)["kind"] for line in lines] == ["train", "train", "train", "knn"]
-    with open(tmp_path / "metrics.csv", newline="") as stream:
-        rows = list(csv.reader(stream))
-    assert rows[0] == ["step", "nt_xent", "suncet", "lr"]
-    assert [int(row[0]) for row in rows[1:]] == [1, 2, 3]
-    assert float(rows[2][1]) == 5 / 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [list(line)[:2] for line in lines] == [["step", "kind"]] * 4
+    assert [line["kind"] for line in lines] == ["train", "train", "train", "knn"]
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [list(row) for row in rows] == [["step", *COLUMNS]] * 3
+    assert [row["step"] for row in rows] == ["1", "2", "3"] and float(rows[1]["nt_xent"]) == 5 / 5
 
 
 @given(values=st.lists(st.floats(), max_size=20))
@@ -124,10 +122,8 @@ def test_restart_from_any_step_ends_with_the_files_of_an_unbroken_run(tmp_path, 
     run(tmp_path / "run", 0, 7)
     said = run(tmp_path / "run", stop, 10, resume_step=stop)
     assert files_of(tmp_path / "run") == files_of(tmp_path / "undisturbed")
-    assert [line["step"] for line in superseded(tmp_path / "run") if line["kind"] == "train"] == list(
-        range(stop + 1, 8)
-    )
-    assert len(said) == (stop < 7)
+    undone = [line["step"] for line in superseded(tmp_path / "run") if line["kind"] == "train"]
+    assert undone == list(range(stop + 1, 8)) and len(said) == (stop < 7)
 
 
 def test_restart_keeps_and_reports_every_line_that_it_undid(tmp_path):
@@ -149,22 +145,20 @@ def test_restart_of_a_file_cut_at_any_byte_keeps_the_whole_lines(tmp_path):
     """kill -9 or a full disk in the middle of a line, at every third byte of it."""
     run(tmp_path / "whole", 0, 4)
     content, table = files_of(tmp_path / "whole")
-    lines = content.splitlines(keepends=True)
-    for length in range(len(content) - len(lines[-1]) - 2, len(content), 3):
+    last = len(content.splitlines(keepends=True)[-1])
+    for length in range(len(content) - last - 2, len(content), 3):
         folder = tmp_path / str(length)
         folder.mkdir()
         (folder / "metrics.jsonl").write_bytes(content[:length])
         (folder / "metrics.csv").write_bytes(table[: length % len(table)])
         said = run(folder, 3, 3, resume_step=3)
         whole = [line for line in content[:length].splitlines(keepends=True) if line.endswith(b"\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= 3]
-        assert (folder / "metrics.jsonl").read_bytes() == b"".join(kept)
-        assert len((folder / "metrics.csv").read_bytes().splitlines()) == 4
+        kept = b"".join(line for line in whole if json.loads(line)["step"] <= 3)
+        lines, rows = files_of(folder)
+        assert lines == kept and len(rows.splitlines()) == 4
         torn = content[len(b"".join(whole)) : length].decode()
         assert [line["torn"] for line in superseded(folder) if "torn" in line] == ([torn] if torn else [])
-        assert bool(said) == (length > len(b"".join(kept)))
-        if torn:
-            assert "1 of them cut off" in said[0]
+        assert bool(said) == (length > len(kept)) and (not torn or "1 of them cut off" in said[0])
 
 
 @pytest.mark.parametrize(
@@ -211,8 +205,7 @@ def test_restart_rebuilds_the_table_with_the_current_columns(tmp_path):
     run(tmp_path, 0, 2)
     with MetricsWriter(tmp_path, ("lr", "wait"), resume_step=2) as writer:
         writer.write({"step": 3, "wait": 0.5})
-    lines = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert lines == ["step,lr,wait", "1,0.1,", "2,0.2,", "3,,0.5"]
+    assert files_of(tmp_path)[1] == b"step,lr,wait\n1,0.1,\n2,0.2,\n3,,0.5\n"
 
 
 def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path):
@@ -249,18 +242,12 @@ def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path)
 def test_trackers_missing_package_is_named_before_a_file_changes(
     tmp_path, monkeypatch, options, install, package
 ):
-    run(tmp_path, 0, 3)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises
+    run(tmp_path, 0, 3)  # which needs it only on request
     before = files_of(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"`pip install {install}`"):
         MetricsWriter(tmp_path, COLUMNS, resume_step=1, **options)
     assert files_of(tmp_path) == before
-
-
-def test_trackers_are_imported_only_on_request(tmp_path, monkeypatch):
-    for package in ("wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, package, None)  # importing it now raises
-    run(tmp_path, 0, 3)
 
 
 def test_trackers_tensorboard_hides_what_a_restart_undid(tmp_path):
@@ -279,114 +266,77 @@ def test_trackers_tensorboard_hides_what_a_restart_undid(tmp_path):
 @pytest.fixture
 def wandb(monkeypatch):
     """A stand-in for the package that records the calls."""
-    calls = types.SimpleNamespace(init=None, logged=[], finished=False, error_reporting=None)
 
-    class Run:
-        def define_metric(self, *arguments, **keywords):
-            calls.metric = (arguments, keywords)
+    def init(**_):
+        assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+        return mock.DEFAULT
 
-        def log(self, values):
-            calls.logged.append(values)
-
-        def finish(self):
-            calls.finished = True
-
-    def init(**keywords):
-        calls.init, calls.error_reporting = keywords, os.environ.get("WANDB_ERROR_REPORTING")
-        return Run()
-
-    module = types.ModuleType("wandb")
-    module.init, module.Settings = init, lambda **keywords: keywords
+    module = mock.MagicMock()
+    module.init.side_effect = init
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     # setenv first, so that what the code sets is taken back in the end
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "x")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
-    return calls
+    return module
 
 
 def test_trackers_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch, wandb):
     said = run(tmp_path, 0, 3, wandb="project")
-    assert wandb.init["mode"] == "offline"
-    assert wandb.init["project"] == "project"
-    assert wandb.error_reporting == "false"
-    assert "WANDB_MODE=online" in said[0]
-    assert wandb.logged[0] == {"step": 1, "train/nt_xent": 5 / 4, "train/suncet": 0.5, "train/lr": 0.1}
-    assert wandb.logged[-1] == {"step": 3, "knn/accuracy": 3 / 7}
-    assert wandb.finished
-    first = wandb.init["id"]
+    begun, tracked = wandb.init.call_args.kwargs, wandb.init.return_value
+    assert (begun["mode"], begun["project"]) == ("offline", "project") and "WANDB_MODE=online" in said[0]
+    logged = [call.args[0] for call in tracked.log.call_args_list]
+    assert logged[0] == {"step": 1, "train/nt_xent": 5 / 4, "train/suncet": 0.5, "train/lr": 0.1}
+    assert logged[-1] == {"step": 3, "knn/accuracy": 3 / 7}
+    tracked.finish.assert_called_once()
     monkeypatch.setenv("WANDB_MODE", "online")
     run(tmp_path, 3, 4, wandb="project", resume_step=3)
-    assert wandb.init["mode"] == "online"
-    assert wandb.init["id"] == first  # the same run, continued
-    assert wandb.metric == (("*",), {"step_metric": "step"})
+    again = wandb.init.call_args.kwargs
+    assert again["mode"] == "online" and again["id"] == begun["id"]  # the same run, continued
+    tracked.define_metric.assert_called_with("*", step_metric="step")
 
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    """A stand-in for the package that records the calls; its server refuses what it gets while `down`."""
-    calls = types.SimpleNamespace(uris=[], runs=[], logged=[], ended=0, down=False)
+    """A stand-in for the package and its modules, whose one client keeps its runs by their folders."""
+    package, runs = mock.MagicMock(), {}
+    package.Metric = lambda *values: values
+    package.MlflowException = type("MlflowException", (Exception,), {})
 
-    class MlflowException(Exception):
-        pass
+    def create_run(experiment, tags, run_name):
+        info = types.SimpleNamespace(run_id=f"run{len(runs)}")
+        return runs.setdefault(tags["fastsuncet_folder"], types.SimpleNamespace(info=info))
 
-    class Sent:
-        def wait(self):
-            if calls.down:
-                raise MlflowException("no answer")
-
-    class Client:
-        def __init__(self, tracking_uri):
-            calls.uris.append(tracking_uri)
-
-        def get_experiment_by_name(self, name):
-            return types.SimpleNamespace(experiment_id=name) if calls.runs else None
-
-        def create_experiment(self, name):
-            return name
-
-        def search_runs(self, experiments, query, max_results):
-            return [run for run in calls.runs if experiments == [run.experiment] and run.mark in query]
-
-        def create_run(self, experiment, tags, run_name):
-            info = types.SimpleNamespace(run_id=f"run{len(calls.runs)}")
-            (mark,) = tags.values()
-            calls.runs.append(types.SimpleNamespace(info=info, mark=mark, experiment=experiment))
-            return calls.runs[-1]
-
-        def update_run(self, run_id, status):
-            assert status == "RUNNING"
-
-        def log_batch(self, run_id, metrics, synchronous):
-            assert not synchronous, "a step must not wait for a server"
-            calls.logged += [(run_id, name, value, step) for name, value, _, step in metrics]
-            return Sent()
-
-        def set_terminated(self, run_id):
-            calls.ended += 1
-
-    for name, content in {
-        "mlflow": {"MlflowClient": Client},
-        "mlflow.entities": {"Metric": lambda *values: values},
-        "mlflow.exceptions": {"MlflowException": MlflowException},
-    }.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    client = package.MlflowClient.return_value
+    client.get_experiment_by_name.side_effect = lambda _: mock.Mock(experiment_id="number") if runs else None
+    client.create_experiment.return_value = "number"
+    client.search_runs.side_effect = lambda _, query, **__: [
+        run for mark, run in runs.items() if mark in query
+    ]
+    client.create_run.side_effect = create_run
+    for name in ("mlflow", "mlflow.entities", "mlflow.exceptions"):
+        monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    return calls
+    return package
 
 
 def test_trackers_mlflow_continues_one_run_and_reports_what_was_not_sent(tmp_path, monkeypatch, mlflow):
     run(tmp_path / "a", 0, 3, mlflow="experiment")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
     run(tmp_path / "a", 3, 4, mlflow="experiment", resume_step=3)
-    assert mlflow.uris == [f"sqlite:///{tmp_path}/a/mlflow.db", "http://server"]
-    losses = [(run_id, step) for run_id, name, _, step in mlflow.logged if name == "train/nt_xent"]
+    uris = [call.kwargs["tracking_uri"] for call in mlflow.MlflowClient.call_args_list]
+    assert uris == [f"sqlite:///{tmp_path}/a/mlflow.db", "http://server"]
+    client = mlflow.MlflowClient.return_value
+    assert client.search_runs.call_args.args[0] == ["number"]
+    client.update_run.assert_called_with("run0", status="RUNNING")
+    sent = client.log_batch.call_args_list
+    assert all(call.kwargs == {"synchronous": False} for call in sent), "a step must not wait for a server"
+    logged = [(call.args[0], name, value, step) for call in sent for name, value, _, step in call.args[1]]
+    losses = [(run_id, step) for run_id, name, _, step in logged if name == "train/nt_xent"]
     assert losses == [("run0", step) for step in (1, 2, 3, 4)]
-    assert ("run0", "knn/accuracy", 3 / 7, 3) in mlflow.logged and mlflow.ended == 2
-    mlflow.down = True
+    assert ("run0", "knn/accuracy", 3 / 7, 3) in logged and client.set_terminated.call_count == 2
+    client.log_batch.return_value.wait.side_effect = mlflow.MlflowException("no answer")
     said = run(tmp_path / "b", 0, 1, mlflow="experiment")
     assert said[-1] == "MLflow did not get all metrics (no answer); metrics.jsonl has them"
-    assert [each.info.run_id for each in mlflow.runs] == ["run0", "run1"]
+    assert client.create_run.call_count == 2

@@ -61,17 +61,13 @@ def fit_identity(
 
 def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path, remedy: str) -> None:
     """Raise CheckpointError, which names each key that differs, if `where` was begun with other settings."""
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    if changed:
-        lines = [f"{key}: {_shown(old.get(key))} there, {_shown(new.get(key))} now" for key in changed]
-        raise CheckpointError(
-            "\n  ".join([f"{where} was begun with other settings:", *lines]) + f"\n{remedy}"
-        )
 
+    def shown(value: Any) -> str:  # a long digest cut short
+        return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)
 
-def _shown(value: Any) -> str:
-    """Return a value as text, a long digest cut short."""
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)
+    pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
+    if lines := [f"\n  {key}: {shown(a)} there, {shown(b)} now" for key, (a, b) in pairs.items() if a != b]:
+        raise CheckpointError(f"{where} was begun with other settings:{''.join(lines)}\n{remedy}")
 
 
 def read_record(path: Path, identity: dict[str, Any], remedy: str) -> dict[str, Any] | None:

@@ -75,8 +75,8 @@ def finetune_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     total = torch.zeros(())
+    ddp = network if isinstance(network, nn.parallel.DistributedDataParallel) else None
     for part, (images, targets) in enumerate(batch):
-        ddp = network if isinstance(network, nn.parallel.DistributedDataParallel) else None
         with ddp.no_sync() if ddp and part < passes - 1 else contextlib.nullcontext():
             with autocast():
                 logits = network(images)

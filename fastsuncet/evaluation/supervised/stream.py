@@ -36,11 +36,10 @@ class AccumulationPlan(Plan):
         *,
         seed: int,
         passes: int,  # A
-        world_size: int,
         rank: int,
     ):
         super().__init__(index, sampler, (view,), seed=seed, role=ROLE, rank=rank)
-        blocks = [part * world_size + rank for part in range(passes)]
+        blocks = range(rank, sampler.world_size, sampler.world_size // passes)
         self._parts = [Plan(index, sampler, (view,), seed=seed, role=ROLE, rank=block) for block in blocks]
 
     def __call__(self, number: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
@@ -67,10 +66,9 @@ class FineTuningStream:
         sampler = SubsetSampler(indices, batch, place.world_size * passes, seed)
         self.steps_per_epoch, self.passes = sampler.steps_per_epoch, passes
         self._index, self._multi_label, self._place = index, multi_label, place
-        settings = {"seed": seed, "passes": passes, "world_size": place.world_size}
-        self._plans = [
-            AccumulationPlan(index, sampler, view, rank=rank, **settings) for rank in range(place.world_size)
-        ]
+        draws = {"seed": seed, "passes": passes}
+        ranks = range(place.world_size)
+        self._plans = [AccumulationPlan(index, sampler, view, rank=rank, **draws) for rank in ranks]
         plan = self._plans[place.rank]
         options = loader_options(config, place) | {"prefetch": config.data.prefetch}
         self._loader = open_loader(index, plan, bad_images=config.data.bad_images, **options)
@@ -85,9 +83,8 @@ class FineTuningStream:
         if self._multi_label:
             assert self._index.presence is not None  # a task of several classes an image has an index with it
             targets = self._index.presence[draws.indices]
-        tensors = (images, torch.from_numpy(targets))
-        images, targets = (x.to(self._place.device, non_blocking=True) for x in tensors)
-        return images, targets
+        device = self._place.device
+        return images.to(device, non_blocking=True), torch.from_numpy(targets).to(device, non_blocking=True)
 
     def files(self, step: int, rank: int, role: str = ROLE) -> list[str]:
         """Return the names of the images of one rank's part of a step."""

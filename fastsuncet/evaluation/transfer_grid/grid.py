@@ -1,7 +1,5 @@
 """The grid of a transfer: every learning rate with every weight decay, its shards, and its table of results."""
 
-import csv
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +7,7 @@ from typing import Any
 
 from fastsuncet.config import Config
 from fastsuncet.errors import ConfigError
+from fastsuncet.metrics.writer import csv_table
 
 Record = dict[str, Any]  # a cell's result, as its JSON file holds it
 COLUMNS = ("learning_rate", "weight_decay", "weight_decay_over_lr", "validation", "images", "diverged")
@@ -94,11 +93,9 @@ def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | 
 
 def as_csv(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> bytes:
     """Return one line per finished cell, in the grid's order; a diverged one has a reason and no validation metric."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for cell in cells:
-        if cell in records:
-            results = (records[cell][key] for key in ("validation", "images", "diverged"))
-            writer.writerow([cell.lr, cell.decay, cell.weight_decay, *results])
-    return text.getvalue().encode()
+    rows = [
+        [cell.lr, cell.decay, cell.weight_decay, *(records[cell][key] for key in COLUMNS[3:])]
+        for cell in cells
+        if cell in records
+    ]
+    return csv_table([COLUMNS, *rows])

@@ -214,12 +214,18 @@ def run_grids(
         stop_if_requested(signals)
         say(f"cell {number}/{len(mine)}  {dataset.task.name}, {cell}")
         record, new = dataset.run(cell)
-        remaining = ""
-        if record is not None and new:
+        if record is None:
+            say(RUNNING)
+            continue
+        text = f"diverged: {record['diverged']}"
+        if record["validation"] is not None:
+            percent, spent = 100 * record["validation"], record["seconds"]
+            text = f"{dataset.task.title} {percent:.2f} % in {spent:,.0f} s"
+        if new:
             seconds.append(record["seconds"])
-            left = sum(item not in done for item in mine[number:])
-            remaining = f"; {left} left, {about(left * sum(seconds) / len(seconds))}" if left else ""
-        say(f"{cell_outcome(dataset, record, new)}{remaining}")
+            if left := sum(item not in done for item in mine[number:]):
+                text += f"; {left} left, {about(left * sum(seconds) / len(seconds))}"
+        say(f"    {text}" if new else f"    done before: {text}")
     for dataset in grids:
         stop_if_requested(signals)
         conclude(dataset, cells, say)
@@ -230,16 +236,6 @@ def stop_if_requested(signals: SignalFlag) -> None:
     if any_rank(signals.requested is not None):
         asked = signals.requested or "another rank"
         raise Preempted(f"{asked}: stopped between two cells; the same command continues the grid")
-
-
-def cell_outcome(dataset: DatasetGrid, record: Record | None, new: bool) -> str:
-    """Return the outcome of a cell as text."""
-    if record is None:
-        return RUNNING
-    before = "    " if new else "    done before: "
-    if record["validation"] is None:
-        return f"{before}diverged: {record['diverged']}"
-    return f"{before}{dataset.task.title} {100 * record['validation']:.2f} % in {record['seconds']:,.0f} s"
 
 
 def about(seconds: float) -> str:
@@ -322,9 +318,9 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
             atomic_files.make_folder(folder)
             with atomic_files.exclusive(folder / ".transfer") as locked:
                 if locked:
-                    others = [old for old in read_results(run) if name_of(run, old) == name_of(run, record)]
-                    for key in ("metrics", "chosen"):
-                        record[key] = {**(others[0][key] if others else {}), **record[key]}
+                    for old in read_results(run):
+                        if name_of(run, old) == name_of(run, record):
+                            record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
                     record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
                     return write_result(run, record)
         time.sleep(0.1)  # the other process holds the lock while it writes a small file
