@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -54,7 +55,7 @@ RUN: dict[str, Command] = {}
 
 
 def command(*names: str, takes: str = "") -> Callable[[Run], Run]:
-    """Make a function the sub-command of these names, with the arguments that `argument` declares below."""
+    """Make a function the sub-command of these names, with the arguments that `option` declares below it."""
 
     def register(run: Run) -> Run:
         RUN.update(dict.fromkeys(names, Command(run, takes, run.__dict__.get("arguments", []))))
@@ -63,14 +64,17 @@ def command(*names: str, takes: str = "") -> Callable[[Run], Run]:
     return register
 
 
-def argument(*names: str, **settings: Any) -> Callable[[Run], Run]:
-    """Declare an argument of a sub-command, with what argparse's `add_argument` takes."""
+def option(*names: str, **settings: Any) -> Callable[[Run], Run]:
+    """Declare an option or an argument of a sub-command, with what argparse's `add_argument` takes."""
 
     def declare(run: Run) -> Run:
         run.__dict__.setdefault("arguments", []).insert(0, (names, settings))
         return run
 
     return declare
+
+
+flag = partial(option, action="store_true")
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,23 +181,21 @@ def _is_config(where: Path) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- the sub-commands
-_encoder = argument(
+_encoder = option(
     "--encoder",
     metavar="PATH",
     type=Path,
     help="a run, one of its checkpoints, or a file of weights (default: the config's run)",
 )
-_step = argument("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
-_every = argument(
-    "--every-checkpoint", dest="every", action="store_true", help="every good checkpoint of the run"
-)
-_force = argument("--force", action="store_true", help="replace what is at --output")
+_step = option("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
+_every = flag("--every-checkpoint", dest="every", help="every good checkpoint of the run")
+_force = flag("--force", help="replace what is at --output")
 
 
 @command("train", takes="CONFIG")
-@argument("--dry-run", action="store_true", help="check everything and print the plan; train nothing")
+@flag("--dry-run", help="check everything and print the plan; train nothing")
 # An option of its own: with a value that may be absent, `--dry-run CONFIG` would take the config for it.
-@argument(
+@option(
     "--dry-run=step",
     dest="dry_run",
     action="store_const",
@@ -209,9 +211,9 @@ def _train(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("tune", takes="CONFIG")
-@argument("--all", dest="everything", action="store_true", help="also try what no run tries itself")
-@argument("--minutes", metavar="M", type=float, default=10.0, help="start nothing after this (default: 10)")
-@argument("--output", metavar="FILE", type=Path, default="speed.png", help="the picture (default: speed.png)")
+@flag("--all", dest="everything", help="also try what no run tries itself")
+@option("--minutes", metavar="M", type=float, default=10.0, help="start nothing after this (default: 10)")
+@option("--output", metavar="FILE", type=Path, default="speed.png", help="the picture (default: speed.png)")
 def _tune(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.tune import run
 
@@ -230,7 +232,7 @@ def _finetune(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("transfer", takes="CONFIG")
-@argument("--cell", metavar="I/N", default="1/1", help="share I of N of the grid's cells, for a job array")
+@option("--cell", metavar="I/N", default="1/1", help="share I of N of the grid's cells, for a job array")
 @_encoder
 @_step
 def _transfer(parser: Parser, options: argparse.Namespace) -> int:
@@ -251,8 +253,8 @@ def _evaluate(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("export", takes="RUN or CONFIG")
-@argument("--to", metavar="FORMAT", required=True, choices=texts.EXPORTS, help=", ".join(texts.EXPORTS))
-@argument("--output", metavar="PATH", type=Path, help="the file or folder (default: one in RUN/export)")
+@option("--to", metavar="FORMAT", required=True, choices=texts.EXPORTS, help=", ".join(texts.EXPORTS))
+@option("--output", metavar="PATH", type=Path, help="the file or folder (default: one in RUN/export)")
 @_step
 @_force
 def _export(parser: Parser, options: argparse.Namespace) -> None:
@@ -267,10 +269,10 @@ def _export(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("embed")
-@argument("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
-@argument("folder", metavar="FOLDER", type=_path, help="any tree of images")
-@argument("--output", metavar="FILE", type=_path, required=True, help="a .npz or .parquet file")
-@argument("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
+@option("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
+@option("folder", metavar="FOLDER", type=_path, help="any tree of images")
+@option("--output", metavar="FILE", type=_path, required=True, help="a .npz or .parquet file")
+@option("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
 @_force
 def _embed(parser: Parser, options: argparse.Namespace) -> None:
     if not options.batch:
@@ -284,18 +286,11 @@ def _embed(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("sweep", takes="SWEEP")
-@argument("--dry-run", action="store_true", help="check all configs and print all commands; start nothing")
-@argument("--list", dest="show", action="store_true", help="print the state of every run; start nothing")
-@argument(
-    "--only",
-    dest="patterns",
-    metavar="NAME",
-    action="append",
-    default=[],
-    help="only these runs; wildcards * and ?",
-)
-@argument("--task", metavar="I/N", help="share I of N of the runs, for a job array")
-@argument("--keep-going", action="store_true", help="continue with the other runs after a failure")
+@flag("--dry-run", help="check all configs and print all commands; start nothing")
+@flag("--list", dest="show", help="print the state of every run; start nothing")
+@option("--only", metavar="NAME", action="append", default=[], help="only these runs; wildcards * and ?")
+@option("--task", metavar="I/N", help="share I of N of the runs, for a job array")
+@flag("--keep-going", help="continue with the other runs after a failure")
 def _sweep(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.sweep import sweep
 
@@ -303,8 +298,8 @@ def _sweep(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("preview", takes="CONFIG")
-@argument("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
-@argument("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
+@option("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
+@option("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
 def _preview(parser: Parser, options: argparse.Namespace) -> None:
     options.config.require_data()
     from fastsuncet.commands.preview import preview
@@ -324,7 +319,7 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("data pack", takes="CONFIG")
-@argument("--output", metavar="FOLDER", type=Path, help="the pack (default: data.pack)")
+@option("--output", metavar="FOLDER", type=Path, help="the pack (default: data.pack)")
 def _pack(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.data_pack import pack
 
@@ -332,11 +327,9 @@ def _pack(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("demo")
-@argument("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
-@argument("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
-@argument(
-    "--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)"
-)
+@option("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
+@option("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
+@option("--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)")
 def _demo(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.demo import demo
 
@@ -344,30 +337,28 @@ def _demo(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("report")
-@argument("runs", nargs="*", metavar="RUN", help="the folder of a run, of any seed and method")
-@argument(
+@option("runs", nargs="*", metavar="RUN", type=Path, help="the folder of a run, of any seed and method")
+@option(
     "--baseline", metavar="RUN", type=Path, help="compare with this run (default: the one without labels)"
 )
-@argument(
+@option(
     "--metric",
     metavar="NAME",
     action="append",
     default=[],
     help="top1, top5, knn, rankme, ... (default: top1)",
 )
-@argument("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
-@argument("--lengths", action="store_true", help="merge runs that differ only in length into one curve")
-@argument("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
-@argument(
-    "--page", action="store_true", help="write RUN/page.html instead: one run's curves, settings, weights"
-)
-@argument("--watch", action="store_true", help="the same, and anew while the run goes on")
+@option("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
+@flag("--lengths", help="merge runs that differ only in length into one curve")
+@option("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
+@flag("--page", help="write RUN/page.html instead: one run's curves, settings, weights")
+@flag("--watch", help="the same, and anew while the run goes on")
 def _report(parser: Parser, options: argparse.Namespace) -> None:
     if options.page or options.watch:
         return _page(parser, options)
     if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: the name of a figure was left out
-        options.runs, options.paper = [options.paper, *options.runs], ""
-    runs = [Path(run) for run in options.runs]
+        options.runs, options.paper = [Path(options.paper), *options.runs], ""
+    runs = options.runs
     if not runs and options.baseline is None and options.paper is None:
         parser.error(f"which runs? For example: {parser.prog} runs/cifar10_simclr runs/cifar10_suncet")
     from fastsuncet.commands.report import paper, report
@@ -384,29 +375,25 @@ def _report(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _page(parser: Parser, options: argparse.Namespace) -> None:
-    runs = [Path(run) for run in options.runs]
-    if not runs:
+    if not options.runs:
         parser.error(f"which run? For example: {parser.prog} --page runs/cifar10_suncet")
     taken = [name for name in ("baseline", "metric", "paper", "lengths") if getattr(options, name)]
-    if taken or str(options.output) != "report":
-        name = taken[0] if taken else "output"
+    if taken := [*taken, *(["output"] if str(options.output) != "report" else [])]:
         parser.error(
-            f"--page writes page.html into each run's folder; --{name} belongs to a comparison of runs"
+            f"--page writes page.html into each run's folder; --{taken[0]} belongs to a comparison of runs"
         )
     from fastsuncet.commands.report import page
 
     if options.watch:
-        page.watch(runs)
+        page.watch(options.runs)
     else:
-        for run in runs:
+        for run in options.runs:
             print(f"wrote {page.write_page(run)}")
 
 
 @command("configs")
-@argument("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
-@argument(
-    "--copy", metavar="FILE", type=Path, nargs="?", const="", help="write it to FILE (default: its name)"
-)
+@option("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
+@option("--copy", metavar="FILE", type=Path, nargs="?", const="", help="write it to FILE (default: its name)")
 def _configs(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands import configs
 
@@ -423,10 +410,10 @@ def _configs(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("config")
-@argument(
+@option(
     "key", nargs="?", default="", metavar="SECTION.KEY", help="a key or a section (default: all sections)"
 )
-@argument("--json-schema", action="store_true", help="print a JSON schema, from which editors complete")
+@flag("--json-schema", help="print a JSON schema, from which editors complete")
 def _config(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands import config
 
@@ -437,7 +424,7 @@ def _config(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("build")
-@argument("--prebuilt", action="store_true", help="keep it for all users of this installation")
+@flag("--prebuilt", help="keep it for all users of this installation")
 def _build(parser: Parser, options: argparse.Namespace) -> int:
     from pipelines.dali.plugin.__main__ import main as build
 
@@ -445,7 +432,7 @@ def _build(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("completion")
-@argument("shell", choices=("bash", "zsh"), help="print the script for this shell")
+@option("shell", choices=("bash", "zsh"), help="print the script for this shell")
 def _completion(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.completion import completion
 

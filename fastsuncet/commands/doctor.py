@@ -73,19 +73,15 @@ def required(name: str) -> Callable[[], Finding]:
     def look() -> Finding:
         from packaging.requirements import Requirement
 
-        wanted = _requirement(name)
-        version = installed(name)
+        wanted, version = _requirement(name), installed(name)
+        # Without a version, its files have no record of pip's: a copy, or half an uninstall.
+        facts = f"{version}, tested with {wanted}" if version else "importable, but of unknown version"
         try:
             importlib.import_module(name)
+            if version and Requirement(wanted).specifier.contains(version, prereleases=True):
+                return Finding("ok", version)
         except ImportError as error:
             facts = f"not installed ({error})"
-        else:
-            if version is None:  # files without pip's record: a copy, or half an uninstall
-                facts = "importable, but of unknown version"
-            elif Requirement(wanted).specifier.contains(version, prereleases=True):
-                return Finding("ok", version)
-            else:
-                facts = f"{version}, tested with {wanted}"
         return Finding("problem", facts, f"pip install '{wanted}'")
 
     return look
@@ -115,8 +111,7 @@ def cards() -> Finding:
         line = driver.read_text(encoding="utf-8").splitlines()[0]
         facts = f"there is a driver, but torch (CUDA {cuda}) cannot use it: {line}"
         return Finding("problem", facts, "update the driver; start a container with --gpus all")
-    facts = f"no NVIDIA driver (torch is built for CUDA {cuda})"
-    return Finding("absent", facts, "training runs on the CPU")
+    return Finding("absent", f"no NVIDIA driver (torch is built for CUDA {cuda})", "training runs on the CPU")
 
 
 def nccl() -> Finding:
@@ -201,8 +196,9 @@ def apex() -> Finding:
         return Finding("absent", f"installed but not importable ({error})", "it is not used")
     if hasattr(module, "optimizers") or importlib.util.find_spec("apex.optimizers") is not None:
         return Finding("ok", "NVIDIA's")
-    facts = "the package named apex here is another one, a web toolkit"
-    return Finding("absent", facts, "pip uninstall apex")
+    return Finding(
+        "absent", "the package named apex here is another one, a web toolkit", "pip uninstall apex"
+    )
 
 
 def extras() -> Finding:
@@ -213,8 +209,7 @@ def extras() -> Finding:
     if not missing:
         return Finding("ok", facts)
     facts = ", ".join(missing) + (f" (installed: {facts})" if facts else "")
-    advice = f"if you need them: pip install {' '.join(missing)}"
-    return Finding("absent", facts, advice)
+    return Finding("absent", facts, f"if you need them: pip install {' '.join(missing)}")
 
 
 def disk() -> Finding:

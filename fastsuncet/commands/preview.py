@@ -98,7 +98,8 @@ def _unlabeled(
     seen = {backend: _views(config, index, first, backend, step) for backend in backends}
     draws = seen[backends[0]][1]
     numbers = draws.indices.tolist()
-    rows = [("images", [(_original(index, i), short_name(index.name(i))) for i in numbers])]
+    stored = [read_rgb(index.content(i)) if index.pixels is None else index.pixels[i] for i in numbers]
+    rows = [("images", [(pixels / 255, short_name(index.name(i))) for i, pixels in zip(numbers, stored)])]
     for view in range(len(plan.augmentations)):
         for backend in backends:
             pictures = seen[backend][0][view]
@@ -149,9 +150,3 @@ def _views(
         return [list(np.clip(batch, 0, 1)) for batch in batches], loader.draws(step)
     finally:
         loader.close()
-
-
-def _original(index: ImageIndex, i: int) -> np.ndarray:
-    """Return the stored image, (H, W, 3) in [0, 1]."""
-    pixels = read_rgb(index.content(i)) if index.pixels is None else index.pixels[i]
-    return pixels / 255

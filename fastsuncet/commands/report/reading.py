@@ -46,15 +46,12 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
         evaluated: list[tuple[str, Measurement, Point]] = []
         for record in found:
-            kind = measurement_of(record)
-            parts = [fine_tuning_of(record), variant(record, splitting[kind])]
-            home = home_of(record, run)
+            kind, home, one = measurement_of(record), home_of(record, run), record["encoder"]
             if Path(home).resolve() not in homes:
                 homes[Path(home).resolve()] = _other_run(home, record)
-            one = record["encoder"]
-            what = kind._replace(variant=", ".join(filter(None, parts)))
+            parts = [fine_tuning_of(record), variant(record, splitting[kind])]
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
-            evaluated.append((home, what, made))
+            evaluated.append((home, kind._replace(variant=", ".join(filter(None, parts))), made))
         online = Measurement(ONLINE, online_labels(config))
         if (run / writer.JSONL).is_file():
             for line in writer.read(run / writer.JSONL, KNN):

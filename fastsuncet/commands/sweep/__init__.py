@@ -21,7 +21,7 @@ def sweep(
     overrides: Sequence[str] = (),
     *,
     task: str | None = None,
-    patterns: Sequence[str] = (),
+    only: Sequence[str] = (),
     dry_run: bool = False,
     show: bool = False,
     keep_going: bool = False,
@@ -32,7 +32,7 @@ def sweep(
     It is that of the first command that failed, 75 after a signal, 0 where everything is done. `dry_run` prints every
     command line and `show` the state of every run; neither starts anything. Raises ConfigErrors.
     """
-    runs = runs_named(expand(read_sweep(path), overrides), patterns)
+    runs = runs_named(expand(read_sweep(path), overrides), only)
     runs, which = runs_of_task(runs, task, os.environ)
     if "RANK" in os.environ:
         raise ConfigError(
