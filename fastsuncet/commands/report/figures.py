@@ -194,10 +194,7 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
             if row in printed:
                 axes.plot(printed[row], y, "X", color="black", markersize=7, label="printed in the paper")
         axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="as much as the baseline")
-        metrics = {KNN: ""} | {
-            m: f"{NAMES.get(m, m).removesuffix(' accuracy')} by " for *_, m in rows if m != KNN
-        }
-        axes.set_yticks(range(len(rows)), [f"{method}\n{metrics[m]}{what}" for method, what, m in rows])
+        axes.set_yticks(range(len(rows)), [_row_name(*row) for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
         axes.grid(axis="y", visible=False)
@@ -205,6 +202,11 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
         rival = rivals.pop() if len(rivals) == 1 else "the baseline"
         axes.set_xlabel(f"to match {rival}, % of its cost")
         return _write(figure, dict(zip(*reversed(axes.get_legend_handles_labels()))), folder, "saved")
+
+
+def _row_name(method: str, measurement: str, metric: str) -> str:
+    measured = "" if metric == KNN else f"{NAMES.get(metric, metric).removesuffix(' accuracy')} by "
+    return f"{method}\n{measured}{measurement}"
 
 
 def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
