@@ -10,6 +10,7 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.losses import nt_xent
 from fastsuncet.optim import LARS, LARSSettings, lars_kernel
 from tests.support.host_kernels import on_the_host
+from tests.support.pictures import write_pictures
 from tools.bench import (
     bench_host,
     bench_lars,
@@ -25,10 +26,6 @@ from tools.bench.dispatch_counter import Counter
 pytestmark = pytest.mark.slow
 
 
-def is_spread(figure):
-    return figure["min"] <= figure["median"] <= figure["max"]
-
-
 @pytest.fixture
 def report_of(tmp_path, capsys):
     """Run a tool with --quick and return its JSON, after comparing it with what was printed."""
@@ -40,8 +37,6 @@ def report_of(tmp_path, capsys):
         assert report["tool"] == tool.__name__.rpartition(".")[2] and report["points"]
         for text in [point["name"] for point in report["points"]] + report["notes"]:
             assert text in printed
-        for asked in report["targets"]:
-            assert is_spread(asked["measured"]) and asked["what"] in printed
         return report
 
     return run
@@ -67,12 +62,10 @@ def test_bench_loss_peers_have_our_value_and_gradient(loss, name):
 def test_bench_loss_reports_time_memory_operators_and_waits(report_of):
     rows = {(row["loss"], row["name"]): row for row in report_of(bench_loss)["points"]}
     for loss in ("suncet", "nt_xent"):
-        assert min(rows[loss, bench_loss.LIMIT]["seconds"]) > 0
         for name in contenders(loss):
             row = rows[loss, name]
-            assert min(row["seconds"]) > 0 and is_spread(row["time_to_ours"])
-            assert row["live_bytes"] > 256 * 256 * 4 and row["operators"] > 10
-            assert min(row["resident_bytes"]) > 0
+            assert min(row["seconds"]) > 0 and min(row["time_to_ours"]) > 0
+            assert row["operators"] > 10 and min(row["bytes"]) > 0
         assert rows[loss, OURS]["host_waits"] == 0
 
 
@@ -135,35 +128,24 @@ def test_bench_lars_reports_time_operators_waits_and_bytes(report_of):
     assert loop["host_waits"] == 2 * report["tensors"]
     assert ours["bytes_per_parameter"] < rows[bench_lars.TIMM]["bytes_per_parameter"]
     assert bench_lars.KERNEL not in rows and bench_lars.LIMIT not in rows
-    assert report["notes"] == ["no 'fastsuncet kernel': it needs a CUDA device"]
+    first, *targets = report["notes"]
+    assert first == "no 'fastsuncet kernel': it needs a CUDA device" and len(targets) == 3
+    assert targets[1].startswith("met: dispatched operators: 2") and "target at most 30" in targets[1]
 
 
 # The step
 
 
-def test_bench_step_reports_its_figures_without_a_compiler(report_of, monkeypatch):
-    """Speed, operators and waits. torch.compile is replaced: the real one takes a minute."""
-
-    def compiled(network, dynamic):
-        raise RuntimeError("no compiler here\nat all")
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    report = report_of(bench_step, "--device", "cpu", "--compile")
+def test_bench_step_reports_speed_operators_and_waits(report_of):
+    report = report_of(bench_step, "digits_demo", "--device", "cpu")
     rows = {row["name"]: row for row in report["points"]}
     assert rows[bench_step.FIXED]["views"] == 256 and rows[bench_step.PLAIN]["views"] == 256
     for row in rows.values():
-        assert min(row["views_per_second"]) > 0 and is_spread(row["speed_to_fixed"])
+        assert min(row["views_per_second"]) > 0 and min(row["speed_to_fixed"]) > 0
+    assert rows[bench_step.FIXED]["speed_to_fixed"] == [1, 1]
     assert rows[bench_step.FIXED]["host_waits"] == rows[bench_step.SIMCLR]["host_waits"] == 0
     assert 100 < rows[bench_step.FIXED]["operators"] <= 320 and "operators" not in rows[bench_step.END_TO_END]
-    assert bench_step.COMPILED not in rows
-    assert report["notes"] == ["no 'one fixed batch, compiled': RuntimeError: no compiler here"]
-
-
-def test_bench_step_times_the_compiled_step(report_of, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda network, dynamic: network)
-    report = report_of(bench_step, "--device", "cpu", "--compile")
-    (row,) = [row for row in report["points"] if row["name"] == bench_step.COMPILED]
-    assert min(row["seconds"]) > 0 and row["views"] == 256 and report["compile_seconds"] > 0
+    assert report["notes"] == ["met: host waits in a step: 0 (0-0), target at most 0"]
 
 
 def test_dense_nt_xent_is_our_loss_and_lightlys():
@@ -182,7 +164,6 @@ def test_bench_host_makes_as_many_calls_for_many_images_as_for_few(report_of):
     few, many = report_of(bench_host)["points"]
     assert few["calls"] < 2000 and many["calls"] < 1.2 * few["calls"]
     assert min(few["seconds"]) > 0
-    assert all(0 < few[part] < 1 for part in ("plan", "paths", "feeding", "rest"))
 
 
 def test_bench_pipeline_reports_speed_and_cpu_time_against_peers(report_of):
@@ -190,18 +171,18 @@ def test_bench_pipeline_reports_speed_and_cpu_time_against_peers(report_of):
     ours, peer, *parts, files, pack = report["points"]
     assert [part["engine"] for part in parts] == ["decode", "crops", "colors"]
     assert ours["peer"] == peer["name"] and "speed_to_peer" not in peer
-    assert pack["peer"] == files["name"] and is_spread(pack["speed_to_peer"]) and "peer" not in files
+    assert pack["peer"] == files["name"] and min(pack["speed_to_peer"]) > 0 and "peer" not in files
     for row in report["points"]:
-        assert min(row["images_per_second"]) > 0 and min(row["cpu_ms_per_image"]) > 0
-    assert report["files"] == 8 and report["made_up"]
+        assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0
+    assert "8 files" in report["tables"][0]["title"]
 
 
 def test_bench_pipeline_data_loaders_give_two_different_views_in_0_to_1(tmp_path):
-    bench_pipeline.write_pictures(tmp_path, 1)
-    for contender in bench_pipeline.CONTENDERS:
-        if contender.engine in bench_pipeline.DATA_LOADERS:
-            data = bench_pipeline.TwoViews(list(tmp_path.iterdir()), contender.engine, contender.blur)
-            one, other = data[0]
+    write_pictures(tmp_path, 1)
+    for engine, blur in bench_pipeline.CONTENDERS.values():
+        if engine in bench_pipeline.DATA_LOADERS:
+            views = bench_pipeline.two_views(engine, blur)
+            one, other = bench_pipeline.Files(list(tmp_path.rglob("*.jpg")), views)[0]
             for view in (one, other):
                 assert view.shape == (3, 224, 224) and view.dtype == torch.float32
                 assert 0 <= view.min() < view.max() <= 1
@@ -212,7 +193,7 @@ def test_bench_pipeline_data_loaders_give_two_different_views_in_0_to_1(tmp_path
 
 
 def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):
-    bench_pipeline.write_pictures(tmp_path, 8, 40, 50)
+    write_pictures(tmp_path, 8, side=40)
     asked = (str(tmp_path), 32, "resnet_tiny", 4)
     steps, config = peers.train_ours(*asked), peers.config_of(*asked)
     assert [next(steps) for _ in range(2)] == [None, None]
@@ -224,12 +205,11 @@ def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, 
 
 def test_peers_reports_speed_processor_time_and_memory_of_both(tmp_path, report_of):
     pytest.importorskip("lightly.transforms", reason="lightly is not installed (extra bench)")
-    (tmp_path / "pictures").mkdir()
-    bench_pipeline.write_pictures(tmp_path / "pictures", 8, 40, 50)
+    write_pictures(tmp_path / "pictures", 8, side=40)
     ours, lightly = report_of(peers, str(tmp_path / "pictures"), "--batch", "4")["points"]
     for row in (ours, lightly):
-        assert min(row["views_per_second"]) > 0 and min(row["cpu_per_view"]) > 0 and min(row["memory"]) > 5e7
-    assert is_spread(ours["cpu_to_peer"]) and "cpu_to_peer" not in lightly
+        assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0 and min(row["memory"]) > 5e7
+    assert min(ours["cpu_ms_to_peer"]) > 0 and "cpu_ms_to_peer" not in lightly
 
 
 def test_bench_micro_batch_reports_the_memory_of_a_step(report_of):

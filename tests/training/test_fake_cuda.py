@@ -150,14 +150,12 @@ def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
 def test_plain_step_of_a_tutorial_can_train_in_nchw(tmp_path, monkeypatch):
     """DALI hands over channels-last images."""
     monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
     monkeypatch.setattr(bench_step, "build_model", lambda *named: resnet.build_model(*named))
     config = small(tmp_path, "SimCLR + SuNCEt")
     with fake_card():
+        config = config.with_values({"meta.precision": "fp32", "meta.channels_last": False})
         bench = bench_step.StepBench(config, HERE, batch_of(config, S), 10)
-        step = bench.changed(precision="fp32", channels_last=False).plain(
-            partial(bench_step.dense_nt_xent, temperature=0.1), tf32=True
-        )
+        step = bench.plain(partial(bench_step.dense_nt_xent, temperature=0.1))
         with Watch() as watch:
             loss = step()
     assert loss.device == CARD and watch.mixed == []

@@ -24,28 +24,18 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.distributed.launch import pick_device
-from fastsuncet.kernels.self_test import agrees
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, LARSSettings
 from fastsuncet.optim.lars_kernel import prove
 from tools.bench import harness
 from tools.bench.dispatch_counter import Counter
-from tools.bench.harness import format_spread, ratios, spread, target
+from tools.bench.harness import target
 
 LEARNING_RATE, SETTINGS = 0.1, LARSSettings(weight_decay=1e-6)
 OURS, REFERENCE, TIMM = "fastsuncet foreach", "fastsuncet reference", "timm Lars"
 KERNEL, GRAPH = "fastsuncet kernel", "fastsuncet kernel, as a CUDA graph"
 LIMIT = "limit: a copy of as many bytes"
 FLOOR = 28  # bytes per float32 parameter
-COLUMNS = (
-    ("time, x ours", "time_to_ours", format_spread),
-    ("time, x limit", "time_to_limit", format_spread),
-    ("launches", "launches", "{:,}".format),
-    ("operators", "operators", "{:,}".format),
-    ("host waits", "host_waits", "{:,}".format),
-    ("bytes/parameter", "bytes_per_parameter", "{:.1f}".format),
-    (f"x floor of {FLOOR}", "bytes_to_floor", "{:.2f}".format),
-)
 
 
 class LarcAroundSGD:
@@ -107,80 +97,69 @@ def parameters(network: str, device: str = "cpu") -> list[Tensor]:
 
 def measure(params: list[Tensor], rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return one point per contender and one for the limit; and notes on what is missing."""
-    device = params[0].device.type
-    count = sum(p.numel() for p in params)
-    notes: list[str] = []
-    kernel = device == "cuda" and agrees("lars.cu", params[0].device, prove)
-    calls = contenders(params, kernel=kernel)
-    if kernel:
+    device, count = params[0].device.type, sum(p.numel() for p in params)
+    problem = harness.kernel_problem("lars.cu", params[0].device, prove)
+    notes = [f"no {KERNEL!r}: {problem}"] if problem else []
+    calls = contenders(params, kernel=not problem)
+    if not problem:
         calls[GRAPH], why = harness.capture_graph(calls[KERNEL])
         if why:
             del calls[GRAPH]
             notes.append(f"no {GRAPH!r}: {why}")
-    else:
-        disagrees = "its results differ from those of its reference; see the warning above"
-        notes.append(f"no {KERNEL!r}: {disagrees if device == 'cuda' else 'it needs a CUDA device'}")
     if device == "cuda":
         calls[LIMIT] = harness.copy_of(FLOOR * count, device)
     seconds = harness.time_in_turns(calls, device, rounds, repeats=20 if device == "cuda" else 1)
-    points = []
-    for name, call in calls.items():
-        ours = seconds[KERNEL if kernel else OURS]
-        point = {"name": name, "seconds": seconds[name], "time_to_ours": ratios(seconds[name], ours)}
+    points = harness.points_of(seconds, OURS if problem else KERNEL, LIMIT)
+    for point in points:
+        name, call = point["name"], calls[point["name"]]
         if device == "cuda" and name != LIMIT:
-            point["time_to_limit"] = ratios(seconds[name], seconds[LIMIT])
             point["launches"] = harness.count_launches(call)
-        if name == LIMIT:
-            point |= {"bytes_per_parameter": FLOOR, "bytes_to_floor": 1.0}
         # The dispatcher does not see the kernel.
-        elif name not in (KERNEL, GRAPH):
+        if name not in (KERNEL, GRAPH, LIMIT):
             with Counter() as counter:
                 call()
-            moved = counter.moved / count
             point |= {"operators": counter.operators, "host_waits": counter.waits}
-            point |= {"bytes_per_parameter": moved, "bytes_to_floor": moved / FLOOR}
-        points.append(point)
+            point["bytes_per_parameter"] = counter.moved / count
     return points, notes
 
 
-def targets_of(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def targets_of(points: list[dict[str, Any]]) -> list[str]:
     """Return the targets of the LARS step: those of the kernel if it ran, else those of the foreach version."""
     rows = {point["name"]: point for point in points}
     if KERNEL in rows:
         best = rows.get(GRAPH, rows[KERNEL])
         found = [target("our kernel's time, times the limit's", best["time_to_limit"], 1.3, at_least=False)]
         if (counted := rows[KERNEL]["launches"]) is not None:
-            found.append(target("launches of our kernel's step", spread([counted]), 3, at_least=False))
+            found.append(target("launches of our kernel's step", [counted], 3, at_least=False))
         return found
     ours, timm = rows[OURS], rows[TIMM]
     return [
         target("time of timm's Lars, times ours", timm["time_to_ours"], 1, at_least=True),
-        target("dispatched operators", spread([ours["operators"]]), 30, at_least=False),
-        target("host waits", spread([ours["host_waits"]]), 0, at_least=False),
+        target("dispatched operators", [ours["operators"]], 30, at_least=False),
+        target("host waits", [ours["host_waits"]], 0, at_least=False),
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=21, quick="a ResNet-18, three turns")
+    parser = harness.parser(__doc__, rounds=21, quick="a ResNet-18, three turns", device="auto")
     options = parser.parse_args(arguments)
     device = pick_device(options.device, 0).type
     report = harness.Report("bench_lars", options.json, device=device)
-    with harness.one_thread():
-        params = parameters("resnet18" if options.quick else "resnet50", device)
-        points, notes = measure(params, 3 if options.quick else options.rounds)
+    torch.set_num_threads(1)
+    params = parameters("resnet18" if options.quick else "resnet50", device)
+    points, notes = measure(params, 3 if options.quick else options.rounds)
     count = sum(p.numel() for p in params)
     clock = harness.CLOCK[device] + (", one thread" if device == "cpu" else "")
     title = f"one step, {count / 1e6:.2f} M parameters in {len(params)} tensors, float32, {clock}"
-    columns = [("", "name", str), harness.seconds_column(device), *COLUMNS]
-    return report.finish(
-        [harness.table(title, points, columns)],
-        notes=notes,
-        targets=targets_of(points),
-        points=points,
-        parameters=count,
-        tensors=len(params),
-    )
+    columns = [
+        *harness.time_columns(device),
+        ("launches", "launches", "{:,}".format),
+        *harness.COUNTS,
+        (f"bytes/parameter, at least {FLOOR}", "bytes_per_parameter", "{:.1f}".format),
+    ]
+    tables, sizes = [harness.table(title, points, columns)], {"parameters": count, "tensors": len(params)}
+    return report.finish(tables, notes=notes + targets_of(points), points=points, **sizes)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python tools/bench/bench_loss.py [--device cpu|cuda] [--rows N ...] [--json FILE] [--rounds R] [--quick]
 
-Contenders take turns: CPU time on one thread, or time between two CUDA events. On a CPU memory is measured in a fresh
-process for each point, as resident memory and as bytes of live tensors; on a GPU as bytes of live tensors. The last row
-is three matrix products and nothing else: what the sweep over ranks consists of, and more than one process needs.
+Contenders take turns: CPU time on one thread, or time between two CUDA events. Memory is how far a pass lets it rise:
+on a CPU resident memory (RSS), in a fresh process for each figure; on a GPU what torch allocates.
 
 pytorch-metric-learning is optional (pip install -e ".[bench]"); without it its rows are left out.
 """
@@ -23,16 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 
 from fastsuncet.distributed.launch import pick_device
 from fastsuncet.losses import nt_xent, suncet
-from fastsuncet.losses.contrast import ROWS_PER_CHUNK
 from fastsuncet.losses.tf32 import products
 from tools.bench import harness
-from tools.bench.dispatch_counter import Counter
-from tools.bench.harness import format_spread, ratios, spread, target
-from tools.bench.processes import PROCESSES, resident_growth
+from tools.bench.dispatch_counter import counts
+from tools.bench.harness import ratios, spread, target
+from tools.bench.processes import PROCESSES, memory_growth
 
 WIDTH, TEMPERATURE, IMAGES_PER_CLASS = 128, 0.1, 8
 OURS, TF32, AUTHORS = "fastsuncet", "fastsuncet, TF32 products", "dense, as the authors"
-NCA, LIMIT = "metric-learning NCALoss", "3 matrix products alone"
+NCA = "metric-learning NCALoss"
 Loss = Callable[[Tensor], Tensor]  # z (N, D) -> scalar
 # ids (N,) int64 -> the loss, with the constants that it keeps from step to step
 Prepare = Callable[[Tensor], Loss]
@@ -143,103 +141,63 @@ def forward_backward(function: Loss, z: Tensor) -> Tensor:
     return value.detach()
 
 
-def three_products(rows: int, device: str) -> Callable[[], None]:
-    """Return what every exact sweep over ranks needs: the N x N logits and the gradients of both factors, in chunks."""
-    keys = inputs("suncet", rows, device)[0].detach()
-    chunk = min(ROWS_PER_CHUNK, rows)
-    logits, d_queries, d_keys = (
-        keys.new_empty(chunk, rows),
-        keys.new_empty(chunk, WIDTH),
-        torch.zeros_like(keys),
-    )
-
-    def call() -> None:
-        for start in range(0, rows, chunk):
-            queries = keys[start : start + chunk]
-            torch.mm(queries, keys.T, out=logits[: len(queries)])
-            torch.mm(logits[: len(queries)], keys, out=d_queries[: len(queries)])
-            d_keys.addmm_(logits[: len(queries)].T, queries)
-
-    return call
-
-
-def memory_and_counts(loss: str, name: str, rows: int, device: str = "cpu") -> dict[str, int]:
-    """Return memory and counts of one contender, its constants included. On a CPU, call it in a fresh process."""
+def memory(loss: str, name: str, rows: int, device: str = "cpu") -> int:
+    """Return the bytes of one contender's pass, its constants included. On a CPU, call it in a fresh process."""
     torch.set_num_threads(1)
     prepare = contenders(loss, device)[name]
     # A first call loads libraries, which is not the loss's memory.
     z, ids = inputs(loss, 64, device)
     forward_backward(prepare(ids), z)
     z, ids = inputs(loss, rows, device)
-    found = {}
-    if device == "cpu":
-        found["resident_bytes"] = resident_growth(lambda: forward_backward(prepare(ids), z))
-    z.grad = None
-    with Counter() as memory:
-        forward_backward(prepare(ids), z)
-    function = prepare(ids)
-    with Counter() as step:
-        forward_backward(function, z)
-    return found | {"live_bytes": memory.peak, "operators": step.operators, "host_waits": step.waits}
+    return memory_growth(lambda: forward_backward(prepare(ids), z), device)
 
 
-def measure(loss: str, rows: int, rounds: int, processes: int, device: str = "cpu") -> list[dict[str, Any]]:
-    """Return one point per contender: time in turns, then memory, on a CPU in `processes` fresh processes each."""
+def measure(loss: str, rows: int, rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
+    """Return one point per contender, ours first: time in turns, counts, memory.
+
+    On a CPU memory is measured in half as many fresh processes as there are turns.
+    """
     z, ids = inputs(loss, rows, device)
-    prepared = contenders(loss, device)
-    calls = {name: partial(forward_backward, prepare(ids), z) for name, prepare in prepared.items()}
-    repeats = 10 if device == "cuda" else 1
-    seconds = harness.time_in_turns({**calls, LIMIT: three_products(rows, device)}, device, rounds, repeats)
-    arguments = {name: [(loss, name, rows, device)] * processes for name in prepared}
-    if device == "cuda":
-        memory = {name: [memory_and_counts(*each[0])] for name, each in arguments.items()}
-    else:
-        with PROCESSES.Pool(1, maxtasksperchild=1) as pool:
-            memory = {
-                name: pool.starmap(memory_and_counts, each, chunksize=1) for name, each in arguments.items()
-            }
-    points = []
-    for name, times in seconds.items():
-        point = {"loss": loss, "rows": rows, "name": name, "seconds": times}
-        point["time_to_ours"] = ratios(times, seconds[OURS])
-        if name in memory:
-            point |= memory[name][0]
-            point["live_to_ours"] = point["live_bytes"] / memory[OURS][0]["live_bytes"]
-        if name in memory and device == "cpu":
-            resident = [found["resident_bytes"] for found in memory[name]]
-            least = [max(1, found["resident_bytes"]) for found in memory[OURS]]
-            point |= {"resident_bytes": resident, "resident_to_ours": ratios(resident, least)}
-        points.append(point)
+    calls = {
+        name: partial(forward_backward, prepare(ids), z) for name, prepare in contenders(loss, device).items()
+    }
+    seconds = harness.time_in_turns(calls, device, rounds, 10 if device == "cuda" else 1)
+    points = harness.points_of(seconds, OURS)
+    with PROCESSES.Pool(1, maxtasksperchild=1) as pool:
+        for point in points:
+            point |= {"loss": loss, "rows": rows} | counts(calls[point["name"]])
+            case = (loss, point["name"], rows, device)
+            if device == "cuda":
+                point["bytes"] = [memory(*case)]
+            else:
+                point["bytes"] = pool.starmap(memory, [case] * ((rounds + 1) // 2), chunksize=1)
+            point["bytes_to_ours"] = ratios(point["bytes"], [max(1, size) for size in points[0]["bytes"]])
     return points
 
 
-def table_of(loss: str, rows: int, device: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+def table_of(device: str, points: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the table of one loss at one N."""
     thread = ", one thread" if device == "cpu" else ""
+    loss, rows = points[0]["loss"], points[0]["rows"]
     title = f"{loss}, N = {rows}, D = {WIDTH}, forward and backward, float32{thread}"
     columns = [
-        ("", "name", str),
-        harness.seconds_column(device),
-        ("x ours", "time_to_ours", format_spread),
-        ("RSS MB", "resident_bytes", harness.scaled(1e-6)),
-        ("x ours", "resident_to_ours", format_spread),
-        ("tensors MB", "live_bytes", lambda size: f"{size / 1e6:.1f}"),
-        ("x ours", "live_to_ours", "{:.1f}".format),
-        ("operators", "operators", "{:,}".format),
-        ("host waits", "host_waits", "{:,}".format),
+        *harness.time_columns(device),
+        ("memory, MB", "bytes", partial(spread, factor=1e-6)),
+        ("memory, x ours", "bytes_to_ours", spread),
+        *harness.COUNTS,
     ]
     return harness.table(title, points, columns)
 
 
-def targets_of(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def targets_of(device: str, points: list[dict[str, Any]]) -> list[str]:
     """Return the targets of suncet at 4,096 rows on a CPU, where that was measured."""
     rows = {p["name"]: p for p in points if p["loss"] == "suncet" and p["rows"] == 4096}
-    if "resident_to_ours" not in rows.get(OURS, {}):
+    if not rows or device != "cpu":
         return []
-    authors, waits = rows[AUTHORS], spread([rows[OURS]["host_waits"]])
+    authors, waits = rows[AUTHORS], [rows[OURS]["host_waits"]]
     found = [
         target("suncet at N=4096, times faster than dense", authors["time_to_ours"], 5, at_least=True),
-        target("suncet at N=4096, times smaller (RSS)", authors["resident_to_ours"], 15, at_least=True),
+        target("suncet at N=4096, times smaller (RSS)", authors["bytes_to_ours"], 15, at_least=True),
         target("suncet at N=4096, host waits", waits, 0, at_least=False),
     ]
     if NCA in rows:
@@ -251,25 +209,23 @@ def targets_of(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables and write the JSON."""
     # Not "auto": the figures of BENCHMARKS.md are of a CPU, and --device cuda has no resident memory.
-    parser = harness.parser(__doc__, rounds=5, quick="N = 256, two turns", devices=("cpu", "cuda"))
+    parser = harness.parser(__doc__, rounds=5, quick="N = 256, two turns", device="cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="values of N")
     options = parser.parse_args(arguments)
     device = pick_device(options.device, 0).type
-    rows, rounds, processes = options.rows, options.rounds, min(3, options.rounds)
-    if options.quick:
-        rows, rounds, processes = [256], 2, 1
+    rows, rounds = ([256], 2) if options.quick else (options.rows, options.rounds)
+    torch.set_num_threads(1)
     report = harness.Report("bench_loss", options.json, device=device)
     points, tables = [], []
-    with harness.one_thread():
-        for loss in ("suncet", "nt_xent"):
-            for n in rows:
-                found = measure(loss, n, rounds, processes, device)
-                points += found
-                tables.append(table_of(loss, n, device, found))
-                report.save(tables=tables, points=points)
+    for loss in ("suncet", "nt_xent"):
+        for n in rows:
+            found = measure(loss, n, rounds, device)
+            points += found
+            tables.append(table_of(device, found))
+            report.save(tables=tables, points=points)
     missing = "pytorch-metric-learning is not installed: its rows are left out (pip install -e '.[bench]')"
     notes = [missing] if metric_learning() is None else []
-    return report.finish(tables, notes=notes, targets=targets_of(points), points=points)
+    return report.finish(tables, notes=notes + targets_of(device, points))
 
 
 if __name__ == "__main__":

@@ -20,29 +20,24 @@ from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.training.step import build, train_step
 from tools.bench import harness
-from tools.bench.processes import PROCESSES, resident_growth
-
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cifar10_simclr.yaml"
+from tools.bench.processes import PROCESSES, memory_growth
 
 
 def memory(size: int, images: int, micro_batch: int | None) -> int:
     """Return the bytes of one step of two views of `images` images of `size` pixels. For a fresh process."""
     torch.set_num_threads(1)
     pieces = f"criterion.micro_batch={'null' if micro_batch is None else micro_batch}"
-    model = ("model.name=resnet18", "model.stem=imagenet", "meta.precision=fp32")
-    _, network, optimizer, setting = build(
-        load_config(CONFIG, [*model, pieces]), Place(0, 1, 0, torch.device("cpu")), 10
-    )
+    words = ["model.name=resnet18", "model.stem=imagenet", "meta.precision=fp32", pieces]
+    here = Place(0, 1, 0, torch.device("cpu"))
+    _, network, optimizer, setting = build(load_config("cifar10_simclr", words), here, 10)
 
     def step(count: int = images) -> None:
         views = tuple(torch.rand(count, 3, size, size) for _ in range(2))
-        empty = views[0][:0]
-        train_step(
-            network, optimizer, Batch(0, views, empty, torch.empty(0, dtype=torch.int64)), 1e-3, setting
-        )
+        batch = Batch(0, views, views[0][:0], torch.empty(0, dtype=torch.int64))
+        train_step(network, optimizer, batch, 1e-3, setting)
 
     step(8)
-    return resident_growth(step)
+    return memory_growth(step)
 
 
 def measure(size: int, batches: list[int], micro_batch: int) -> list[dict[str, Any]]:
@@ -60,7 +55,7 @@ def measure(size: int, batches: list[int], micro_batch: int) -> list[dict[str, A
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, quick="16 pixels, 8 images", devices=())
+    parser = harness.parser(__doc__, quick="16 pixels, 8 images")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="images an update")
     parser.add_argument("--micro-batch", type=int, default=32, help="views of a piece (default: %(default)s)")
     options = parser.parse_args(arguments)

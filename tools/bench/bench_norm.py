@@ -12,7 +12,7 @@ can be faster than that, and on a CPU, where a copy also reads what it overwrite
 """
 
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,12 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.distributed.launch import Place, join
-from fastsuncet.kernels.self_test import agrees
+from fastsuncet.models.fused_batchnorm import FusedNorm, fuse
 from fastsuncet.models.norm_kernel import fused_norm, prove
+from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import RankBatchNorm
+from fastsuncet.training.cuda_graph import first_message
 from tools.bench import harness
-from tools.bench.harness import format_spread, ratios, spread
 
 OPERATORS, COMPILED, OURS = "torch, three operators", "torch.compile of them", "fastsuncet kernels"
 LIMIT = "limit: a copy of as many bytes"
@@ -66,12 +67,18 @@ class LayerShape:
 
 def resnet50_shapes() -> list[LayerShape]:
     """Return the shapes of torchvision's ResNet-50 at 224 pixels, those that move most bytes first."""
-    shapes = [LayerShape("relu", 64, 112), LayerShape("relu", 64, 56, 6)]
-    for width, size, blocks in ((64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)):
-        shapes += [LayerShape("add", 4 * width, size, blocks), LayerShape("plain", 4 * width, size)]
-        if width > 64:
-            # The first block halves the size, in its second convolution.
-            shapes += [LayerShape("relu", width, 2 * size), LayerShape("relu", width, size, 2 * blocks - 1)]
+    encoder = fuse(build_model("resnet50", device="meta").encoder, shared=False)
+    found: Counter[tuple[Kind, int, int]] = Counter()
+
+    def count(norm: FusedNorm, inputs: tuple[Tensor, ...]) -> None:
+        kind: Kind = "add" if len(inputs) == 2 else "relu" if norm.relu else "plain"
+        found[kind, inputs[0].shape[1], inputs[0].shape[2]] += 1
+
+    for module in encoder.modules():
+        if isinstance(module, FusedNorm):
+            module.register_forward_pre_hook(count)
+    encoder(torch.empty(2, 3, 224, 224, device="meta"))
+    shapes = [LayerShape(*shape, layers) for shape, layers in found.items()]
     return sorted(shapes, key=lambda shape: -shape.layers * shape.moved(1))
 
 
@@ -135,15 +142,11 @@ def operators(layer: NormLayer, *, compile: bool = False) -> Pass:
 def kernels(layer: NormLayer) -> Pass:
     """Return our kernels, without a check of the device."""
     running = [torch.zeros_like(layer.weight), torch.ones_like(layer.weight)]
-    rest: dict[str, Any] = {
-        "eps": EPS,
-        "momentum": MOMENTUM,
-        "relu": layer.shape.kind != "plain",
-        "shared": True,
-    }
+    relu = layer.shape.kind != "plain"
 
     def forward(x: Tensor, residual: Tensor | None) -> Tensor:
-        return fused_norm(x, residual, layer.weight, layer.bias, *running, **rest)
+        rule: dict[str, Any] = {"eps": EPS, "momentum": MOMENTUM, "relu": relu, "shared": True}
+        return fused_norm(x, residual, layer.weight, layer.bias, *running, **rule)
 
     return layer.through(forward, layer.weight, layer.bias)
 
@@ -153,14 +156,6 @@ CONTENDERS: dict[str, Callable[[NormLayer], Pass]] = {
     COMPILED: lambda layer: operators(layer, compile=True),
     OURS: kernels,
 }
-
-
-def unavailable(name: str, device: torch.device) -> str:
-    """Return why a contender cannot run on a device, "" if it can."""
-    if name != OURS or (device.type == "cuda" and agrees("norm.cu", device, prove)):
-        return ""
-    differs = "its results differ from those of its reference; see the warning above"
-    return differs if device.type == "cuda" else "needs a CUDA device"
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -174,128 +169,94 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     )
 
 
-def prepare(layer: NormLayer) -> tuple[dict[str, Pass], dict[str, str], float | None]:
-    """Return the contenders that run and are right, notes on the others, and the seconds that torch.compile took."""
-    calls: dict[str, Pass] = {}
-    notes: dict[str, str] = {}
-    compile_seconds = None
+def prepare(name: str, layer: NormLayer, expected: Sequence[Tensor]) -> tuple[Pass | None, str]:
+    """Return a contender, None if it does not run or is far from `expected`, and a note on it or ""."""
+    device, ranks = layer.place.device, layer.place.world_size
+    if name == OURS and (why := harness.kernel_problem("norm.cu", device, prove)):
+        return None, why
+    try:
+        call = CONTENDERS[name](layer)
+        found = call()
+    # A compiler, a kernel or the memory can fail in any way, and the other contenders are still wanted.
+    except Exception as error:
+        return None, f"failed: {type(error).__name__}: {first_message(error)}"
     # Over ranks some contenders return a weight's gradient of this rank's rows, some the mean of all: not compared.
-    compared = [0, 1] if layer.place.world_size > 1 else [0, 1, 2, 3]
-    compared += [4] if layer.residual is not None else []
-    # The same layer with activations in float32.
-    expected = operators(NormLayer(layer.shape, layer.images, layer.place, torch.float32))()
-    for name, make in CONTENDERS.items():
-        if why := unavailable(name, layer.place.device):
-            notes[name] = why
-            continue
-        began = time.perf_counter()
-        try:
-            call = make(layer)
-            found = call()
-        # A compiler, a kernel or the memory can fail in any way, and the other contenders are still wanted.
-        except Exception as error:
-            notes[name] = f"failed: {type(error).__name__}: {harness.first_line(error)}"
-            continue
-        if name == COMPILED:
-            compile_seconds = time.perf_counter() - began
-        off = difference([found[i] for i in compared], [expected[i] for i in compared])
-        if not off <= TOLERANCE:
-            notes[name] = f"WRONG: {100 * off:.1f} % off float32"
-            continue
-        if layer.place.device.type == "cuda" and layer.place.world_size == 1:
-            call, why = harness.capture_graph(call)
-            if why:
-                notes[name] = f"not as a CUDA graph: {why}"
-        calls[name] = call
-    return calls, notes, compile_seconds
+    compared = [i for i in range(len(found)) if ranks == 1 or i not in (2, 3)]
+    off = difference([found[i] for i in compared], [expected[i] for i in compared])
+    if not off <= TOLERANCE:
+        return None, f"WRONG: {100 * off:.1f} % off float32"
+    if device.type == "cpu" or ranks > 1:
+        return call, ""
+    call, why = harness.capture_graph(call)
+    return call, why and f"not as a CUDA graph: {why}"
 
 
 def measure(shape: LayerShape, images: int, place: Place, rounds: int, repeats: int) -> dict[str, Any]:
     """Return the seconds of one layer by contender and of the limit, and the notes on contenders."""
-    calls, notes, compile_seconds = prepare(NormLayer(shape, images, place))
+    layer = NormLayer(shape, images, place)
+    # The same layer with activations in float32.
+    expected = operators(NormLayer(shape, images, place, torch.float32))()
+    prepared = {name: prepare(name, layer, expected) for name in CONTENDERS}
+    calls = {name: call for name, (call, _) in prepared.items() if call is not None}
+    notes = {name: note for name, (_, note) in prepared.items() if note}
     device = place.device.type
     limit = harness.copy_of(shape.moved(images), device)
     seconds = harness.time_in_turns({**calls, LIMIT: limit}, device, rounds, repeats)
     if device == "cuda":
         # The graphs keep all of a layer's activations several times.
-        del calls
+        del calls, prepared
         torch.cuda.empty_cache()
-    facts = {"layer": str(shape), "layers": shape.layers, "bytes": shape.moved(images)}
-    return {**facts, "seconds": seconds, "notes": notes, "compile_seconds": compile_seconds}
+    return {"layer": str(shape), "layers": shape.layers, "seconds": seconds, "notes": notes}
 
 
 def totals(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one point per contender: the seconds of all layers in each round, or why there is no such sum."""
+    """Return one point per contender: the seconds of all layers in each round, or why there is no such sum.
+
+    The first one that was timed is what the others are compared with.
+    """
     rounds = range(len(layers[0]["seconds"][LIMIT]))
     sums = {
         name: [sum(each["layers"] * each["seconds"][name][turn] for each in layers) for turn in rounds]
         for name in (*CONTENDERS, LIMIT)
         if all(name in each["seconds"] for each in layers)
     }
-    first = next((name for name in (OURS, OPERATORS) if name in sums), LIMIT)
+    timed = {point["name"]: point for point in harness.points_of(sums, next(iter(sums)), LIMIT)}
     points = []
     for name in (*CONTENDERS, LIMIT):
-        point: dict[str, Any] = {"name": name, "compared_with": first}
-        if name in sums:
-            point |= {"seconds": sums[name], "time_to_limit": ratios(sums[name], sums[LIMIT])}
-            point["time_to_first"] = ratios(sums[name], sums[first])
-        notes = list(dict.fromkeys(each["notes"][name] for each in layers if name in each["notes"]))
-        if name == COMPILED and name in sums:
-            spent = sum(each["compile_seconds"] for each in layers)
-            notes.append(f"{spent:.0f} s to compile {len(layers)} shapes")
-        points.append(point | {"note": "; ".join(notes)})
+        notes = dict.fromkeys(each["notes"][name] for each in layers if name in each["notes"])
+        points.append({"name": name, "note": "; ".join(notes)} | timed.get(name, {}))
     return points
 
 
-def tables(layers: Sequence[dict[str, Any]], device: str) -> list[dict[str, Any]]:
-    """Return two tables: all layers together by contender, and each layer by contender."""
-    points = totals(layers)
-    columns = [
-        ("", "name", str),
-        harness.seconds_column(device),
-        (f"time, x {points[0]['compared_with']}", "time_to_first", format_spread),
-        ("time, x limit", "time_to_limit", format_spread),
-        ("", "note", str),
-    ]
-    title = f"{sum(each['layers'] for each in layers)} layers, forward and backward"
-    unit, _, form = harness.seconds_column(device)
-    names = [("", "layer", str), ("layers", "layers", str), *((p["name"], p["name"], form) for p in points)]
-    rows = [each | each["seconds"] for each in layers]
-    return [harness.table(title, points, columns), harness.table(f"one layer, {unit}", rows, names)]
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables and write the JSON; return 1 if our own kernels are wrong."""
-    parser = harness.parser(__doc__, rounds=7, quick="three small shapes, two turns")
+    """Print the table and write the JSON, which has each layer too; return 1 if our own kernels are wrong."""
+    parser = harness.parser(__doc__, rounds=7, quick="three small shapes, two turns", device="auto")
     parser.add_argument("--images", type=int, help="on each rank (default: 256 on a GPU, 2 on a CPU)")
     parser.add_argument("--most", type=int, metavar="K", help="only the K shapes that move most bytes")
     options = parser.parse_args(arguments)
-    shapes = resnet50_shapes()
-    # The last shape of each kind is the smallest.
-    shapes = (
-        list({shape.kind: shape for shape in shapes}.values()) if options.quick else shapes[: options.most]
-    )
+    shapes, rounds = resnet50_shapes()[: options.most], options.rounds
+    if options.quick:
+        # The last shape of each kind is the smallest.
+        shapes, rounds = list({shape.kind: shape for shape in resnet50_shapes()}.values()), 2
+    layers: list[dict[str, Any]] = []
     with join(options.device) as place:
         device = place.device.type
         images = options.images or (256 if device == "cuda" and not options.quick else 2)
         path = options.json if place.first else None
-        report = harness.Report("bench_norm", path, device=device, images=images, ranks=place.world_size)
-        layers: list[dict[str, Any]] = []
+        report = harness.Report("bench_norm", path, device=device)
+        what = f"{images} images on each of {place.world_size} rank(s), 16 bits, channels-last"
         for shape in shapes:
-            rounds, repeats = 2 if options.quick else options.rounds, 20 if device == "cuda" else 1
-            layers.append(measure(shape, images, place, rounds, repeats))
-            report.save(tables=tables(layers, device), layers=layers)
-    points = totals(layers)
+            layers.append(measure(shape, images, place, rounds, 20 if device == "cuda" else 1))
+            points = totals(layers)
+            count = sum(each["layers"] for each in layers)
+            title = f"{count} layers, forward and backward, {what}, {harness.CLOCK[device]}"
+            first = next(point["name"] for point in points if "seconds" in point)
+            columns = [*harness.time_columns(device, first), ("", "note", str)]
+            report.save(tables=[harness.table(title, points, columns)], points=points, layers=layers)
     wrong = [p["note"] for p in points if p["name"] == OURS and "WRONG" in p["note"]]
     if not place.first:
         return 1 if wrong else 0
-    clock = harness.CLOCK[device]
-    print(f"{images} images a rank, {place.world_size} rank(s), 16 bits, channels-last, {clock}\n")
-    timed = [point for point in points if "seconds" in point and point["name"] != LIMIT]
-    best = min(timed, key=lambda point: spread(point["seconds"])["median"])
-    return report.finish(
-        tables(layers, device), notes=[f"fastest: {best['name']}"], wrong=wrong, points=points
-    )
+    return report.finish(report.content["tables"], wrong=wrong)
 
 
 if __name__ == "__main__":

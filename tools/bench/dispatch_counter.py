@@ -1,6 +1,7 @@
 """Count operators, host waits and bytes at torch's dispatcher."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,13 @@ class Counter(TorchDispatchMode):
     def _release(self, identity: int, size: int) -> None:
         self._alive.discard(identity)
         self.now -= size
+
+
+def counts(call: Callable[[], Any]) -> dict[str, int]:
+    """Return the operators and the host waits of a call."""
+    with Counter() as counter:
+        call()
+    return {"operators": counter.operators, "host_waits": counter.waits}
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

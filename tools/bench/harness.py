@@ -7,48 +7,53 @@ On a GPU a time is the one between two CUDA events. On a CPU it is the CPU time 
 """
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.format import versions
+from fastsuncet.commands.report.tables import markdown
 from fastsuncet.errors import FastSuncetError
+from fastsuncet.kernels.self_test import Proof, why_not
+from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.tuning.record import processor
 from fastsuncet.versions import installed
 from pipelines.data_errors import DataError
 
 CLOCK = {"cpu": "CPU time of this process", "cuda": "CUDA events"}
 Call = Callable[[], Any]
+Column = tuple[str, str, Callable[[Any], str]]  # head, key of a point, formatter
+COUNTS: list[Column] = [
+    ("operators", "operators", "{:,}".format),
+    ("host waits", "host_waits", "{:,}".format),
+]
 
 
 # Timing
 
 
-def wall_clock(device: str) -> float:
-    """Return seconds on the wall clock, after a GPU has finished its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def seconds_of(call: Call, device: str, repeats: int = 1) -> float:
-    """Return the mean seconds of `repeats` calls on the clock of `device` ("cpu" or "cuda")."""
-    if device == "cpu":
-        start = time.process_time()
+    """Return the mean seconds of `repeats` calls on the clock of `device`.
+
+    It is "cpu", "cuda", or "thread" for the CPU time of the calling thread alone.
+    """
+    if device != "cuda":
+        clock = time.thread_time if device == "thread" else time.process_time
+        start = clock()
         for _ in range(repeats):
             call()
-        return (time.process_time() - start) / repeats
+        return (clock() - start) / repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -65,15 +70,25 @@ def rotated(names: Sequence[Any], turn: int) -> list[Any]:
 
 
 def time_in_turns(
-    calls: Mapping[str, Call], device: str, rounds: int, repeats: int = 1, warmup: int = 2
+    calls: Mapping[str, Call],
+    device: str,
+    rounds: int,
+    repeats: int = 1,
+    warmup: int = 2,
+    discarded: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round, after `warmup` calls that choose kernels and create state."""
+    """Return the seconds of each call in each round, after `warmup` calls that choose kernels and create state.
+
+    `discarded`: calls before each turn of a contender that works ahead while others have their turns.
+    """
     for call in calls.values():
         for _ in range(warmup):
             call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in rotated(list(calls), turn):
+            for _ in range((discarded or {}).get(name, 0)):
+                calls[name]()
             seconds[name].append(seconds_of(calls[name], device, repeats))
     return seconds
 
@@ -105,63 +120,62 @@ def capture_graph(call: Call) -> tuple[Call, str]:
             for _ in range(3):
                 call()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        graph, _ = capture_on_device(call)
     # torch raises nothing narrower for what a graph cannot hold.
     except (RuntimeError, AssertionError) as error:
-        return call, first_line(error)
+        return call, first_message(error)
     return graph.replay, ""
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch's CPU operators on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def kernel_problem(source: str, device: torch.device, proof: Proof) -> str:
+    """Return why our kernels of `source` cannot be timed on a device, "" if they can. Waits for the device."""
+    return "it needs a CUDA device" if device.type != "cuda" else why_not(source, device, proof) or ""
 
 
 # Figures and tables
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, the lowest and the highest value."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Return above / below, round by round."""
+    return [a / b for a, b in zip(above, below)]
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Return the spread of above / below, taken round by round."""
-    return spread([a / b for a, b in zip(above, below)])
-
-
-def format_spread(figure: Mapping[str, float], digits: int = 3) -> str:
-    """Format as `median (min-max)` with that many significant digits."""
+def spread(values: Sequence[float], factor: float = 1) -> str:
+    """Format values times `factor` as `median (lowest-highest)`, with three significant digits."""
 
     def short(value: float) -> str:
-        text = f"{value:.{digits}g}"
-        return f"{value:.0f}" if "e" in text else text
+        text = f"{factor * value:.3g}"
+        return f"{factor * value:.0f}" if "e" in text else text
 
-    return f"{short(figure['median'])} ({short(figure['min'])}-{short(figure['max'])})"
-
-
-def scaled(factor: float, digits: int = 3) -> Callable[[Sequence[float]], str]:
-    """Return a formatter of the spread of values times `factor`: 1e3 for seconds as milliseconds."""
-    return lambda values: format_spread(spread([factor * value for value in values]), digits)
+    return f"{short(median(values))} ({short(min(values))}-{short(max(values))})"
 
 
-def seconds_column(device: str, key: str = "seconds") -> tuple[str, str, Callable[[Any], str]]:
-    """Return the table column of seconds in the unit that fits the device."""
-    return ("us", key, scaled(1e6)) if device == "cuda" else ("CPU ms", key, scaled(1e3))
+def points_of(
+    seconds: Mapping[str, Sequence[float]], ours: str, limit: str | None = None
+) -> list[dict[str, Any]]:
+    """Return a point per contender: name, seconds by round, and their ratios to those of `ours` and of `limit`."""
+    points = []
+    for name, times in seconds.items():
+        point = {"name": name, "seconds": times, "time_to_ours": ratios(times, seconds[ours])}
+        if limit in seconds:
+            point["time_to_limit"] = ratios(times, seconds[limit])
+        points.append(point)
+    return points
 
 
-def table(
-    title: str, points: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str, Callable[[Any], str]]]
-) -> dict[str, Any]:
-    """Return {"title", "head", "rows"} of text from columns (head, key, formatter).
+def time_columns(device: str, ours: str = "ours") -> list[Column]:
+    """Return the columns of such points, seconds in the unit that fits the device."""
+    unit, factor = ("us", 1e6) if device == "cuda" else ("CPU ms", 1e3)
+    return [
+        ("", "name", str),
+        (unit, "seconds", partial(spread, factor=factor)),
+        (f"time, x {ours}", "time_to_ours", spread),
+        ("time, x limit", "time_to_limit", spread),
+    ]
+
+
+def table(title: str, points: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
+    """Return {"title", "head", "rows"} of text.
 
     A cell whose point has no such key is empty. A column of empty cells is left out, unless it is the first.
     """
@@ -171,33 +185,14 @@ def table(
     return {"title": title, "head": [head for head, _, _ in columns], "rows": rows}
 
 
-def print_table(table: Mapping[str, Any]) -> None:
-    """Print the title and the rows, the first column to the left and figures to the right."""
-    print(table["title"])
-    lines = [table["head"], *table["rows"]]
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*lines)]
-    for line in lines:
-        first, *others = (str(cell) for cell in line)
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:]))]
-        print("  ".join(cells).rstrip())
-    print(flush=True)
+def target(what: str, measured: Sequence[float], limit: float, *, at_least: bool) -> str:
+    """Return the line on a figure and the limit that was asked for; its median decides whether it is met.
 
-
-def markdown(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a Markdown table, without its title."""
-    rule = ["---"] + ["---:"] * (len(table["head"]) - 1)
-    return [f"| {' | '.join(line)} |" for line in (table["head"], rule, *table["rows"])]
-
-
-def target(what: str, measured: Mapping[str, float], limit: float, *, at_least: bool) -> dict[str, Any]:
-    """Return a figure with the limit that was asked for; its median decides whether it is met."""
-    met = measured["median"] >= limit if at_least else measured["median"] <= limit
-    return {"what": what, "measured": dict(measured), "limit": limit, "at_least": at_least, "met": met}
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, "" for an error without one."""
-    return (str(error).splitlines() or [""])[0]
+    A missed target is a finding, not a failure.
+    """
+    met = median(measured) >= limit if at_least else median(measured) <= limit
+    bound = "at least" if at_least else "at most"
+    return f"{'met' if met else 'MISSED'}: {what}: {spread(measured)}, target {bound} {limit:g}"
 
 
 # The report and the command line
@@ -205,16 +200,14 @@ def first_line(error: BaseException) -> str:
 
 def environment() -> dict[str, Any]:
     """Return where and with what a measurement is taken, and how busy the machine is before it."""
-    packages = "torch torchvision timm nvidia-dali-cuda120 nvidia-dali-cuda130 "
-    packages += "pytorch-metric-learning lightly numpy pillow"
+    peers = {name: installed(name) for name in ("pytorch-metric-learning", "lightly", "pillow")}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "cpu": processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {name: found for name in packages.split() if (found := installed(name))},
+        "versions": {name: found for name, found in (versions() | peers).items() if found},
         "command": " ".join(["python", *sys.argv]),
     }
 
@@ -239,36 +232,30 @@ class Report:
         """Add `found` and write everything as JSON, where a path was given. A reader never sees half a file."""
         self.content |= found
         if self.path is not None:
-            partial = self.path.with_name(f"{self.path.name}.part")
-            partial.write_text(json.dumps(self.content, indent=1) + "\n")
-            os.replace(partial, self.path)
+            atomic_files.replace(self.path, atomic_files.as_json(self.content))
 
     def finish(
         self,
         tables: Sequence[Mapping[str, Any]],
         *,
         notes: Sequence[str] = (),
-        targets: Sequence[Mapping[str, Any]] = (),
         wrong: Sequence[str] = (),
         **found: Any,
     ) -> int:
-        """Save and print everything; return 1 if something computes wrong results, else 0.
-
-        A missed target is a finding, not a failure.
-        """
-        self.save(tables=list(tables), notes=list(notes), targets=list(targets), wrong=list(wrong), **found)
-        for each in tables:
-            print_table(each)
-        for note in notes:
-            print(note)
-        for each in targets:
-            verdict = "met   " if each["met"] else "MISSED"
-            bound = "at least" if each["at_least"] else "at most"
-            measured = format_spread(each["measured"])
-            print(f"{verdict}  {each['what']}: {measured}, target {bound} {each['limit']:g}")
-        for each in wrong:
-            print(f"WRONG   {each}")
+        """Save and print everything, as Markdown; return 1 if something computes wrong results, else 0."""
+        self.save(tables=list(tables), notes=list(notes), wrong=list(wrong), **found)
+        print(*lines_of(self.content), sep="\n", flush=True)
         return 1 if wrong else 0
+
+
+def lines_of(content: Mapping[str, Any]) -> list[str]:
+    """Return what a report found as lines of Markdown: tables, notes, and what is wrong."""
+    lines = []
+    for each in content.get("tables", ()):
+        lines += [each["title"], "", *markdown(each["head"], each["rows"]), ""]
+    for text in (*content.get("notes", ()), *(f"WRONG: {each}" for each in content.get("wrong", ()))):
+        lines += [text, ""]
+    return lines
 
 
 def parser(
@@ -276,19 +263,22 @@ def parser(
     *,
     rounds: int | None = None,
     quick: str = "",
-    devices: Sequence[str] = ("auto", "cpu", "cuda"),
+    device: str = "",
+    config: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return a parser with --json and, where given, --rounds, --device (the first is the default) and --quick."""
+    """Return a parser with --json and, where asked for, CONFIG, --rounds and --device by their defaults, --quick."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    made.add_argument("--json", type=Path, help="also write everything to this file")
+    add = made.add_argument
+    add("--json", type=Path, help="also write everything to this file")
+    if config:
+        add("config", help="a YAML file, or the name of a shipped one")
+        add("overrides", nargs="*", metavar="section.key=value", help="settings to change")
     if rounds is not None:
-        made.add_argument(
-            "--rounds", type=int, default=rounds, help="turns of each contender (default: %(default)s)"
-        )
-    if devices:
-        made.add_argument("--device", choices=devices, default=devices[0])
+        add("--rounds", type=int, default=rounds, help="turns of each contender (default: %(default)s)")
+    if device:
+        add("--device", choices=("auto", "cpu", "cuda"), default=device)
     if quick:
-        made.add_argument("--quick", action="store_true", help=f"{quick}: for a look and for the tests")
+        add("--quick", action="store_true", help=f"{quick}: for a look and for the tests")
     return made
 
 

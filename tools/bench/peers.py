@@ -13,12 +13,11 @@ package index, 1.0.2, requires torch 1.9.1, which no Python of this project can 
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
@@ -27,16 +26,14 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.models.resnet import build_model
 from pipelines.dali.plugin.build import kept, unavailable
-from pipelines.datasets.folders import image_tree
 from tools.bench import harness
-from tools.bench.bench_pipeline import Endless
+from tools.bench.bench_pipeline import WORKERS, data_loader
 from tools.bench.bench_step import StepBench
-from tools.bench.harness import format_spread, ratios, target
-from tools.bench.processes import time_batches_in_turns
+from tools.bench.harness import ratios, spread, target
+from tools.bench.processes import rates, time_batches_in_turns
 
 OURS, LIGHTLY = "fastsuncet", "lightly, DataLoader"
-HERE, WORKERS, SMALL = Place(0, 1, 0, torch.device("cpu")), 2, 64
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "in1k_simclr.yaml"
+HERE, SMALL = Place(0, 1, 0, torch.device("cpu")), 64
 
 
 def config_of(folder: str, size: int, network: str, batch: int) -> Config:
@@ -47,7 +44,7 @@ def config_of(folder: str, size: int, network: str, batch: int) -> Config:
         criterion.unsupervised_batch_size={batch} evaluation.knn_every_epochs=null meta.device=cpu meta.precision=fp32
     """.split()
     small = ["data.augmentation.blur=0", "data.augmentation.strength=0.5"] if size < SMALL else []
-    return load_config(CONFIG, [*words, *small, f"data.root={folder}"])
+    return load_config("in1k_simclr", [*words, *small, f"data.root={folder}"])
 
 
 def train_ours(*arguments: Any) -> Iterator[None]:
@@ -57,19 +54,6 @@ def train_ours(*arguments: Any) -> Iterator[None]:
     while True:
         step()
         yield
-
-
-class Files(Dataset):
-    """A file -> two views, in lightly's form."""
-
-    def __init__(self, paths: list[Path], transform: Any):
-        self.paths, self.transform = paths, transform
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, i: int) -> list[torch.Tensor]:
-        return self.transform(Image.open(self.paths[i]).convert("RGB"))
 
 
 def train_lightly(*arguments: Any) -> Iterator[None]:
@@ -83,10 +67,7 @@ def train_lightly(*arguments: Any) -> Iterator[None]:
     transform = SimCLRTransform(
         view.size, cj_strength=view.strength, gaussian_blur=view.blur, sigmas=view.blur_sigma, normalize=None
     )
-    index = image_tree(str(config.data.root))
-    data = Files([index.path(i) for i in range(len(index))], transform)
-    batch = config.criterion.unsupervised_batch_size
-    loader = DataLoader(data, batch, sampler=Endless(len(data)), num_workers=WORKERS)
+    loader = data_loader(str(config.data.root), transform, config.criterion.unsupervised_batch_size)
     model = build_model(m.name, m.library, m.stem, m.hidden, m.output, m.head_batchnorm).train()
     loss = NTXentLoss(config.criterion.temperature)
     optimizer = LARS(model.parameters(), 1e-3, rule.momentum, weight_decay=rule.weight_decay)
@@ -99,7 +80,7 @@ def train_lightly(*arguments: Any) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=5, quick="two turns of two steps", devices=())
+    parser = harness.parser(__doc__, rounds=5, quick="two turns of two steps")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--size", type=int, default=32, help="side of a view in pixels (default: %(default)s)"
@@ -119,33 +100,28 @@ def main(arguments: list[str] | None = None) -> int:
     sources = {OURS: (train_ours, asked), LIGHTLY: (train_lightly, asked)}
     turns = time_batches_in_turns(sources, steps, rounds, discarded=max(1, min(6, steps // 2)))
     views = 2 * options.batch * steps
-    points = []
-    for name, found in turns.items():
-        rates, cpu = [views / turn.wall for turn in found], [turn.cpu / views for turn in found]
-        memory = [turn.memory for turn in found]
-        points.append({"name": name, "views_per_second": rates, "cpu_per_view": cpu, "memory": memory})
+    points: list[dict[str, Any]] = [{"name": name, **rates(found, views)} for name, found in turns.items()]
     ours, peer = points
-    ours["speed_to_peer"] = ratios(ours["views_per_second"], peer["views_per_second"])
-    ours["cpu_to_peer"] = ratios(ours["cpu_per_view"], peer["cpu_per_view"])
-    ours["memory_to_peer"] = ratios(ours["memory"], peer["memory"])
+    for figure in ("per_second", "cpu_ms", "memory"):
+        ours[f"{figure}_to_peer"] = ratios(ours[figure], peer[figure])
     columns = [
         ("", "name", str),
-        ("views/s", "views_per_second", harness.scaled(1)),
-        ("x peer", "speed_to_peer", format_spread),
-        ("CPU ms/view", "cpu_per_view", harness.scaled(1e3)),
-        ("x peer", "cpu_to_peer", format_spread),
-        ("memory, MB", "memory", harness.scaled(1e-6)),
-        ("x peer", "memory_to_peer", format_spread),
+        ("views/s", "per_second", spread),
+        ("x peer", "per_second_to_peer", spread),
+        ("CPU ms/view", "cpu_ms", spread),
+        ("x peer", "cpu_ms_to_peer", spread),
+        ("memory, MB", "memory", partial(spread, factor=1e-6)),
+        ("x peer", "memory_to_peer", spread),
     ]
     title = (
         f"SimCLR, {options.network}, {options.batch} images of two views of {options.size} pixels, from files"
     )
     targets = [
-        target("processor time a view, times lightly's", ours["cpu_to_peer"], 0.65, at_least=False),
-        target("views/s, times lightly's", ours["speed_to_peer"], 1, at_least=True),
+        target("processor time a view, times lightly's", ours["cpu_ms_to_peer"], 0.65, at_least=False),
+        target("views/s, times lightly's", ours["per_second_to_peer"], 1, at_least=True),
     ]
     notes = ["our views by our own operator" if kept() else f"our views by DALI's operators: {unavailable()}"]
-    return report.finish([harness.table(title, points, columns)], points=points, targets=targets, notes=notes)
+    return report.finish([harness.table(title, points, columns)], points=points, notes=notes + targets)
 
 
 if __name__ == "__main__":

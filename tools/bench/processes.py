@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,6 +70,15 @@ def time_batches_in_turns(
     return turns
 
 
+def rates(turns: Sequence[Turn], count: int) -> dict[str, list[float]]:
+    """Return things a second, CPU milliseconds a thing, and bytes, by turn of `count` things."""
+    return {
+        "per_second": [count / turn.wall for turn in turns],
+        "cpu_ms": [1e3 * turn.cpu / count for turn in turns],
+        "memory": [turn.memory for turn in turns],
+    }
+
+
 def _serve(pipe: Connection, source: Source) -> None:
     """Send a Turn for each pair of numbers that is received, until it is None."""
     torch.set_num_threads(1)
@@ -105,11 +114,17 @@ def _memory() -> int:
     return sum(1024 * _kib(Path(f"/proc/{each}/smaps_rollup"), "Pss") for each in ids)
 
 
-def resident_growth(work: Callable[[], Any]) -> int:
-    """Return the bytes by which this process's resident memory rose at most during `work`, as Linux counts.
+def memory_growth(work: Callable[[], Any], device: str = "cpu") -> int:
+    """Return the bytes by which memory rose at most during `work`.
 
-    Call it in a fresh process: memory that was freed before and kept by the allocator would not be counted.
+    On a CPU it is this process's resident memory, as Linux counts. Call it in a fresh process: memory that was freed
+    before and kept by the allocator would not be counted. On "cuda" it is what torch allocates.
     """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     # 5 sets the high-water mark to what is resident now.
     reset.write_text("5", encoding="utf-8")
