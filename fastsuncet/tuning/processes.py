@@ -8,8 +8,9 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fastsuncet.config import Config
 from fastsuncet.console import cli_command
@@ -54,24 +55,8 @@ def run_child(
     with tempfile.TemporaryDirectory(prefix="fastsuncet-tune-") as folder, tempfile.TemporaryFile() as output:
         asked, report = Path(folder, "request.json"), Path(folder, "report.json")
         asked.write_text(json.dumps(request), encoding="utf-8")
-        process = subprocess.Popen(
-            child_command(asked, report),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ends = time.monotonic() + seconds
-        try:
-            while process.poll() is None and time.monotonic() < ends and signals.requested is None:
-                time.sleep(POLL)
-            code = process.poll()
-        finally:
-            # With the compilers and loaders that it started.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        command = child_command(asked, report)
+        code = run_limited(command, output, seconds, lambda: signals.requested is not None, env=environment)
         if report.exists():
             return json.loads(report.read_text(encoding="utf-8"))
         if signals.requested is not None:
@@ -82,6 +67,37 @@ def run_child(
         last = (output.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return {"problem": f"{how}: {last}"}
+
+
+def run_limited(
+    command: list[str],
+    output: IO[Any],
+    seconds: float,
+    stopped: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> int | None:
+    """Run a command for at most `seconds`, or until it is `stopped`; return its exit code, None if it was ended.
+
+    Then it ends all processes that the command started, such as compilers and loaders. `output` gets what they print;
+    `options` are those of subprocess.Popen.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        **options,
+    )
+    ends = time.monotonic() + seconds
+    try:
+        while process.poll() is None and time.monotonic() < ends and not stopped():
+            time.sleep(POLL)
+        return process.poll()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def child_command(request: Path, report: Path) -> list[str]:

@@ -67,9 +67,12 @@ def test_suite_runs_a_tool_and_publishes_no_folder_of_the_machine(tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["/home/me/fastsuncet/tools/gpu/suite.py", *words])
     assert gpu_suite.main(words) == 0, capsys.readouterr().out
     text = (tmp_path / "suite.md").read_text()
-    assert "### lars: one step" in text and "no 'fastsuncet kernel': it needs a CUDA device" in text
+    assert (
+        "### lars: a LARS step\n\none step, " in text
+        and "no 'fastsuncet kernel': it needs a CUDA device" in text
+    )
     assert "none of its figures is a measurement" in text and "lowest and highest" in text
-    assert f"{os.cpu_count()} cores, load " in text and f"CUDA {torch.version.cuda or 'none'}" in text
+    assert f"{os.cpu_count()} cores, load " in text and f"torch {torch.__version__}" in text
     assert "`python tools/gpu/suite.py --minutes=5 --device=cpu --small --only lars`" in text
     assert str(tmp_path) not in text and "/home" not in text
 
@@ -83,16 +86,12 @@ def test_suite_reads_images_by_torchvision_where_dali_fails(tmp_path, no_images,
         assert records[1]["output"] == f"data.backend={expected}\n"
 
 
-def test_markdown_names_what_is_wrong(tmp_path, no_images):
+def test_section_names_what_is_wrong():
     report = {"environment": harness.environment(), "card": "x", "parts": [], "tables": []}
-    found = {
-        "tables": [harness.table("t", [{"a": 1}], [("", "a", str)])],
-        "wrong": ["y differs", "z differs"],
-    }
+    found = {"tables": [harness.table("t", [{"a": 1}], [("", "a", str)])], "wrong": ["y", "z"]}
     report["parts"] = [{"name": "p", "what": "w", "status": "failed (1)", "seconds": 1.0, "found": found}]
-    assert "### p: t\n\n|  |\n| --- |\n| 1 |\n\n**Wrong in p:** y differs; z differs." in gpu_suite.markdown(
-        report
-    )
+    text = gpu_suite.section(report)
+    assert "### p: w\n\nt\n\n|  |\n| --- |\n| 1 |\n\nWRONG: y\n\nWRONG: z\n" in text
 
 
 def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -116,7 +115,7 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
 def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images):
     torch.set_num_threads(1)
     path = tmp_path / "found.json"
-    words = [part, "--folder", str(images), "--device", "cpu", "--small", "--json", str(path)]
+    words = [part, "--folder", str(images), "--device", "cpu", "--quick", "--json", str(path)]
     assert workloads.main(words) == 0
     tables = json.loads(path.read_text())["tables"]
     assert tables and all(table["rows"] for table in tables)
@@ -153,25 +152,25 @@ def test_decoder_finds_pixels_that_depend_on_neighbors_and_not_on_the_row(images
     assert report.content["notes"][0].endswith("at these shares: 0.0, 1.0")
 
 
-def test_resume_compares_two_runs_and_returns_1_if_they_differ(tmp_path, images, monkeypatch, capsys):
-    """Both runs in bf16 are equal; the second one in fp32 is changed after it was trained."""
-    real, calls = workloads.train_to_end, []
+def test_resume_compares_two_runs_and_returns_1_if_they_differ(images, monkeypatch, capsys):
+    """Both runs in bf16 are equal; of the one in fp32 a weight is changed after it was continued."""
+    real, calls = workloads.final_state, []
 
     def spoiled(config):
-        loaded = real(config)
         calls.append(config)
-        if len(calls) == 2:
-            name = next(iter(loaded.model))
-            loaded.model[name] = loaded.model[name] + 1e-6
-        return loaded
+        model, *rest = real(config)
+        if len(calls) == 1:
+            name = next(iter(model))
+            model = {**model, name: model[name] + 1e-6}
+        return model, *rest
 
-    monkeypatch.setattr(workloads, "train_to_end", spoiled)
-    monkeypatch.setattr(workloads, "RESUME", workloads.RESUME + f" logging.folder={tmp_path}")
+    monkeypatch.setattr(workloads, "final_state", spoiled)
     torch.set_num_threads(1)
-    assert workloads.main(["resume", "--folder", str(images), "--device", "cpu", "--small"]) == 1
+    assert workloads.main(["resume", "--folder", str(images), "--device", "cpu", "--quick"]) == 1
     printed = capsys.readouterr().out
-    assert "DIFFERENT" in printed and "equal to the bit" in printed
-    assert "WRONG   a continued run in fp32 has other weights\n" in printed and "in bf16 has" not in printed
+    assert "| fp32 | DIFFERENT: state[0]." in printed and "| bf16 | equal to the bit |" in printed
+    assert "WRONG: a continued run in fp32 does not end as the whole one\n" in printed
+    assert "in bf16 does not" not in printed
 
 
 def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_path):

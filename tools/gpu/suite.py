@@ -19,12 +19,9 @@ else 1.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 import torch
 
 from fastsuncet.commands.tune import table as tune_table
+from fastsuncet.tuning.processes import run_limited
 from fastsuncet.tuning.record import cards
-from tools.bench.harness import Report
-from tools.bench.harness import markdown as markdown_table
-from tools.gpu.workloads import NO_DALI, cifar_overrides, generate_images, imagenet_overrides
+from tools.bench.harness import Report, lines_of, markdown
+from tools.gpu.workloads import CIFAR, IMAGENET, NO_DALI, generate_images, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE = 10.0  # seconds kept for writing the report
@@ -61,14 +58,13 @@ class Options:
     folder: Path
     minutes: float = 8
 
-    def bench(self, tool: str, *arguments: str) -> list[str]:
-        """Return the command of a bench tool."""
-        return [f"tools/bench/{tool}.py", *arguments, "--device", self.device, *["--quick"] * self.small]
+    def tool(self, *command: str) -> list[str]:
+        """Return the command of a tool, with its device and its size."""
+        return [*command, "--device", self.device, *["--quick"] * self.small]
 
-    def workload(self, name: str) -> list[str]:
-        """Return the command of a part of tools/gpu/workloads.py."""
-        where = ["--folder", str(self.folder), "--device", self.device]
-        return ["-m", "tools.gpu.workloads", name, *where, *["--small"] * self.small]
+    def overrides(self, settings: tuple[str, str]) -> list[str]:
+        """Return the changes of a config for this device and this size."""
+        return overrides(settings, self.folder, self.device, self.small)
 
 
 @dataclass(frozen=True)
@@ -88,91 +84,68 @@ def gpu_tests(options: Options) -> list[str]:
     Collecting all of tests/ would take a minute and import packages that a bare machine can lack.
     """
     mark = "pytest.mark" + ".gpu"  # in two parts, so that this text is not found
-    files = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if mark in path.read_text()]
+    files = [
+        path for path in sorted(ROOT.glob("tests/**/test_*.py")) if mark in path.read_text(encoding="utf-8")
+    ]
     return [*PYTEST, "-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
 
 
-def step(config: str, overrides: Callable[[Path, str, bool], list[str]]) -> Callable[[Options], list[str]]:
-    """Return the command of bench_step.py on a config with overrides."""
-    return lambda o: o.bench("bench_step", config, *overrides(o.folder, o.device, o.small), "--steps", "20")
+def bench(name: str, *arguments: str) -> Callable[[Options], list[str]]:
+    """Return the command of a bench tool."""
+    return lambda o: o.tool(f"tools/bench/{name}.py", *arguments)
+
+
+def workload(name: str) -> Callable[[Options], list[str]]:
+    """Return the command of a part of tools/gpu/workloads.py."""
+    return lambda o: o.tool("-m", "tools.gpu.workloads", name, "--folder", str(o.folder))
+
+
+def step(config: str, settings: tuple[str, str]) -> Callable[[Options], list[str]]:
+    """Return the command of bench_step.py on a config with settings."""
+    return lambda o: o.tool("tools/bench/bench_step.py", config, *o.overrides(settings), "--steps", "20")
 
 
 def tune(options: Options) -> list[str]:
     """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU; it writes ladder.json itself."""
-    words = imagenet_overrides(options.folder, options.device, options.small)
     minutes = min(3 if options.small else 7, options.minutes - 1)
-    output = ["--output", str(options.folder / "ladder.png")]
-    return [
-        "-m",
-        "fastsuncet",
-        "tune",
-        "configs/in1k_10pct.yaml",
-        *words,
-        "--all",
-        f"--minutes={minutes:.2f}",
-        *output,
-    ]
+    limits = [f"--minutes={minutes:.2f}", "--output", str(options.folder / "ladder.png")]
+    return ["-m", "fastsuncet", "tune", "in1k_10pct", *options.overrides(IMAGENET), "--all", *limits]
 
 
 def ranks(options: Options) -> list[str]:
     """Return the command of bench_norm.py on every GPU, or on two processes of a CPU."""
-    processes = torch.cuda.device_count() if options.device == "cuda" else 2
-    return [
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={processes}",
-        *options.bench("bench_norm", "--most", "6"),
-    ]
+    count = torch.cuda.device_count() if options.device == "cuda" else 2
+    return ["-m", "torch.distributed.run", f"--nproc-per-node={count}", *NORM(options)]
 
 
+NORM = bench("bench_norm", "--most", "6", "--rounds", "5")
 PARTS = (
-    Part("pixels", 2, "DALI on this device", lambda o: o.workload("pixels")),
+    Part("pixels", 2, "DALI on this device", workload("pixels")),
     Part("tests", 4, "the tests that need a GPU", gpu_tests, reports=False),
-    Part("resume", 2, "a continued run against a whole one, to the bit", lambda o: o.workload("resume")),
-    Part("imagenet", 4, "ResNet-50 at 224 pixels", step("configs/in1k_10pct.yaml", imagenet_overrides)),
+    Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
+    Part("imagenet", 4, "ResNet-50 at 224 pixels", step("in1k_10pct", IMAGENET)),
     Part("ladder", 8, "what makes a run faster: fastsuncet tune --all", tune, reports=False),
-    Part("profile", 2, "where the time of a step goes", lambda o: o.workload("profile")),
-    Part(
-        "norm",
-        3,
-        "BatchNorm, residual and ReLU",
-        lambda o: o.bench("bench_norm", "--most", "6", "--rounds", "5"),
-    ),
-    Part("decoder", 2, "the hardware JPEG decoder, by its share", lambda o: o.workload("decoder")),
-    Part(
-        "cifar",
-        3,
-        "ResNet-50 with the CIFAR stem at 32 pixels",
-        step("configs/digits_demo.yaml", cifar_overrides),
-    ),
-    Part("lars", 2, "a LARS step", lambda o: o.bench("bench_lars", "--rounds", "9")),
-    Part("losses", 2, "SuNCEt and NT-Xent", lambda o: o.bench("bench_loss", "--rows", "8192")),
+    Part("profile", 2, "where the time of a step goes", workload("profile")),
+    Part("norm", 3, "BatchNorm, residual and ReLU", NORM),
+    Part("decoder", 2, "the hardware JPEG decoder, by its share", workload("decoder")),
+    Part("cifar", 3, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
+    Part("lars", 2, "a LARS step", bench("bench_lars", "--rounds", "9")),
+    Part("losses", 2, "SuNCEt and NT-Xent", bench("bench_loss", "--rows", "8192")),
     Part("ranks", 3, "BatchNorm over ranks, on two GPUs or more", ranks),
-    Part("race", 6, "SimCLR and SimCLR + SuNCEt to the same accuracy", lambda o: o.workload("race")),
+    Part("race", 6, "SimCLR and SimCLR + SuNCEt to the same accuracy", workload("race")),
 )
 PIXELS, *CHOSEN = PARTS  # every report begins with the first
 
 
 def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) -> dict[str, Any]:
-    """Run a part for at most `seconds`; return its status, its time, what it found, and its output if it failed."""
+    """Run a part for at most `seconds`; return its status, its time, what it found, and its output if it failed.
+
+    `found`: the file that it writes.
+    """
     started = time.perf_counter()
+    words = [sys.executable, *command, *(["--json", str(found)] if part.reports else [])]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        code = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(seconds)
-        finally:
-            # The whole process group: a part's children would continue to use the GPU.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        code = run_limited(words, output, seconds, cwd=ROOT)
         output.seek(0)
         text = output.read()
     status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
@@ -185,7 +158,7 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
     return record
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def section(report: Mapping[str, Any]) -> str:
     """Return the report as a section for BENCHMARKS.md."""
     where = report["environment"]
     # A published command does not show where this machine keeps files.
@@ -195,32 +168,24 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"## {where['date'][:10]}, {report['card']}",
         "",
         f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start. Commit "
-        f"`{where['commit'] or 'unknown'}`, Python {where['python']}, {versions}, CUDA {torch.version.cuda or 'none'}. "
-        f"`{command}`",
+        f"`{where['commit'] or 'unknown'}`, {versions}. `{command}`",
         "",
         "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round.",
         "",
-        "| part | | seconds |",
-        "|---|---|---:|",
-        *(f"| {p['name']}: {p['what']} | {p['status']} | {p['seconds']:g} |" for p in report["parts"]),
+        *markdown(
+            ["part", "", "seconds"],
+            [(f"{p['name']}: {p['what']}", p["status"], f"{p['seconds']:g}") for p in report["parts"]],
+        ),
         "",
     ]
     for part in report["parts"]:
-        found = part.get("found", {})
-        for table in found.get("tables", ()):
-            lines += [f"### {part['name']}: {table['title']}", "", *markdown_table(table), ""]
+        found, output = part.get("found", {}), part.get("output", "")
+        lines += [f"### {part['name']}: {part['what']}", "", *lines_of(found), ""]
         if "rungs" in found:
-            lines += [f"### {part['name']}: {found['line']}", "", *tune_table(found["rungs"]), ""]
-        if found.get("wrong"):
-            lines += [f"**Wrong in {part['name']}:** {'; '.join(found['wrong'])}.", ""]
-        for text in (*found.get("notes", ()), *last_lines(part)):
-            lines += ["```", text.strip(), "```", ""]
+            lines += [found["line"], "", *tune_table(found["rungs"]), ""]
+        if output:
+            lines += ["```", *output.strip().splitlines()[-8:], "```", ""]
     return "\n".join(lines)
-
-
-def last_lines(part: Mapping[str, Any]) -> list[str]:
-    """Return the end of a part's output, where it was kept."""
-    return ["\n".join(part["output"].strip().splitlines()[-8:]) or "no output"] if "output" in part else []
 
 
 def suite(
@@ -240,20 +205,21 @@ def suite(
             left, found = end - time.perf_counter(), folder / f"{part.name}.json"
             # The limits are for a GPU machine; a rehearsal shares a CPU with other work.
             seconds = min(left, 60 * part.limit * (3 if small else 1))
+            missing = "no time" if left < 5 else ""
             if part.name == "ranks" and device == "cuda" and torch.cuda.device_count() < 2:
-                record = {"name": part.name, "what": part.what, "status": "left out: one GPU", "seconds": 0.0}
-            elif left < 5:
-                record = {"name": part.name, "what": part.what, "status": "left out: no time", "seconds": 0.0}
+                missing = "one GPU"
+            if missing:
+                status = f"left out: {missing}"
+                record = {"name": part.name, "what": part.what, "status": status, "seconds": 0.0}
             else:
-                options = Options(device, small, folder, seconds / 60)
-                command = part.command(options) + (["--json", str(found)] if part.reports else [])
+                command = part.command(Options(device, small, folder, seconds / 60))
                 record = run_part(part, command, seconds, found)
                 if part is PIXELS and record["status"] != "done":
                     (folder / NO_DALI).touch()
             records.append(record)
             print(f"{record['status']:<18}{record['seconds']:>7.1f} s  {part.name}: {part.what}", flush=True)
             report.save(parts=records)
-            Path(f"{output}.md").write_text(markdown(report.content) + "\n", encoding="utf-8")
+            Path(f"{output}.md").write_text(section(report.content) + "\n", encoding="utf-8")
     return records
 
 
@@ -271,17 +237,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not os.access(options.output.parent, os.W_OK | os.X_OK):
         print(f"error: {options.output.parent} is not a writable folder: create it first", file=sys.stderr)
         return 2
-    card = f"a rehearsal on a {options.device.upper()}: none of its figures is a measurement"
-    if options.device == "cuda":
-        try:
-            named = cards()
-        except RuntimeError as error:
-            print(
-                f"error: no GPU can be used here ({error}); --device cpu --small runs without one",
-                file=sys.stderr,
-            )
-            return 2
-        card = card if options.small else named
+    try:
+        named = cards() if options.device == "cuda" else ""
+    except RuntimeError as error:
+        hint = "--device cpu --small runs without one"
+        print(f"error: no GPU can be used here ({error}); {hint}", file=sys.stderr)
+        return 2
+    rehearsal = f"a rehearsal on a {options.device.upper()}: none of its figures is a measurement"
+    card = rehearsal if options.small or not named else named
     parts = [PIXELS, *(part for part in CHOSEN if options.only is None or part.name in options.only)]
     records = suite(parts, options.minutes, options.device, options.small, options.output, card)
     print(f"wrote {options.output}.json and {options.output}.md")

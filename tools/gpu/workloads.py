@@ -1,7 +1,7 @@
 """The parts of the GPU suite that no other tool has: python -m tools.gpu.workloads PART --json FILE --folder F ...
 
     pixels    DALI reads a batch on the device
-    resume    a run that is continued from a checkpoint gives the weights of the whole run, to the bit
+    resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     decoder   whether an image's pixels depend on the other images of its batch, or on its row
     profile   where the time of our step goes
     race      seconds until SimCLR + SuNCEt reaches the best accuracy of SimCLR
@@ -13,9 +13,8 @@ import json
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
+from itertools import cycle, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
@@ -35,38 +33,39 @@ from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Center
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
+from tests.support.pictures import texture
+from tests.support.runs import assert_equal_to_the_bit, final_state
 from tools.bench import harness
-from tools.bench.bench_pipeline import write_pictures
 from tools.bench.bench_step import StepBench
 from tools.bench.harness import Report
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DIGIT_SIDE = 32
 NO_DALI = "no_dali"  # a file beside the images, where DALI cannot read them
-IMAGENET = """
-    data.train=pictures data.validation=null data.split.kind=all data.split.file=null
-    criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8
-    evaluation.knn_every_epochs=null optimization.warmup=0
-"""
-IMAGENET_SMALL = """
-    model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0
-    criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2
-"""
-DIGITS = "data.kind=cifar10 data.augmentation.size=32"
-CIFAR = """
-    model.name=resnet50 model.stem=cifar model.hidden=2048 model.output=128
-    criterion.unsupervised_batch_size=512 criterion.supervised_imgs_per_class=10
-    meta.precision=bf16 meta.threads=null optimization.warmup=0
-"""
-CIFAR_SMALL = """
-    model.name=resnet_tiny model.hidden=64
-    criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2
-"""
-RESUME = """
-    optimization.steps=10 optimization.warmup=0 evaluation.knn_every_epochs=null
-    checkpoint.every=5 checkpoint.every_epochs=null checkpoint.keep=9
-"""
-RACE = "checkpoint.every=null evaluation.knn_every_epochs=2 optimization.warmup=1"
+# Settings of a config, and the further ones of a rehearsal. The paper's step on generated pictures, 512 views a GPU:
+IMAGENET = (
+    "data.train=pictures data.validation=null data.split.kind=all data.split.file=null "
+    "criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8 "
+    "evaluation.knn_every_epochs=null optimization.warmup=0",
+    "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 "
+    "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2",
+)
+# A ResNet-50 with the CIFAR stem on drawn digits of 32 pixels:
+CIFAR = (
+    "model.name=resnet50 model.stem=cifar model.hidden=2048 model.output=128 "
+    "criterion.unsupervised_batch_size=512 criterion.supervised_imgs_per_class=10 "
+    "meta.precision=bf16 meta.threads=null optimization.warmup=0",
+    "model.name=resnet_tiny model.hidden=64 "
+    "criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2",
+)
+RESUME = (
+    "optimization.steps=10 optimization.warmup=0 evaluation.knn_every_epochs=null "
+    "checkpoint.every=5 checkpoint.every_epochs=null checkpoint.keep=9",
+    "",
+)
+RACE = (
+    "checkpoint.every=null evaluation.knn_every_epochs=2 optimization.warmup=1",
+    "optimization.steps=30",
+)
 
 
 def backend(folder: Path) -> str:
@@ -74,38 +73,24 @@ def backend(folder: Path) -> str:
     return f"data.backend={'torchvision' if (folder / NO_DALI).exists() else 'dali'}"
 
 
-def imagenet_overrides(folder: Path, device: str, small: bool) -> list[str]:
-    """Return the changes of configs/in1k_10pct.yaml: the paper's step, 512 views a GPU, on generated pictures."""
-    where = [f"data.root={folder}", f"meta.device={device}", f"logging.folder={folder}/runs"]
-    return [*where, backend(folder), *IMAGENET.split(), *(IMAGENET_SMALL.split() if small else [])]
-
-
-def digits_overrides(folder: Path, device: str) -> list[str]:
-    """Return the changes of configs/digits_*.yaml: drawn digits, on this device."""
-    return [
-        *DIGITS.split(),
-        backend(folder),
-        f"data.root={folder}/digits",
-        f"meta.device={device}",
-        f"logging.folder={folder}/runs",
-    ]
-
-
-def cifar_overrides(folder: Path, device: str, small: bool) -> list[str]:
-    """Return the changes of configs/digits_demo.yaml: a ResNet-50 with the CIFAR stem at 32 pixels."""
-    return digits_overrides(folder, device) + CIFAR.split() + (CIFAR_SMALL.split() if small else [])
+def overrides(settings: tuple[str, str], folder: Path, device: str, small: bool) -> list[str]:
+    """Return the changes of configs/in1k_10pct.yaml (IMAGENET) or configs/digits_*.yaml (all others)."""
+    words = [backend(folder), f"meta.device={device}", f"logging.folder={folder}/runs"]
+    if settings is IMAGENET:
+        words.append(f"data.root={folder}")
+    else:
+        words += ["data.kind=cifar10", "data.augmentation.size=32", f"data.root={folder}/digits"]
+    return words + settings[0].split() + (settings[1].split() if small else [])
 
 
 def generate_images(folder: Path, small: bool) -> None:
     """Write JPEGs of ImageNet's usual size to folder/pictures, and digits laid out as CIFAR-10 to folder/digits."""
-    classes = [folder / "pictures" / f"class_{number:02}" for number in range(20)]
-    for each in classes:
-        each.mkdir(parents=True)
-    height, width = (60, 80) if small else (375, 500)
-    count = 2 if small else 26
+    height, width, count = (60, 80, 40) if small else (375, 500, 520)
+    paths = [folder / "pictures" / f"class_{number % 20:02}" / f"{number:03}.jpg" for number in range(count)]
     with ProcessPoolExecutor() as pool:
         # Of several heights, because the hardware decoder sorts a batch by area.
-        list(pool.map(write_pictures, classes, repeat(count), range(height, height + 20), repeat(width)))
+        heights = cycle(range(height, height + 20))
+        list(pool.map(write_picture, paths, range(count), heights, repeat(width)))
     generator = np.random.default_rng(0)
     for part, count in (("train", 144), ("test", 36)):
         for digit, name in enumerate(CLASSES["cifar10"]):
@@ -113,6 +98,12 @@ def generate_images(folder: Path, small: bool) -> None:
             place.mkdir(parents=True)
             for number in range(count):
                 draw_digit(str(digit), generator).save(place / f"{number:03}.png")
+
+
+def write_picture(path: Path, number: int, height: int, width: int) -> None:
+    """Write a JPEG with roughly the detail of a photograph."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(texture(number, height, width)).save(path, quality=92)
 
 
 def draw_digit(digit: str, generator: np.random.Generator) -> Image.Image:
@@ -132,7 +123,7 @@ def draw_digit(digit: str, generator: np.random.Generator) -> Image.Image:
 
 def pixels(report: Report, folder: Path, device: str, small: bool) -> int:
     """Read the first batch of the ImageNet step. The other parts use torchvision where this fails."""
-    config = load_config(CONFIGS / "in1k_10pct.yaml", imagenet_overrides(folder, device, small))
+    config = load_config("in1k_10pct", overrides(IMAGENET, folder, device, small))
     with join(config.meta.device) as place:
         bench, stream = StepBench.open(config, place)
         stream.close()
@@ -190,50 +181,47 @@ def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
     note = f"the pixels of an image depend on nothing else at these shares: {', '.join(equal) or 'none'}"
     # Runs rely on it at the default share.
     wrong = ["at share 0 pixels depend on neighbors or rows"] if points[0]["largest"] else []
-    return report.finish([table], notes=[note], wrong=wrong, points=points)
+    return report.finish([table], notes=[note], wrong=wrong)
 
 
-def train_to_end(config: Config) -> manager.LoadedCheckpoint:
-    """Train a run to its end and return its newest checkpoint."""
+def train_to_end(config: Config) -> None:
+    """Start or continue a run and train it to its end."""
     with join(config.meta.device) as place:
         train.train(config, place)
-    checkpoint = manager.load_newest(config.run_folder / "checkpoints")
-    assert checkpoint is not None
-    return checkpoint
 
 
 def resume(report: Report, folder: Path, device: str, small: bool) -> int:
     """Train ten steps, and continue the same run from its checkpoint at step five, in both precisions."""
     points = []
     for precision in ("fp32", "bf16"):
-        overrides = [*digits_overrides(folder, device), *RESUME.split(), f"meta.precision={precision}"]
-        configs = [
-            load_config(CONFIGS / "digits_demo.yaml", [*overrides, f"logging.write_tag={precision}_{name}"])
+        words = [*overrides(RESUME, folder, device, small), f"meta.precision={precision}"]
+        whole, continued = (
+            load_config("digits_demo", [*words, f"logging.folder={folder}/{precision}_{name}"])
             for name in ("whole", "continued")
-        ]
-        whole = train_to_end(configs[0])
-        shutil.copytree(configs[0].run_folder, configs[1].run_folder)
-        for checkpoint in (configs[1].run_folder / "checkpoints").glob("step_*"):
+        )
+        train_to_end(whole)
+        shutil.copytree(whole.run_folder, continued.run_folder)
+        for checkpoint in (continued.run_folder / "checkpoints").glob("step_*"):
             if int(checkpoint.name.removeprefix("step_")) > 5:
                 shutil.rmtree(checkpoint)
-        continued = train_to_end(configs[1])
-        same = whole.model.keys() == continued.model.keys() and all(
-            torch.equal(tensor, continued.model[name]) for name, tensor in whole.model.items()
-        )
-        points.append({"name": precision, "result": "equal to the bit" if same else "DIFFERENT"})
-    title = "weights and statistics after ten steps, continued at five"
+        train_to_end(continued)
+        try:
+            assert_equal_to_the_bit(final_state(continued), final_state(whole))
+            result = "equal to the bit"
+        except AssertionError as error:
+            result = f"DIFFERENT: {str(error).splitlines()[0]}"
+        points.append({"name": precision, "result": result})
+    title = "weights, statistics, momentum and metrics after ten steps, continued at five"
     table = harness.table(title, points, [("", "name", str), ("", "result", str)])
-    wrong = [
-        f"a continued run in {p['name']} has other weights" for p in points if p["result"] == "DIFFERENT"
-    ]
+    different = [p["name"] for p in points if p["result"].startswith("DIFFERENT")]
+    wrong = [f"a continued run in {name} does not end as the whole one" for name in different]
     return report.finish([table], wrong=wrong, points=points)
 
 
 def profile(report: Report, folder: Path, device: str, small: bool) -> int:
     """Record where the time of our step on a fixed batch goes, what it converts and where the host waits."""
     steps = 2 if small else 10
-    config = load_config(CONFIGS / "in1k_10pct.yaml", imagenet_overrides(folder, device, small))
-    activity = torch.profiler.ProfilerActivity
+    config = load_config("in1k_10pct", overrides(IMAGENET, folder, device, small))
     with join(config.meta.device) as place:
         set_determinism(config, place)
         bench, stream = StepBench.open(config, place)
@@ -241,58 +229,38 @@ def profile(report: Report, folder: Path, device: str, small: bool) -> int:
         step = bench.ours(lambda _: bench.batch)
         for _ in range(WARMUP + 1):
             step()
-        activities = [activity.CPU] + ([activity.CUDA] if device == "cuda" else [])
-        with torch.profiler.profile(activities=activities) as recorded:
+        with torch.profiler.profile() as recorded:  # of the CPU and, where there is one, of the GPU
             for _ in range(steps):
                 step()
-            harness.wall_clock(device)
-    events = list(recorded.key_averages())
-    on_device = (
-        [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA] if device == "cuda" else events
-    )
-
-    def spent(event: Any) -> float:
-        return event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-
-    total = sum(map(spent, on_device)) or 1.0
-    points = [
-        {
-            "name": event.key.replace("|", "/")[:90],
-            "percent": 100 * spent(event) / total,
-            "ms": spent(event) / steps / 1e3,
-            "calls": event.count / steps,
-        }
-        for event in sorted(on_device, key=spent, reverse=True)[:25]
-    ]
+            if device == "cuda":
+                torch.cuda.synchronize()
+    events = recorded.key_averages()
+    counted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     layouts = ("nchwtonhwc", "nhwctonchw", "transpose")
-    converting = [e for e in on_device if any(word in e.key.lower() for word in layouts)]
-    # A copy that is not Async is a wait. One of the waits for the whole device is this profile's own end.
-    waits = [e for e in events if "Synchronize" in e.key or e.key == "cudaMemcpy"]
-    counts = {"kernels or operators": on_device, "layout conversions": converting} | {
-        e.key: [e] for e in waits
-    }
-    facts = [{"name": name, "count": sum(e.count for e in each) / steps} for name, each in counts.items()]
-    columns = [
-        ("", "name", str),
-        ("%", "percent", "{:.1f}".format),
-        ("ms a step", "ms", "{:.3f}".format),
-        ("calls a step", "calls", "{:.0f}".format),
-    ]
-    where = harness.table("where the time goes", points, columns)
-    counted = harness.table(
-        "what it starts, converts and waits for", facts, [columns[0], ("a step", "count", str)]
-    )
-    return report.finish([where, counted], points=points)
+    counts = {"kernels or operators": 0, "layout conversions": 0}
+    for event in events:
+        if event.device_type == counted:
+            counts["kernels or operators"] += event.count
+            counts["layout conversions"] += event.count * any(word in event.key.lower() for word in layouts)
+        # A copy that is not Async is a wait. One of the waits for the whole device is this profile's own end.
+        if "Synchronize" in event.key or event.key == "cudaMemcpy":
+            counts[event.key] = event.count
+    points = [{"name": name, "count": count / steps} for name, count in counts.items()]
+    columns = [("", "name", str), ("a step", "count", str)]
+    table = harness.table("what it starts, converts and waits for", points, columns)
+    order = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
+    where = events.table(sort_by=order, row_limit=25, max_name_column_width=90)
+    return report.finish([table], notes=[f"{steps} steps", f"```\n{where}\n```"], points=points)
 
 
 def race(report: Report, folder: Path, device: str, small: bool) -> int:
     """Train both methods on the digits: when does SimCLR + SuNCEt reach the best accuracy that SimCLR reaches?"""
-    overrides = digits_overrides(folder, device) + RACE.split() + (["optimization.steps=30"] if small else [])
     curves = {}
-    for method, file in (("SimCLR", "digits_simclr.yaml"), ("SimCLR + SuNCEt", "digits_demo.yaml")):
-        config = load_config(CONFIGS / file, overrides)
+    for method, name in (("SimCLR", "digits_simclr"), ("SimCLR + SuNCEt", "digits_demo")):
+        config = load_config(name, overrides(RACE, folder, device, small))
         train_to_end(config)
-        lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+        text = (config.run_folder / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
         curves[method] = [(line["seconds"], line["knn_accuracy"]) for line in lines if "knn_accuracy" in line]
     goal = max(accuracy for _, accuracy in curves["SimCLR"])
     points = []
@@ -315,13 +283,12 @@ PARTS = {"pixels": pixels, "resume": resume, "decoder": decoder, "profile": prof
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one part; return 1 if results are wrong."""
-    parser = harness.parser(__doc__, devices=("cuda", "cpu"))
+    parser = harness.parser(__doc__, device="cuda", quick="small networks and pictures")
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--folder", type=Path, required=True, help="holds the images of `generate_images`")
-    parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
     report = Report(f"gpu suite, {options.part}", options.json, device=options.device)
-    return PARTS[options.part](report, options.folder, options.device, options.small)
+    return PARTS[options.part](report, options.folder, options.device, options.quick)
 
 
 if __name__ == "__main__":
