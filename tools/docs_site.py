@@ -76,8 +76,12 @@ def relink(text: str, path: str) -> str:
     return "".join([*parts, text[end:]])
 
 
+def _text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def _title(path: str) -> str:
-    return (ROOT / path).read_text().splitlines()[0].lstrip("# ")
+    return _text(path).splitlines()[0].lstrip("# ")
 
 
 def sources() -> dict[str, str]:
@@ -85,11 +89,11 @@ def sources() -> dict[str, str]:
     pages = [*TOP, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
     found = {}
     for page in pages:
-        for _, path in _targets((ROOT / page).read_text(), posixpath.dirname(page)):
+        for _, path in _targets(_text(page), posixpath.dirname(page)):
             uri = page_of(path)
             if uri.startswith("source/") and (ROOT / path).is_file():
                 language = LANGUAGES.get(Path(path).suffix, "text")
-                found[uri] = f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}````\n"
+                found[uri] = f"# {path}\n\n````{language}\n{_text(path)}````\n"
     return found
 
 
@@ -161,7 +165,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are not in docs/."""
     from mkdocs.structure.files import File
 
-    pages = {TOP[name]: (ROOT / name).read_text() for name in TOP}
+    pages = {TOP[name]: _text(name) for name in TOP}
     pages |= {"config.md": config_page(), "commands.md": commands_page(), **sources()}
     for path in sorted((ROOT / "docs").rglob("*.ipynb")):
         pages |= notebook_pages(path)
@@ -183,5 +187,5 @@ def on_post_build(config: Any) -> None:
     from mkdocs.exceptions import PluginError
 
     for path in Path(config.site_dir).rglob("*.html"):
-        if found := FETCHED.search(path.read_text()):
+        if found := FETCHED.search(path.read_text(encoding="utf-8")):
             raise PluginError(f"{path} loads from another host: {found[0]}")

@@ -15,13 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
+from fastsuncet.commands.train import IMAGENET, IMAGES
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.data.paired_stream import run_macs, update_macs
 from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops
 from fastsuncet.models.resnet import build_model
 from tools.bench import harness
-
-IMAGENET_TRAIN, CIFAR10_TRAIN = 1_281_167, 50_000
 
 
 def training_flops(config: Config, *, image_gradient: bool = False) -> int:
@@ -35,21 +34,6 @@ def training_flops(config: Config, *, image_gradient: bool = False) -> int:
     return counter.get_total_flops() // 2
 
 
-def images_of(config: Config) -> tuple[int, str]:
-    """Return the number of unlabeled images of the config's data set, and its source."""
-    if config.data.kind == "cifar10":
-        return CIFAR10_TRAIN, "CIFAR-10's training set"
-    if config.data.kind == "digits":
-        from pipelines.datasets.in_memory import digits
-
-        return len(digits(train=True)), "scikit-learn's digits, the training part"
-    if config.data.index is not None and Path(config.data.index).expanduser().exists():
-        from pipelines.datasets.index import load_index
-
-        return len(load_index(Path(config.data.index).expanduser(), refresh=False)), config.data.index
-    return IMAGENET_TRAIN, "ImageNet's training set; --images N for another"
-
-
 def network_table(config: Config) -> dict:
     """Return the table of one view's cost."""
     m, size = config.model, config.data.augmentation.size
@@ -60,41 +44,37 @@ def network_table(config: Config) -> dict:
         {"name": f"GFLOP, {FLOP_PER_MAC} per MAC, as the ledger counts", "count": FLOP_PER_MAC * macs},
     ]
     title = f"one view: {m.name} from {m.library}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
-    return harness.table(
-        title, points, [("", "name", str), ("", "count", lambda count: f"{count / 1e9:.5g}")]
-    )
+    columns = [("", "name", str), ("", "count", lambda count: f"{count / 1e9:.5g}")]
+    return harness.table(title, points, columns)
 
 
-def run_table(config: Config, a: Arithmetic, images: str) -> dict:
+def run_table(config: Config, a: Arithmetic, images: int) -> dict:
     """Return the table of views and petaFLOPs, with the labeled batch and after its switch-off."""
     points = []
-    cases = [(" with labels", True)] if a.supervised_steps else []
-    for name, labeled in (*cases, ("", False)):
+    for name, labeled in ((" with labels", True), ("", False)):
+        if labeled and not a.supervised_steps:
+            continue
         views, macs = a.update_samples(labeled), update_macs(config, a, labeled)
-        points.append({"name": f"update{name}", "views": views, "macs": macs})
-        points.append(
-            {"name": f"epoch{name}", "views": views * a.steps_per_epoch, "macs": macs * a.steps_per_epoch}
-        )
-    whole = {"name": f"run of {a.steps:,} updates", "views": a.total_samples(), "macs": run_macs(config, a)}
+        for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
+            points.append({"name": what + name, "views": views * updates, "macs": macs * updates})
+    name = f"run of {a.steps:,} updates"
+    points.append({"name": name, "views": a.total_samples(), "macs": run_macs(config, a)})
     cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs, 1):.5g}")
     columns = [("", "name", str), ("views", "views", "{:,}".format), cost]
-    title = f"{images}, {a.steps_per_epoch:,} updates an epoch"
-    return harness.table(title, [*points, whole], columns)
+    return harness.table(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", points, columns)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print both tables."""
-    parser = harness.parser(__doc__, devices=())
-    parser.add_argument("config", help="a YAML file from configs/, or your own")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
-    parser.add_argument("--images", type=int, help="unlabeled images (default: the data set's own number)")
+    parser = harness.parser(__doc__, config=True)
+    parser.add_argument("--images", type=int, help="unlabeled images (default: those of the public data set)")
     parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
-    images, source = (options.images, "--images") if options.images else images_of(config)
-    sizes = config.resolve(options.world_size, images)
+    images = options.images or IMAGES.get(config.data.kind, IMAGENET)
     report = harness.Report("measure_flops", options.json, config=config.canonical())
-    return report.finish([network_table(config), run_table(config, sizes, f"{images:,} images ({source})")])
+    sizes = config.resolve(options.world_size, images)
+    return report.finish([network_table(config), run_table(config, sizes, images)])
 
 
 if __name__ == "__main__":

@@ -106,12 +106,12 @@ MUTATIONS = {
 def noticed(copy: Path, mutation: Mutation) -> str | None:
     """Return the name of the test that fails with `mutation` in `copy`, None if none does. Undoes the mutation."""
     path = copy / mutation.file
-    sound = path.read_text()
-    path.write_text(sound.replace(mutation.old, mutation.new))
+    sound = path.read_text(encoding="utf-8")
+    path.write_text(sound.replace(mutation.old, mutation.new), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutation.test]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    path.write_text(sound)
+    path.write_text(sound, encoding="utf-8")
     failed = re.search(r"^FAILED ([^\s\[]+)", done.stdout, re.M)
     return failed[1] if failed and done.returncode == 1 else None
 

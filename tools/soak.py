@@ -63,8 +63,8 @@ def soak(top: Path, overrides: list[str], per_epoch: int) -> list[dict[str, floa
     words = ["train", "digits_demo", *overrides]
     metrics, samples = top / "runs" / "digits_demo" / "metrics.jsonl", []
     with (
-        (top / "log").open("w") as log,
-        (top / "samples.jsonl").open("w", buffering=1) as file,
+        (top / "log").open("wb") as log,
+        (top / "samples.jsonl").open("w", buffering=1, encoding="utf-8") as file,
         subprocess.Popen([*cli_command(), *words], stdout=log, stderr=log) as process,
     ):
         while process.poll() is None:

@@ -17,8 +17,8 @@ def cost_of(capsys):
 
     def run(config: str, *overrides: str) -> dict[str, list[str]]:
         assert main([str(CONFIGS / config), *overrides]) == 0
-        rows = [line.rsplit(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-        return {row[0]: row[1:] for row in rows if len(row) == 3}
+        rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+        return {row[0]: row[1:] for row in rows}
 
     return run
 

@@ -120,22 +120,17 @@ def largest(terms: dict[str, float]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables and write the JSON."""
-    parser = harness.parser(__doc__, devices=())
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--step-ms", type=float, required=True, help="of one GPU alone")
-    parser.add_argument("--images", type=int, required=True, help="unlabeled images of that step")
-    parser.add_argument("--labeled", type=int, default=0, help="labeled images of that step")
-    parser.add_argument("--gpus-a-node", type=int, default=Network.gpus_a_node)
-    parser.add_argument(
-        "--node-gbs", type=float, default=Network.node_gbs, help="GB/s of a GPU inside a node"
-    )
-    parser.add_argument(
-        "--card-gbs", type=float, default=Network.card_gbs, help="GB/s of a GPU's network card"
-    )
+    parser = harness.parser(__doc__, config=True)
+    add = parser.add_argument
+    add("--step-ms", type=float, required=True, help="of one GPU alone")
+    add("--images", type=int, required=True, help="unlabeled images of that step")
+    add("--labeled", type=int, default=0, help="labeled images of that step")
+    add("--gpus-a-node", type=int, default=Network.gpus_a_node)
+    add("--node-gbs", type=float, default=Network.node_gbs, help="GB/s of a GPU inside a node")
+    add("--card-gbs", type=float, default=Network.card_gbs, help="GB/s of a GPU's network card")
     rate = "of the similarity products (default: %(default)s, an H200 with criterion.products=fp32)"
-    parser.add_argument("--teraflops", type=float, default=67.0, help=rate)
-    parser.add_argument("--classes", type=int, default=1000, help="of cross-entropy's classifier")
+    add("--teraflops", type=float, default=67.0, help=rate)
+    add("--classes", type=int, default=1000, help="of cross-entropy's classifier")
     o = parser.parse_intermixed_args(arguments)
     if min(o.step_ms, o.images, o.gpus_a_node) <= 0 or o.labeled < 0:
         parser.error(
@@ -143,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     network = Network(o.gpus_a_node, o.node_gbs, o.card_gbs)
     config = load_config(o.config, o.overrides)
+    report = harness.Report("scaling_model", o.json, network=asdict(network), step_ms=o.step_ms)
     points = []
     for ranks in WORLDS:
         terms = predict(config, ranks, o.images, o.labeled, o.step_ms, network, o.teraflops, o.classes)
@@ -150,31 +146,20 @@ def main(arguments: list[str] | None = None) -> int:
         step = o.step_ms + sum(terms.values())
         facts = {"GPUs": ranks, "step": step, "efficiency": o.step_ms / step}
         points.append({**facts, **terms, "largest": largest(terms)})
-    report = harness.Report("scaling_model", o.json, network=asdict(network), step_ms=o.step_ms)
-    eight = [
-        {"what": x.what, "collective": x.collective, "calls": calls, "bytes": x.bytes, "sent": x.sent(8)}
+    head = ["message", "collective", "calls", "bytes of the largest tensors", "sent, with rings"]
+    sizes = [
+        [x.what, x.collective, str(calls), f"{x.bytes:,}", f"{x.sent(8):,.0f}"]
         for x, calls in merged(messages(config, 8, o.images, o.labeled, classes=o.classes))
     ]
-    columns = [
-        ("message", "what", str),
-        ("collective", "collective", str),
-        ("calls", "calls", str),
-        ("bytes of the largest tensors", "bytes", "{:,}".format),
-        ("sent, with rings", "sent", "{:,.0f}".format),
-    ]
-    sizes = harness.table("messages of a rank in a step on 8 GPUs (NCCL)", eight, columns)
-    head = [("GPUs", "GPUs", "{:,}".format), ("step", "step", "{:.1f}".format)]
-    head.append(("efficiency", "efficiency", "{:.2f}".format))
+    formats = {"GPUs": "{:,}", "step": "{:.1f}", "efficiency": "{:.2f}", "largest": "{}"}
     # Terms that are 0 at every size are left out.
-    used = [name for name in terms if any(point[name] for point in points)]
-    times = harness.table(
-        "", points, [*head, *((name, name, "{:.2f}".format) for name in used), ("largest", "largest", str)]
-    )
-    report.save(points=points, tables=[sizes, times])
-    harness.print_table(sizes)
-    print("a model of a step, in milliseconds (docs/scaling.md)")
-    print("\n".join(harness.markdown(times)))
-    return 0
+    shown = [name for name in points[0] if name in formats or any(point[name] for point in points)]
+    columns = [(name, name, formats.get(name, "{:.2f}").format) for name in shown]
+    tables = [
+        {"title": "messages of a rank in a step on 8 GPUs (NCCL)", "head": head, "rows": sizes},
+        harness.table("a model of a step, in milliseconds (docs/scaling.md)", points, columns),
+    ]
+    return report.finish(tables, points=points)
 
 
 if __name__ == "__main__":
