@@ -1,12 +1,11 @@
 """Choose which of the two back-ends reads the pixels, and say how to install what is missing."""
 
 import importlib
-from functools import cache
 
 import torch
 
 from pipelines.data_errors import DataError
-from pipelines.output import say_line
+from pipelines.output import say_once
 
 
 def choose_backend(backend: str) -> str:
@@ -24,7 +23,7 @@ def choose_backend(backend: str) -> str:
         return "dali"
     if backend == "dali":
         raise DataError(f"DALI cannot be used here ({problem}). Install it with: {install_command()}")
-    _print_once(
+    say_once(
         f"DALI cannot be used here ({problem}): torchvision reads the images instead, with the same views "
         f"but much slower. Install DALI with: {install_command()}"
     )
@@ -53,6 +52,3 @@ def require_gpu() -> None:
             "device gpu was asked for, but no NVIDIA GPU with a working driver is visible: use device cpu, "
             "or see what nvidia-smi says"
         )
-
-
-_print_once = cache(say_line)  # a run opens several loaders

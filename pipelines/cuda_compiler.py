@@ -123,7 +123,7 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
     ]
     name = f"{path.name}-{arch}-{hashlib.sha256(chr(0).join(decisive).encode()).hexdigest()[:32]}"
     try:
-        kept = folder() / name
+        kept = code_cache.cache_folder("kernels") / name
     except RuntimeError:  # a user without a home directory
         return compile_cuda(path.name, source, headers, arch, options)
     if (code := code_cache.read(kept)) is None:
@@ -135,8 +135,3 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
         with contextlib.suppress(OSError):
             code_cache.write(kept, code)
     return code
-
-
-def folder() -> Path:
-    """Return the folder of compiled kernels. Raises RuntimeError for a user without a home directory."""
-    return code_cache.cache_folder("kernels")

@@ -1,6 +1,7 @@
 """Print lines, and go on without the output once nobody can read it."""
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ def say_line(line: str, stream: TextIO | None = None) -> None:
         return
     with survive_lost_output(stream):
         print(printable(line, stream.encoding), file=stream, flush=True)
+
+
+say_once = functools.cache(say_line)
 
 
 def printable(text: str, encoding: str | None = None) -> str:

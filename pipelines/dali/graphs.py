@@ -68,9 +68,14 @@ def one_view(
     image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str, plugin: bool = False
 ):
     """One view of the image. `view` holds the nodes of its numbers by the names of `view_inputs`."""
+    square = (augmentation.size, augmentation.size)
     if isinstance(augmentation, Center):
-        return normalize(center_crop(image, view, augmentation.size), augmentation, dtype)
-    image = crop_resize(image, view.corner, view.extent, augmentation.size)
+        image = fn.slice(resize(image, view.resized), start=view.corner, shape=square, axes=(0, 1))
+        return normalize(image, augmentation, dtype)
+    # Slicing before resizing stays within 1 gray level of torchvision except in the outermost rows and columns (up to
+    # 11: the kernel's overhang sees the edge repeated, where torchvision drops it). A region of interest of the resize
+    # operator reads beyond the crop and is off by up to 40 there.
+    image = resize(fn.slice(image, start=view.corner, shape=view.extent, axes=(0, 1)), square)
     return (by_plugin if plugin else by_operators)(image, augmentation, view, dtype)
 
 
@@ -99,12 +104,6 @@ def by_plugin(image, augmentation: Augmentation, view: SimpleNamespace, dtype: s
     return fn.fastsuncet.view(image, **given, **normalization(augmentation, dtype))
 
 
-def center_crop(image, view: SimpleNamespace, size: int):
-    """torchvision's `Resize` and `CenterCrop(size)`."""
-    image = resize(image, view.resized)
-    return fn.slice(image, start=view.corner, shape=(size, size), axes=(0, 1))
-
-
 def stored_images(
     images: Callable, decode: str, stored: str, stream: Any = None, decoder: Mapping[str, Any] | None = None
 ):
@@ -129,15 +128,6 @@ def stored_images(
         jpeg_fancy_upsampling=True,
         **options,
     )
-
-
-def crop_resize(image, corner, extent, size: int):
-    """The box at `corner` of height and width `extent`, resized to `size` x `size`."""
-    # Slicing before resizing stays within 1 gray level of torchvision except in the outermost rows and columns (up to
-    # 11: the kernel's overhang sees the edge repeated, where torchvision drops it). A region of interest of the resize
-    # operator reads beyond the crop and is off by up to 40 there.
-    crop = fn.slice(image, start=corner, shape=extent, axes=(0, 1))
-    return resize(crop, (size, size))
 
 
 def resize(image, size):

@@ -10,15 +10,16 @@ import torch
 import pipelines
 from pipelines import backend
 from pipelines.data_errors import DataError
+from pipelines.output import say_once
 from tests.support.streams import assert_same, opened, unlabeled
 
 
 @pytest.fixture
 def without_dali(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # importing it raises ImportError
-    backend._print_once.cache_clear()
+    say_once.cache_clear()
     yield
-    backend._print_once.cache_clear()
+    say_once.cache_clear()
 
 
 def test_backend_auto_without_dali_is_torchvision_and_says_so_once(index, without_dali, capfd):

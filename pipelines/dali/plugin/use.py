@@ -9,13 +9,12 @@ from pipelines import cuda_compiler
 from pipelines.backend import require_gpu
 from pipelines.dali.plugin.build import SOURCES, build, kept, unavailable
 from pipelines.data_errors import DataError
-from pipelines.output import say_line
+from pipelines.output import say_line, say_once
 
 CHOICES = ("auto", "graph", "plugin")
 COMMAND = "python -m pipelines.dali.plugin"
 # Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
-say_once = functools.cache(say_line)  # a run opens a loader for each of its streams
 WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
 
 

@@ -1,6 +1,5 @@
 """The index of a data set: a table of names, headers of many files, and a file verified when it is read."""
 
-import contextlib
 import os
 import time
 from dataclasses import replace
@@ -313,36 +312,30 @@ def test_save_index_syncs_before_the_rename(index, tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: data[: len(data) // 2],
-        lambda data: data[:1000] + b"\0" * 20 + data[1020:],
-        lambda data: b"not a zip file at all",
-        lambda data: data.replace(b"dog/c.jpg", b"dog/d.jpg"),
-    ],
-)
-def test_load_index_refuses_damage_with_the_remedy(kept, damage):
-    whole = kept.read_bytes()
-    kept.unlink()
-    with pytest.raises(DataError, match=r"no index .*index.npz: .*data check"):
-        load_index(kept)
-    kept.write_bytes(damage(whole))
-    with pytest.raises(DataError, match="data check"):
-        load_index(kept)
-
-
 def test_load_index_names_any_damage(kept, index):
-    """Bytes exchanged anywhere, in the zip's own tables too, are a message or do no harm."""
+    """Bytes exchanged anywhere, in the zip's own tables too, are a message with the remedy or do no harm."""
     whole, draws = kept.read_bytes(), np.random.default_rng(0)
+    broken = [
+        b"",
+        whole[: len(whole) // 2],
+        b"not a zip file at all",
+        whole.replace(b"dog/c.jpg", b"dog/d.jpg"),
+    ]
     for _ in range(400):
         damaged = bytearray(whole)
         first = int(draws.integers(len(whole)))
         damaged[first : first + int(draws.integers(1, 5))] = draws.bytes(1)
-        kept.write_bytes(damaged)
-        with contextlib.suppress(DataError):
-            assert load_index(kept).fingerprint() == index.fingerprint()
+        broken.append(bytes(damaged))
+    for content in broken:
+        kept.write_bytes(content)
+        try:
+            found = load_index(kept).fingerprint()
+        except DataError as error:
+            found = str(error)
+        assert found == index.fingerprint() or "data check" in found
+    kept.unlink()
+    with pytest.raises(DataError, match=r"no index .*index.npz: .*data check"):
+        load_index(kept)
 
 
 class Trap:

@@ -139,14 +139,6 @@ def test_listed_compares_the_sha256(index, names):
     assert labeled_split(index, "names", file=file).indices.tolist() == [5]
 
 
-def test_listed_counts_names_that_are_not_in_the_data(index, names):
-    file = names("n01_0.JPEG", *(f"n01_{i}.JPEG" for i in range(50, 58)))
-    with pytest.raises(DataError) as error:
-        labeled_split(index, "names", file=file)
-    assert f"names 8 images (of 9) that are not under {index.root}: n01_50.JPEG, n01_51" in str(error.value)
-    assert "n01_54.JPEG and 3 more" in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -158,6 +150,10 @@ def test_listed_counts_names_that_are_not_in_the_data(index, names):
         (["n01_0.JPEG", "n02_0.JPEG", "n01_0.JPEG"], "more than once: n01/n01_0.JPEG"),
         (["n01_0.JPEG", "n01/n01_0.JPEG"], "more than once: n01/n01_0.JPEG"),
         ([], "is empty"),
+        (
+            ["n01_0.JPEG", *(f"n01_{i}.JPEG" for i in range(50, 58))],
+            r"names 8 images \(of 9\) that are not under images: n01_50.JPEG, n01_51.*n01_54.JPEG and 3 more",
+        ),
         ([os.fsdecode(b"caf\xe9_1.jpg")], "not UTF-8"),
     ],
 )
