@@ -20,28 +20,28 @@ def cache_folder(kind: str) -> Path:
 
 
 def problem(path: Path) -> str | None:
-    """Return why code must not be executed from a file or folder; None if it is safe or does not exist.
+    """Return why the code in a file must not be executed; None if it is safe or does not exist.
 
-    Safe is what belongs to this user, to root or to the owner of this program, and what nobody else can write to.
+    Safe is what belongs, with its folder, to this user, to root or to the owner of this program, and what nobody else
+    can write to.
     """
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    if status.st_uid in (os.geteuid(), 0, Path(__file__).stat().st_uid) and not status.st_mode & 0o022:
-        return None
-    return (
-        f"other users can write to {path}, and compiled code is executed from there; correct its owner and mode, or "
-        "set FASTSUNCET_CACHE to another folder"
-    )
+    for each in (path.parent, path):
+        try:
+            status = each.stat()
+        except OSError:
+            continue
+        if status.st_uid not in (os.geteuid(), 0, Path(__file__).stat().st_uid) or status.st_mode & 0o022:
+            return (
+                f"other users can write to {each}, and compiled code is executed from there; correct its owner and "
+                "mode, or set FASTSUNCET_CACHE to another folder"
+            )
+    return None
 
 
 def read(path: Path) -> bytes | None:
     """Return the code in a file, or None if it is absent, unsafe (see `problem`), or damaged: a crash, a full disk."""
-    if problem(path.parent) is not None or problem(path) is not None:
-        return None
     try:
-        content = path.read_bytes()
+        content = b"" if problem(path) else path.read_bytes()
     except OSError:
         return None
     code = content[:-DIGEST]

@@ -128,7 +128,7 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
         return compile_cuda(path.name, source, headers, arch, options)
     if (code := code_cache.read(kept)) is None:
         code = compile_cuda(path.name, source, headers, arch, options)
-        if (problem := code_cache.problem(kept.parent) or code_cache.problem(kept)) is not None:
+        if (problem := code_cache.problem(kept)) is not None:
             say_line(f"Compiled {path.name} and kept it in memory only: {problem}.")
             return code
         # A read-only home or a full disk costs half a second at the next start, and nothing else.

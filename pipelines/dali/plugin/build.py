@@ -114,7 +114,7 @@ def folder_problem() -> str | None:
         folder = code_cache.cache_folder("plugin")
     except RuntimeError as error:  # a user without a home directory
         return f"there is no cache folder ({error}); set FASTSUNCET_CACHE to a folder"
-    return code_cache.problem(folder) or code_cache.problem(folder / library_name())
+    return code_cache.problem(folder / library_name())
 
 
 def library_name() -> str:

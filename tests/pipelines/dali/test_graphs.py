@@ -8,8 +8,9 @@ out, or a crop one pixel off: about 3.5 levels).
 
 import os
 import tarfile
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,22 +90,14 @@ def one_by_one(sizes: np.ndarray) -> dict[str, ViewParams]:
     }
 
 
-@dataclass
-class Compared:
-    """Every view of `one_by_one`, from DALI and from torchvision."""
-
-    views: dict[str, ViewParams]
-    dali: dict[str, torch.Tensor]
-    torchvision: dict[str, torch.Tensor]
-
-
-def compare(index: ImageIndex) -> Compared:
+def compare(index: ImageIndex) -> SimpleNamespace:
+    """Every view of `one_by_one` by name, its numbers and its images from DALI and from torchvision."""
     views = one_by_one(index.sizes)
-    made = [
-        dict(zip(views, levels_of(index, EXACT, list(views.values()), backend=backend)))
+    made = {
+        backend: dict(zip(views, levels_of(index, EXACT, list(views.values()), backend=backend)))
         for backend in ("dali", "torchvision")
-    ]
-    return Compared(views, *made)
+    }
+    return SimpleNamespace(views=views, **made)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +106,7 @@ def index(tmp_path_factory) -> ImageIndex:
 
 
 @pytest.fixture(scope="module")
-def compared(index) -> Compared:
+def compared(index) -> SimpleNamespace:
     return compare(index)
 
 
@@ -121,7 +114,7 @@ def mean(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().mean().item()
 
 
-def require_close(compared: Compared) -> None:
+def require_close(compared: SimpleNamespace) -> None:
     for case in compared.views:
         bound = BOUNDS.get(case, COLOR_BOUND)
         assert mean(compared.dali[case], compared.torchvision[case]) < bound, case

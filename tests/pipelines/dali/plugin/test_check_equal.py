@@ -108,10 +108,8 @@ def test_plugin_neutral_factors_change_no_pixel():
 @pytest.mark.slow
 def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
     images, given = check_equal.random_batch(7, count=6)
-    for name in check_equal.FACTORS:
+    for name in (*check_equal.FACTORS, "grey", "blur", "flip", "jitter"):
         require_same_bits(images, given, replace(Augmentation(), **{name: 0}))
-    for name, neutral in (("grey", 0), ("blur", 0), ("flip", 0), ("jitter", 0)):
-        require_same_bits(images, given, replace(Augmentation(), **{name: neutral}))
 
 
 # -- the check
