@@ -61,7 +61,7 @@ def test_knn_predict_agrees_with_the_authors_vectors():
     assert (predicted.numpy() == votes.argmax(1))[clear].all()
 
 
-def test_knn_takes_the_same_views_as_npi(tmp_path, monkeypatch):
+def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(tmp_path, monkeypatch):
     """Appendix G crops and flips the labeled images at random before it compares its two classifiers."""
     config = color_config(write_colors(tmp_path))
     images = open_images(config, ALONE, validation=True)
@@ -73,13 +73,12 @@ def test_knn_takes_the_same_views_as_npi(tmp_path, monkeypatch):
         return knn_predict(rows, columns, *arguments, **options)
 
     monkeypatch.setattr(module, "knn_predict", watched)
+    monkeypatch.setattr(module, "MOST_SUPPORTS", 10)
     measured = knn(network, images, config, ALONE)
-    views = embed_views(network, images.train, images.split.indices, 1, config, ALONE)
+    chosen = spread_over_classes(images.train.labels, 10)
+    views = embed_views(network, images.train, chosen, 1, config, ALONE)
     assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
-    assert (
-        measured.setting == {"k": 10, "supports": len(images.split.indices), "seed": 0}
-        and measured.notes == ()
-    )
+    assert measured.setting == {"k": 10, "supports": 10, "seed": 0} and measured.notes == ()
 
 
 def test_knn_notes_that_there_are_fewer_labeled_images_than_k(tmp_path):
@@ -125,12 +124,3 @@ def test_online_knn_without_labels_or_with_all_limits_its_supports(tmp_path, mon
     assert np.array_equal(supports, spread_over_classes(images.train.labels, 100))
     assert set(np.bincount(images.train.labels[supports])) <= {9, 10, 11}
     assert found["knn_supports"] == 100
-
-
-@pytest.mark.slow
-def test_knn_with_all_labels_limits_its_supports(tmp_path, monkeypatch):
-    config = small_config(tmp_path, "data.split.kind=all", "data.split.fraction=null")
-    images = open_images(config, ALONE, validation=True)
-    monkeypatch.setattr(module, "MOST_SUPPORTS", 100)
-    measured = knn(build_model("resnet_tiny").encoder, images, config, ALONE)
-    assert measured.setting["supports"] == 100

@@ -86,6 +86,9 @@ def test_a_pack_holds_the_index_and_every_byte(index, pack):
         assert packed.content(i) == index.path(i).read_bytes()
         assert packed.damage(i) is None
     assert packed.refreshed() is packed
+    relabeled = replace(index, labels=np.where(np.arange(12) == 9, 0, index.labels))
+    with pytest.raises(DataError, match=rf"other images than the index: image 9 is {index.name(9)}"):
+        open_pack(pack, like=relabeled)
     rows = np.array([7, 2, 7, 11])
     assert [row.tobytes() for row in packed.pack.fetch(rows)] == [index.path(i).read_bytes() for i in rows]
     assert sorted(os.listdir(pack)) == [*sorted(contents(pack)), INDEX]
@@ -276,12 +279,6 @@ def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader
     ((path, reason),) = check(open_pack(pack), reader).bad
     said = f"damaged in the shard {shard}: its checksum is another"
     assert path == f"{pack}/{index.name(8)}" and said in reason
-
-
-def test_a_pack_of_other_images_is_refused(index, pack):
-    relabeled = replace(index, labels=np.where(np.arange(12) == 9, 0, index.labels))
-    with pytest.raises(DataError, match=rf"other images than the index: image 9 is {index.name(9)}"):
-        open_pack(pack, like=relabeled)
 
 
 @each_reader
