@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -44,7 +45,7 @@ class Heartbeat:
     ):
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()
-        self.store: Store | None = None if self.ranks == 1 else _own_connection(_get_default_store())
+        self.store: Store | None = None  # until the thread has connected to it
         self.position = (0, 0, "starts")  # places passed, updates done, the place
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
@@ -55,7 +56,7 @@ class Heartbeat:
         self.position = (self.position[0] + 1, step, place)
 
     def __enter__(self) -> Self:
-        if self.store is not None:
+        if self.ranks > 1:
             self._thread.start()
         return self
 
@@ -66,6 +67,10 @@ class Heartbeat:
 
     def _watch(self) -> None:
         position, since, warned, posts = None, 0.0, 0.0, {}
+        # Here and not in the main thread: it would try for minutes where the process that holds the store is gone, and
+        # hear no stop signal.
+        with suppress(RuntimeError):
+            self.store = _own_connection(_get_default_store())
         while not self._stop.wait(self.period):
             now = time.monotonic()
             if self.position != position:

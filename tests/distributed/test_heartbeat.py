@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,21 @@ def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
                 heart.at(step, "trains")
             time.sleep(0.05)
     assert [(said, ended) for _, said, ended in hearts] == [([], []), ([], [])]
+
+
+@pytest.mark.slow
+def test_heartbeat_begins_at_once_where_the_store_is_gone(monkeypatch):
+    """kill -9 of the agent while its ranks start: they must hear the SIGTERM that follows."""
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", agents.port, timeout=timedelta(seconds=8), wait_for_workers=False)
+    del agents
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: store)
+    monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
+    monkeypatch.setattr(Heartbeat, "period", 0.1)
+    began = time.monotonic()
+    with Heartbeat(60.0, SignalFlag(), print, print):
+        pass
+    assert time.monotonic() - began < 4
 
 
 # ------------------------------------------------------------------------------------------------- real ranks
