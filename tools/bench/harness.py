@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -127,6 +127,7 @@ def capture_graph(call: Call) -> tuple[Call, str]:
     return graph.replay, ""
 
 
+@cache
 def kernel_problem(source: str, device: torch.device, proof: Proof) -> str:
     """Return why our kernels of `source` cannot be timed on a device, "" if they can. Waits for the device."""
     return "it needs a CUDA device" if device.type != "cuda" else why_not(source, device, proof) or ""

@@ -4,12 +4,11 @@
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     decoder   whether an image's pixels depend on the other images of its batch, or on its row
     profile   where the time of our step goes
-    race      seconds until SimCLR + SuNCEt reaches the best accuracy of SimCLR
+    race      what SimCLR + SuNCEt spends until it has the accuracy of SimCLR, in hours among others
 
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
-import json
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +22,10 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.commands import train
+from fastsuncet.commands.report.compute_saved import savings
+from fastsuncet.commands.report.curves import KNN, arrange
+from fastsuncet.commands.report.reading import read_runs
+from fastsuncet.commands.report.tables import methods_tables, saved_table
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
 from fastsuncet.training.cuda_graph import WARMUP
@@ -254,28 +257,21 @@ def profile(report: Report, folder: Path, device: str, small: bool) -> int:
 
 
 def race(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Train both methods on the digits: when does SimCLR + SuNCEt reach the best accuracy that SimCLR reaches?"""
-    curves = {}
-    for method, name in (("SimCLR", "digits_simclr"), ("SimCLR + SuNCEt", "digits_demo")):
-        config = load_config(name, overrides(RACE, folder, device, small))
-        train_to_end(config)
-        text = (config.run_folder / "metrics.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines()]
-        curves[method] = [(line["seconds"], line["knn_accuracy"]) for line in lines if "knn_accuracy" in line]
-    goal = max(accuracy for _, accuracy in curves["SimCLR"])
-    points = []
-    for method, curve in curves.items():
-        reached = next((f"{seconds:.1f}" for seconds, accuracy in curve if accuracy >= goal), "not reached")
-        best = 100 * max(accuracy for _, accuracy in curve)
-        points.append({"name": method, "best": best, "reached": reached, "all": curve[-1][0]})
-    columns = [
-        ("", "name", str),
-        ("best accuracy, %", "best", "{:.2f}".format),
-        (f"seconds to {100 * goal:.2f} %", "reached", str),
-        ("seconds in all", "all", "{:.1f}".format),
+    """Train both methods on the digits: what does SimCLR + SuNCEt spend until it has the accuracy of SimCLR?"""
+    configs = [
+        load_config(name, overrides(RACE, folder, device, small)) for name in ("digits_simclr", "digits_demo")
     ]
-    table = harness.table("nearest neighbors on drawn digits", points, columns)
-    return report.finish([table], points=points, curves=curves)
+    for config in configs:
+        train_to_end(config)
+    curves, _ = read_runs([config.run_folder for config in configs])
+    panels = arrange(curves)
+    ends, _ = methods_tables(panels, KNN)
+    saved = saved_table([saving for panel in panels for saving in savings(panel, KNN)])
+    tables = [
+        {"title": title, "head": head, "rows": rows}
+        for title, (head, rows) in (("drawn digits, at the end", ends), ("until SimCLR's accuracy", saved))
+    ]
+    return report.finish(tables)
 
 
 PARTS = {"pixels": pixels, "resume": resume, "decoder": decoder, "profile": profile, "race": race}
