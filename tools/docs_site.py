@@ -26,13 +26,8 @@ from fastsuncet.config import FREE_ON_RESUME
 from fastsuncet.config.schema import CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
-TOP = {
-    "README.md": "index.md",
-    **{
-        f"{name}.md": f"{name.lower()}.md"
-        for name in ("BENCHMARKS", "CHANGELOG", "CONTRIBUTING", "RESULTS", "SECURITY")
-    },
-}
+PAGES = ("BENCHMARKS", "CHANGELOG", "CONTRIBUTING", "RESULTS", "SECURITY")
+TOP = {"README.md": "index.md", **{f"{name}.md": f"{name.lower()}.md" for name in PAGES}}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
 # Pages whose tables take the place of the table of contents.
 WIDE = ("docs/gpu.md", "docs/paper.md", "docs/trust.md")

@@ -35,7 +35,7 @@ from tools.bench import harness
 OPERATORS, COMPILED, OURS = "torch, three operators", "torch.compile of them", "fastsuncet kernels"
 LIMIT = "limit: a copy of as many bytes"
 TOLERANCE = 0.02  # mean difference to float32 over the mean value: 16 bits cost less than half of it
-EPS, MOMENTUM = 1e-5, 0.1
+RULE: dict[str, Any] = {"eps": 1e-5, "momentum": 0.1}  # of every BatchNorm
 
 Kind = Literal["plain", "relu", "add"]  # y = n, relu(n), relu(n + residual), with n = BatchNorm(x)
 WORDS = {"plain": "BatchNorm", "relu": "BatchNorm, ReLU", "add": "BatchNorm, residual, ReLU"}
@@ -101,11 +101,11 @@ class NormLayer:
         self.x, self.d_y = draw(0.5).requires_grad_(), draw(1.0)
         self.residual = draw(0.0).requires_grad_() if shape.kind == "add" else None
         wave = torch.arange(shape.channels, device=place.device)
-        self.weight, self.bias = ((1 + 0.5 * torch.sin(wave * step)).requires_grad_() for step in (0.3, 0.7))
+        self.weight, self.bias = (nn.Parameter(1 + 0.5 * torch.sin(wave * step)) for step in (0.3, 0.7))
 
-    def through(self, forward: Callable[[Tensor, Tensor | None], Tensor], *parameters: Tensor) -> Pass:
-        """Return a pass through `forward`, whose weight and bias are `parameters`."""
-        leaves = [self.x, *parameters, *([] if self.residual is None else [self.residual])]
+    def through(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Pass:
+        """Return a pass through `forward`."""
+        leaves = [self.x, self.weight, self.bias, *([] if self.residual is None else [self.residual])]
 
         def forward_backward() -> list[Tensor]:
             y = forward(self.x, self.residual)
@@ -119,10 +119,8 @@ def operators(layer: NormLayer, *, compile: bool = False) -> Pass:
 
     Over several ranks the BatchNorm is torch's SyncBatchNorm, or ours on a CPU, where torch's cannot train.
     """
-    norm: Any = nn.BatchNorm2d(layer.shape.channels, eps=EPS, momentum=MOMENTUM).to(layer.place.device)
-    with torch.no_grad():
-        norm.weight.copy_(layer.weight)
-        norm.bias.copy_(layer.bias)
+    norm: Any = nn.BatchNorm2d(layer.shape.channels, **RULE).to(layer.place.device)
+    norm.weight, norm.bias = layer.weight, layer.bias
     if layer.place.world_size > 1:
         on_cpu = layer.place.device.type == "cpu"
         norm = RankBatchNorm.take_over(norm) if on_cpu else nn.SyncBatchNorm.convert_sync_batchnorm(norm)
@@ -136,19 +134,14 @@ def operators(layer: NormLayer, *, compile: bool = False) -> Pass:
         # Without a reset torch.compile stops compiling a function after some shapes.
         torch._dynamo.reset()
         forward = torch.compile(forward, dynamic=False)
-    return layer.through(forward, norm.weight, norm.bias)
+    return layer.through(forward)
 
 
 def kernels(layer: NormLayer) -> Pass:
     """Return our kernels, without a check of the device."""
     running = [torch.zeros_like(layer.weight), torch.ones_like(layer.weight)]
-    relu = layer.shape.kind != "plain"
-
-    def forward(x: Tensor, residual: Tensor | None) -> Tensor:
-        rule: dict[str, Any] = {"eps": EPS, "momentum": MOMENTUM, "relu": relu, "shared": True}
-        return fused_norm(x, residual, layer.weight, layer.bias, *running, **rule)
-
-    return layer.through(forward, layer.weight, layer.bias)
+    rest = {"relu": layer.shape.kind != "plain", "shared": True, **RULE}
+    return layer.through(lambda x, r: fused_norm(x, r, layer.weight, layer.bias, *running, **rest))
 
 
 CONTENDERS: dict[str, Callable[[NormLayer], Pass]] = {
