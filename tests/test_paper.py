@@ -177,7 +177,7 @@ def started(monkeypatch):
         name = function.split(".")[0]
         fake = functools.partial(lambda name, *arguments, **options: reached.append(name) or 0, name)
         monkeypatch.setattr(f"fastsuncet.commands.{function}", fake)
-    monkeypatch.setattr(Config, "require_data", lambda config: None)
+    monkeypatch.setattr(Config, "require_data", lambda config, **_: None)
     monkeypatch.chdir(ROOT)
     return reached
 

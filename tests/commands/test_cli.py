@@ -191,7 +191,7 @@ def test_help_of_a_group_lists_its_commands(group, capsys):
 
 def test_help_examples_run(trainer, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(Config, "require_data", lambda config: None)  # /data/imagenet
+    monkeypatch.setattr(Config, "require_data", lambda config, **_: None)  # /data/imagenet
     text = "\n".join(texts.TEXTS.values())
     lines = [
         line.strip().split("    ")[0] for line in text.splitlines() if line.startswith("  fastsuncet train ")
