@@ -168,13 +168,14 @@ def side_stream(device_id: int) -> torch.cuda.Stream:
 class DaliDecoder:
     """Decodes whole batches as training does; after a failure, image by image to find those that cannot be decoded.
 
-    `decoder(images)` gives, for each image, (height, width) as decoded, or the error. It takes up to `batch` images.
+    `decoder(images)` gives, for each image, (height, width) as decoded, or the error. It takes up to `batch` images at
+    a time: all of them paths, in every call, or all contents.
     """
 
     def __init__(self, device: str = "cpu", device_id: int = 0, *, batch: int = 1, threads: int = 1):
         self._device, self._device_id, self._batch, self._threads = device, device_id, batch, threads
         self._arrays: list[np.ndarray] = []
-        self._stored, self._pipeline = "", None
+        self._pipeline = None
 
     def __call__(self, images: Sequence[Path | bytes]) -> list[tuple[int, int] | Exception]:
         try:
@@ -190,12 +191,10 @@ class DaliDecoder:
         # Paths, whatever their characters, or contents.
         encoded = (image if isinstance(image, bytes) else os.fsencode(image) for image in images)
         self._arrays = [np.frombuffer(each, np.uint8) for each in encoded]
-        stored = "bytes" if isinstance(images[0], bytes) else "files"
-        if self._pipeline is None or stored != self._stored:
-            self._stored = stored
+        if self._pipeline is None:
             self._pipeline = graphs.decoded(
                 lambda: self._arrays,
-                stored=stored,
+                stored="bytes" if isinstance(images[0], bytes) else "files",
                 batch_size=self._batch,
                 num_threads=self._threads,
                 prefetch_queue_depth=1,
