@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -128,10 +129,7 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
 
 
 def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, capsys):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", full)
+    monkeypatch.setattr(np, "savez", mock.Mock(side_effect=OSError(28, "No space left on device")))
     assert cli.main(["train", "run.yaml", "--dry-run"]) == 5
     assert "cannot write the index runs/indices" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest import mock
 
 import pytest
 
@@ -37,11 +38,7 @@ def test_results_of_a_repeated_evaluation_replace_the_old_ones(tmp_path, monkeyp
     again = record(metrics={"top1": 0.75}, versions={"torch": "2.16.0"})
     assert write_result(tmp_path, again) == first
     assert read_results(tmp_path) == [again]
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ResultError, match="No space left"):
         write_result(tmp_path, record())
     assert read_results(tmp_path) == [again]

@@ -188,12 +188,8 @@ def test_restart_moves_a_line_that_is_not_a_record_aside(tmp_path, garbage):
 def test_restart_that_is_killed_loses_no_line(tmp_path, monkeypatch):
     run(tmp_path, 0, 4)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def killed(*arguments):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", killed)
+        patch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             MetricsWriter(tmp_path, COLUMNS, resume_step=2, say=lambda line: None)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -67,10 +68,8 @@ def md5(content: bytes) -> str:
 
 @pytest.fixture
 def published(request, tmp_path_factory, monkeypatch) -> Published:
-    def no_network(*_, **__):
-        raise AssertionError("the network was used")
-
-    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    unused = mock.Mock(side_effect=AssertionError("the network was used"))
+    monkeypatch.setattr("urllib.request.urlopen", unused)
     return Published(getattr(request, "param", "cifar10"), tmp_path_factory.mktemp("published"), monkeypatch)
 
 

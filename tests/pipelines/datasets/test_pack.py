@@ -1,6 +1,5 @@
 """A pack has the same pixels as its files to the bit, loses nothing to a kill, and names what is damaged."""
 
-import errno
 import os
 import pickle
 import signal
@@ -10,6 +9,7 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -203,10 +203,7 @@ def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monk
 
 @pytest.mark.parametrize("where", ["shard", "index"])
 def test_a_disk_that_fills_up_is_named_and_the_packing_continues(tmp_path, index, pack, monkeypatch, where):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    folder = tmp_path / "full"
+    folder, full = tmp_path / "full", mock.Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(*((module.tarfile.TarFile, "addfile") if where == "shard" else (np, "savez")), full)
         with pytest.raises(
@@ -305,11 +302,7 @@ def test_reads_in_pieces_are_joined_and_failed_ones_named(index, pack, monkeypat
     packed, whole, pread = open_pack(pack), index.path(3).read_bytes(), os.pread
     monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 100), start))
     assert len(whole) > 250 and packed.content(3) == whole
-
-    def failing(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(DataError, match=r"00000\d\.tar cannot be read: Input/output error"):
         packed.content(3)
 

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -142,12 +143,9 @@ def test_unavailable_names_headers_that_are_missing(monkeypatch):
 
 
 def test_unavailable_names_a_user_without_a_home(tiny, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("FASTSUNCET_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine it.")))
     assert not use.choose("auto", "cpu")
     with pytest.raises(DataError, match=r"no cache folder \(Could not .*set FASTSUNCET_CACHE"):
         use.choose("plugin", "cpu")
