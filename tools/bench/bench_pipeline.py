@@ -153,14 +153,14 @@ def part_of_the_work(plan: Plan, engine: str) -> Iterator[Any]:
     from nvidia.dali import fn, pipeline_def
 
     from pipelines.dali import graphs
-    from pipelines.dali.engine import FilePaths, PackedBytes, placement
+    from pipelines.dali.engine import FilePaths, placement
 
     pack, steps = plan.index.pack, itertools.count()
-    stored = FilePaths(plan.index) if pack is None else PackedBytes(pack)
+    read, stored = (FilePaths(plan.index), "files") if pack is None else (pack.fetch, "bytes")
     pace = {"batch_size": plan.batch, "num_threads": WORKERS, "prefetch_queue_depth": 2}
 
     def rows() -> Any:
-        return stored(plan.sampler.rows(next(steps), 0))
+        return read(plan.sampler.rows(next(steps), 0))
 
     @pipeline_def(exec_dynamic=True)
     def encoded() -> Any:
@@ -169,7 +169,7 @@ def part_of_the_work(plan: Plan, engine: str) -> Iterator[Any]:
         return fn.io.file.read(source) if pack is None else source
 
     if engine == "decode":
-        pipeline = graphs.decoded(rows, stored=stored.stored, **pace, **placement("cpu", 0))
+        pipeline = graphs.decoded(rows, stored=stored, **pace, **placement("cpu", 0))
     else:
         pipeline = encoded(**pace, device_id=None)
     while True:
