@@ -4,47 +4,16 @@ import gc
 import math
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastsuncet.losses import nt_xent, suncet, sup_con
 from tests.support import dense_losses
+from tools.bench.dispatch_counter import Counter
 
 MB = 1e6
 WIDTH = 128
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are still alive: now, and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = self.most_elements = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {
-            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
-        for tensor in (x for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
-            storage = tensor.untyped_storage()
-            identity, size = storage._cdata, storage.nbytes()
-            self.most_elements = max(self.most_elements, size // tensor.element_size())
-            if identity not in self._alive and identity not in given:
-                self._alive.add(identity)
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._freed, identity, size)
-        return result
-
-    def _freed(self, identity: int, size: int) -> None:
-        self._alive.discard(identity)
-        self.now -= size
 
 
 def call(loss, rows: int) -> tuple:
@@ -52,10 +21,10 @@ def call(loss, rows: int) -> tuple:
     return (z, 0.1) if loss is nt_xent else (z, torch.arange(rows) % (rows // 8), 0.1)
 
 
-def live_bytes(loss, rows: int) -> LiveBytes:
+def live_bytes(loss, rows: int) -> Counter:
     arguments = call(loss, rows)
     gc.collect()
-    with LiveBytes() as live:
+    with Counter() as live:
         loss(*arguments).backward()
     return live
 
@@ -63,7 +32,7 @@ def live_bytes(loss, rows: int) -> LiveBytes:
 @pytest.mark.slow
 def test_memory_counter_sees_the_dense_matrix():
     live = live_bytes(dense_losses.suncet, 1024)
-    assert live.peak > 3 * 4 * 1024**2 and live.most_elements == 1024**2
+    assert live.peak > 3 * 4 * 1024**2 and live.largest == 1024**2
     assert live.now < 1 * MB  # only the gradient is left
 
 
@@ -79,13 +48,13 @@ def test_memory_grows_linearly_and_stays_under_40_mb_at_4096_rows():
 @pytest.mark.parametrize("loss", [suncet, nt_xent, sup_con])
 def test_memory_holds_no_matrix_of_all_pairs(loss):
     live = live_bytes(loss, 2048)
-    assert live.most_elements <= 256 * 2048
+    assert live.largest <= 256 * 2048
     assert live.peak < 20 * MB
 
 
 def test_memory_is_freed_after_backward():
     z, *arguments = call(suncet, 1024)
-    with LiveBytes() as live:
+    with Counter() as live:
         loss = suncet(z, *arguments)
         # Both gradients and what the normalization saved: no chunk outlives the sweep.
         assert live.now < 5 * z.nbytes

@@ -28,14 +28,15 @@ class Counter(TorchDispatchMode):
     operators: calls that reach a kernel, views left out. A GPU launches at least as many kernels.
     waits: calls after which the host must wait for the device: those in WAITS, and boolean indexing.
     moved: bytes of all operands that operators read, plus bytes they write.
-    peak: largest sum of bytes of the storages that were created inside and were alive at the same time.
+    now, peak: bytes of the storages that were created inside and are alive, and their largest sum at any time.
+    largest: elements of the largest storage that an operator returned.
 
     Kernels that are launched without the dispatcher, such as this project's own, are not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators = self.waits = self.moved = self.now = self.peak = 0
+        self.operators = self.waits = self.moved = self.now = self.peak = self.largest = 0
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -51,6 +52,7 @@ class Counter(TorchDispatchMode):
                 self._count_bytes(func, args, kwargs or {}, outputs, name)
         known = {x.untyped_storage()._cdata for x in inputs}
         for x in outputs:
+            self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
             self._track(x.untyped_storage(), known)
         return result
 
