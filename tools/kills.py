@@ -250,7 +250,7 @@ def show(trials: list[dict]) -> None:
             code
             for kill in kills
             if kill["target"] == target
-            for code in (kill["orphans"] if target == "agent" else [kill["code"]])
+            for code in (kill.get("orphans", ["hung"]) if target == "agent" else [kill["code"]])
         )
         cells = [str(counts[target, phase]) for phase in PHASES]
         print(
