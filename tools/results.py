@@ -13,9 +13,10 @@ import argparse
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 from fastsuncet.commands.report.compute_saved import percent, reached, savings
 from fastsuncet.commands.report.curves import Curve, Group, Measurement, Panel, Point, arrange
@@ -24,14 +25,36 @@ from fastsuncet.commands.report.tables import markdown
 from fastsuncet.metrics.results import read_results
 from fastsuncet.metrics.writer import csv_table
 
-# evaluation: linear or finetune; top1: %
+# evaluation: of EVALUATIONS; top1: %
 COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
 CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
 NAMES = {"simclr": BASELINE, "suncet": METHOD, "cross_entropy": CROSS_ENTROPY, "untrained": UNTRAINED}
-EVALUATIONS = {"linear": "linear classifier, frozen encoder", "finetune": "fine-tuned"}
-FIGURES = {"cifar10-32px": ("CIFAR-10 at 32 pixels", "2 %")}  # the title and the share of labels
-SEEDS = 3  # nothing is decided with fewer
+EVALUATIONS = {
+    "linear": "linear classifier, frozen encoder",
+    "finetune": "fine-tuned",
+    "finetune_lr0.005": "fine-tuned at lr 0.005",
+}
+
+
+class Experiment(NamedTuple):
+    """What its rules.md says."""
+
+    title: str
+    labels: str  # their share
+    decided: dict[str, range]  # evaluation -> the seeds that decide
+
+
+EXPERIMENTS = {
+    "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 %", {"linear": range(5)}),
+    "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 %", {}),
+    "cifar10-32px": Experiment(
+        "CIFAR-10 at 32 pixels",
+        "2 %",
+        {"linear": range(3), "finetune": range(3), "finetune_lr0.005": range(1, 4)},
+    ),
+}
+PAPERS_LR = 0.05  # of fine-tuning on CIFAR-10 (appendix B)
 FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
 ENDING = {"simclr": BASELINE, "fixed": FIXED, "plateau": PLATEAU}
 RULES = {
@@ -49,8 +72,10 @@ def collect(runs: Sequence[Path]) -> list[tuple]:
         for result in read_results(run):
             cost = result["encoder"]["ledger"]
             top1 = round(100 * result["metrics"]["top1"], 2)
-            number = int(seed.removeprefix("seed"))
-            rows.append((method, number, result["kind"], cost["updates"], cost["petaflops"], top1))
+            number, kind = int(seed.removeprefix("seed")), result["kind"]
+            if kind == "finetune" and result["setting"]["lr"] != PAPERS_LR:
+                kind += f"_lr{result['setting']['lr']:g}"
+            rows.append((method, number, kind, cost["updates"], cost["petaflops"], top1))
     return sorted(rows, key=lambda row: (row[2], row[0], row[1], row[3]))
 
 
@@ -130,9 +155,12 @@ def saved(panel: Panel, *, linear: bool, method: str = METHOD) -> list[str]:
     return cells
 
 
-def show(panels: dict[str, Panel]) -> list[str]:
-    """Return the tables of an experiment with rules as Markdown."""
-    return show_plateau(panels["linear"]) if PLATEAU in groups(panels["linear"]) else show_paired(panels)
+def show(path: Path) -> list[str]:
+    """Return the tables of a points.csv beside rules.md as Markdown."""
+    panels = read(path)
+    if PLATEAU in groups(panels["linear"]):
+        return show_plateau(panels["linear"])
+    return show_paired(panels, EXPERIMENTS[path.parent.name].decided)
 
 
 def shares(panel: Panel, name: str, step: int | None) -> dict[int | None, float]:
@@ -146,10 +174,12 @@ def shares(panel: Panel, name: str, step: int | None) -> dict[int | None, float]
     }
 
 
-def paired(panel: Panel, name: str, step: int | None) -> tuple[list[float], list[float]]:
+def paired(
+    panel: Panel, name: str, step: int | None, only: range | None = None
+) -> tuple[list[float], list[float]]:
     """Return the accuracies of SimCLR and of a method after `step` updates, of the seeds that both have."""
     base, ours = shares(panel, BASELINE, step), shares(panel, name, step)
-    seeds = [seed for seed in base if seed in ours]
+    seeds = [seed for seed in base if seed in ours and (only is None or seed in only)]
     return [base[seed] for seed in seeds], [ours[seed] for seed in seeds]
 
 
@@ -163,19 +193,16 @@ def cells(panel: Panel, names: Sequence[str], methods: Sequence[str], step: int 
     return row
 
 
-def decision_line(panel: Panel, step: int | None) -> str:
-    """Return the decision on SuNCEt against SimCLR after `step` updates."""
-    base, ours = paired(panel, METHOD, step)
-    if len(base) < SEEDS:
-        return f"Decision by the rule: none yet, {len(base)} of {SEEDS} seeds."
+def decision_line(panel: Panel, step: int | None, seeds: range) -> str:
+    """Return the decision on SuNCEt against SimCLR after `step` updates, on the `seeds` of the rules."""
+    base, ours = paired(panel, METHOD, step, seeds)
+    if len(base) < len(seeds):
+        return f"Decision by the rule: none yet, {len(base)} of {len(seeds)} seeds."
     return f"Decision by the rule: **{decision(*difference(base, ours))}**."
 
 
-def show_paired(panels: dict[str, Panel]) -> list[str]:
-    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved.
-
-    With cross-entropy beside SuNCEt the rules decide on fine-tuning too, else on the linear classifier alone.
-    """
+def show_paired(panels: dict[str, Panel], decided: Mapping[str, range]) -> list[str]:
+    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved."""
     tables, ends, costs = [], [], []
     names = [name for name in NAMES.values() if name in groups(panels["linear"])]
     trained = [name for name in names if name != UNTRAINED]
@@ -196,8 +223,8 @@ def show_paired(panels: dict[str, Panel]) -> list[str]:
             tables.append("\n".join(markdown(head, rows)))
             there = [name for name in methods if name in groups(panel)]
             costs += [[f"{name}, {title}", *saved(panel, linear=True, method=name)] for name in there]
-        if kind == "linear" or CROSS_ENTROPY in names:
-            tables.append(f"{title.capitalize()}. {decision_line(panel, last)}")
+        if kind in decided:
+            tables.append(f"{title[0].upper()}{title[1:]}. {decision_line(panel, last, decided[kind])}")
         ends.append([title, *cells(panel, names, methods, last)])
     head = ["evaluation of the last checkpoint", *(f"{name}, %" for name in names), *differences]
     return [
@@ -323,7 +350,7 @@ def show_demo(panel: Panel) -> list[str]:
     ]
 
 
-def draw(panels: dict[str, Panel], path: Path) -> None:
+def draw(points: Path, path: Path) -> None:
     """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line.
 
     An evaluation of several checkpoints has a plot of its own.
@@ -331,7 +358,7 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
-    title, labels = FIGURES.get(path.parent.name, ("CIFAR-10 at 16 pixels", "10 %"))
+    panels, (title, labels, _) = read(points), EXPERIMENTS[points.parent.name]
     shown = [k for k in EVALUATIONS if k in panels and len(groups(panels[k])[BASELINE].common("top1")) > 1]
     figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4), layout="tight")
     seeds = len(groups(panels[shown[0]])[BASELINE].curves)
@@ -388,10 +415,9 @@ def main() -> None:
     if arguments.command == "collect":
         arguments.output.write_bytes(csv_table([COLUMNS, *collect(arguments.runs)]))
         return
-    panels = read(arguments.points)
-    print("\n\n".join(show(panels)))
+    print("\n\n".join(show(arguments.points)))
     if arguments.figure:
-        draw(panels, arguments.figure)
+        draw(arguments.points, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
 @pytest.mark.parametrize("points", EXPERIMENTS, ids=lambda path: path.parent.name)
 def test_results_page_holds_the_tables_of_the_points(points):
     paired = (points.parent / "rules.md").exists()
-    tables = results.show(results.read(points)) if paired else results.show_small(results.read_report(points))
+    tables = results.show(points) if paired else results.show_small(results.read_report(points))
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
     assert all(table in page for table in tables)
 
