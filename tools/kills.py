@@ -279,14 +279,18 @@ def main(arguments: list[str] | None = None) -> int:
     # Ranks whose agent was killed become children of this process, which can then wait for them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     lines = top / "trials.jsonl"
-    trials = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    trials = (
+        [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+        if lines.exists()
+        else []
+    )
     runs = Runs(top, options.images, options.ranks)
     while sum(len(trial["kills"]) for trial in trials) < options.kills:
         number = len(trials)
         trial = runs.trial(f"trial_{number}", random.Random(f"{options.seed} {number}"))
         record = {"trial": number, "commit": commit, **trial}
         trials.append(record)
-        with lines.open("a") as file:
+        with lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
     show(trials)
     return int(any(trial["difference"] is not None for trial in trials))

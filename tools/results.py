@@ -362,7 +362,7 @@ def draw(points: Path, path: Path) -> None:
     shown = [k for k in EVALUATIONS if k in panels and len(groups(panels[k])[BASELINE].common("top1")) > 1]
     figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4), layout="tight")
     seeds = len(groups(panels[shown[0]])[BASELINE].curves)
-    figure.suptitle(f"{title}, {labels} of the labels, {seeds} paired seeds", size=11)
+    figure.suptitle(f"{title}, {labels} of the labels, paired seeds: {seeds}", size=11)
     for axes, kind in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         found = groups(panels[kind])
         names = [name for name in found if name != UNTRAINED]
