@@ -198,7 +198,9 @@ def decision_line(panel: Panel, step: int | None, seeds: range) -> str:
     base, ours = paired(panel, METHOD, step, seeds)
     if len(base) < len(seeds):
         return f"Decision by the rule: none yet, {len(base)} of {len(seeds)} seeds."
-    return f"Decision by the rule: **{decision(*difference(base, ours))}**."
+    center, half = difference(base, ours)
+    shown = f"{center:+.2f} ± {half:.2f} points, seeds {seeds[0]} to {seeds[-1]}"
+    return f"Decision by the rule: **{decision(center, half)}**, {shown}."
 
 
 def show_paired(panels: dict[str, Panel], decided: Mapping[str, range]) -> list[str]:
