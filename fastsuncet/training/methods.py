@@ -98,7 +98,8 @@ def has_classifier(config: Config) -> bool:
 
 def terms(config: Config) -> tuple[str, str]:
     """Return the names of the two losses in every tensor, line and file; "none" for one that the method has not."""
-    return config.criterion.instance, config.criterion.supervision
+    c = config.criterion
+    return c.instance, c.supervision if c.supervised else "none"
 
 
 def name(config: Config) -> str:

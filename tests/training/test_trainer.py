@@ -65,6 +65,7 @@ def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
     train(config := small_config(tmp_path, *LONGER, *fast, "criterion.supervised_epochs=0"))
     evaluated = metrics(config.run_folder, "knn")[-1]
     assert 1 <= evaluated["rankme"] < COLLAPSED
+    assert "suncet" not in metrics(config.run_folder, "train")[-1]  # SimCLR has no loss on labels
     assert re.search(r"representation has collapsed: rankme 1\.\d+ \(embeddings z\)", capfd.readouterr().out)
 
 
