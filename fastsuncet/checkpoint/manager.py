@@ -50,16 +50,16 @@ def save(
     *,
     model: dict[str, Tensor],
     state: dict[str, Any],  # nested dicts, lists and tuples of tensors, int, float, str, bool, None
-    meta: dict[str, Any],  # JSON types: config, ledger and whatever else a reader needs
+    meta: dict[str, Any],  # JSON types: config, ledger, whatever else a reader needs
     keep: int,  # newest good checkpoints that stay, this one included; at least 1
     say: Say = say_line,
 ) -> Path:
     """Write the checkpoint of `step` so that it exists completely or not at all; return its folder.
 
     Tensors can be on any device; copying them to the host waits for it. A checkpoint of the same step is replaced. An
-    older one is removed only after `keep` newer ones have been read back and found good. Raises TypeError or ValueError
-    for content that could not be read back, and CheckpointError if the disk refuses: what was half written is then
-    removed, and everything older is untouched.
+    older one is removed only after `keep` newer ones have been read back and found good; if its meta says
+    "scheduled": false, after a single one. Raises TypeError or ValueError for content that could not be read back, and
+    CheckpointError if the disk refuses: what was half written is then removed, and everything older is untouched.
     """
     folder, name = Path(folder), f"step_{step:08d}"
     files = encode(model, state)
@@ -124,18 +124,21 @@ def _require_space(folder: Path, name: str, size: int) -> None:
 def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
     """Remove checkpoints up to `step` beyond the `keep` newest good ones.
 
-    Damaged ones do not count, and are removed when they are older than those. Later steps, of a run that was set back,
-    stay until the run passes them.
+    Damaged ones do not count, and are removed when they are older than those. One that the schedule did not ask for
+    does not count either, and is removed once there is a newer good one: a run that was stopped ends with the
+    checkpoints of one that was not. Later steps, of a run that was set back, stay until the run passes them.
     """
     found = [(n, path) for n, path in _list(folder) if n <= step and not path.is_symlink()]
-    if len(found) <= keep:
+    extra = {path for _, path in found if not _scheduled(path)}
+    if extra <= {path for _, path in found[:1]} and len(found) - len(extra) <= keep:
         return
-    good = 0
+    good = counted = 0
     for number, path in found:
-        if good < keep:
+        if counted < keep and not (good and path in extra):
             try:
                 _verify_once(path, number, tuple(_change_of(path / name) for name in (MODEL, STATE, META)))
                 good += 1
+                counted += path not in extra
             except (DamagedCheckpoint, CheckpointError, OSError) as fault:
                 say(f"checkpoint: {path} is damaged and does not count among those kept: {fault}")
             continue
@@ -146,6 +149,13 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
             atomic_files.remove(hidden)
         except OSError as error:  # the save itself is complete
             say(f"checkpoint: {path} is old and could not be removed: {error}")
+
+
+def _scheduled(path: Path) -> bool:
+    """Whether the checkpoint in folder `path` counts among those kept; a damaged one counts until it is verified."""
+    with contextlib.suppress(DamagedCheckpoint, CheckpointError, OSError):  # verifying it reports these
+        return read_meta(path).get("scheduled", True)
+    return True
 
 
 def _change_of(path: Path) -> tuple[int, int]:

@@ -405,7 +405,7 @@ class CheckpointSection(Section):
     every_epochs: Count | None = 1
     """epochs between two checkpoints"""
     keep: Count = 3
-    """how many of the newest checkpoints to keep"""
+    """how many of the newest checkpoints to keep, besides one that a signal asked for until the next is saved"""
     export: Exports = ("torchvision",)
     """what the encoder is exported to at the end of the run, as `fastsuncet export` does; []: nothing"""
 

@@ -190,7 +190,7 @@ class Trainer:
                 due = task.evaluate_every and (last or self.step % task.evaluate_every == 0)
                 self.evaluated = not due
                 # Before the evaluation, which can take longer than the time that a stopped run is given.
-                save = last or stop or any(self.step % every == 0 for every in task.save_every)
+                save = stop or self.scheduled
                 if save:
                     self.save()
                 # Skip the evaluation when a stop was requested: the run does it first when it continues.
@@ -237,6 +237,11 @@ class Trainer:
     def epoch(self) -> float:
         """Epochs done, to four decimals."""
         return round(self.step / self.task.steps_per_epoch, 4)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a run that nobody stops has a checkpoint after this step."""
+        return self.step == self.task.steps or any(self.step % every == 0 for every in self.task.save_every)
 
     def progress(self) -> dict[str, int | float]:
         """Return how far the run is and what it has cost: the first columns of every metrics line."""
@@ -324,6 +329,7 @@ class Trainer:
         }
         meta = {
             **self.task.meta(self.epoch),
+            "scheduled": self.scheduled,
             "world_size": self.place.world_size,
             self.task.ledger_key: self.ledger.state(),
         }

@@ -10,7 +10,7 @@ import torch
 from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint.format import META, MODEL
 from fastsuncet.errors import CheckpointError
-from tests.support.checkpoints import DAMAGE, corrupt, newest, save, steps
+from tests.support.checkpoints import DAMAGE, content, corrupt, newest, save, steps
 
 
 def test_load_newest_finds_none_where_there_never_was_one(tmp_path):
@@ -167,6 +167,27 @@ def test_save_keeps_the_newest_and_does_not_count_a_damaged_one(tmp_path):
     assert len(lines) == 1 and "step_00000003" in lines[0]
     save(tmp_path, 5, keep=2)
     assert steps(tmp_path) == [4, 5]  # older than two good ones, the damaged one goes as well
+
+
+def test_checkpoint_of_a_stop_takes_no_place_and_goes_with_the_next_good_one(tmp_path):
+    def stop(step):
+        save(tmp_path, step, keep=2, meta=content(step)["meta"] | {"scheduled": False})
+
+    for step in (10, 20):
+        save(tmp_path, step, keep=2)
+    stop(25)
+    assert steps(tmp_path) == [10, 20, 25]
+    stop(27)
+    assert steps(tmp_path) == [10, 20, 27]
+    save(tmp_path, 30, keep=2)
+    assert steps(tmp_path) == [20, 30]
+    stop(35)
+    stop(37)
+    corrupt(tmp_path / "step_00000037" / "model.safetensors", "flipped")
+    stop(39)
+    assert steps(tmp_path) == [20, 30, 39]
+    save(tmp_path, 40, keep=3)
+    assert steps(tmp_path) == [20, 30, 40]
 
 
 def test_save_reads_each_checkpoint_back_once_unless_it_changes(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.metrics.writer import MetricsWriter
+from tests.support.checkpoints import steps
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     Killed,
@@ -39,17 +40,18 @@ def test_run_stopped_by_a_signal_continues_to_the_same_bits(stops, undisturbed, 
     """The loader's threads and prefetch can change meanwhile."""
     seen, begin = {}, 0
     for stop in stops:
-        part = train(small_config(tmp_path), stop_at=stop)
+        part = train(small_config(tmp_path, "checkpoint.keep=9"), stop_at=stop)
         assert sorted(part) == list(range(begin, stop + 1)), (
             "the signal did not stop the run at the end of its step"
         )
         seen, begin = seen | part, stop + 1
-    config = small_config(tmp_path, "data.decode_threads=1", "data.prefetch=1")
+    config = small_config(tmp_path, "checkpoint.keep=9", "data.decode_threads=1", "data.prefetch=1")
     part = train(config)
     assert min(part) == begin, "the run did not continue where it was stopped"
     _, batches, state = undisturbed
     assert seen | part == batches
     assert_equal_to_the_bit(final_state(config), state)
+    assert steps(config.run_folder / "checkpoints") == [3, 6, 9, 10]  # none of a stop
 
 
 def test_run_continues_from_a_checkpoint_of_an_earlier_version(undisturbed, tmp_path):
