@@ -39,7 +39,8 @@ def row_pass(ids: Tensor, every_positive: bool) -> RowPass:
     The level is the mean of the positives' logits if `every_positive`, else their log-sum-exp. A row of weight
     0 or without a positive gives zeros. On float32 CUDA tensors, without a host sync; the same bits in every run.
     """
-    low = ids.view(torch.int32)[::2].contiguous()  # the low halves: every machine with CUDA is little-endian
+    ids = ids.contiguous()
+    low = ids.to(torch.int32)  # the low halves
     module = launcher.load("contrast.cu", ids.device, options())
 
     def over_rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,6 +126,11 @@ class Step:
             self.network.reducer._reset_state()
         if self.setting.scaler.is_enabled():
             self.setting.scaler._per_optimizer_states.clear()  # else "step() has already been called since ..."
+            for name in (
+                "grad_scale",
+                "found_inf",
+            ):  # of the refused graph's memory; the next step would use them
+                self.optimizer.__dict__.pop(name, None)
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
 

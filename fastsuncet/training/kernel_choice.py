@@ -4,7 +4,7 @@ A rank that steps by another kernel than the others rounds differently, and DDP 
 ranks agree when the step is built, a checkpoint keeps the choice, and a continued run obeys it.
 """
 
-from collections.abc import Sequence
+import math
 from functools import partial
 
 import torch
@@ -96,7 +96,8 @@ def uses_norm_kernels(config: Config, world_size: int) -> bool:
     """Return whether a BatchNorm of the step can be computed by norm.cu: fused, or its statistics over ranks."""
     m, meta = config.model, config.meta
     shared = m.sync_batchnorm and world_size > 1
-    return meta.channels_last and not meta.compile and (m.fused_batchnorm or shared)
+    rows = meta.channels_last or m.head_batchnorm  # the head's activations are rows in any memory format
+    return rows and not meta.compile and (m.fused_batchnorm or shared)
 
 
 def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]:
@@ -124,13 +125,15 @@ def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]
     return sorted(found)
 
 
-def check_int32(config: Config, arithmetic: Arithmetic, device: torch.device) -> None:
+def check_int32(
+    config: Config, arithmetic: Arithmetic, device: torch.device, verdicts: dict[str, str | None]
+) -> None:
     """Raise ConfigError for activations that torch's channels-last BatchNorm cannot index on a GPU."""
-    if device.type != "cuda" or not config.meta.channels_last or config.model.fused_batchnorm:
+    fused = config.model.fused_batchnorm and verdicts.get("norm.cu", "not proven") is None
+    if device.type != "cuda" or not config.meta.channels_last or fused:
         return
-    shapes: Sequence[tuple[int, ...]] = norm_shapes(config, arithmetic)
-    largest = max(shapes, key=lambda shape: torch.Size(shape).numel())
-    count = torch.Size(largest).numel()
+    largest = max(norm_shapes(config, arithmetic), key=math.prod, default=(0,))
+    count = math.prod(largest)
     if count > INT32:
         most = INT32 // (count // largest[0])
         raise ConfigError(

@@ -78,9 +78,9 @@ class Pretraining(TrainingTask[Batch]):
         self.save_every = tuple(every for every in saves if every)
         self.keep = self.keep_at_end = config.checkpoint.keep
         self.evaluate_every = (config.evaluation.knn_every_epochs or 0) * a.steps_per_epoch
-        kernel_choice.check_int32(config, arithmetic, place.device)
         own = kernel_choice.prove(config, arithmetic, place.device)
         self.kernels = kernel_choice.agree(place, own)  # source -> None, or why no rank uses it
+        kernel_choice.check_int32(config, arithmetic, place.device, self.kernels)
         self.model, self.network, self.optimizer, self.setting = build(
             config, place, len(images.train.classes)
         )

@@ -148,7 +148,8 @@ class _Bench:
         weights = {name for name, _ in model.named_parameters()}
 
         def joined(names: set[str]) -> Tensor:
-            return torch.cat([changes[name].flatten() for name in sorted(names)])
+            none = losses.new_zeros(0, dtype=torch.float64)  # a network without BatchNorm has no statistics
+            return torch.cat([none, *(changes[name].flatten() for name in sorted(names))])
 
         return {
             "losses": losses,

@@ -65,6 +65,7 @@ def test_row_pass_is_the_formula(keys, classes, every_positive, height, staged, 
     # Ids that differ only above their low 32 bits, and a row left out by its weight.
     ids = torch.randint(-classes, classes, (keys,), generator=generator)
     ids = torch.where(torch.rand(keys, generator=generator) < 0.2, ids + (1 << 32), ids)
+    ids = torch.stack([ids, -ids], 1)[:, 0]  # not contiguous
     weights = torch.rand(anchors, generator=generator) * (torch.rand(anchors, generator=generator) < 0.8)
     logits = (torch.rand(anchors, keys, generator=generator) * 2 - 1) * height
     value, slope = rows_in_float64(logits, ids, first, weights, every_positive)

@@ -33,6 +33,7 @@ settings = st.sampled_from([0.0, 0.9]).flatmap(
         nesterov=st.booleans() if momentum else st.just(False),
         lr_in_momentum=st.booleans(),
         lars=st.booleans(),
+        trust_coefficient=st.sampled_from([0.001, 1]),
         eps=st.sampled_from([0.0, 1e-8]),
     )
 )

@@ -18,6 +18,7 @@ from fastsuncet.commands.train import train as train_command
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place, join
+from fastsuncet.optim import LARS
 from fastsuncet.training import cuda_graph
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, capture_on_device
 from tests.support import runs
@@ -164,6 +165,22 @@ def test_step_after_a_refused_capture_can_use_the_scaler(task, monkeypatch):
     scaler.scale(weight.sum()).backward()
     scaler.step(sgd)  # torch refuses a second step before scaler.update()
     scaler.update()
+
+
+def test_step_after_a_refused_capture_does_not_read_the_scale_of_the_graph(task, monkeypatch):
+    scaler, weight = torch.amp.GradScaler("cpu"), torch.ones(2, requires_grad=True)
+    lars = LARS([weight], 0.1, implementation="kernel")
+
+    def refused_in_the_update(step):
+        scaler.scale(weight.sum()).backward()
+        scaler.step(lars)  # there is no kernel on a CPU
+
+    monkeypatch.setattr(task.setting, "scaler", scaler)
+    monkeypatch.setattr(task, "optimizer", lars)
+    step, said = one_step(task, capture=refused_in_the_update)
+    step._capture((), task.stream(0))
+    assert "the kernels run on CUDA devices" in said[0]
+    assert not {"grad_scale", "found_inf"} & vars(lars).keys()
 
 
 def weights_around_a_refusal(rank, world_size, folder):

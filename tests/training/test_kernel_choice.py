@@ -54,6 +54,10 @@ def test_prove_gives_each_proof_the_shapes_of_the_runs_own_step(monkeypatch):
     # One process has no statistics to join, and its BatchNorm is not fused.
     assert "norm.cu" not in kernel_choice.prove(*paper(1), CARD)
     assert "norm.cu" in kernel_choice.prove(*paper(1, "model.fused_batchnorm=true"), CARD)
+    # The head's activations are rows of channels in any memory format.
+    shared = ("model.head_batchnorm=true", "meta.channels_last=false")
+    assert "norm.cu" in kernel_choice.prove(*paper(64, *shared), CARD)
+    assert "norm.cu" not in kernel_choice.prove(*paper(64, shared[1]), CARD)
 
 
 def test_prove_asks_nothing_of_a_cpu(tmp_path):
@@ -121,9 +125,14 @@ def test_batch_that_overflows_batchnorms_index_is_refused():
     """2,674 views of 64 x 112 x 112 activations are the last that 32 bits count."""
     config, sizes = paper(1, "criterion.supervised_epochs=0", "data.split.kind=none", "data.split.file=null")
     few, many = (replace(sizes, local_unlabeled=n) for n in (1337, 1338))
-    kernel_choice.check_int32(config, few, CARD)
-    kernel_choice.check_int32(config, many, HERE)
-    with pytest.raises(
-        ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views at most"
-    ):
-        kernel_choice.check_int32(config, many, CARD)
+    refused = r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views at most"
+    kernel_choice.check_int32(config, few, CARD, {})
+    kernel_choice.check_int32(config, many, HERE, {})
+    with pytest.raises(ConfigError, match=refused):
+        kernel_choice.check_int32(config, many, CARD, {})
+    fused = config.with_values({"model.fused_batchnorm": True})
+    kernel_choice.check_int32(fused, many, CARD, {"norm.cu": None})
+    with pytest.raises(ConfigError, match=refused):  # torch's takes the place of kernels that are not used
+        kernel_choice.check_int32(fused, many, CARD, {"norm.cu": "no NVRTC"})
+    without = config.with_values({"model.name": "timm/test_vit"})
+    kernel_choice.check_int32(without, many, CARD, {})

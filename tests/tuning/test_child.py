@@ -48,6 +48,11 @@ def test_step_problem_is_a_difference_beyond_rounding(bench, config, values, exa
     assert found == problem if problem is None else problem in found
 
 
+def test_step_problem_of_a_network_without_batchnorm(bench, config):
+    plain = config.with_values({"model.name": "timm/test_vit"})
+    assert bench.step_problem(plain, plain.with_values({"criterion.chunk_size": 7}), exact=False) is None
+
+
 def test_step_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config):
     """A run would go on without it, so the contender would be plain."""
     with pytest.raises(FastSuncetError, match=r"meta\.cuda_graph: .*there is no CUDA device, this is cpu"):
