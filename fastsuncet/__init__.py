@@ -1,6 +1,6 @@
 """fastsuncet: contrastive pre-training that uses labels (SuNCEt, arXiv 2006.10803), fast and bit-for-bit resumable.
 
-    config = fastsuncet.load_config("configs/digits_demo.yaml", ["optimization.epochs=20"])
+    config = fastsuncet.load_config("digits_demo", ["optimization.epochs=20"])
     run = fastsuncet.train(config)
     encoder = fastsuncet.load_encoder(run)
     files, features = fastsuncet.embed(encoder, "photos")

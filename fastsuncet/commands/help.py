@@ -234,7 +234,7 @@ examples:
   fastsuncet sweep paper/cifar10_suncet --dry-run
   fastsuncet sweep paper/cifar10_suncet --list
   fastsuncet sweep paper/in1k_suncet_10pct data.root=/data/imagenet --only '*-100ep'
-  sbatch --array=1-6 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml""",
+  sbatch --array=1-6 --gpus-per-node=1 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml""",
     "preview": """\
 Draws what the network sees at one step of a run on one process: the first images of the batch, two
 augmented views of each, and labeled images if the step uses them.
@@ -269,7 +269,7 @@ examples:
   fastsuncet train in1k_10pct data.pack=/data/imagenet/shards
 
 exit codes: 0 packed now or before; 2 the config is wrong or has no files; 3 a file is gone or has
-changed, more images are bad than data.bad_images allows, or the pack cannot be written""",
+changed, or more images are bad than data.bad_images allows; 5 the pack cannot be written""",
     "demo": """\
 Trains SimCLR and SimCLR + SuNCEt on scikit-learn's digits with 10 % of the labels and the same
 compute, draws accuracy against compute, and explains what this run showed. It takes minutes on two

@@ -1,6 +1,6 @@
 """A run as one YAML file: `load_config` reads, checks and freezes it, or reports all problems at once.
 
-    config = load_config("configs/in1k_10pct.yaml", ["optimization.epochs=100"])
+    config = load_config("in1k_10pct", ["optimization.epochs=100"])
     config.criterion.temperature                             # 0.1
     sizes = config.resolve(world_size=64, num_images=1_281_167)
     sizes.steps_per_epoch, sizes.local_unlabeled             # 454, 44
