@@ -189,12 +189,12 @@ def require_network(config: Config) -> None:
 
 
 def start(
-    config: Config, place: launch.Place, images: Images, folder: Path, settled: Settled = PLAIN
+    asked: Config, place: launch.Place, images: Images, folder: Path, settled: Settled = PLAIN
 ) -> Trainer:
     """Return a trainer that stands where the run was stopped; write config.yaml and print the summary."""
-    config, why = resolve_precision(config, place.device)
+    config, why = resolve_precision(asked, place.device)
     arithmetic = config.resolve(place.world_size, *images.counts())
-    fast = applied(config, settled.speed)
+    fast, _ = resolve_precision(applied(asked, settled.speed), place.device)
     stream = PairedStream(fast, images.train, images.split.indices, arithmetic, place)
     task = Pretraining(fast, place, arithmetic, stream, images, online_knn, config, settled.speed)
     trainer = Trainer(task, place, folder, open_energy_meter(place.device))

@@ -10,6 +10,7 @@ from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
+from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.tuning import record
@@ -41,8 +42,8 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path, *, e
         if place.first:
             say_line(f"contenders: {len(rungs)}, on {key['hardware']}, at most {minutes:g} minutes")
         found = tune(config, place, rungs, key, 60 * minutes, signals, say)
-        if signals.requested is not None:
-            raise Preempted(f"{signals.requested}: stopped; nothing was kept")
+        if any_rank(signals.requested is not None):
+            raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was kept")
     if place.first:
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.replace(output.with_suffix(".json"), atomic_files.as_json(found))

@@ -154,9 +154,9 @@ def arithmetic(
         unlabeled = local_unlabeled * world_size
         text = (
             f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
-            f"processes, and {unlabeled:,} unlabeled ones; at least 2 of both are needed"
+            f"processes, and {unlabeled:,} unlabeled ones of {num_images:,}; at least 2 of both are needed"
         )
-        require((per_class >= 2 and unlabeled >= 2, "criterion.labeled_share", text))
+        require((per_class >= 2 and 2 <= unlabeled <= num_images, "criterion.labeled_share", text))
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
     small_views = config.swav.small_crops if c.instance == "swav" else 0
@@ -180,6 +180,12 @@ def arithmetic(
             steps == 0 or warmup_steps < steps,
             "optimization.warmup",
             f"must be shorter than the run: {o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}",
+        ),
+        (
+            not (o.legacy_schedule and warmup_steps) or steps == 0 or 2 * warmup_steps < steps,
+            "optimization.warmup",
+            f"must be shorter than half of the run with legacy_schedule: {o.warmup:g} epochs are {warmup_steps:,} "
+            f"steps of {steps:,}",
         ),
         (
             c.labeled_share is None or on is None or on <= steps,

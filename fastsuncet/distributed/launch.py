@@ -12,6 +12,7 @@ the rank that failed first: it tells a scheduler to requeue the job (75) or neve
 
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -82,9 +83,13 @@ def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = str(tasks)
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    environment.setdefault("MASTER_ADDR", first_host(_nodes(environment)))
     environment.setdefault("MASTER_PORT", str(PORT))
+
+
+def _nodes(environment: Mapping[str, str]) -> str:
+    """Return Slurm's list of the step's nodes; the first one of the job need not be among them."""
+    return environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
 
 
 def one_task_per_node(environment: MutableMapping[str, str]) -> bool:
@@ -121,7 +126,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     nodes, endpoint = 1, "localhost:0"
     if one_task_per_node(os.environ):
         nodes = int(os.environ["SLURM_NNODES"])
-        endpoint = f"{first_host(os.environ['SLURM_JOB_NODELIST'])}:{PORT}"
+        endpoint = f"{first_host(_nodes(os.environ))}:{PORT}"
     # The agent kills ranks 30 s after it passed on a signal; a save on a busy file system can take longer.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # torchrun's own default, without its warning: as many OpenMP threads as cores in every rank would slow all of them.
@@ -137,6 +142,8 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     stops = [name for name in STOP_SIGNALS if name != "SIGINT"]
     for name in stops:
         signal.signal(signal.Signals[name], stop_once)
+    # Before torch 2.9 the agent sets its own handlers in any case, and a repeated SIGTERM ends its wait.
+    newer = "signals_to_handle" in inspect.signature(LaunchConfig).parameters
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -146,7 +153,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         rdzv_endpoint=endpoint,
         max_restarts=0,
         monitor_interval=0.5,
-        signals_to_handle="SIGINT,SIGQUIT",
+        **({"signals_to_handle": "SIGINT,SIGQUIT"} if newer else {}),
     )
     python, *words = cli_command()
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import timm
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from fastsuncet.errors import ConfigError
 
@@ -17,6 +18,8 @@ PREFIX = "timm/"
 
 def create(name: str, device: str, seed: int = 0) -> Any:
     """Build timm's network `name` ("timm/NAME") without a classifier, an nn.Module: (B, 3, S, S) -> (B, width).
+
+    Dropout and stochastic depth are off: a step draws no random numbers, so that it repeats its bits.
 
     Weights are timm's own initialization, drawn on the CPU from `seed` without the global random state; on "meta" there
     are none. Raises ConfigError for a name that timm does not have, with the nearest ones.
@@ -31,10 +34,15 @@ def create(name: str, device: str, seed: int = 0) -> Any:
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            return timm.create_model(short, **options, dynamic_img_size=True)
+            network = timm.create_model(short, **options, dynamic_img_size=True)
         except TypeError:  # a network without a position embedding
             torch.default_generator.manual_seed(seed)
-            return timm.create_model(short, **options)
+            network = timm.create_model(short, **options)
+    for module in network.modules():
+        for rate in ("drop_rate", "drop_prob", *(["p"] if isinstance(module, _DropoutNd) else [])):
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
+    return network
 
 
 @functools.cache

@@ -55,7 +55,8 @@ def settle(config: Config, place: Place) -> Settled:
             stop = Preempted(
                 f"{signals.requested or 'another rank'}: stopped before the first step; the same command starts it"
             )
-            RunStatus(config.run_folder / "status.json", place).write("preempted", 0, str(stop))
+            if place.first and manager.newest_meta(config.run_folder / manager.FOLDER) is None:
+                RunStatus(config.run_folder / "status.json", place).write("preempted", 0, str(stop))
             raise stop
         return found
 
@@ -129,7 +130,8 @@ def tune(
 
     choice: Choice = climb(rungs, measure, lambda: left() > LEAST / 2, say)
     found = record.record_of(choice, key)
-    if place.first and signals.requested is None:
+    stopped = any_rank(signals.requested is not None)  # on any rank: then not all rungs were tried
+    if place.first and not stopped:
         try:
             record.keep(found)
         except (OSError, RuntimeError) as error:  # the run does not need it

@@ -186,6 +186,15 @@ def test_sweep_refuses_a_folder_with_other_settings_and_torchrun(script, monkeyp
     assert script.ran == []
 
 
+def test_job_state_of_a_run_whose_precision_was_chosen():
+    run = expanded(TWO, "meta.precision=auto")[0]
+    run.folder.mkdir(parents=True)
+    chosen = run.jobs[0].config.with_values({"meta.precision": "fp32"})
+    (run.folder / "config.yaml").write_text(chosen.to_yaml())
+    (run.folder / "status.json").write_text('{"state": "done", "step": 2}')
+    assert job_state(run.jobs[0]) == JobState(True, "done")
+
+
 @pytest.mark.parametrize(
     ("status", "locked", "text"),
     [

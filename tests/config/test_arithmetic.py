@@ -256,6 +256,25 @@ def test_labeled_share_that_cannot_be_is_refused_with_its_numbers(world_size, ov
         imagenet(*overrides).resolve(world_size, IMAGENET)
 
 
+def test_labeled_share_that_needs_more_images_than_there_are_is_refused():
+    small = load(
+        GOOD,
+        *("data.split.kind=all", "criterion.unsupervised_batch_size=1400", "criterion.classes_per_batch=10"),
+        *("criterion.supervised_imgs_per_class=40", "criterion.supervised_epochs=1"),
+        *("criterion.labeled_share=0.01", "optimization.steps=100", "optimization.warmup=0"),
+    )
+    with pytest.raises(ConfigErrors, match=r"1,585\s+unlabeled ones of 1,442"):
+        small.resolve(1, 1442)
+
+
+def test_legacy_schedule_needs_a_run_of_more_than_two_warmups():
+    config = imagenet(
+        "optimization.legacy_schedule=true", "optimization.epochs=100", "optimization.warmup=50"
+    )
+    with pytest.raises(ConfigErrors, match=r"shorter than half of the run with legacy_schedule: 50 epochs"):
+        config.resolve(64, IMAGENET)
+
+
 def test_labels_alone_count_epochs_over_labeled_images():
     config = imagenet(
         "criterion.instance=none",

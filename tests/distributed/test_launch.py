@@ -54,6 +54,26 @@ def test_set_torchrun_variables_from_slurms(changes, ranks):
     assert tuple(map(environment.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
 
 
+def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
+    """By a torch before 2.9, whose LaunchConfig has no `signals_to_handle`."""
+    seen = {}
+
+    class Older:
+        def __init__(self, min_nodes, max_nodes, nproc_per_node, run_id, rdzv_backend, rdzv_endpoint, max_restarts,
+                     monitor_interval):  # fmt: skip
+            seen.update(nodes=min_nodes, ranks=nproc_per_node, endpoint=rdzv_endpoint)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", Older)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: lambda *words: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    step = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "gpu[007-008]", "OMP_NUM_THREADS": "1"}
+    for name, value in (SLURM | step | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).items():
+        monkeypatch.setenv(name, value)
+    assert launch.start_ranks([], tmp_path / "status.json") == 0
+    assert seen == {"nodes": 2, "ranks": 8, "endpoint": f"gpu007:{launch.PORT}"}
+
+
 def test_pick_device_without_a_gpu_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"meta\.device=cpu"):

@@ -44,6 +44,15 @@ def test_timm_backbone_weights_depend_on_the_seed_alone():
     assert one.width == 64 and one(torch.zeros(2, 3, 32, 32)).shape == (2, 128)
 
 
+def test_timm_backbone_draws_nothing_in_training():
+    """Else a resumed step, or one in pieces, would be another: ghostnet drops features, swin drops blocks."""
+    network = build_model("timm/ghostnet_050").encoder
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(network(images), network(images))
+    swin = build_model("timm/swin_tiny_patch4_window7_224", device="meta")
+    assert not any(getattr(module, "drop_prob", 0) for module in swin.modules())
+
+
 def test_timm_backbone_name_is_checked_and_the_nearest_suggested(tmp_path):
     with pytest.raises(ConfigError, match=r"no network convnext_tyny; did you mean timm/convnext_tiny"):
         build_model("timm/convnext_tyny", device="meta")

@@ -10,10 +10,13 @@ import torch
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
+from fastsuncet.commands.train import start
 from fastsuncet.config import Config
+from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
+from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.tuning import processes, record, settle
 from fastsuncet.tuning.chooser import Report, Rung
 from pipelines.code_cache import cache_folder, make_folder
@@ -159,7 +162,39 @@ def test_settle_stopped_while_it_tunes_keeps_nothing(tmp_path, monkeypatch):
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "preempted"
 
 
+def test_settle_stopped_on_another_rank_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(settle, "any_rank", lambda stop: True)
+    with pytest.raises(Preempted, match="another rank: stopped before the first step"):
+        settled(small_config(tmp_path, *HOURS))
+    assert not cache_folder("speed").exists()
+
+
 # ---------------------------------------------------------------------------------------------------- a resumed run
+def test_settle_of_a_finished_run_leaves_its_status(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    train_command.run(config, [])
+    status = config.run_folder / "status.json"
+    before = status.read_text()
+
+    def stopped(config, place, signals):
+        signals.requested = "SIGTERM"
+
+    monkeypatch.setattr(settle, "_settle", stopped)
+    with pytest.raises(Preempted):
+        settled(config)
+    assert json.loads(before)["state"] == "done" and status.read_text() == before
+
+
+def test_precision_that_was_chosen_is_used_where_auto_is_written(tmp_path):
+    config = small_config(tmp_path, "meta.precision=auto")
+    with join("cpu") as place:
+        other = "bf16" if resolve_precision(config, place.device)[0].meta.precision == "fp32" else "fp32"
+        images = open_images(config, place, validation=False)
+        config.run_folder.mkdir(parents=True)
+        chosen = settle.Settled({"chosen": {"meta.precision": other}, "line": other}, images, other)
+        assert start(config, place, images, config.run_folder, chosen).task.config.meta.precision == other
+
+
 def test_run_uses_the_choice_and_its_resume_obeys_the_checkpoint(tmp_path, monkeypatch):
     """A run that was killed and continued without the cache equals one that was not killed, and not a plain one."""
     real = PairedStream.__call__

@@ -61,6 +61,8 @@ def _training_state(config: Config, status: dict[str, Any]) -> JobState:
     written = config.run_folder / "config.yaml"
     try:
         changed = config.changed_keys(yaml.safe_load(written.read_bytes()))
+        # The run's file has what "auto" meant; training refuses it where it means something else.
+        changed = [row for row in changed if (row[0], row[2]) != ("meta.precision", "auto")]
     except FileNotFoundError:
         changed = []
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError, OSError) as error:
