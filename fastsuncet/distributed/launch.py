@@ -142,8 +142,9 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     stops = [name for name in STOP_SIGNALS if name != "SIGINT"]
     for name in stops:
         signal.signal(signal.Signals[name], stop_once)
-    # Before torch 2.9 the agent sets its own handlers in any case, and a repeated SIGTERM ends its wait.
-    newer = "signals_to_handle" in inspect.signature(LaunchConfig).parameters
+    handled: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGQUIT"}
+    if "signals_to_handle" not in inspect.signature(LaunchConfig).parameters:
+        handled = {}  # before torch 2.9 the agent sets its own handlers, and a repeated SIGTERM ends its wait
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -153,7 +154,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         rdzv_endpoint=endpoint,
         max_restarts=0,
         monitor_interval=0.5,
-        **({"signals_to_handle": "SIGINT,SIGQUIT"} if newer else {}),
+        **handled,
     )
     python, *words = cli_command()
     try:
