@@ -69,18 +69,20 @@ def read_results(run: Path) -> list[dict[str, Any]]:
 
     Raises ResultError, which names the file and the problem, for a damaged one.
     """
-    records = []
-    for path in sorted((Path(run) / FOLDER).glob("[!.]*.json")):
-        try:
-            record = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ResultError(
-                f"the result {path} cannot be read ({error}): remove it and evaluate again"
-            ) from error
-        if problem := _problem(record):
-            raise ResultError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
-        records.append(record)
-    return records
+    return [read_result(path) for path in sorted((Path(run) / FOLDER).glob("[!.]*.json"))]
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Return the record in one file. Raises ResultError as `read_results`."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResultError(
+            f"the result {path} cannot be read ({error}): remove it and evaluate again"
+        ) from error
+    if problem := _problem(record):
+        raise ResultError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
+    return record
 
 
 def name_of(run: Path, record: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from PIL import Image
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.cli import main
 from fastsuncet.evaluation.transfer_grid import run_grid, tasks
-from fastsuncet.metrics.results import read_results
+from fastsuncet.metrics.results import read_results, write_result
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.cifar import CLASSES
 from pipelines.loader import Loader
@@ -242,13 +242,14 @@ def test_voc_is_chosen_on_val_and_tested_by_its_own_metric(top, tmp_path):
     assert set(joined["metrics"]) == {"cifar10", "voc07"}
 
 
-def test_results_of_two_data_sets_saved_at_the_same_moment_are_kept(tmp_path, monkeypatch):
-    config = small_config(tmp_path)
-    encoder = types.SimpleNamespace(record=lambda: {"source": "a.pth", "step": None})
+def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(tmp_path, monkeypatch):
     identity = dict.fromkeys(run_grid.IN_RESULT, 1)
     retrained = {**dict.fromkeys(run_grid.FROM_RETRAINED, 1), "test": 0.5, "images": 9}
 
-    def save(name: str) -> None:
+    def save(name: str, top: Path = tmp_path / "old") -> None:
+        config = small_config(top)
+        source = f"{config.run_folder}/checkpoints/step_00000010"
+        encoder = types.SimpleNamespace(record=lambda: {"source": source, "step": 10})
         task = types.SimpleNamespace(name=name, title="top-1")
         shared = {"config": config, "task": task, "identity": identity, "encoder": encoder}
         dataset = types.SimpleNamespace(**shared, folder=tmp_path / name)
@@ -256,18 +257,20 @@ def test_results_of_two_data_sets_saved_at_the_same_moment_are_kept(tmp_path, mo
 
     other = threading.Thread(target=save, args=["cifar100"])
 
-    def read(run):
-        found = read_results(run)
+    def write(run, record):
         if threading.current_thread() is not other:
             other.start()
             other.join(0.5)  # long enough to read and write, if it did not wait for the lock
-        return found
+        return write_result(run, record)
 
-    monkeypatch.setattr(run_grid, "read_results", read)
-    save("cifar10")
-    other.join()
-    (result,) = read_results(config.run_folder)
-    assert result["metrics"] == {"cifar10": 0.5, "cifar100": 0.5} and result["images"] == 18
+    with monkeypatch.context() as patch:
+        patch.setattr(run_grid, "write_result", write)
+        save("cifar10")
+        other.join()
+    (tmp_path / "old").rename(tmp_path / "new")
+    save("voc07", tmp_path / "new")
+    (result,) = read_results(small_config(tmp_path / "new").run_folder)
+    assert result["metrics"] == {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5} and result["images"] == 27
 
 
 def test_transfer_names_what_is_missing_before_the_first_cell(top, tmp_path, capsys):

@@ -38,7 +38,7 @@ from fastsuncet.evaluation.supervised.identity import (
 )
 from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, table
 from fastsuncet.evaluation.transfer_grid.tasks import TransferTask, open_task
-from fastsuncet.metrics.results import FOLDER, name_of, read_results, write_result
+from fastsuncet.metrics.results import FOLDER, name_of, read_result, write_result
 from pipelines.datasets.index import ImageIndex
 
 REMEDY = "Remove that folder to run the cell again."
@@ -318,9 +318,11 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
             atomic_files.make_folder(folder)
             with atomic_files.exclusive(folder / ".transfer") as locked:
                 if locked:
-                    for old in read_results(run):
-                        if name_of(run, old) == name_of(run, record):
-                            record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
+                    # Not by the old record's own name: that is another one after the run was moved.
+                    path = folder / f"{name_of(run, record)}.json"
+                    if path.exists():
+                        old = read_result(path)
+                        record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
                     record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
                     return write_result(run, record)
         time.sleep(0.1)  # the other process holds the lock while it writes a small file
