@@ -141,7 +141,8 @@ class FineTuningJob:
             kept, new = record_once(*where, make, REMEDY, usable)
             for line in () if new else heading[:2]:
                 say(line)
-            record = kept["record"]
+            # As they are named now: with those of a run that was moved since, it would be a second result.
+            record = kept["record"] | {"encoder": self.encoder.record(), "run": self.config.run_folder.name}
             written = write_result(self.config.run_folder, record) if self.place.first else None
         return record, written, new
 

@@ -108,7 +108,7 @@ def no_training(*_, **__):
     raise AssertionError("trained again")
 
 
-def test_finetune_prints_a_finished_one_again_without_training(whole, monkeypatch, capsys):
+def test_finetune_prints_a_finished_one_again_without_training(whole, tmp_path, monkeypatch, capsys):
     runs, _ = whole
     monkeypatch.setattr(finetuning, "fit", no_training)
     before = results(runs)
@@ -118,6 +118,9 @@ def test_finetune_prints_a_finished_one_again_without_training(whole, monkeypatc
     assert results(runs) == before, "the result that was removed was not written again"
     printed = capsys.readouterr().out
     assert "(done before)" in printed and "steps" not in printed
+    elsewhere = Path(shutil.copytree(runs, tmp_path / "elsewhere"))
+    assert run(elsewhere) == 0
+    assert results(elsewhere) == before, "a run that was moved has its result twice"
 
 
 def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, capsys):
