@@ -23,11 +23,12 @@ LABELS = {"kind": "bernoulli", "fraction": 0.1, "count": 160}
 
 
 def result(
-    run: Path, step: int, top1: float, *, kind="finetune", labels=LABELS, home=None, **setting
+    run: Path, step: int, top1: float, *, kind="finetune", labels=LABELS, home=None, source=None, **setting
 ) -> None:
-    """Write one evaluation of the checkpoint of `step` of `home` (this run); an epoch has 10 updates."""
+    """Write one evaluation of `source`, or the checkpoint of `step` of `home` (this run); an epoch has 10 updates."""
     ledger = {"images": 100 * step, "updates": step, "petaflops": 0.5 * step, "seconds": 36.0 * step}
-    encoder = {"source": f"{home or run}/checkpoints/step_{step:08d}", "step": step, "epoch": step / 10}
+    checkpoint = f"{home or run}/checkpoints/step_{step:08d}"
+    encoder = {"source": str(source or checkpoint), "step": step, "epoch": step / 10}
     encoder |= {"method": "SimCLR + SuNCEt", "ledger": ledger}
     metrics = {"top1": top1, "top5": 1 - (1 - top1) / 2}
     record = {"kind": kind, "metrics": metrics, "images": 355, "labels": labels, "encoder": encoder}
@@ -160,6 +161,11 @@ def test_read_runs_keeps_the_name_of_another_runs_encoder(tmp_path):
     result(suncet, 30, 0.5, home=tmp_path / "gone")
     foreign = [curve for curve in read_runs([suncet])[0] if curve.run.endswith("gone")]
     assert [(c.method, c.supervised, c.seed) for c in foreign] == [("SimCLR + SuNCEt", True, None)]
+    other = make_run(tmp_path, "other", 0.4)
+    for file in (simclr / "export" / "torchvision.pth", tmp_path / "encoder.pth", other / "encoder.pth"):
+        result(other, 20, 0.3, source=file)
+    curves = {curve.run: [p.metrics["top1"] for p in curve.points] for curve in read_runs([other])[0]}
+    assert curves == {str(other): [0.4, 0.3], str(simclr): [0.3], str(tmp_path / "encoder.pth"): [0.3]}
 
 
 def test_read_runs_separates_fine_tuned_encoders(tmp_path):
@@ -179,7 +185,9 @@ def test_read_runs_separates_fine_tuned_encoders(tmp_path):
 def test_read_runs_recognizes_a_run_that_was_moved_and_an_encoder_from_a_file(tmp_path):
     run = make_run(tmp_path / "old", "a", 0.5)
     (tmp_path / "new").mkdir()
-    moved = run.rename(tmp_path / "new" / "a")
+    moved = run.rename(tmp_path / "new" / "renamed")
+    assert [curve.run for curve in read_runs([moved])[0]] == [str(moved)]
+    moved = moved.rename(tmp_path / "new" / "a")
     encoder = {"source": "/weights/resnet50.pth", "step": None, "epoch": None, "method": None, "ledger": None}
     record = {"kind": "finetune", "metrics": {"top1": 0.7}, "images": 355, "labels": LABELS}
     write_result(moved, {**record, "encoder": encoder, "setting": {}, "run": "a", "versions": {}})

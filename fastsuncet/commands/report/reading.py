@@ -18,7 +18,7 @@ from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
 from pipelines.data_errors import DataError
 
-FINETUNED = "finetune"  # the folder of a run's fine-tuned encoders
+FINETUNED, EXPORTS = "finetune", "export"  # the folders of a run's fine-tuned and of its exported encoders
 OUTCOMES = ("seed", "converged", "finetuned")  # in a result's "setting", but not chosen for the evaluation
 # May differ within a measurement, since it belongs to the encoder or the machine. A note names it.
 OWN = ("mean", "std", "temperature", "precision", "accumulate", "batchnorm_images", "processes")
@@ -154,14 +154,18 @@ def home_of(record: Record, run: Path) -> str:
     source = record["encoder"].get("source")
     if not source:
         return str(run)
-    home = next((parent.parent for parent in Path(source, "-").parents if parent.name == CHECKPOINTS), None)
+    # A file of another program's weights has no step, and can lie in a folder of any name.
+    ours = record["encoder"].get("step") is not None
+    folders = (CHECKPOINTS, EXPORTS) if ours else (CHECKPOINTS,)
+    home = next((parent.parent for parent in Path(source, "-").parents if parent.name in folders), None)
     if home is None:
-        return source if record["encoder"].get("step") is None else str(run)
+        inside = ours and Path(source).resolve().is_relative_to(run.resolve())
+        return str(run) if inside else source
     if home.parent.name == FINETUNED:  # RUN/finetune/TAG: the encoder is the run's
         home = home.parent.parent
-    # A run that was moved is recognized by its name.
-    same = home.resolve() == run.resolve() or (home.name == run.resolve().name and not home.is_dir())
-    return str(run) if same else str(home)
+    # A run that was moved or renamed is recognized by its name, now or when it was evaluated.
+    known = home.name in (run.resolve().name, record["run"]) and not home.is_dir()
+    return str(run) if known or home.resolve() == run.resolve() else str(home)
 
 
 def _other_run(home: str, record: Record) -> tuple[str, str, Config | None]:
