@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 # Otherwise PIL would load its parsers later, in the worker threads.
 Image.init()
@@ -41,12 +41,16 @@ def _readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io
 
 
 def read_rgb(file: os.PathLike | bytes) -> np.ndarray:
-    """Return an image file, or its content, as (H, W, 3) uint8 RGB, EXIF orientation ignored.
+    """Return an image file, or its content, as (H, W, 3) uint8 RGB, EXIF orientation ignored, 16 bits scaled to 8.
 
     Raises RuntimeError, from PIL's error, when it cannot be decoded.
     """
     try:
         with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
+            # 16-bit gray, which PIL would clip to white; older versions call such a PNG "I".
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+                gray = (np.asarray(image, np.uint32) + 128) // 257  # rounded, as DALI does
+                return np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
             return np.array(image.convert("RGB"))
     except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
         name = "a packed image" if isinstance(file, bytes) else file
@@ -63,6 +67,8 @@ def image_size(file: os.PathLike | str | bytes) -> tuple[int, int]:
         # GIF is recognized only to be named in the message: PIL reads it, the decoder does not.
         with Image.open(_readable_by_pil(file), formats=(*FORMATS, "GIF")) as image:
             (width, height), kind = image.size, image.format
+            # PIL turns TIFFs by this tag, DALI does not.
+            turned = kind == "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
     except FileNotFoundError:
         raise ValueError("no such file") from None
     except Image.UnidentifiedImageError:
@@ -74,6 +80,8 @@ def image_size(file: os.PathLike | str | bytes) -> tuple[int, int]:
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
     if kind == "GIF":
         raise ValueError("a GIF, which the decoder does not read: convert it to PNG or JPEG")
+    if turned:
+        raise ValueError("a TIFF with an orientation tag: save it upright")
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels, {too_many}")
     return height, width

@@ -81,7 +81,7 @@ def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96
 
 
 def write_kinds(root: Path, height: int, width: int) -> ImageIndex:
-    """Write one class of one picture in every kind of file: color, gray, CMYK, progressive, rotated by EXIF, PNG."""
+    """Write one class of one picture in every kind of file: JPEG of all kinds, PNG, gray of 16 bits."""
     root = root / "kinds"
     root.mkdir(parents=True)
     picture = Image.fromarray(texture(7, height, width))
@@ -93,4 +93,7 @@ def write_kinds(root: Path, height: int, width: int) -> ImageIndex:
     picture.save(root / "progressive.jpg", quality=92, progressive=True)
     picture.save(root / "rotated.jpg", quality=92, exif=rotated)
     picture.save(root / "lossless.png")
+    deep = Image.fromarray(np.random.default_rng(0).integers(0, 2**16, (height, width), np.uint16))
+    deep.save(root / "deep.png")
+    deep.save(root / "deep.tif")
     return image_folder(root.parent)

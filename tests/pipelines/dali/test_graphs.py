@@ -25,6 +25,7 @@ from nvidia.dali import pipeline_def
 
 from pipelines.dali import color, graphs
 from pipelines.datasets.folders import image_folder
+from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
@@ -225,9 +226,8 @@ def test_graph_reads_every_kind_of_file_as_pil_does(tmp_path, height_width):
     index = write_kinds(tmp_path, *height_width)
     ((images,),) = evaluation(index, np.arange(len(index)), "dali", batch=8, size=96, resize=96)
     for i, ours in enumerate(images):
-        with Image.open(index.path(i)) as image:
-            theirs = v2.functional.pil_to_tensor(v2.CenterCrop(96)(image.convert("RGB"))).float()
-        bound = 0 if index.name(i).endswith("png") else 1
+        theirs = v2.CenterCrop(96)(torch.from_numpy(read_rgb(index.path(i))).permute(2, 0, 1)).float()
+        bound = 1 if index.name(i).endswith("jpg") else 0
         assert (255 * ours - theirs).abs().max() <= bound + 1e-3, index.name(i)
 
 

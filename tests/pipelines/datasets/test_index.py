@@ -13,7 +13,7 @@ from PIL import Image
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
-from pipelines.datasets.image_headers import file_stamps, read_headers
+from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
 from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
 from tests.support.pictures import unusable_files, write_image
@@ -86,7 +86,9 @@ def test_read_headers_gives_sizes_as_stored_and_reasons(tmp_path):
     for name in good:
         write_image(tmp_path / name, 5, 4, **({"exif": rotated} if name == "good.jpg" else {}))
     reasons = {"gif.JPEG": "a GIF", "empty.jpg": "an empty file", "page.jpg": "not an image: no known header"}
+    reasons |= {"turned.tif": "a TIFF with an orientation tag: save it upright"}
     reasons |= {"noise.jpg": "not an image", "beginning.jpg": "", "missing.jpg": "no such file"}
+    write_image(tmp_path / "turned.tif", exif=rotated)
     contents = unusable_files((tmp_path / "good.jpg").read_bytes())
     for name in reasons.keys() & contents.keys():
         (tmp_path / name).write_bytes(contents[name])
@@ -98,6 +100,14 @@ def test_read_headers_gives_sizes_as_stored_and_reasons(tmp_path):
     assert headers.sizes.tolist() == [[0, 0]] * len(reasons) + [[4, 5]] * len(good)
     assert headers.stamps[len(reasons) - 1].tolist() == [-1, -1]
     assert headers.stamps.tolist() == file_stamps(tmp_path, names).tolist()
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_read_rgb_scales_gray_of_16_bits(tmp_path, suffix):
+    ramp = np.arange(0, 2**16, 16, np.uint16).reshape(64, 64)
+    Image.fromarray(ramp).save(tmp_path / f"ramp.{suffix}")
+    pixels = read_rgb(tmp_path / f"ramp.{suffix}")
+    assert pixels.dtype == np.uint8 and (pixels == np.rint(ramp / 257)[..., None]).all()
 
 
 def test_read_headers_of_many_chunks_land_in_their_rows(tmp_path, monkeypatch):
