@@ -19,7 +19,8 @@ from pipelines.datasets.image_headers import Progress, file_stamps, image_size, 
 from pipelines.datasets.index import ImageIndex
 
 _CUT_OFF = "a truncated JPEG: its end is missing"
-_TAIL = 65536  # bytes searched for a JPEG's end; what cameras and editors append is shorter
+# The kinds of a JPEG's segments: all but those without a length, and the pixels.
+_SEGMENTS = {*range(0xC0, 0xD0), *range(0xDB, 0xFF)}
 _BLOCK = 1024  # files between two progress reports; their pixels are then read from the disk's cache
 _BATCH = 32  # images decoded at a time ...
 _BATCH_PIXELS = 64_000_000  # ... fewer where they are large: 200 MB of uint8 RGB
@@ -117,22 +118,25 @@ def _decoder(dali: bool, device: str, threads: int) -> Decode:
 
 
 def _size(index: ImageIndex, i: int) -> tuple[int, int]:
-    # A file can have been repaired since the index was made, a pack cannot.
-    if index.pack is not None and (reason := index.bad.get(i) or index.damage(i)):
+    # What was bad when it was packed has no bytes in the pack. Any other image can have been repaired since the index
+    # was made, or refused by another decoder.
+    absent = index.pack is not None and not index.pack.members["length"][i]
+    if reason := (index.bad.get(i) if absent else index.damage(i)):
         raise ValueError(reason)
     return image_size(index.content(i))
 
 
 def _undecodable(index: ImageIndex, numbers: list[int], sizes: np.ndarray, decode: Decode) -> dict[int, str]:
     """Return those of `numbers` that cannot be decoded whole to the size in their header, and why."""
-    bad = {}
+    bad, row = {}, []
     for batch in _batches(numbers, sizes):
         images = [index.content(i) for i in batch]
         outcomes = decode(images)
-        refused = [image for image, outcome in zip(images, outcomes) if isinstance(outcome, Exception)]
-        if len(refused) == _BATCH and all(map(_readable, refused)):
+        # Over batches: those of large images hold few.
+        row = (row + batch)[-_BATCH:] if all(isinstance(outcome, Exception) for outcome in outcomes) else []
+        if len(row) == min(_BATCH, len(numbers)) > 1 and all(_readable(index.content(i)) for i in row):
             raise DataError(
-                f"the decoder refuses {len(refused)} files in a row that PIL reads, the first {index.path(batch[0])}: "
+                f"the decoder refuses {len(row)} files in a row that PIL reads, the first {index.path(row[0])}: "
                 f"the decoder or its device has failed, or does not know this kind of file ({outcomes[0]})"
             )
         for i, image, outcome in zip(batch, images, outcomes):
@@ -184,9 +188,15 @@ def _diagnosis(image: Path | bytes, error: Exception) -> str:
 
 
 def _is_cut_off(image: Path | bytes) -> bool:
-    """Return whether a JPEG lacks its end marker, which a lenient decoder can forgive; pixels never contain one."""
+    """Return whether a JPEG lacks its end marker, which a lenient decoder can forgive; pixels never contain one.
+
+    Whatever follows the marker is ignored (a phone appends a film of megabytes), and so are the segments before the
+    pixels: a thumbnail among them has an end marker of its own.
+    """
     with io.BytesIO(image) if isinstance(image, bytes) else open(image, "rb") as stream:
         if stream.read(2) != b"\xff\xd8":
             return False
-        stream.seek(-min(_TAIL, stream.seek(0, os.SEEK_END)), os.SEEK_END)
+        # FF, the kind, two bytes of length with themselves, the content.
+        while len(head := stream.read(4)) == 4 and head[0] == 0xFF and head[1] in _SEGMENTS:
+            stream.seek(int.from_bytes(head[2:], "big") - 2, os.SEEK_CUR)
         return b"\xff\xd9" not in stream.read()

@@ -35,7 +35,7 @@ def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "gray.jpg": encoded(image.convert("L"), "JPEG"),
         "cmyk.jpg": encoded(image.convert("CMYK"), "JPEG"),
         "rotated.jpg": encoded(image, "JPEG", exif=rotated),
-        "appended.jpg": jpeg + b"junk" * 50,
+        "appended.jpg": jpeg + b"film" * 17_500,
         "scratched.jpg": bytes(scratched),  # decodes to wrong pixels: no decoder notices
         "png.JPEG": encoded(image, "PNG"),
         "webp.jpg": encoded(image, "WEBP"),
@@ -147,7 +147,9 @@ def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypat
 
 def test_check_doubts_a_lenient_decoder(tmp_path, monkeypatch):
     """It can forgive a missing end, and decode to another size than the header's."""
-    path = write_image(tmp_path / "a.jpg")
+    thumbnail = Image.Exif()
+    thumbnail[0x9286] = b"ends with \xff\xd9, as a thumbnail does"
+    path = write_image(tmp_path / "a.jpg", exif=thumbnail)
     path.write_bytes(path.read_bytes()[:-2])
     write_image(tmp_path / "b.png")
     fake_decoder(monkeypatch, lambda paths: [(6, 8)] * len(paths))
@@ -162,9 +164,13 @@ def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_BATCH", 3)
     for i in range(3):
         write_image(tmp_path / f"{i}.jpg", 60, 50)
-    fake_decoder(monkeypatch, lambda paths: [RuntimeError("no memory on the device")] * 3)
-    with pytest.raises(DataError, match=r"refuses 3 files in a row that PIL reads.*no memory on the device"):
-        check(image_tree(tmp_path), "torchvision")
+    fake_decoder(monkeypatch, lambda paths: [RuntimeError("no memory on the device")] * len(paths))
+    for pixels in (verify._BATCH_PIXELS, 2 * 60 * 50):  # whole batches, and less
+        monkeypatch.setattr(verify, "_BATCH_PIXELS", pixels)
+        with pytest.raises(
+            DataError, match=r"refuses 3 files in a row that PIL reads.*no memory on the device"
+        ):
+            check(image_tree(tmp_path), "torchvision")
     for i in range(3):
         cut_short(tmp_path / f"{i}.jpg")
     assert len(check(image_tree(tmp_path), "torchvision").bad) == 3

@@ -104,6 +104,7 @@ def test_a_pack_can_be_read_by_other_programs(index, pack):
     assert foreign.labels.tolist() == index.labels.tolist()
     assert foreign.sizes.tolist() == index.sizes.tolist()
     assert foreign.name(1) == "000000.tar/00000001.jpg" and foreign.damage(1) is None
+    assert check(replace(foreign, bad={1: "another decoder refuses it"}), "torchvision").bad == []
     shard, offset, _ = place(foreign, 1)
     damage(shard, offset)
     assert "its checksum is another" in open_pack(pack).damage(1)
