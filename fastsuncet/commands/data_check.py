@@ -57,7 +57,8 @@ def check_config(config: Config) -> None:
     if data.validation is not None and data.root is not None and data.kind != "images":
         folder = image_root(config, train=False)
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
-            validation = with_classes(scanned(config, train=False), classes)
+            validation = scanned(config, train=False)
+            with_classes(validation, classes)  # raises; the index keeps the folder's own names
             bad += _checked(validation, index_path(config, folder, False), **options).bad
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")

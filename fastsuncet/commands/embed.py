@@ -123,6 +123,9 @@ def _all_rows(
     if done:
         say_line(f"continuing after {done:,} of {len(index):,} images")
     else:
+        # First the state: after a kill between the two, or before the first save, no row counts as done.
+        atomic_files.remove(state)
+        atomic_files.sync(part)
         atomic_files.remove(path)
     mode = "r+" if done else "w+"
     rows = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)

@@ -205,7 +205,8 @@ def save_index(index: ImageIndex, path: Path) -> None:
         arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
     # Under another name until every byte is on the disk: a reader, or a run after a power cut, finds the old
     # index or the new one, never half of one.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Process ids do not tell two containers apart.
+    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as stream:

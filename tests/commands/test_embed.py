@@ -79,10 +79,16 @@ def test_embed_starts_over_for_other_images(run, tmp_path, capsys, monkeypatch):
         patch.setattr(command, "_save", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
             embed(run, tmp_path / "images", output)
-    (tmp_path / "images" / "part0" / "0.png").unlink()
-    embed(run, tmp_path / "images", output)
+    hidden = (tmp_path / "images" / "part0" / "0.png").rename(tmp_path / "0.png")
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "outputs", lambda *_, **__: sys.exit("killed before the first save"))
+        with pytest.raises(SystemExit):
+            embed(run, tmp_path / "images", output)
     assert "has other images" in capsys.readouterr().out
-    assert np.load(output)["features"].shape == (19, 64)
+    hidden.rename(tmp_path / "images" / "part0" / "0.png")
+    embed(run, tmp_path / "images", output)
+    features = np.load(output)["features"]
+    assert features.shape == (20, 64) and features.any(axis=1).all()
 
 
 def test_embed_writes_parquet(run, tmp_path, monkeypatch):

@@ -313,6 +313,20 @@ def test_save_index_leaves_the_old_one_when_it_fails(index, kept, tmp_path, monk
     assert load_index(kept).bad == {} and sorted(os.listdir(tmp_path)) == ["images", "index.npz"]
 
 
+def test_save_index_meets_no_other_writer_of_its_process_id(index, tmp_path, monkeypatch):
+    savez = np.savez
+
+    def together(stream, **arrays):
+        with monkeypatch.context() as patch:
+            patch.setattr("pipelines.datasets.index.np.savez", savez)
+            save_index(index, tmp_path / "index.npz")
+        savez(stream, **arrays)
+
+    monkeypatch.setattr("pipelines.datasets.index.np.savez", together)
+    save_index(replace(index, bad={0: "why"}), tmp_path / "index.npz")
+    assert load_index(tmp_path / "index.npz").bad == {0: "why"}
+
+
 def test_save_index_syncs_before_the_rename(index, tmp_path, monkeypatch):
     calls = []
     fsync, rename = os.fsync, os.replace

@@ -361,6 +361,11 @@ def test_a_run_reads_the_pack_alone(here, index, capsys):
 def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys):
     """Their index is kept in logging.folder; the check writes down which images are bad."""
     (pack / INDEX).unlink()
+    foreign = ("data.pack=pack", "data.validation=images")
+    assert data("check", "run.yaml", *foreign) == 0
+    with join("cpu") as process:  # its validation folder keeps its own classes
+        names = open_images(load_config("run.yaml", foreign[1:]), process, validation=True).validation.classes
+    assert names == ("class_0", "class_1", "class_2")
     images = images_of("data.pack=pack/0000{00..01}.tar")
     assert len(images.train) < 12 and images.train.classes == ("class 0", "class 1")
     shard, offset, length = place(images.train, 1)
