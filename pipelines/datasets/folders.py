@@ -177,13 +177,17 @@ def _entries(folder: Path) -> Iterator[os.DirEntry]:
 
 
 def _is_folder(entry: os.DirEntry, root: Path) -> bool:
-    if entry.is_symlink() and entry.is_dir():
+    try:
+        folder = entry.is_dir()
+    except OSError as error:  # a link to itself
+        raise DataError(f"cannot follow {entry.path}: {error.strerror or error}") from error
+    if folder and entry.is_symlink():
         raise DataError(
             f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
             f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
             f"links, which takes no space: cp -rlL SOURCE TARGET"
         )
-    return entry.is_dir()
+    return folder
 
 
 def _images(root: Path, folder: str = "") -> Iterator[str]:

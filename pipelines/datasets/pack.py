@@ -142,6 +142,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
         return len(index)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
+    folder = folder.absolute()  # `.` has no name
     # Named after the files and their times: when one of them changes, nothing of an earlier start is used.
     digest = hashlib.sha256(index.fingerprint().encode() + index.stamps.tobytes()).hexdigest()
     part = folder.with_name(f"{folder.name}.part-{digest[:12]}")

@@ -259,8 +259,9 @@ def random_resized_crop(
     found = fits[rows, first]
 
     image_ratio = widths / heights
-    fallback_height = np.where(image_ratio < narrow, np.rint(widths / narrow), heights)
-    fallback_width = np.where(image_ratio > wide, np.rint(heights * wide), widths)
+    # At least a pixel, which an image of few pixels and a crop_ratio far from 1 would not leave.
+    fallback_height = np.where(image_ratio < narrow, np.maximum(np.rint(widths / narrow), 1), heights)
+    fallback_width = np.where(image_ratio > wide, np.maximum(np.rint(heights * wide), 1), widths)
     height = np.where(found, height[rows, first], fallback_height)
     width = np.where(found, width[rows, first], fallback_width)
     top = np.where(found, np.floor(top * (heights - height + 1)), (heights - height) // 2)

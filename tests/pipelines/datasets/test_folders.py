@@ -106,6 +106,9 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
         with pytest.raises(DataError, match=r"b is a link to a folder.*cp -rlL"):
             image_folder(root)
         place.unlink()
+    link.symlink_to(link)
+    with pytest.raises(DataError, match=r"cannot follow .*3\.jpg: Too many levels of symbolic links"):
+        image_folder(root)
 
 
 # -- trees with a CSV

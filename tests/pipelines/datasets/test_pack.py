@@ -343,12 +343,17 @@ def data(*arguments) -> int:
     return cli.main(["data", *arguments])
 
 
-def test_a_run_reads_the_pack_alone(here, index, capsys):
+def test_a_run_reads_the_pack_alone(here, index, capsys, monkeypatch):
     files = images_of()
     assert data("pack", "run.yaml", "--output", "a") == 0
     assert "a: 12 images of images packed, 0.000 GB" in capsys.readouterr().out
     assert data("pack", "run.yaml", "data.pack=a") == 0
     assert "a: has all 12 images of images already" in capsys.readouterr().out
+    (here / "empty").mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir(here / "empty")
+        assert data("pack", "../run.yaml", "--output", ".", "data.root=..", f"logging.folder={here}") == 0
+    assert contents(here / "empty") == contents(here / "a")
     index_path(load_config("run.yaml"), here / "images", True).unlink()
     (here / "images").rename(here / "elsewhere")
     packed = images_of("data.pack=a")

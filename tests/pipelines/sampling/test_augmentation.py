@@ -69,8 +69,10 @@ def test_crop_boxes_are_those_of_torchvisions_code_on_the_same_draws(monkeypatch
     assert difference.max() <= 1 and (difference > 0).mean() < 0.02
 
 
-def test_crop_of_an_image_without_a_size_is_one_pixel():
-    np.testing.assert_array_equal(draw(np.zeros((3, 2), np.int32)).box, [[0, 0, 1, 1]] * 3)
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (0.1, 0.3), (3.0, 4.0)])
+def test_crop_of_one_pixel_or_of_an_image_without_a_size_is_one_pixel(ratio):
+    boxes = draw(np.array([[0, 0], [1, 1]]), Augmentation(crop_ratio=ratio)).box
+    np.testing.assert_array_equal(boxes, [[0, 0, 1, 1]] * 2)
 
 
 # -- streams
