@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import math
 import os
 import shlex
 import warnings
@@ -40,6 +41,7 @@ FILES = {
     "safetensors": "safetensors",
     "onnx": "onnx.onnx",
 }
+ENDINGS = {"torchvision": (".pth", ".pt", ".bin"), "timm": (".pth", ".pt", ".bin"), "onnx": (".onnx",)}
 FORMAT = 1  # of the record
 ONNX = ("onnx", "onnxscript")
 
@@ -55,20 +57,23 @@ def export(
     """Write the encoder of the newest good checkpoint, or of `step`'s, and its record; return the file or folder.
 
     The encoder is in float32, without the projection head; a fine-tuned one keeps its classifier. What was there before
-    stays whole until the new one is. Raises ConfigError for a format that cannot hold this network or an `output` that
-    exists, CheckpointError for no good checkpoint or a disk that refuses.
+    stays whole until the new one is. Raises ConfigError for a format that cannot hold this network, for an `output`
+    that exists, has a record already or ends as no file of this format, CheckpointError for no good checkpoint or a
+    disk that refuses.
     """
+    if output is not None:
+        check_output(output, to, force)
     (found,) = choose(where, step=step)
-    encoder = load_encoder(found)
-    if encoder.trained is None:
+    if found.is_file():
         raise ConfigError(
-            f"{where} is a file of weights. Give the folder of a run or of one of its checkpoints"
+            f"{where} is an export or another file of weights, and only a checkpoint can be exported. Give the folder "
+            "of a run or of one of its checkpoints"
         )
+    encoder = load_encoder(found)
+    assert encoder.trained is not None, "the encoder is a checkpoint's"
     check(encoder.trained, to)
     run = found.parent.parent if found.parent.name == manager.FOLDER else found.parent
     target = output or run / FOLDER / FILES[to]
-    if output is not None:
-        refuse_existing(output, force)
     record = _record(encoder, to, run)
     with disk_errors(target):
         atomic_files.make_folder(target.parent)
@@ -136,6 +141,18 @@ def check(config: Config, to: str) -> None:
         raise ConfigError(f"an export to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
+def check_output(output: Path, to: str, force: bool) -> None:
+    """Raise ConfigError where an export to `output` could not be loaded, or would replace what is there unasked."""
+    if to in ENDINGS and output.suffix not in ENDINGS[to]:
+        raise ConfigError(f"--output {output}: a file for {to} must end in {' or '.join(ENDINGS[to])}")
+    refuse_existing(output, force)
+    if to in ENDINGS and os.path.lexists(beside := record_path(output)) and not force:
+        raise ConfigError(
+            f"--output {output}: its record would replace {beside}, which can be that of another export. Choose "
+            "another name, or add --force to replace it"
+        )
+
+
 def _is_of(checkpoint: Path, weights: Path) -> bool:
     """Return whether `weights` was exported from `checkpoint`, by the record beside it."""
     try:
@@ -154,7 +171,7 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
     step = meta["step"]
     lines = writer.read(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     # Of each kind of line the newest up to this checkpoint: losses and speed, and the k-NN accuracy of the training.
-    metrics = {line["kind"]: line for line in lines if line.get("step", step + 1) <= step}
+    metrics = {line["kind"]: _finite(line) for line in lines if line.get("step", step + 1) <= step}
     measured = [
         {key: each[key] for key in ("kind", "metrics", "labels", "setting")}
         for each in results.read_results(run)
@@ -177,6 +194,14 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
         "results": measured,
         "config": config.canonical(),
         "versions": versions(),
+    }
+
+
+def _finite(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with None for NaN and infinities, which JSON does not have."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in line.items()
     }
 
 

@@ -52,7 +52,7 @@ def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch
     return model.eval()
 
 
-LINES = [{"step": step, "kind": "knn", "knn_accuracy": step / 10} for step in (6, 8)]
+LINES = [{"step": step, "kind": "knn", "knn_accuracy": step / 10, "rankme": None} for step in (6, 8)]
 
 
 class Exported(NamedTuple):
@@ -67,7 +67,9 @@ class Exported(NamedTuple):
 def exported(tmp_path_factory) -> Exported:
     run = tmp_path_factory.mktemp("exported") / "run"
     model = save_run(run)
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
+    (run / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line | {'nonfinite': {'rankme': 'nan'}})}\n" for line in LINES)
+    )
     return Exported(model, run, {to: export(run, to) for to in ("torchvision", "timm", "safetensors")})
 
 
@@ -180,6 +182,18 @@ def test_export_never_replaces_an_output_unasked(tiny, tmp_path, capsys):
     (tmp_path / "mine.pth").write_text("mine")
     assert cli.main(words) == 2
     assert (tmp_path / "mine.pth").read_text() == "mine" and "add --force" in capsys.readouterr().err
+    (tmp_path / "mine.json").write_text("mine")
+    for name, to, message in (
+        ("mine.pt", "timm", r"mine\.pt: its record would replace .*mine\.json"),
+        ("mine.onnx", "onnx", "its record would replace"),
+        ("mine.safetensors", "timm", r"must end in \.pth or \.pt or \.bin"),
+        ("new.json", "timm", "must end in"),
+        ("new.pth", "onnx", r"must end in \.onnx"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            export(tiny, to, output=tmp_path / name)
+    assert (tmp_path / "mine.json").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"mine.pth", "mine.json"}
     assert cli.main([*words, "--force"]) == 0
     assert "mine.pth (replaced): timm/test_resnet, step 7" in capsys.readouterr().out
 
@@ -236,8 +250,10 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
     save_run(tmp_path / "small", "model.stem=cifar")
     with pytest.raises(ConfigError, match=r"docs/export\.md for the two lines"):
         export(tmp_path / "small", "safetensors")
-    with pytest.raises(ConfigError, match="is a file of weights"):
-        export(export(tmp_path / "small", "timm").rename(tmp_path / "weights.pth"), "timm")
+    exported = export(tmp_path / "small", "timm")
+    for file in (exported, exported.with_name("weights.pth")):
+        with pytest.raises(ConfigError, match="is an export or another file of weights"):
+            export(file if file.exists() else exported.rename(file), "timm")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
         export(tmp_path / "tiny", "onnx")
