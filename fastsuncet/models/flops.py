@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastsuncet.errors import ConfigError
 from fastsuncet.models.resnet import build_model
 
 FLOP_PER_MAC = 6  # forward 2, backward 4
@@ -42,7 +43,8 @@ def network_cost(
     """Count one forward pass of `build_model`'s network on images of `size` pixels, on the meta device.
 
     Computes no value and takes well under a second; each network is counted once per process. A ResNet-50
-    and its head have 4.0871 + 0.0045 GMAC at 224 px, 1.2978 + 0.0045 at 32 px with the CIFAR stem.
+    and its head have 4.0871 + 0.0045 GMAC at 224 px, 1.2978 + 0.0045 at 32 px with the CIFAR stem. Raises ConfigError
+    for a network that does not take this size.
     """
     model = build_model(name, "torchvision", stem, hidden, output, head_batchnorm, device="meta")
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -56,7 +58,10 @@ def network_cost(
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
-        model(torch.empty(_BATCH, 3, size, size, device="meta"))
+        try:
+            model(torch.empty(_BATCH, 3, size, size, device="meta"))
+        except (AssertionError, RuntimeError) as error:  # a network of timm that takes one size only
+            raise ConfigError(f"model.name: {name} does not take images of {size} pixels: {error}") from error
     counts = counter.get_flop_counts()
     macs, encoder_macs = (sum(counts[part].values()) // (2 * _BATCH) for part in ("Global", "Model.encoder"))
     cast = (m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear))

@@ -52,7 +52,7 @@ def width_of(name: str) -> int:
     images = torch.empty(2, *network.pretrained_cfg["input_size"], device="meta")
     try:
         shape = tuple(network(images).shape)
-    except (AttributeError, RuntimeError, TypeError) as error:
+    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
         raise ConfigError(f"model.name: {name} cannot map images to a vector: {error}") from error
     if len(shape) != 2 or images.shape[1] != 3:
         raise ConfigError(

@@ -61,6 +61,12 @@ def test_timm_backbone_name_is_checked_and_the_nearest_suggested(tmp_path):
             small_config(tmp_path, *words)
 
 
+@pytest.mark.parametrize("name", ["timm/mixer_s32_224", "timm/levit_128s"])
+def test_timm_backbone_of_one_size_refuses_another(name):
+    with pytest.raises(ConfigError, match=f"{name} does not take images of 64 pixels: "):
+        network_cost(name, "imagenet", 64)
+
+
 def test_timm_backbone_groups_keep_norms_and_biases_out_of_lars():
     model = build_model("timm/test_convnext", hidden=8, output=4)
     groups = parameter_groups(model, exclude_bias_and_norm=True)
