@@ -40,10 +40,14 @@ def config_text(name: str) -> str:
 
 
 def copy(name: str, file: Path) -> None:
-    """Write `config_text` to a new file. Raises ConfigError where there is one already."""
+    """Write `config_text` to a new file. Raises ConfigError where there is one already or its folder is missing."""
     text = config_text(name)
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
         raise ConfigError(f"{file} exists; name another file: --copy FILE") from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file.parent} does not exist; make this folder first, or name another file"
+        ) from None

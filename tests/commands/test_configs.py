@@ -41,6 +41,8 @@ def test_configs_keeps_a_file_that_exists(capsys):
     assert cli.main(["configs", "in1k_simclr", "--copy", "my.yaml"]) == 2
     assert capsys.readouterr().err == "error: my.yaml exists; name another file: --copy FILE\n"
     assert Path("my.yaml").read_text() == "mine"
+    assert cli.main(["configs", "in1k_simclr", "--copy", "missing/my.yaml"]) == 2
+    assert "error: missing does not exist; make this folder first" in capsys.readouterr().err
 
 
 def test_configs_unknown_name_suggests_the_nearest(capsys):
