@@ -134,7 +134,7 @@ def decision(center: float, half: float) -> str:
 
 def difference(base: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
     """Return the paired difference of shares in points, and the half width of its interval."""
-    return interval([100 * (y - x) for x, y in zip(base, ours)])
+    return interval([100 * (y - x) for x, y in zip(base, ours, strict=True)])
 
 
 def accuracy(shares: Sequence[float]) -> str:
@@ -179,8 +179,21 @@ def paired(
 ) -> tuple[list[float], list[float]]:
     """Return the accuracies of SimCLR and of a method after `step` updates, of the seeds that both have."""
     base, ours = shares(panel, BASELINE, step), shares(panel, name, step)
-    seeds = [seed for seed in base if seed in ours and (only is None or seed in only)]
+    return by_seed({seed: x for seed, x in base.items() if only is None or seed in only}, ours)
+
+
+def by_seed(
+    base: Mapping[int | None, float], ours: Mapping[int | None, float]
+) -> tuple[list[float], list[float]]:
+    """Return the values of the seeds that both have, in the same order."""
+    seeds = [seed for seed in base if seed in ours]
     return [base[seed] for seed in seeds], [ours[seed] for seed in seeds]
+
+
+def difference_at_end(panel: Panel, *names: str) -> tuple[float, float]:
+    """Return the paired difference of two methods, each at the last checkpoint that all its seeds have."""
+    steps = (groups(panel)[name].common("top1")[-1].step for name in names)
+    return difference(*by_seed(*(shares(panel, name, step) for name, step in zip(names, steps))))
 
 
 def cells(panel: Panel, names: Sequence[str], methods: Sequence[str], step: int | None) -> list[str]:
@@ -236,18 +249,18 @@ def show_paired(panels: dict[str, Panel], decided: Mapping[str, range]) -> list[
     ]
 
 
-def costs(panel: Panel, method: str) -> list[tuple[float, bool]]:
+def costs(panel: Panel, method: str) -> dict[int | None, tuple[float, bool]]:
     """Return, for each seed, the FLOPs until SimCLR's final accuracy as a share of SimCLR's, and whether it got there.
 
     A seed that did not counts with all its FLOPs (docs/results/cifar10-plateau/rules.md).
     """
     whole = {curve.seed: curve.points[-1].costs["petaflops"] for curve in groups(panel)[method].curves}
     base = {curve.seed: curve.points[-1].costs["petaflops"] for curve in groups(panel)[BASELINE].curves}
-    return [
-        (s.shares[0] if s.shares else whole[s.seed] / base[s.seed], s.shares is not None)
+    return {
+        s.seed: (s.shares[0] if s.shares else whole[s.seed] / base[s.seed], s.shares is not None)
         for s in savings(panel, "top1")
         if (s.method, s.cost, s.rule) == (method, "petaflops", "final") and s.seed is not None
-    ]
+    }
 
 
 def decision_on_cost(center: float, half: float, *, most_arrived: bool) -> str:
@@ -269,15 +282,16 @@ def show_plateau(panel: Panel) -> list[str]:
         flops = f"{mean(spent):.5f} ({min(spent):.5f} to {max(spent):.5f})"
         rows.append([name, str(end.step), flops, accuracy(end.metrics["top1"]), ""])
         if name != BASELINE:
-            found = costs(panel, name)
+            found = costs(panel, name).values()
             arrived = sum(there for _, there in found)
             rows[-1][-1] = f"{percent([c for c, _ in found], 0)}; {arrived} of {len(found)} seeds reached it"
     fixed, plateau = costs(panel, FIXED), costs(panel, PLATEAU)
-    ends = [groups(panel)[name].common("top1")[-1].metrics["top1"] for name in (FIXED, PLATEAU)]
-    center, half = difference([c for c, _ in fixed], [c for c, _ in plateau])
-    most = all(2 * sum(there for _, there in found) > len(found) for found in (fixed, plateau))
+    center, half = difference(
+        *by_seed(*({seed: c for seed, (c, _) in found.items()} for found in (fixed, plateau)))
+    )
+    most = all(2 * sum(there for _, there in found.values()) > len(found) for found in (fixed, plateau))
     columns = ["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", f"FLOPs until {RULES['final']}"]
-    paired = "{:+.2f} ± {:.2f}".format(*difference(*ends))
+    paired = "{:+.2f} ± {:.2f}".format(*difference_at_end(panel, FIXED, PLATEAU))
     return [
         "\n".join(markdown(columns, rows)),
         f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
@@ -298,7 +312,7 @@ def show_small(panels: Sequence[Panel]) -> list[str]:
             ours = group.common("top1")[-1]
             found = ours.metrics["top1"]
             flops = f"{100 * ours.costs['petaflops'] / cost:.0f}"
-            paired = "{:+.1f} ± {:.1f}".format(*difference(top1, found))
+            paired = "{:+.1f} ± {:.1f}".format(*difference_at_end(panel, base.name, group.name))
             ends.append(["", group.name, flops, percent(found, unit=""), paired])
             shares.append(
                 [panel.measurement.labels, group.name, *saved(panel, linear=True, method=group.name)]

@@ -1,5 +1,6 @@
 """The tables of RESULTS.md recompute from the committed points, by the rules that were committed before the runs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ def test_pages_hold_the_tables_of_the_demo():
     summary, *tables = results.show_demo(results.read_demo(ROOT / "docs" / "demo"))
     assert summary in (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(table in (ROOT / "RESULTS.md").read_text(encoding="utf-8") for table in tables)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "others"),
+    [("digits", "SimCLR,0,", ",0,finetune,"), ("cifar10-plateau", "plateau,0,", "fixed,0,")],
+)
+def test_results_pair_seeds_where_a_method_lacks_one(name, one, others, tmp_path):
+    """The differences are those without the seed in any method."""
+    lines = (ROOT / "docs" / "results" / name / "points.csv").read_text().splitlines(keepends=True)
+    path, shown = tmp_path / "points.csv", []
+    for dropped in ([one], [one, others]):
+        path.write_text("".join(line for line in lines if not any(each in line for each in dropped)))
+        tables = results.show_small(results.read_report(path)) if name == "digits" else results.show(path)
+        shown.append(re.findall(r"[+-][\d.]+ ± [\d.]+", "".join(tables)))
+    assert shown[0] == shown[1] and shown[0]
 
 
 def test_interval_is_that_of_students_t():
