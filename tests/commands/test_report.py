@@ -168,6 +168,17 @@ def test_read_runs_keeps_the_name_of_another_runs_encoder(tmp_path):
     assert curves == {str(other): [0.4, 0.3], str(simclr): [0.3], str(tmp_path / "encoder.pth"): [0.3]}
 
 
+def test_read_runs_averages_evaluations_that_differ_only_in_their_seed(tmp_path):
+    run = make_run(tmp_path, "a")
+    for seed, top1 in enumerate((0.4, 0.6, 0.8)):
+        result(run, 10, top1, seed=seed, lr=0.1)
+    (curve,), (note,) = read_runs([run])
+    assert [p.metrics["top1"] for p in curve.points] == [pytest.approx(0.6)]
+    assert note.endswith(
+        "10 % labels: 3 results of one checkpoint that differ only in their seed: their mean"
+    )
+
+
 def test_read_runs_separates_fine_tuned_encoders(tmp_path):
     runs = [make_run(tmp_path, "a", seed=0), make_run(tmp_path, "b", seed=1)]
     for run in runs:

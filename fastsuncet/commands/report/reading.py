@@ -6,7 +6,9 @@ the machine: these are named in a note.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fastsuncet.checkpoint.manager import FOLDER as CHECKPOINTS
@@ -45,13 +47,20 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         config = load_config(run / "config.yaml")
         homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
         evaluated: list[tuple[str, Measurement, Point]] = []
+        seeds: dict[tuple[str, Measurement, int | None], dict[int | None, Point]] = {}
         for record in found:
             kind, home, one = measurement_of(record), home_of(record, run), record["encoder"]
             if Path(home).resolve() not in homes:
                 homes[Path(home).resolve()] = _other_run(home, record)
             parts = [fine_tuning_of(record), variant(record, splitting[kind])]
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
-            evaluated.append((home, kind._replace(variant=", ".join(filter(None, parts))), made))
+            checkpoint = (home, kind._replace(variant=", ".join(filter(None, parts))), made.step)
+            seeds.setdefault(checkpoint, {})[record["setting"].get("seed")] = made
+        for (home, kind, _), same in seeds.items():
+            evaluated.append((home, kind, mean_of(list(same.values()))))
+            if len(same) > 1:
+                text = f"{len(same)} results of one checkpoint that differ only in their seed: their mean"
+                differences.append(f"{home}, {kind}: {text}")
         online = Measurement(ONLINE, online_labels(config))
         if (run / writer.JSONL).is_file():
             for line in writer.read(run / writer.JSONL, KNN):
@@ -182,6 +191,17 @@ def point(step: int | None, epoch: float | None, ledger: Record, metrics: dict[s
     seconds = ledger.get("seconds")
     known = {**ledger, "epochs": epoch, "hours": None if seconds is None else seconds / 3600}
     return Point(step, {name: known[name] for name in COSTS if known.get(name) is not None}, metrics)
+
+
+def mean_of(evaluations: Sequence[Point]) -> Point:
+    """Return evaluations of one encoder as one, with the mean of each metric over those that have it."""
+    names = dict.fromkeys(name for each in evaluations for name in each.metrics)
+    return replace(
+        evaluations[0],
+        metrics={
+            name: fmean(each.metrics[name] for each in evaluations if name in each.metrics) for name in names
+        },
+    )
 
 
 def online_labels(config: Config) -> str:
