@@ -247,7 +247,7 @@ def test_any_labeled_share_keeps_an_updates_cost_and_each_labels_passes(share, w
     ("world_size", "overrides", "words"),
     [
         (64, ["criterion.labeled_share=0.001"], "leaves 0 labeled images of each of 20 classes"),
-        (1, ["criterion.labeled_share=0.9999"], "0 unlabeled ones; at least 2 of both"),
+        (1, ["criterion.labeled_share=0.9999"], "0 unlabeled ones of 1,281,167; at least 2 of both"),
         (1, ["criterion.labeled_share=0.02"], "would need 1,816,000 updates for as many passes through the labeled"),
     ],
 )  # fmt: skip
