@@ -50,7 +50,7 @@ def save(
     *,
     model: dict[str, Tensor],
     state: dict[str, Any],  # nested dicts, lists and tuples of tensors, int, float, str, bool, None
-    meta: dict[str, Any],  # JSON types: config, ledger, whatever else a reader needs
+    meta: dict[str, Any],  # JSON types: config, ledger and whatever else a reader needs
     keep: int,  # newest good checkpoints that stay, this one included; at least 1
     say: Say = say_line,
 ) -> Path:

@@ -126,11 +126,9 @@ class Step:
             self.network.reducer._reset_state()
         if self.setting.scaler.is_enabled():
             self.setting.scaler._per_optimizer_states.clear()  # else "step() has already been called since ..."
-            for name in (
-                "grad_scale",
-                "found_inf",
-            ):  # of the refused graph's memory; the next step would use them
-                self.optimizer.__dict__.pop(name, None)
+            # These are in the refused graph's memory, and the next step would use them.
+            vars(self.optimizer).pop("grad_scale", None)
+            vars(self.optimizer).pop("found_inf", None)
         if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
