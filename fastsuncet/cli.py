@@ -164,7 +164,7 @@ def _count(text: str) -> int:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))
 
 
 def _load(name: str | Path, overrides: Sequence[str] = ()) -> "Config":

@@ -71,7 +71,8 @@ def run(config: Config, arguments: list[str], *, dry_run: bool | str = False) ->
 
 
 def train_here(config: Config) -> None:
-    """Train as one rank, among those that the launcher has started. Raises as `train`."""
+    """Train as one rank, among those that the launcher has started. Raises as `train` and `require_network`."""
+    require_network(config)  # before the choice of speed, which writes into the run's folder
     with launch.join("cpu", config.meta.timeout) as place:
         settled = settle(config, place)
     with launch.join(config.meta.device, config.meta.timeout) as place:
@@ -84,7 +85,6 @@ def train(config: Config, place: launch.Place, settled: Settled = PLAIN) -> Trai
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
     set_determinism(applied(config, settled.speed), place)
-    require_network(config)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):

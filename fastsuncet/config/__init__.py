@@ -150,13 +150,13 @@ class Config(Sections):
         """
         data = self.data
         files = data.kind in FILES
-        if files and data.pack is None and data.root and not Path(data.root).expanduser().is_dir():
+        if files and data.pack is None and data.root and not Path(os.path.expanduser(data.root)).is_dir():
             raise DataError(
                 f"no data folder {data.root}: set data.root to the folder of the images\n  {self.where('data.root')}"
             )
         lists = {"data.csv": data.csv if data.kind == "csv" else None, "data.split.file": data.split.file}
         for key, path in lists.items():
-            if path and not Path(path).expanduser().exists():
+            if path and not Path(os.path.expanduser(path)).exists():
                 raise DataError(
                     f"there is no file {path}: give the list of labels or names\n  {self.where(key)}"
                 )
@@ -167,7 +167,7 @@ class Config(Sections):
     @property
     def run_folder(self) -> Path:
         """Folder of this run's checkpoints and metrics: logging.folder/logging.write_tag."""
-        return Path(self.logging.folder).expanduser() / (self.logging.write_tag or "run")
+        return Path(os.path.expanduser(self.logging.folder)) / (self.logging.write_tag or "run")
 
     def canonical(self) -> dict[str, Any]:
         """Return every key, defaults included, in the types of JSON; `Config.from_values` reads it back."""

@@ -6,6 +6,7 @@ read what it wrote: 64 ranks that ask for a million files at once bring a file s
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,7 +186,7 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
 
 def data_path(path: str | None) -> Path:
     """Return a path of the config, such as data.root, with ~ expanded. The config's rules have made sure it is set."""
-    return Path(path or "").expanduser()
+    return Path(os.path.expanduser(path or ""))
 
 
 def image_root(config: Config, *, train: bool) -> Path:

@@ -5,6 +5,7 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
     `where` is a run's folder, its folder of checkpoints, one checkpoint, or a file of weights. Prints a line for each
     damaged checkpoint. Raises ConfigError for what does not exist, CheckpointError for a run without a good checkpoint.
     """
-    where = Path(where).expanduser()
+    where = Path(os.path.expanduser(where))
     if not where.exists():
         raise ConfigError(
             f"{where} does not exist. An encoder is a run's folder, one of its checkpoints, or a file of weights. "

@@ -4,6 +4,7 @@ The file is read once, when a run starts. The run's checkpoints record its sha25
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def load(config: Config, encoder: nn.Module, place: Place) -> Record | None:
 
 def _fill(config: Config, encoder: nn.Module) -> Record:
     m = config.model
-    path = _file(config, Path(m.init or "").expanduser())
+    path = _file(config, Path(os.path.expanduser(m.init or "")))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if m.init_sha256 not in (None, digest):
         raise config.error("model.init_sha256", f"is not the sha256 of {path}, which is {digest}")

@@ -162,7 +162,7 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
 
 
 def _existing(root: str | Path) -> Path:
-    root = Path(root).expanduser()
+    root = Path(os.path.expanduser(root))
     if not root.is_dir():
         raise DataError(f"no data folder {root}" + (": it is a file" if root.exists() else ""))
     return root

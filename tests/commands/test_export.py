@@ -21,7 +21,6 @@ from fastsuncet.commands import train as train_command
 from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
 from fastsuncet.config import load_config
-from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models.resnet import build_model
@@ -286,8 +285,8 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
 
 def test_train_refuses_an_export_that_will_fail_before_it_starts(tmp_path):
     config = small_config(tmp_path, "checkpoint.export=[timm]")
-    with pytest.raises(ConfigError, match="timm has no resnet_tiny"), join("cpu") as place:
-        train_command.train(config, place)
+    with pytest.raises(ConfigError, match="timm has no resnet_tiny"):
+        train_command.train_here(config)
     assert not config.run_folder.exists()
 
 

@@ -179,16 +179,18 @@ def test_read_runs_averages_evaluations_that_differ_only_in_their_seed(tmp_path)
     )
 
 
-def test_read_runs_separates_fine_tuned_encoders(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "words"), [("knn", "nearest neighbors"), ("accuracy", "the network's own classifier")]
+)
+def test_read_runs_separates_fine_tuned_encoders(tmp_path, kind, words):
     runs = [make_run(tmp_path, "a", seed=0), make_run(tmp_path, "b", seed=1)]
     for run in runs:
         result(run, 10, 0.4, kind="knn", k=10)
         for tag, top1 in (("bernoulli0.1-step_00000010", 0.6), ("labels1", 0.5)):
-            result(run, 10, top1, kind="knn", k=10, home=run / "finetune" / tag, finetuned=60)
+            result(run, 10, top1, kind=kind, k=10, home=run / "finetune" / tag, finetuned=60)
     panels = panels_of(*runs)
-    knn = "nearest neighbors, 10 % labels"
-    tuned = (f"{knn}, fine-tuned first ({tag})" for tag in ("bernoulli0.1", "labels1"))
-    assert set(panels) == {knn, *tuned}
+    tuned = (f"{words}, 10 % labels, fine-tuned first ({tag})" for tag in ("bernoulli0.1", "labels1"))
+    assert set(panels) == {"nearest neighbors, 10 % labels", *tuned}
     for panel in panels.values():
         assert [(group.name, len(group.curves)) for group in panel.groups] == [("SimCLR + SuNCEt", 2)]
 

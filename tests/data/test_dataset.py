@@ -138,6 +138,11 @@ def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, 
     ("overrides", "code", "said"),
     [
         ("data.root=gone", 3, "no data folder gone | command line: data.root=gone | data.train"),
+        (
+            "data.root=~nobody-here/x",
+            3,
+            "no data folder ~nobody-here/x | command line: data.root=~nobody-here/x",
+        ),
         ("data.train=gone", 3, "no data folder tree/gone | run.yaml:3: data.root: tree"),
         ("data.validation=x", 3, "tree/x lie in the folder of the training images | validation=null"),
         ("data.kind=image_folder data.train=x/y", 3, "no class folders | data.kind: images"),

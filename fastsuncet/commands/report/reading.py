@@ -150,8 +150,8 @@ def variant(record: Record, splitting: set[str]) -> str:
 
 
 def fine_tuning_of(record: Record) -> str:
-    """Return how an encoder was fine-tuned before a measurement that does not need it, or ""."""
-    if record["kind"] == "accuracy" or "finetuned" not in record["setting"]:
+    """Return the fine-tuning before a measurement, or "" if there was none: results of two are never one point."""
+    if "finetuned" not in record["setting"]:
         return ""
     found = re.search(rf"/{FINETUNED}/([^/]+)/{CHECKPOINTS}/", f"/{record['encoder'].get('source')}")
     tag = re.sub(r"-?step_\d{8}.*", "", found[1]) if found else ""

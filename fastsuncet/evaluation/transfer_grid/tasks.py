@@ -6,6 +6,7 @@ cifar100    the same                                       10,000 test    top-1
 voc07       val, trained on train                          4,952 test     11-point mAP
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
     """Find the images of data set `name` below transfer.root. Raises DataError on every rank if on any."""
     t = config.transfer
     assert t.root is not None  # the command checks it
-    root = Path(t.root).expanduser()
+    root = Path(os.path.expanduser(t.root))
     root = root / name if (root / name).is_dir() else root
     voc = name == "voc07"
 
