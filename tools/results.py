@@ -376,7 +376,7 @@ def draw(points: Path, path: Path) -> None:
 
     panels, (title, labels, _) = read(points), EXPERIMENTS[points.parent.name]
     shown = [k for k in EVALUATIONS if k in panels and len(groups(panels[k])[BASELINE].common("top1")) > 1]
-    figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4), layout="tight")
+    figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4.6), layout="constrained")
     seeds = len(groups(panels[shown[0]])[BASELINE].curves)
     figure.suptitle(f"{title}, {labels} of the labels, paired seeds: {seeds}", size=11)
     for axes, kind in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
@@ -396,13 +396,12 @@ def draw(points: Path, path: Path) -> None:
             for sign in (-1, 1):  # the limits of the axes follow only what is drawn in its own place
                 axes.update_datalim([(c, m + sign * half) for c, m, half in zip(x, means, halves)])
         axes.autoscale_view()
-        axes.set(
-            xlabel="pre-training compute, teraFLOPs (6 x MAC a view)",
-            ylabel=f"test accuracy, %, {EVALUATIONS[kind]}",
-        )
+        axes.set_title(EVALUATIONS[kind], size=10)
+        axes.set(xlabel="pre-training compute, teraFLOPs (6 x MAC a view)", ylabel="test accuracy, %")
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right")
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=1 + len(shown))
     figure.savefig(path, dpi=150)
 
 
