@@ -145,6 +145,11 @@ def check_output(output: Path, to: str, force: bool) -> None:
     """Raise ConfigError where an export to `output` could not be loaded, or would replace what is there unasked."""
     if to in ENDINGS and output.suffix not in ENDINGS[to]:
         raise ConfigError(f"--output {output}: a file for {to} must end in {' or '.join(ENDINGS[to])}")
+    if output.is_dir() and (to in ENDINGS or not record_path(output / WEIGHTS).is_file()):
+        raise ConfigError(
+            f"--output {output} is a folder, and not an export to {to}, so --force does not replace it. "
+            "Choose another name"
+        )
     refuse_existing(output, force)
     if to in ENDINGS and os.path.lexists(beside := record_path(output)) and not force:
         raise ConfigError(

@@ -193,6 +193,11 @@ def test_export_never_replaces_an_output_unasked(tiny, tmp_path, capsys):
             export(tiny, to, output=tmp_path / name)
     assert (tmp_path / "mine.json").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"mine.pth", "mine.json"}
+    (tmp_path / "folder.pth").mkdir()
+    for name, to in (("run", "safetensors"), (".", "safetensors"), ("folder.pth", "timm")):
+        with pytest.raises(ConfigError, match="is a folder, and not an export"):
+            export(tiny, to, output=tmp_path / name, force=True)
+    assert (tiny / "checkpoints").is_dir()
     assert cli.main([*words, "--force"]) == 0
     assert "mine.pth (replaced): timm/test_resnet, step 7" in capsys.readouterr().out
 
