@@ -216,6 +216,11 @@ def _tensors(encoder: Encoder) -> dict[str, Tensor]:
     if encoder.classifier is not None:
         module: Any = encoder.module
         name = module.pretrained_cfg["classifier"] if encoder.name.startswith("timm/") else "fc"
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"timm's {encoder.name} has no single classifier (but {name}), and this fine-tuning has one: export it "
+                "to onnx, or export the run before its fine-tuning"
+            )
         tensors |= {f"{name}.{key}": value for key, value in encoder.classifier.state_dict().items()}
     return tensors
 

@@ -258,6 +258,11 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
     for file in (exported, exported.with_name("weights.pth")):
         with pytest.raises(ConfigError, match="is an export or another file of weights"):
             export(file if file.exists() else exported.rename(file), "timm")
+    save_run(tmp_path / "several", "model.name=timm/repvit_m0_9", classes=4)
+    with pytest.raises(
+        ConfigError, match=r"no single classifier \(but \('head\.head\.l', 'head\.head_dist\.l'\)\)"
+    ):
+        export(tmp_path / "several", "timm")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
         export(tmp_path / "tiny", "onnx")
