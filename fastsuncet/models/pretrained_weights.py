@@ -56,11 +56,7 @@ def read_weights(path: Path) -> Weights:
         raise CheckpointError(
             f"{path} holds a network with other keys than conv1, bn1 and its layers: {_first(others)}. {KNOWN}"
         )
-    odd = [f"{key} ({kind})" for key, value in tensors.items() if (kind := _odd(value))]
-    if odd:
-        raise CheckpointError(
-            f"{path} holds tensors that are no weights: {_first(odd)}. Write them as dense float32 tensors"
-        )
+    _refuse_odd(path, tensors)
     name = _name_of(path, trunk)
     stem = "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
     return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]))
@@ -80,6 +76,8 @@ def read_weights_of(name: str, path: Path) -> Weights:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds no state_dict")
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    # Some networks of timm have tables of positions in int64.
+    _refuse_odd(path, {key: value for key, value in tensors.items() if value.dtype != torch.int64})
     # A checkpoint of this project has the network below "encoder.".
     inner = {key.removeprefix("encoder."): x for key, x in tensors.items() if key.startswith("encoder.")}
     head = timm_backbone.create(name, "meta").pretrained_cfg["classifier"]
@@ -191,6 +189,14 @@ def _network(path: Path, content: Any) -> dict[str, Tensor]:
         )
     (prefix,) = prefixes
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _refuse_odd(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    odd = [f"{key} ({kind})" for key, value in tensors.items() if (kind := _odd(value))]
+    if odd:
+        raise CheckpointError(
+            f"{path} holds tensors that are no weights: {_first(odd)}. Write them as dense float32 tensors"
+        )
 
 
 def _odd(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import choose, load_encoder
-from fastsuncet.models.pretrained_weights import read_weights
+from fastsuncet.models.pretrained_weights import read_weights, read_weights_of
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import corrupt
 from tests.support.runs import CONFIGS
@@ -314,6 +314,15 @@ def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     with pytest.raises(CheckpointError, match=said) as caught:
         load_encoder(tmp_path / "weights.pth", config)
     assert str(tmp_path / "weights.pth") in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["no values", "sparse", "quantized", "complex", "int8"])
+def test_read_weights_of_a_timm_network_refuses_what_is_no_weight(tmp_path, what):
+    spoil, said = SPOILED[what]
+    state = build_model("timm/test_resnet").encoder.state_dict()
+    torch.save(spoil(dict(state)), tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=said):
+        read_weights_of("timm/test_resnet", tmp_path / "weights.pth")
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut short", b"\x80\x02}q\x00."])
