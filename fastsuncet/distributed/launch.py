@@ -259,6 +259,11 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     if world_size == 1 or dist.is_initialized():
         yield place
         return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, but these environment variables are missing: {', '.join(missing)}. Start "
+            "with torchrun or srun, set them to the host and a free port of rank 0, or unset WORLD_SIZE for one process"
+        )
     try:
         dist.init_process_group(
             # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's

@@ -109,6 +109,7 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
     [
         ({"RANK": "x"}, "variable RANK is 'x', not a number"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "variable WORLD_SIZE is '-2'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "missing: MASTER_ADDR"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
     ],
