@@ -181,6 +181,8 @@ def advice(error: OSError) -> str:
         return (
             "You cannot write there: check the owner, the mode and how it is mounted, or set logging.folder."
         )
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN):
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "A file or a broken link is where a folder must be: move it away, or set logging.folder."
+    if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTCONN):
         return "The folder or its mount has disappeared: bring it back, or set logging.folder."
     return "The disk or the network file system failed: see the system's log (dmesg)."
