@@ -74,7 +74,7 @@ def labeled_contrast(
     """Compute the loss named `loss`, whose positives are the rows of the same label; arguments as of `suncet`."""
     check_rows(loss, z, temperature, keys, chunk_size, group)
     check_labels(loss, z, labels, average)
-    all_labels = all_gather_rows(labels.long(), group)
+    all_labels = all_gather_rows(labels.long().contiguous(), group)
     first = rank(group) * len(z)
     # This rank's share is W times its part, because DDP divides the sum over ranks by W.
     weights = world_size(group) * _label_weights(all_labels, average)[first : first + len(z)]

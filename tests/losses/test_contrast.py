@@ -199,10 +199,13 @@ def test_loss_repeats_its_bits_and_leaves_its_inputs(name):
     assert torch.equal(z, before[0]) and torch.equal(labels, before[1])
 
 
+@pytest.mark.filterwarnings("error")
 def test_labels_of_every_integer_dtype_are_equal():
     z, labels = labeled_batch()
     for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
         assert torch.equal(suncet(z, labels.to(dtype), 0.1), suncet(z, labels, 0.1))
+    strided = torch.stack([labels, labels], dim=1)[:, 0]  # torch.searchsorted would warn
+    assert torch.equal(suncet(z, strided, 0.1), suncet(z, labels, 0.1))
 
 
 def test_losses_ignore_autocast():
