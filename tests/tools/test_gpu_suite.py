@@ -1,6 +1,7 @@
 """The suite for a bare GPU machine keeps to its time, survives its parts, and leaves what it found."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -53,6 +54,22 @@ def test_suite_continues_after_a_part_that_fails_or_hangs(tmp_path, no_images):
     child = Path(f"/proc/{int(records[1]['output'])}/status")
     # Gone, or dead and not yet collected by its new parent.
     assert not child.exists() or "zombie" in child.read_text()
+
+
+def test_part_ends_with_a_suite_that_is_killed(tmp_path):
+    """A command that reaches its time limit is killed, and the next one measures on the same GPU."""
+    path = tmp_path / "pid"
+    words = ["-c", f"import os, time; os.symlink(str(os.getpid()), {str(path)!r}); time.sleep(99)"]
+    context, arguments = multiprocessing.get_context("fork"), (GOOD, words, 99, tmp_path / "found")
+    process = context.Process(target=gpu_suite.run_part, args=arguments)
+    process.start()
+    while not path.is_symlink():
+        time.sleep(0.1)
+    process.kill()
+    process.join()
+    time.sleep(1)
+    status = Path(f"/proc/{os.readlink(path)}/status")
+    assert not status.exists() or "zombie" in status.read_text()
 
 
 def test_suite_names_the_parts_that_it_has_no_time_for(tmp_path, no_images):

@@ -22,11 +22,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 import torch
 
 from fastsuncet.commands.tune import table as tune_table
+from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.tuning.processes import run_limited
 from fastsuncet.tuning.record import cards
 from tools.bench.harness import Report, lines_of, markdown
@@ -145,7 +148,9 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
     started = time.perf_counter()
     words = [sys.executable, *command, *(["--json", str(found)] if part.reports else [])]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        code = run_limited(words, output, seconds, cwd=ROOT)
+        # A part that outlived a suite that was killed would compute on the GPU beside the next one.
+        end = partial(end_with_parent, signal.SIGKILL)
+        code = run_limited(words, output, seconds, cwd=ROOT, preexec_fn=end)
         output.seek(0)
         text = output.read()
     status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
