@@ -85,6 +85,7 @@ def test_batchnorm_over_ranks_by_kernels_is_that_by_operators_without_a_sync(dty
 @pytest.mark.xfail(
     TorchVersion(torch.__version__) < FREES_FAILED_CAPTURES,
     reason="torch keeps the memory of a failed capture",
+    run=False,  # its allocator would believe in every later test of this process that the capture goes on
 )
 def test_failed_capture_gives_its_memory_back():
     def refused():
