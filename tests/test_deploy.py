@@ -110,6 +110,14 @@ def test_batch_job_without_a_config_prints_its_usage(script, tmp_path):
     assert process.returncode == 2 and "usage: sbatch" in process.stderr
 
 
+def test_documented_arrays_of_one_gpu_do_not_ask_for_the_cores_of_a_node():
+    """With the script's 64 cores a task, one task fills a node and leaves its other GPUs idle."""
+    files = ("configs/paper/cifar10_switch_off.yaml", "docs/paper.md", "fastsuncet/commands/help.py")
+    for path in (SWEEP, *(ROOT / name for name in files)):
+        text = path.read_text(encoding="utf-8")
+        assert "--gpus-per-node=1 --cpus-per-task=8 tools/cluster/sweep.sbatch" in text, path
+
+
 def test_kubernetes_job_restarts_after_75_and_fails_after_errors():
     job = yaml.safe_load((ROOT / "tools" / "cluster" / "job.yaml").read_text())
     rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]

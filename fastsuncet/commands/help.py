@@ -234,7 +234,8 @@ examples:
   fastsuncet sweep paper/cifar10_suncet --dry-run
   fastsuncet sweep paper/cifar10_suncet --list
   fastsuncet sweep paper/in1k_suncet_10pct data.root=/data/imagenet --only '*-100ep'
-  sbatch --array=1-6 --gpus-per-node=1 tools/cluster/sweep.sbatch configs/paper/cifar10_suncet.yaml""",
+  sbatch --array=1-6 --gpus-per-node=1 --cpus-per-task=8 tools/cluster/sweep.sbatch \\
+      paper/cifar10_suncet""",
     "preview": """\
 Draws what the network sees at one step of a run on one process: the first images of the batch, two
 augmented views of each, and labeled images if the step uses them.
