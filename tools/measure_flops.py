@@ -70,6 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--images", type=int, help="unlabeled images (default: those of the public data set)")
     parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
     options = parser.parse_intermixed_args(arguments)
+    if (options.images is not None and options.images < 1) or options.world_size < 1:
+        parser.error("--images and --world-size must be above 0")
     config = load_config(options.config, options.overrides)
     images = options.images or IMAGES.get(config.data.kind, IMAGENET)
     report = harness.Report("measure_flops", options.json, config=config.canonical())

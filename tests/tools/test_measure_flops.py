@@ -57,3 +57,10 @@ def test_measure_flops_of_other_images_changes_the_epoch_and_not_the_update(cost
     rows = cost_of("cifar10_simclr.yaml", "--images", "2560", "optimization.epochs=20")
     assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"
     assert float(rows["update"][1]) == pytest.approx(0.0040, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", ["--images=0", "--world-size=0"])
+def test_measure_flops_refuses_numbers_below_1(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(CONFIGS / "in1k_simclr.yaml"), wrong])
+    assert "must be above 0" in capsys.readouterr().err

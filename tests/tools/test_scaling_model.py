@@ -216,7 +216,9 @@ def test_tables_of_the_document_are_what_the_commands_print_and_write(tmp_path, 
         assert efficiencies == sorted(efficiencies, reverse=True)
 
 
-@pytest.mark.parametrize("wrong", ["--step-ms=0", "--images=0", "--labeled=-1", "--gpus-a-node=0"])
+@pytest.mark.parametrize(
+    "wrong", ["--step-ms=0", "--images=0", "--labeled=-1", "--gpus-a-node=0", "--card-gbs=0", "--teraflops=0"]
+)
 def test_impossible_step_is_refused(wrong, capsys):
     with pytest.raises(SystemExit) as stop:
         scaling_model.main([str(IMAGENET), "--step-ms=100", "--images=176", wrong])

@@ -132,10 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--teraflops", type=float, default=67.0, help=rate)
     add("--classes", type=int, default=1000, help="of cross-entropy's classifier")
     o = parser.parse_intermixed_args(arguments)
-    if min(o.step_ms, o.images, o.gpus_a_node) <= 0 or o.labeled < 0:
-        parser.error(
-            "--step-ms, --images and --gpus-a-node must be above 0, and --labeled must not be negative"
-        )
+    if min(o.step_ms, o.images, o.gpus_a_node, o.node_gbs, o.card_gbs, o.teraflops) <= 0 or o.labeled < 0:
+        parser.error("numbers must be above 0, and --labeled must not be negative")
     network = Network(o.gpus_a_node, o.node_gbs, o.card_gbs)
     config = load_config(o.config, o.overrides)
     report = harness.Report("scaling_model", o.json, network=asdict(network), step_ms=o.step_ms)
