@@ -11,7 +11,7 @@ DALI, pydantic, pydantic-core, annotated-types and typing-inspection, can lie in
 read images on the device, torchvision does, and the report says so. The view operator needs a compiler and DALI's
 headers, or is built elsewhere with the same DALI: python -m pipelines.dali.plugin --prebuilt.
 
-Where a command can last ten minutes: --minutes 9.5 --only tests resume imagenet; then --only ladder; then the others.
+Where a command can last ten minutes: --minutes 9 --only tests resume imagenet; then --only ladder; then the others.
 Each call needs a PREFIX of its own.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
