@@ -34,7 +34,8 @@ CORE = "tag:yaml.org,2002:"
 # Words of PyYAML's messages -> what to do about them.
 HINTS = {
     "mapping values are not allowed here": "is this line indented like its neighbors, has the line above a colon?",
-    "cannot start any token": "YAML is indented with spaces, never tabs",
+    r"'\t' that cannot start any token": "YAML is indented with spaces, never tabs",
+    "cannot start any token": "put the text in quotes",
     "could not find expected ':'": "is a colon missing?",
     "expected <block end>": "is this line indented like its neighbors?",
     "expected ',' or": "is a bracket or a comma missing?",
