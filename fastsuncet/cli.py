@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         from fastsuncet.config.schema import CONFIG
 
         name, _, value = option.removeprefix("--").partition("=")
-        after = [*self.arguments, ""][self.arguments.index(option) + 1]
+        after = dict(zip(self.arguments, self.arguments[1:])).get(option, "")
         value = value or ("" if after.startswith("-") else after) or "VALUE"
         leaf = name.rpartition(".")[2].replace("-", "_")
         keys = [name] if name in CONFIG.values else keys_ending_in(CONFIG, leaf)

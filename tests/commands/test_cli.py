@@ -151,6 +151,7 @@ EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "n
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
         ("train run.yaml --dry", "unknown argument --dry; did you mean --dry-run?", "train"),
         ("train run.yaml --dry-run=stp", "unknown argument --dry-run=stp; did you mean --dry-run=step?", "train"),
+        (f"train run.yaml --dry-run=\\{'z' * 30}", f"unknown argument --dry-run=\\\\{'z' * 30}", "train"),
         ("train run.yaml --zzz", "unknown argument --zzz", "train"),
         ("train run.yaml --lr 3", "unknown argument --lr; write optimization.lr=3 or finetune.lr=3", "train"),
         ("train run.yaml --warm-up=3", "unknown argument --warm-up=3; write optimization.warmup=3", "train"),
