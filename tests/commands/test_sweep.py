@@ -187,7 +187,7 @@ def test_sweep_refuses_a_folder_with_other_settings_and_torchrun(script, monkeyp
 
 
 def test_job_state_of_a_run_whose_precision_was_chosen():
-    run = expanded(TWO, "meta.precision=auto")[0]
+    run = expanded(TWO, "meta.precision=auto", "data.validation=2026-11-21")[0]  # a date is text
     run.folder.mkdir(parents=True)
     chosen = run.jobs[0].config.with_values({"meta.precision": "fp32"})
     (run.folder / "config.yaml").write_text(chosen.to_yaml())

@@ -10,11 +10,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.sweep.runs import Job
-from fastsuncet.config import Config, flat
+from fastsuncet.config import Config, ConfigErrors, flat
+from fastsuncet.config.reader import parse
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.results import FOLDER as RESULTS
 
@@ -60,12 +59,12 @@ def job_state(job: Job) -> JobState:
 def _training_state(config: Config, status: dict[str, Any]) -> JobState:
     written = config.run_folder / "config.yaml"
     try:
-        changed = config.changed_keys(yaml.safe_load(written.read_bytes()))
+        changed = config.changed_keys(parse(written.read_text(encoding="utf-8"), str(written)).values)
         # The run's file has what "auto" meant; training refuses it where it means something else.
         changed = [row for row in changed if (row[0], row[2]) != ("meta.precision", "auto")]
     except FileNotFoundError:
         changed = []
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, OSError) as error:
+    except (ConfigErrors, UnicodeDecodeError, AttributeError, OSError) as error:
         return JobState(False, "damaged", f"{written} cannot be read: {error}")
     if changed:
         key, old, new = changed[0]
