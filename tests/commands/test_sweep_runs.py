@@ -92,8 +92,11 @@ def test_sweep_overrides():
     runs = expanded(TWO, "meta.seed=3", "logging.folder=elsewhere")
     assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
     assert runs[0].folder == Path("elsewhere/two-fraction0.1")
-    with pytest.raises(ConfigErrors, match="varies in this sweep; leave it out, or choose runs with --only"):
-        expanded(TWO, "data.split.fraction=1")
+    for override in ("data.split.fraction=1", "data.split={fraction: 1}"):
+        with pytest.raises(
+            ConfigErrors, match="varies in this sweep; leave it out, or choose runs with --only"
+        ):
+            expanded(TWO, override)
 
 
 def test_sweep_commands_are_those_of_the_command_line():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fastsuncet.commands.sweep.spec import TAG, Group, Spec
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem
-from fastsuncet.config.reader import as_yaml, find_config
+from fastsuncet.config.reader import as_yaml, find_config, parse_override
 from fastsuncet.errors import ConfigError
 
 MAX_JOBS = 2_000  # of one sweep: more is a mistake
@@ -75,7 +75,8 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
     varying = {*spec.vary, TAG}
     problems = [
         Problem(key, "varies in this sweep; leave it out, or choose runs with --only", Origin(COMMAND_LINE))
-        for key in (override.partition("=")[0] for override in overrides)
+        for override in overrides
+        for key in parse_override(override).origins  # also those of a whole section: meta={seed: 3}
         if key in varying
     ]
     places = {
