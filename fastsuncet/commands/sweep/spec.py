@@ -111,11 +111,13 @@ class Spec(Group):
             yield Problem("", "nothing varies: vary or runs is missing")
         if not self.chosen:
             yield Problem("commands", f"must be {allowed(SWEEP, 'commands')}")
-        for group, path, key, _ in self.lines():
+        for group, path, key, values in self.lines():
             if key in (TAG, "logging"):
                 yield Problem(path, "the key name of a sweep names its runs")
             elif key == "base" and group is not self:
                 yield Problem(path, "a command has no base; write base in the sweep's runs")
+            elif key == "base" and not all(each and isinstance(each, str) for each in values):
+                yield Problem(path, f"must be {allowed(SWEEP, 'base')}")
             elif key in group.vary and not path.endswith(f"vary.{key}"):
                 yield Problem(path, "is under vary too; keep one of the two")
         for name, command in self.chosen.items():
