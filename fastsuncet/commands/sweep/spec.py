@@ -121,6 +121,9 @@ class Spec(Group):
             elif key in group.vary and not path.endswith(f"vary.{key}"):
                 yield Problem(path, "is under vary too; keep one of the two")
         for name, command in self.chosen.items():
+            if name == "train" and (command.vary or command.runs):
+                text = "cannot have vary or runs, because all its trainings would share a folder"
+                yield Problem("commands.train", f"{text}; write them at the top of the sweep")
             if command.encoder and name == "train":
                 yield Problem(
                     f"commands.{name}.encoder", "is for the other commands: train starts a new encoder"
