@@ -39,15 +39,9 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     """
     if problem := drawing_problem():
         raise ConfigError(problem)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    # matplotlib would write to another name, or end in a traceback.
-    if path.suffix.lower().removeprefix(".") not in kinds:
-        raise ConfigError(
-            f"--output {path} is not the name of a picture: it must end in one of {', '.join(sorted(kinds))}"
-        )
+    require_picture(path)
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
     figure = Figure(figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), layout="constrained")
@@ -66,6 +60,17 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
     except OSError as error:
         raise CheckpointError(f"the picture {path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def require_picture(path: Path) -> None:
+    """Raise ConfigError for a name that matplotlib would change, or for which it would end in a traceback."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ConfigError(
+            f"--output {path} is not the name of a picture: it must end in one of {', '.join(sorted(kinds))}"
+        )
 
 
 def sheet(config: Config, step: int) -> list[tuple[str, Pictures]]:

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from fastsuncet.checkpoint import atomic_files
+from fastsuncet.commands.preview import require_picture
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
@@ -23,8 +24,11 @@ from fastsuncet.versions import drawing_problem
 def run(config: Config, arguments: list[str], minutes: float, output: Path, *, everything: bool) -> int:
     """Tune the run of `config` and return the exit code; `arguments` start the same command on further ranks.
 
-    Writes `output`, a picture, and the same numbers as JSON beside it.
+    Writes `output`, a picture, and the same numbers as JSON beside it. Raises ConfigError for a name that is not a
+    picture's.
     """
+    if not drawing_problem():
+        require_picture(output)
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, output.with_suffix(".status.json"))
     device = device_type(config)

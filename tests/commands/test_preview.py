@@ -7,6 +7,7 @@ from PIL import Image
 
 import fastsuncet.commands.preview as module
 from fastsuncet import versions
+from fastsuncet.commands import tune
 from fastsuncet.commands.preview import COLUMNS, preview, sheet, short_name
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
@@ -76,6 +77,8 @@ def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
     for name in ("", "views", "views.xyz"):
         with pytest.raises(ConfigError, match=r"png"):
             preview(config, tmp_path / name)
+        with pytest.raises(ConfigError, match=r"png"):  # before minutes of tuning
+            tune.run(config, [], 0, tmp_path / name, everything=False)
     (tmp_path / "views.png").mkdir()  # refused to any user, root too
     with pytest.raises(CheckpointError, match=r"views.png cannot be written: Is a directory"):
         preview(config, tmp_path / "views.png")
