@@ -13,7 +13,7 @@ from fastsuncet.commands.preview import preview
 from fastsuncet.commands.report.compute_saved import crossing, target
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.reader import shipped
+from fastsuncet.config.reader import as_yaml, shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place, join
@@ -33,7 +33,7 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
         config = load_config(
             shipped()[name],
             [
-                f"logging.folder={folder}",
+                f"logging.folder={as_yaml(str(folder))}",
                 f"logging.write_tag={name}_seed{seed}",
                 f"meta.seed={seed}",
                 "checkpoint.every=60",  # ten points on a curve

@@ -56,10 +56,9 @@ def test_table_has_a_line_for_each_checkpoint():
 
 
 def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys):
-    seen = demo(
-        tmp_path, seed=3, overrides=("optimization.steps=80", "checkpoint.every=40", "meta.threads=1")
-    )
-    kept = json.loads((tmp_path / "demo_seed3.json").read_text())
+    folder = tmp_path / "seed #3"  # in YAML a comment
+    seen = demo(folder, seed=3, overrides=("optimization.steps=80", "checkpoint.every=40", "meta.threads=1"))
+    kept = json.loads((folder / "demo_seed3.json").read_text())
     assert list(kept) == ["SimCLR", "SimCLR + SuNCEt"]
     simclr, suncet = kept.values()
     assert simclr["updates"] == suncet["updates"] == [40, 80]
@@ -68,7 +67,7 @@ def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys
     assert simclr["accuracy"] == [p.metrics["top1"] for p in seen[0].points]
     assert verdict(*seen) in capsys.readouterr().out
     for name in ("demo_seed3.png", "views.png"):
-        pixels = np.asarray(Image.open(tmp_path / name).convert("L"))
+        pixels = np.asarray(Image.open(folder / name).convert("L"))
         assert pixels.std() > 10, f"{name} is blank"
 
 
