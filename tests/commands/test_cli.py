@@ -103,6 +103,13 @@ def test_main_prints_no_traceback_for_a_closed_pipe():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_main_goes_on_without_a_standard_output(monkeypatch, capsys):
+    for words, code in (["configs"], 0), (["config", "zzz"], 2):
+        monkeypatch.setattr(sys, "stdout", None)
+        assert cli.main(words) == code
+    assert capsys.readouterr().err.startswith("error: a config has no key zzz")
+
+
 # ------------------------------------------------------------------------------------------------------- what it reads
 @pytest.mark.parametrize(
     "words",
