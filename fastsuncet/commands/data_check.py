@@ -53,15 +53,16 @@ def check_config(config: Config) -> None:
         train, kept = scanned(config, train=True), index_path(config, image_root(config, train=True), True)
     # The index of a CSV's images is kept without its labels, which can change while the pixels do not.
     classes = with_labels(config, train).classes
-    bad = _checked(train, kept, **options).bad
+    parts = [(train, kept)]
     if data.validation is not None and data.root is not None and data.kind != "images":
         folder = image_root(config, train=False)
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
             validation = scanned(config, train=False)
             with_classes(validation, classes)  # raises; the index keeps the folder's own names
-            bad += _checked(validation, index_path(config, folder, False), **options).bad
+            parts.append((validation, index_path(config, folder, False)))
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
+    bad = [each for index, kept in parts for each in _checked(index, kept, **options).bad]
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:

@@ -76,11 +76,12 @@ def test_data_check_names_truncated_files_unless_the_config_allows_them(folder, 
     assert train.endswith("(data.bad_images allows 2)")
 
 
-def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run):
+def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run, capsys):
     (folder / "images/val").rename(folder / "held_out")
-    assert run()[-1] == "images/val: skipped, the folder does not exist and no evaluation needs it"
+    assert run()[0] == "images/val: skipped, the folder does not exist and no evaluation needs it"
     with pytest.raises(DataError, match="images/val"):
         run("evaluation.knn_every_epochs=1")
+    assert not capsys.readouterr().out  # before hours of decoding
     assert len(run("data.validation=null")) == 2
 
 
