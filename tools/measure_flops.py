@@ -57,7 +57,9 @@ def run_table(config: Config, a: Arithmetic, images: int) -> dict:
         views, macs = a.update_samples(labeled), update_macs(config, a, labeled)
         for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
             points.append({"name": what + name, "views": views * updates, "macs": macs * updates})
-    name = f"run of {a.steps:,} updates"
+    # When the loss on labels plateaus is not known before the run.
+    most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
+    name = f"run of {a.steps:,} updates{most}"
     points.append({"name": name, "views": a.total_samples(), "macs": run_macs(config, a)})
     cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs, 1):.5g}")
     columns = [("", "name", str), ("views", "views", "{:,}".format), cost]

@@ -271,7 +271,6 @@ def changed(change):
 
 
 # What the file holds instead of a ResNet-18's state -> what the message says.
-# What the file holds instead of a ResNet-18's state -> what the message says.
 SPOILED = {
     "another depth": (plus("layer3.2.conv1.weight", 256, 256, 3, 3), r"2-2-3-2 blocks of two.*resnet50"),
     "another width": (
