@@ -32,7 +32,7 @@ CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
 NAMES = {"simclr": BASELINE, "suncet": METHOD, "cross_entropy": CROSS_ENTROPY, "untrained": UNTRAINED}
 EVALUATIONS = {
     "linear": "linear classifier, frozen encoder",
-    "finetune": "fine-tuned",
+    "finetune": "fine-tuned at lr 0.05",
     "finetune_lr0.005": "fine-tuned at lr 0.005",
 }
 

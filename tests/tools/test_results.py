@@ -12,12 +12,25 @@ ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
 
 
+INTERVAL = r"[+-]\d+\.\d+ ± \d+\.\d+"
+
+
+def tables_of(points):
+    paired = (points.parent / "rules.md").exists()
+    return results.show(points) if paired else results.show_small(results.read_report(points))
+
+
 @pytest.mark.parametrize("points", EXPERIMENTS, ids=lambda path: path.parent.name)
 def test_results_page_holds_the_tables_of_the_points(points):
-    paired = (points.parent / "rules.md").exists()
-    tables = results.show(points) if paired else results.show_small(results.read_report(points))
     page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    assert all(table in page for table in tables)
+    assert all(table in page for table in tables_of(points))
+
+
+@pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
+def test_page_names_no_interval_that_is_not_in_a_table(name):
+    known = {each for points in EXPERIMENTS for each in re.findall(INTERVAL, "".join(tables_of(points)))}
+    named = set(re.findall(INTERVAL, " ".join((ROOT / name).read_text(encoding="utf-8").split())))
+    assert named and named <= known
 
 
 def test_pages_hold_the_tables_of_the_demo():
@@ -37,7 +50,7 @@ def test_results_pair_seeds_where_a_method_lacks_one(name, one, others, tmp_path
     for dropped in ([one], [one, others]):
         path.write_text("".join(line for line in lines if not any(each in line for each in dropped)))
         tables = results.show_small(results.read_report(path)) if name == "digits" else results.show(path)
-        shown.append(re.findall(r"[+-][\d.]+ ± [\d.]+", "".join(tables)))
+        shown.append(re.findall(INTERVAL, "".join(tables)))
     assert shown[0] == shown[1] and shown[0]
 
 
