@@ -518,7 +518,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Configs and lists are UTF-8 and name files. In another locale Python would look for files of other names.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     if sys.stdout is None:  # the process was started without one
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     try:
         _handle_sigterm_as_pid1()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a log in Latin-1 cannot hold every name
