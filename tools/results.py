@@ -30,9 +30,10 @@ COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
 CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
 NAMES = {"simclr": BASELINE, "suncet": METHOD, "cross_entropy": CROSS_ENTROPY, "untrained": UNTRAINED}
+PAPERS_LR = 0.05  # of fine-tuning on CIFAR-10 (appendix B)
 EVALUATIONS = {
     "linear": "linear classifier, frozen encoder",
-    "finetune": "fine-tuned at lr 0.05",
+    "finetune": f"fine-tuned at lr {PAPERS_LR}",
     "finetune_lr0.005": "fine-tuned at lr 0.005",
 }
 
@@ -54,7 +55,6 @@ EXPERIMENTS = {
         {"linear": range(3), "finetune": range(3), "finetune_lr0.005": range(1, 4)},
     ),
 }
-PAPERS_LR = 0.05  # of fine-tuning on CIFAR-10 (appendix B)
 FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
 ENDING = {"simclr": BASELINE, "fixed": FIXED, "plateau": PLATEAU}
 RULES = {
