@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fastsuncet import __version__
 from fastsuncet.commands import help as texts
-from fastsuncet.console import say_line
+from fastsuncet.console import say_line, typed_path
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import CheckpointError, FastSuncetError
 from pipelines.data_errors import DataError
@@ -164,7 +164,7 @@ def _count(text: str) -> int:
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))
+    return typed_path(text)
 
 
 def _load(name: str | Path, overrides: Sequence[str] = ()) -> "Config":

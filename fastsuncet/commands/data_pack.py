@@ -7,8 +7,8 @@ from pathlib import Path
 from fastsuncet.config import Config
 from fastsuncet.config.problems import words
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import show_progress
-from fastsuncet.data.dataset import data_path, file_index
+from fastsuncet.console import show_progress, typed_path
+from fastsuncet.data.dataset import file_index
 from pipelines.datasets.pack import write_pack
 
 
@@ -23,7 +23,7 @@ def pack(config: Config, output: Path | None, write: Callable[[str], object] = p
         raise config.error("data.kind", f"{words(FILES)} can be packed; the others are in memory already")
     if output is None and data.pack is None:
         raise config.error("data.pack", "or --output is needed: the folder to write")
-    folder = (output or data_path(data.pack)).absolute()
+    folder = (output or typed_path(data.pack)).absolute()
     # A CSV's labels stay out of the pack, as of the kept index: they can change while the pixels do not.
     index = file_index(config, train=True, scan=True)
     index.require_good(data.bad_images)

@@ -28,6 +28,7 @@ from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Dumper, read_config
 from fastsuncet.config.rules import FILES, broken
 from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat
+from fastsuncet.console import typed_path
 from pipelines.data_errors import DataError
 
 __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", "flat", "load_config"]
@@ -150,13 +151,13 @@ class Config(Sections):
         """
         data = self.data
         files = data.kind in FILES
-        if files and data.pack is None and data.root and not Path(os.path.expanduser(data.root)).is_dir():
+        if files and data.pack is None and data.root and not typed_path(data.root).is_dir():
             raise DataError(
                 f"no data folder {data.root}: set data.root to the folder of the images\n  {self.where('data.root')}"
             )
         lists = {"data.csv": data.csv if data.kind == "csv" else None, "data.split.file": data.split.file}
         for key, path in lists.items():
-            if path and not Path(os.path.expanduser(path)).exists():
+            if path and not typed_path(path).exists():
                 raise DataError(
                     f"there is no file {path}: give the list of labels or names\n  {self.where(key)}"
                 )
@@ -167,7 +168,7 @@ class Config(Sections):
     @property
     def run_folder(self) -> Path:
         """Folder of this run's checkpoints and metrics: logging.folder/logging.write_tag."""
-        return Path(os.path.expanduser(self.logging.folder)) / (self.logging.write_tag or "run")
+        return typed_path(self.logging.folder) / (self.logging.write_tag or "run")
 
     def canonical(self) -> dict[str, Any]:
         """Return every key, defaults included, in the types of JSON; `Config.from_values` reads it back."""

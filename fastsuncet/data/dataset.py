@@ -6,7 +6,6 @@ read what it wrote: 64 ranks that ask for a million files at once bring a file s
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
+from fastsuncet.console import typed_path
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
@@ -116,14 +116,14 @@ def in_memory(config: Config, *, train: bool, download: bool = False) -> ImageIn
         with _naming(config, "data.synthetic.images", "data.synthetic.size"):
             return synthetic(made.images, made.classes, made.size, seed=config.meta.seed, train=train)
     with _naming(config, "data.root"):
-        return cifar(data.kind, data_path(data.root), train=train, download=download)
+        return cifar(data.kind, typed_path(data.root), train=train, download=download)
 
 
 def with_labels(config: Config, index: ImageIndex) -> ImageIndex:
     """Return the training images with the labels of data.kind: those of folders or shards, of a CSV, or none."""
     if config.data.kind == "csv":
         with _naming(config, "data.csv"):
-            return with_csv_labels(index, data_path(config.data.csv))
+            return with_csv_labels(index, typed_path(config.data.csv))
     if config.data.kind == "images":
         return replace(index, labels=np.full(len(index), -1), classes=())
     return index
@@ -184,24 +184,19 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     return index
 
 
-def data_path(path: str | None) -> Path:
-    """Return a path of the config, such as data.root, with ~ expanded. The config's rules have made sure it is set."""
-    return Path(os.path.expanduser(path or ""))
-
-
 def image_root(config: Config, *, train: bool) -> Path:
     """Return the folder of the training or the validation images. Raises ConfigErrors where data.root is needed."""
     data = config.data
     if data.root is None:
         raise config.error("data.root", "is needed: it is the folder that holds the images")
     part = (data.train or ("train" if data.kind == "image_folder" else "")) if train else data.validation
-    return data_path(data.root) / (part or "")
+    return typed_path(data.root) / (part or "")
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:
     """Return where the index of `folder` is kept: data.index, or a file in logging.folder."""
     if config.data.index is not None and train:
-        return data_path(config.data.index)
+        return typed_path(config.data.index)
     # A folder in both roles has two indexes: a CSV's training images have no classes.
     role = config.data.kind if train else f"{config.data.kind}, validation"
     return _beside_runs(config, folder.name, f"{role}:{folder.resolve()}")
@@ -209,9 +204,9 @@ def index_path(config: Config, folder: Path, train: bool) -> Path:
 
 def pack_index_path(config: Config) -> Path:
     """Return where the index of data.pack is kept, if it has none of its own."""
-    return _beside_runs(config, "pack", f"pack:{data_path(config.data.pack).absolute()}")
+    return _beside_runs(config, "pack", f"pack:{typed_path(config.data.pack).absolute()}")
 
 
 def _beside_runs(config: Config, name: str, key: str) -> Path:
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return data_path(config.logging.folder) / "indices" / f"{name}-{digest}.npz"
+    return typed_path(config.logging.folder) / "indices" / f"{name}-{digest}.npz"

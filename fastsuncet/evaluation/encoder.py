@@ -5,7 +5,6 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.console import say_line
+from fastsuncet.console import say_line, typed_path
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
@@ -61,7 +60,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
     `where` is a run's folder, its folder of checkpoints, one checkpoint, or a file of weights. Prints a line for each
     damaged checkpoint. Raises ConfigError for what does not exist, CheckpointError for a run without a good checkpoint.
     """
-    where = Path(os.path.expanduser(where))
+    where = typed_path(where)
     if not where.exists():
         raise ConfigError(
             f"{where} does not exist. An encoder is a run's folder, one of its checkpoints, or a file of weights. "

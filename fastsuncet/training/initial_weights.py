@@ -4,7 +4,6 @@ The file is read once, when a run starts. The run's checkpoints record its sha25
 """
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import MODEL
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config
+from fastsuncet.console import typed_path
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
@@ -42,7 +42,7 @@ def load(config: Config, encoder: nn.Module, place: Place) -> Record | None:
 
 def _fill(config: Config, encoder: nn.Module) -> Record:
     m = config.model
-    path = _file(config, Path(os.path.expanduser(m.init or "")))
+    path = _file(config, typed_path(m.init))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if m.init_sha256 not in (None, digest):
         raise config.error("model.init_sha256", f"is not the sha256 of {path}, which is {digest}")

@@ -6,15 +6,14 @@ cifar100    the same                                       10,000 test    top-1
 voc07       val, trained on train                          4,952 test     11-point mAP
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from fastsuncet.config import Config
+from fastsuncet.console import typed_path
 from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
@@ -51,7 +50,7 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
     """Find the images of data set `name` below transfer.root. Raises DataError on every rank if on any."""
     t = config.transfer
     assert t.root is not None  # the command checks it
-    root = Path(os.path.expanduser(t.root))
+    root = typed_path(t.root)
     root = root / name if (root / name).is_dir() else root
     voc = name == "voc07"
 
