@@ -14,6 +14,7 @@ namespace view {
 // share a home directory. -ffp-contract=off keeps fused multiply-adds, which give other bits, out of all of them.
 #if defined(WIDEST)  // by a test, to be nothing
 #elif defined(__x86_64__) && defined(__GNUC__)
+#define CLONED
 #define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define WIDEST
@@ -123,23 +124,30 @@ inline const uint8_t *colored(const View &v, uint8_t *out) {
   return out;
 }
 
-// 16 floats: one register of AVX-512, two of AVX2, four of SSE.
-typedef float Lanes __attribute__((vector_size(64)));
-constexpr int64_t kBlock = 64;  // floats that `convolve` computes at once: 4 Lanes
+constexpr int64_t kBlock = 64;  // floats; `convolve` computes them together, or a half and then the other
 
 // out[i] = sum over k of rows[k][i] * weights[k], in the order of k as in DALI's operator. `count` is rounded up to kBlock,
-// so every row and `out` must have room for it.
-WIDEST void convolve(const float *const *rows, const float *weights, int window, float *out, int64_t count) {
-  for (int64_t i = 0; i < count; i += kBlock) {
-    Lanes sum[4] = {};
-    for (int k = 0; k < window; k++) {
-      Lanes x[4];
-      std::memcpy(x, rows[k] + i, sizeof x);
-      for (int j = 0; j < 4; j++) sum[j] += x[j] * weights[k];
-    }
-    std::memcpy(out + i, sum, sizeof sum);
+// so every row and `out` must have room for it. The sums stay in registers, which takes lanes as wide as one register of
+// the processor: of wider lanes the compiler keeps the sums in memory, and the blur takes 20 times as long.
+#define CONVOLVE(processor, bytes)                                                                                     \
+  processor void convolve(const float *const *rows, const float *weights, int window, float *out, int64_t count) {     \
+    typedef float Lanes __attribute__((vector_size(bytes), aligned(4), may_alias));                                    \
+    constexpr int kSums = bytes > 32 ? 4 : 8;                                                                          \
+    for (int64_t i = 0; i < count; i += kSums * sizeof(Lanes) / 4) {                                                   \
+      Lanes sums[kSums] = {};                                                                                          \
+      for (int k = 0; k < window; k++)                                                                                 \
+        for (int j = 0; j < kSums; j++) sums[j] += reinterpret_cast<const Lanes *>(rows[k] + i)[j] * weights[k];       \
+      for (int j = 0; j < kSums; j++) reinterpret_cast<Lanes *>(out + i)[j] = sums[j];                                 \
+    }                                                                                                                  \
   }
-}
+
+#ifdef CLONED
+CONVOLVE(__attribute__((target("avx512f"))), 64)
+CONVOLVE(__attribute__((target("avx2"))), 32)
+CONVOLVE(__attribute__((target("default"))), 16)
+#else
+CONVOLVE(, 16)
+#endif
 
 WIDEST void widen(const uint8_t *in, float *out, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = in[i];
