@@ -6,7 +6,7 @@
     sizes.steps_per_epoch, sizes.local_unlabeled             # 454, 44
 
 A file can begin with `base: other.yaml`, a path relative to the file's own folder; its sections are laid on the
-base's key by key. A base cannot have a base, so that a setting is in one of two files. Nothing here imports torch or
+base's key by key. A base can have a base, in a chain of 8 at most. Nothing here imports torch or
 DALI: a wrong config is refused at once and before any GPU starts.
 """
 
@@ -204,7 +204,7 @@ def load_config(
     overrides: Iterable[str] = (),
     places: Mapping[str, Origin] | None = None,
 ) -> Config:
-    """Read the YAML file at `path` and its base, apply `overrides` ("section.key=value") and check the result.
+    """Read the YAML file at `path` and its bases, apply `overrides` ("section.key=value") and check the result.
 
     The last of several overrides of a key counts. `places` has the origin of those that are not from the command line.
     Raises ConfigErrors (exit code 2) with all problems, or with the first place that is not YAML.

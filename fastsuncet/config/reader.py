@@ -26,6 +26,7 @@ from fastsuncet.config.schema import CONFIG, Schema
 MAX_BYTES = 1_000_000
 MAX_VALUES = 5_000
 MAX_DEPTH = 16
+MAX_BASES = 8
 
 # Folder of the configs that are installed with the package: in a checkout the link `fastsuncet/configs`.
 SHIPPED = (Path(__file__).resolve().parents[1] / "configs").resolve()
@@ -282,7 +283,7 @@ def _not_found(path: Path, shown: str) -> str:
 def read_config(
     shown: str, overrides: Iterable[str], places: Mapping[str, Origin]
 ) -> tuple[Document, list[Problem]]:
-    """Read a config and its base, lay `overrides` on them, and name the run. The last value of a key counts.
+    """Read a config and its bases, lay `overrides` on them, and name the run. The last value of a key counts.
 
     `places` has the origin of overrides that are not from the command line. Returns the document and the problems of
     overrides. Raises ConfigErrors as `read_file` does.
@@ -290,8 +291,11 @@ def read_config(
     shown = find_config(shown)
     path, problems = Path(shown), []
     document = read_file(path, shown)
-    if "base" in document.values:
-        over, document = document, _read_base(document)
+    chain = [document]
+    while "base" in chain[-1].values:
+        chain.append(_read_base(chain))
+    document = chain.pop()
+    for over in reversed(chain):
         document.lay(over)
     for argument in overrides:
         try:
@@ -306,16 +310,20 @@ def read_config(
     return document, problems
 
 
-def _read_base(document: Document) -> Document:
-    """Remove `base` from the document and read the file that it names."""
+def _read_base(chain: list[Document]) -> Document:
+    """Remove `base` from the last document of a chain and read the file that it names, for the chain's next place."""
+    document = chain[-1]
     base, at = document.values.pop("base"), document.origins.pop("base")
     text = "must be the name of another config file, such as base.yaml, or of a shipped config"
     if isinstance(base, str) and base:
         path = find_config(base, os.path.dirname(document.file))
         # normpath and not resolve(): messages name the file as its reader would type it.
         shown = os.path.normpath(path)
-        found = read_file(Path(path), shown, origin=at)
-        if "base" not in found.values:
-            return found
-        text = f"{shown} has a base itself, {found.values['base']}; only one level is allowed"
+        names = " -> ".join([*(each.file for each in chain), shown])
+        if os.path.realpath(path) in {os.path.realpath(each.file) for each in chain}:
+            text = f"leads in a circle: {names}. Remove one of these lines"
+        elif len(chain) > MAX_BASES:
+            text = f"a config can have a chain of {MAX_BASES} bases at most: {names}"
+        else:
+            return read_file(Path(path), shown, origin=at)
     raise ConfigErrors([Problem("base", text, at)])

@@ -114,6 +114,21 @@ def test_reader_base_is_merged_key_by_key():
     assert config.logging.write_tag == "run"
 
 
+def test_reader_base_of_a_base_up_to_eight():
+    write("configs/base.yaml", GOOD + "model: {hidden: 512, output: 64}\n")
+    below = "base.yaml"
+    for number in range(1, 8):
+        write(
+            f"b{number}.yaml",
+            f"base: {'configs/' if number == 1 else ''}{below}\nmodel: {{output: {number}}}\n",
+        )
+        below = f"b{number}.yaml"
+    write("run.yaml", f"base: {below}\nmeta: {{seed: 1}}\n")
+    config = load_config("run.yaml")
+    assert (config.model.hidden, config.model.output, config.meta.seed) == (512, 7, 1)
+    assert config.where("model.output").startswith("b7.yaml:2")
+
+
 def test_reader_problems_in_a_base_name_its_file():
     write("configs/base.yaml", GOOD.replace("lr: 1.0", "lr: -1"))
     write("configs/run.yaml", "base: base.yaml\n\nmeta: {sed: 3}\ncriterion: {unsupervised_batch_size: 1}\n")
@@ -141,14 +156,26 @@ def test_reader_batch_sizes_replace_each_other():
         ("bse.yaml", r"run\.yaml:1: base: bse\.yaml\n      no such file; did you mean base\.yaml\?"),
         ("[a, b]", r"run\.yaml:1: base: \[a, b\]\n      must be the name of another config file"),
         ("", r"run\.yaml:1: base: null\n      must be the name of another config file"),
-        ("run.yaml", r"run\.yaml:1: base: run\.yaml\n      run\.yaml has a base itself, run\.yaml; only one"),
-        ("chain.yaml", r"base: chain\.yaml\n      chain\.yaml has a base itself, base\.yaml; only one level"),
+        (
+            "run.yaml",
+            r"run\.yaml:1: base: run\.yaml\n      leads in a circle: run\.yaml -> run\.yaml\. Remove",
+        ),
+        (
+            "back.yaml",
+            r"back\.yaml:1: base: \./run\.yaml\n .*: run\.yaml -> back\.yaml -> run\.yaml\. Remove",
+        ),
+        (
+            "long9.yaml",
+            r"long2\.yaml:1: base: long1\.yaml\n .* 8 bases at most: run\.yaml -> long9\.yaml -> ",
+        ),
         (".", r"run\.yaml:1: base: \.\n      \. cannot be read: Is a directory"),
     ],
 )
 def test_reader_wrong_base(base, message):
     write("base.yaml", GOOD)
-    write("chain.yaml", "base: base.yaml\n")
+    write("back.yaml", "base: ./run.yaml\n")
+    for number in range(1, 10):
+        write(f"long{number}.yaml", f"base: {f'long{number - 1}' if number > 1 else 'base'}.yaml\n")
     write("run.yaml", f"base: {base}\n")
     with pytest.raises(ConfigErrors, match=message):
         load_config("run.yaml")
