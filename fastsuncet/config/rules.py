@@ -45,7 +45,9 @@ READ_ONLY_WITH = [
     ),
     (["data.split.file"], "data.split.kind", ("names", "csv")),
     (["data.split.sha256"], "data.split.kind", ("names",)),
-    (["data.split.fraction", "data.split.seed"], "data.split.kind", ("bernoulli",)),
+    (["data.split.fraction"], "data.split.kind", ("bernoulli",)),
+    (["data.split.images"], "data.split.kind", ("stratified",)),
+    (["data.split.seed"], "data.split.kind", ("bernoulli", "stratified")),
     (["criterion.plateau_epochs", "criterion.plateau_gain"], "criterion.supervised_epochs", ("plateau",)),
     (["criterion.labeled_share"], "criterion.instance", ("nt_xent",)),
     ([key for key in CONFIG.values if key.startswith("swav.")], "criterion.instance", ("swav",)),
@@ -57,6 +59,7 @@ NEEDED_WITH = [
     ("data.csv", "data.kind", ("csv",), "it is a file of lines file,label"),
     ("data.split.file", "data.split.kind", ("names",), "it is a text file of one image name a line"),
     ("data.split.fraction", "data.split.kind", ("bernoulli",), "0.1 labels about 10 %% of the images"),
+    ("data.split.images", "data.split.kind", ("stratified",), "it is the number of labeled images"),
 ]
 
 
@@ -106,7 +109,8 @@ RULES: list[Rule] = [
     (
         ["data.split.kind"],
         lambda v, key: v[key] == "names" and v["data.kind"] not in FILES,
-        "names needs images that are files, and data.kind %(data.kind)s holds them in memory; use bernoulli or all",
+        "names needs images that are files, and data.kind %(data.kind)s holds them in memory; use bernoulli, "
+        "stratified or all",
     ),
     (
         ["data.split.file"],
@@ -117,7 +121,7 @@ RULES: list[Rule] = [
         ["data.split.kind"],
         lambda v, key: v[key] == "none" and v["criterion.supervised_epochs"] != 0,
         "none leaves no labeled image, and criterion.supervised_epochs is %(criterion.supervised_epochs)s; choose "
-        "names, bernoulli, all or csv, or write supervised_epochs: 0 for SimCLR",
+        "names, bernoulli, stratified, all or csv, or write supervised_epochs: 0 for SimCLR",
     ),
     (
         ["evaluation.knn_every_epochs"],

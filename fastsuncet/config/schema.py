@@ -151,16 +151,20 @@ class MetaSection(Section):
 class SplitSection(Section):
     """Which training images count as labeled."""
 
-    kind: Literal["none", "names", "bernoulli", "all", "csv"] = "none"
-    """none: SimCLR; names: those listed in a file; bernoulli: drawn at random; csv: those a CSV labels"""
+    kind: Literal["none", "names", "bernoulli", "stratified", "all", "csv"] = "none"
+    """none: SimCLR; names: those listed in a file; bernoulli: each image with a probability; stratified: a number of
+    images, drawn in each class; csv: those a CSV labels
+    """
     file: Text | None = None
     """names: one image name a line; csv: lines file,label (null: data.csv)"""
     sha256: Sha256 | None = None
     """of the file of names; the paper's two lists are known without it"""
     fraction: Share | None = None
     """bernoulli: probability that an image is labeled"""
+    images: Count | None = None
+    """stratified: labeled images in all, of each class in proportion to its images"""
     seed: Seed = 0
-    """bernoulli: seed of that draw"""
+    """bernoulli, stratified: seed of the draw"""
 
 
 class SyntheticSection(Section):

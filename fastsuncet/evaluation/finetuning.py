@@ -174,10 +174,11 @@ class FineTuningJob:
 
 
 def labels_tag(config: Config) -> str:
-    """Return the split as part of a folder's name: bernoulli0.1, 10percent, all."""
+    """Return the split as part of a folder's name: bernoulli0.1, stratified100-seed1, 10percent, all."""
     split = config.data.split
-    if split.kind == "bernoulli":
-        return f"bernoulli{split.fraction:g}" + (f"-seed{split.seed}" if split.seed else "")
+    if split.kind in ("bernoulli", "stratified"):
+        amount = f"{split.fraction:g}" if split.kind == "bernoulli" else split.images
+        return f"{split.kind}{amount}" + (f"-seed{split.seed}" if split.seed else "")
     return _file_name(split.kind if split.file is None else Path(split.file).stem)
 
 

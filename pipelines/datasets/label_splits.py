@@ -1,4 +1,4 @@
-"""Which images are labeled (recipe 2.4): a list of names, a seeded draw for each image, all, none, or a CSV.
+"""Which images are labeled (recipe 2.4): a list of names, a seeded draw, all, none, or a CSV.
 
 Nothing falls back to chance: the authors' code draws for any share that it has no list for, and then nobody knows
 which 1 % it was. A split has counts and a fingerprint, so that two runs can be compared.
@@ -18,12 +18,17 @@ from pipelines.datasets.folders import with_csv_labels
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root, listed_lines
 
-KINDS = ("names", "bernoulli", "all", "none", "csv")
+KINDS = ("names", "bernoulli", "stratified", "all", "none", "csv")
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
 # 90 percent): sha256 -> what it is and how many training images it names.
 IMAGENET_LISTS = {
     "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17": ("ImageNet 1%", 12_811),
     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091": ("ImageNet 10%", 128_116),
+}
+NEEDED = {
+    "names": "file, a list of image names",
+    "bernoulli": "fraction, from 0 to 1",
+    "stratified": "images, a number of images",
 }
 _REMEDY = "; data.root and data.train must lead to the images the list was made for"
 
@@ -53,22 +58,24 @@ def labeled_split(
     file: str | Path | None = None,
     sha256: str | None = None,
     fraction: float | None = None,
+    images: int | None = None,
     seed: int = 0,
 ) -> Split:
     """Return the split that a configuration's data.split asks for; each kind uses its own arguments.
 
     names: the lines of `file`, pinned by `sha256` (`named`). bernoulli: each image with probability `fraction`
-    (`bernoulli`). all: every image with a label. none: no image. csv: the labels that the index has from its CSV, or
-    with `file` those of another CSV, which must agree with them. An image without a label is never in a split. Raises
-    DataError.
+    (`bernoulli`). stratified: `images` images, drawn in each class (`stratified`). all: every image with a label. none:
+    no image. csv: the labels that the index has from its CSV, or with `file` those of another CSV, which must agree
+    with them. An image without a label is never in a split. Raises DataError.
     """
     if kind == "names" and file is not None:
         chosen, source = named(index, Path(file), sha256)
     elif kind == "bernoulli" and fraction is not None:
         chosen, source = bernoulli(len(index), fraction, seed), f"Bernoulli({fraction:g}), seed {seed}"
-    elif kind in ("names", "bernoulli"):
-        needed = "file, a list of image names" if kind == "names" else "fraction, from 0 to 1"
-        raise DataError(f"a split by {kind} needs data.split.{needed}")
+    elif kind == "stratified" and images is not None:
+        chosen, source = stratified(index.labels, images, seed), f"{images} drawn by class, seed {seed}"
+    elif kind in NEEDED:
+        raise DataError(f"a split by {kind} needs data.split.{NEEDED[kind]}")
     elif kind == "csv" and file is not None:
         chosen, source = _in_table(index, file), Path(file).name
     elif kind in ("all", "csv"):
@@ -97,6 +104,27 @@ def bernoulli(count: int, fraction: float, seed: int) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     draws = torch.bernoulli(torch.full((count,), 1 - fraction, dtype=torch.float32), generator=generator)
     return np.flatnonzero(draws.numpy() == 0)
+
+
+def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Return `count` of the images with a label (>= 0), int64, ascending, each class in proportion to its images.
+
+    Each image has one word of a Philox stream, the same with every NumPy version, and the images of a class are taken
+    in the order of their words. Classes are rounded by Webster's method; with as many images in each they get equal
+    numbers. Raises DataError where fewer than `count` images have a label.
+    """
+    known = np.flatnonzero(labels >= 0)
+    if not 1 <= count <= len(known):
+        raise DataError(f"data.split.images is from 1 to the {len(known)} images with a label, not {count}")
+    words = np.random.Philox(key=np.array([seed, 0], np.uint64)).random_raw(len(labels))[known]
+    by_class = np.lexsort((words, labels[known]))
+    _, firsts, inverse, sizes = np.unique(
+        labels[known][by_class], return_index=True, return_inverse=True, return_counts=True
+    )
+    # Webster's method takes seats in ascending order of (2 k + 1) / (2 n) for the k-th of n images of a class.
+    rank = np.arange(len(known)) - firsts[inverse]
+    seats = np.argsort((rank + 0.5) / sizes[inverse], kind="stable")
+    return np.sort(known[by_class[seats[:count]]])
 
 
 def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.ndarray, str]:

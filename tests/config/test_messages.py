@@ -39,8 +39,8 @@ optimization:
   run.yaml:1: data.roots: /images
       there is no such key; did you mean data.root?
   run.yaml:1: data.split.kind
-      none leaves no labeled image, and criterion.supervised_epochs is 10; choose names, bernoulli, all or
-      csv, or write supervised_epochs: 0 for SimCLR
+      none leaves no labeled image, and criterion.supervised_epochs is 10; choose names, bernoulli,
+      stratified, all or csv, or write supervised_epochs: 0 for SimCLR
   run.yaml:2: criterion.classes_per_batch
       must be 2 or more while supervised_epochs is 10: suncet contrasts classes, and images of one class.
       For SimCLR alone write supervised_epochs: 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.label_splits import IMAGENET_LISTS, bernoulli, labeled_split
+from pipelines.datasets.label_splits import IMAGENET_LISTS, bernoulli, labeled_split, stratified
 from tests.support.vectors import FOLDER, load_vectors
 
 
@@ -81,6 +81,38 @@ def test_labeled_split_bernoulli_depends_on_the_seed_and_not_on_torchs_generator
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**32),
+)
+def test_stratified_takes_each_class_in_proportion(sizes, share, seed):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(-1, len(sizes) - 1), sizes))
+    classes = np.bincount(labels[labels >= 0], minlength=1)
+    count = max(1, round(share * classes.sum()))
+    if count > classes.sum():
+        with pytest.raises(DataError, match=r"data\.split\.images"):
+            stratified(labels, count, seed)
+        return
+    chosen = stratified(labels, count, seed)
+    assert len(chosen) == count and (np.diff(chosen) > 0).all() and (labels[chosen] >= 0).all()
+    taken, exact = np.bincount(labels[chosen], minlength=len(classes)), count * classes / classes.sum()
+    # Webster's method: no image moved from one class to another brings both shares closer to the exact ones.
+    filled = classes > 0
+    most, least = (taken - 0.5)[filled] / classes[filled], (taken + 0.5)[filled] / classes[filled]
+    assert most[taken[filled] > 0].max() <= least[taken[filled] < classes[filled]].min(initial=np.inf) + 1e-12
+    assert abs(taken - exact).max() < len(classes)
+    more = stratified(labels, count + 1, seed) if count < classes.sum() else chosen
+    assert set(chosen) <= set(more)
+
+
+def test_stratified_is_balanced_and_drawn_anew_with_each_seed(index):
+    split = labeled_split(index, "stratified", images=6, seed=1)
+    assert split.per_class.tolist() == [2, 2, 2, 0] and "6 drawn by class, seed 1" in str(split)
+    assert split.indices.tolist() == [2, 3, 5, 7, 9, 10]  # the same on every machine
+    assert len({tuple(stratified(index.labels, 6, seed)) for seed in range(20)}) > 10
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
@@ -89,8 +121,10 @@ def test_labeled_split_bernoulli_depends_on_the_seed_and_not_on_torchs_generator
         ("bernoulli", {"fraction": float("nan")}, "from 0 to 1"),
         ("bernoulli", {}, r"needs data\.split\.fraction"),
         ("names", {}, r"needs data\.split\.file"),
+        ("stratified", {}, r"needs data\.split\.images"),
+        ("stratified", {"images": 13}, "from 1 to the 12 images with a label, not 13"),
         ("names", {"file": "gone.txt"}, r"cannot read the list of names gone.txt: No such file"),
-        ("some", {}, "one of names, bernoulli, all, none, csv, not 'some'"),
+        ("some", {}, "one of names, bernoulli, stratified, all, none, csv, not 'some'"),
     ],
 )
 def test_labeled_split_refuses_impossible_settings(index, kind, options, said):
