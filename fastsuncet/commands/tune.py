@@ -1,122 +1,135 @@
-"""`fastsuncet tune`: prove and time what could make a run faster on this machine; print, draw and keep the choice."""
+"""`fastsuncet tune`: time what could make a run faster on its own hardware, and write a config with what won."""
 
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fastsuncet.checkpoint import atomic_files
-from fastsuncet.commands.preview import require_picture
+from fastsuncet.checkpoint import same_start
+from fastsuncet.commands.train import require_network
 from fastsuncet.config import Config
+from fastsuncet.config.reader import as_yaml, shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
-from fastsuncet.distributed.collectives import any_rank
+from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import Preempted
-from fastsuncet.tuning import record
-from fastsuncet.tuning.chooser import BASE, CONTENDER, PLAIN, Verdict
+from fastsuncet.errors import ConfigError, Preempted
+from fastsuncet.training import kernel_choice
+from fastsuncet.training.determinism import resolve_precision
+from fastsuncet.training.summary import device_name
+from fastsuncet.tuning import processes, verdicts
+from fastsuncet.tuning.chooser import Report, Rung, Values, Verdict, climb
 from fastsuncet.tuning.rungs import candidates
-from fastsuncet.tuning.settle import device_type, tune
-from fastsuncet.versions import drawing_problem
+
+CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
 
 
-def run(config: Config, arguments: list[str], minutes: float, output: Path, *, everything: bool) -> int:
+def run(config: Config, arguments: list[str], minutes: float, output: Path) -> int:
     """Tune the run of `config` and return the exit code; `arguments` start the same command on further ranks.
 
-    Writes `output`, a picture, and the same numbers as JSON beside it. Raises ConfigError for a name that is not a
-    picture's.
+    Writes `output`, a config whose base is the file of `config`. Raises ConfigError for a file that exists, or that is
+    no name of a config.
     """
-    if not drawing_problem():
-        require_picture(output)
+    if output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--output {output} is not the name of a config: it must end in .yaml")
+    if os.path.lexists(output):
+        raise ConfigError(
+            f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
+        )
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, output.with_suffix(".status.json"))
-    device = device_type(config)
-    with launch.join("cpu") as place, SignalFlag() as signals:
+    require_network(config)
+    with same_start.join(config) as place, SignalFlag() as signals:
+        stopped = lambda: signals.requested is not None  # noqa: E731
+        plain, _ = resolve_precision(config, place.device)
         images = open_images(config, place, validation=False)
         arithmetic = config.resolve(place.world_size, *images.counts())
-        rungs = candidates(config, device, everything=everything)
-        # What a run looks for, whichever rungs were tried for the table.
-        key = record.key(config, arithmetic, device, candidates(config, device))
+        per_class = images.split.per_class.tolist()
+        paths = verdicts.settle(plain, arithmetic, place, per_class, {}, stopped)
+        plain = kernel_choice.resolved(plain, paths)
+        used = {path: reason is None for path, reason in paths.items()}
+        request = {
+            "config": plain.canonical(),
+            "arithmetic": vars(arithmetic),
+            "per_class": per_class,
+            "paths": used,
+        }
+        rungs = candidates(config, plain, place.device.type)
+        ends = time.monotonic() + 60 * minutes
 
-        def say(verdict: Verdict) -> None:
+        def say(text: str) -> None:
             if place.first:
-                say_line(text_of(verdict))
+                say_line(text)
 
+        def time_is_left() -> bool:
+            return broadcast_json(time.monotonic() < ends) and not any_rank(stopped())
+
+        def measure(rung: Rung, base: Values) -> list[Report]:
+            sides = {
+                "base": base,
+                "contender": {**base, **rung.values},
+                "clock": rung.clock,
+                "exact": rung.exact,
+            }
+            seconds = min(CHILD, max(60.0, broadcast_json(ends - time.monotonic())))
+            return [Report(**each) for each in processes.run_children({**request, **sides}, seconds, stopped)]
+
+        say(f"speed    {kernel_choice.describe(plain, paths)}")
+        say(
+            f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(rung.name for rung in rungs)}"
+        )
+        found = climb(rungs, measure, time_is_left, lambda verdict: say(line_of(verdict)))
+        if any_rank(stopped()):
+            raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
         if place.first:
-            say_line(f"contenders: {len(rungs)}, on {key['hardware']}, at most {minutes:g} minutes")
-        found = tune(config, place, rungs, key, 60 * minutes, signals, say)
-        if any_rank(signals.requested is not None):
-            raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was kept")
-    if place.first:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace(output.with_suffix(".json"), atomic_files.as_json(found))
-        if problem := drawing_problem():
-            say_line(problem)
-        else:
-            draw(found, output)
-        lines = ["", *table(found["rungs"]), "", f"speed: {found['line']}"]
-        if words := " ".join(record.overrides(found)):
-            lines.append(f"A new run of this config uses it with meta.speed=fixed, or with: {words}")
-        for line in (*lines, f"wrote {output}"):
-            say_line(line)
+            many = f", {place.world_size} processes" if place.world_size > 1 else ""
+            write(output, config.file, found, f"{device_name(place)}{many}")
+            winners = sum(verdict.won for verdict in found)
+            say(
+                f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"
+            )
     return 0
 
 
-def text_of(verdict: Verdict) -> str:
+def line_of(verdict: Verdict) -> str:
     """Return the line that is printed when a rung has been tried."""
-    word = "chosen" if verdict.won else "not usable" if verdict.problem else "not chosen"
-    what = verdict.problem or f"{verdict.gain(BASE):.2f}x the best so far"
-    return f"{verdict.rung.name:<34} {word:<11} {what}"
+    word = "won" if verdict.won else "not usable" if verdict.problem else "no gain"
+    return f"{verdict.rung.name:<24} {word:<11} {verdict.problem or _times(verdict)}"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the table as lines of Markdown. Speeds are ratios, taken turn by turn."""
+def _times(verdict: Verdict) -> str:
+    before, after = (_milliseconds(seconds) for seconds in (verdict.base, verdict.contender))
+    return f"{before} -> {after} a step, {verdict.gain:.2f}x"
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    """Return median and spread in milliseconds."""
+    middle, least, most = (1e3 * each(seconds) for each in (median, min, max))
+    return f"{middle:.4g} ms ({least:.4g} to {most:.4g})"
+
+
+def write(output: Path, source: Path, verdicts: Sequence[Verdict], card: str) -> None:
+    """Write a config with `source` as its base and the keys that won, each with what it gained on `card`."""
+    named = {path.resolve(): name for name, path in shipped().items()}
+    base = named.get(source.resolve()) or os.path.relpath(source.resolve(), output.resolve().parent)
     lines = [
-        "| contender | timed | ms a step | plain, ms | speed, x plain | x the best before | |",
-        "|---|---|---:|---:|---:|---:|---|",
+        f"# Written by `fastsuncet tune` on {card}. Medians of a step, lowest and highest in brackets.",
+        f"base: {as_yaml(base)}",
     ]
-    for row in rows:
-        if row["problem"] is not None:
-            lines.append(f"| {row['name']} | {row['clock']} | | | | | {row['problem']} |")
-            continue
-        seconds = row["seconds"]
-        times = [record.milliseconds(seconds[side]) for side in (CONTENDER, PLAIN)]
-        figures = [*times, *(_spread(seconds[over], seconds[CONTENDER]) for over in (PLAIN, BASE))]
-        lines.append(f"| {row['name']} | {row['clock']} | {' | '.join(figures)} | {'chosen' * row['won']} |")
-    return lines
-
-
-def _spread(above: Sequence[float], below: Sequence[float]) -> str:
-    ratios = [a / b for a, b in zip(above, below, strict=True)]
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def draw(found: record.Record, path: Path) -> None:
-    """Draw the views a second of each rung beside plain's of the same turns, and name what is wrong with the others."""
-    from matplotlib.figure import Figure
-
-    rows = found["rungs"]
-    figure = Figure(figsize=(9, 1.5 + 0.5 * len(rows)), layout="constrained")
-    axis = figure.subplots()
-    for place, row in enumerate(rows):
-        if row["problem"] is not None:
-            axis.text(0, place, f"  {row['problem'][:90]}", va="center", fontsize=8, color="#b00020")
-            continue
-        ours = "#0072b2" if row["won"] else "#56b4e9"
-        thin = {"ecolor": "#333333", "lw": 0.8}
-        for side, shift, color in ((PLAIN, 0.18, "#bbbbbb"), (CONTENDER, -0.18, ours)):
-            speeds = [row["views"] / seconds for seconds in row["seconds"][side]]
-            middle = median(speeds)
-            error = [[middle - min(speeds)], [max(speeds) - middle]]
-            axis.barh(place + shift, middle, 0.34, color=color, xerr=error, error_kw=thin)
-        label = f"{row['gain']:.2f}x plain{', chosen' * row['won']}"
-        paper = {"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1}
-        axis.annotate(
-            label, (0, place - 0.18), (6, 0), textcoords="offset points", va="center", fontsize=8, bbox=paper
-        )
-    axis.set_yticks(range(len(rows)), [f"{row['name']}\n({row['clock']})" for row in rows], fontsize=8)
-    axis.set_ylim(len(rows) - 0.5, -0.5)
-    axis.set_xlabel("views a second, median and range of the turns; gray: plain in the same turns")
-    axis.set_title(found["line"], fontsize=9, loc="left")
-    figure.savefig(path, dpi=110)
+    sections: dict[str, list[str]] = {}
+    won: dict[str, tuple[Any, Verdict]] = {}
+    for verdict in (each for each in verdicts if each.won):
+        won |= {key: (value, verdict) for key, value in verdict.rung.values.items()}
+    for key, (value, verdict) in won.items():
+        section, _, name = key.rpartition(".")
+        text = [f"  # {verdict.rung.name}: {_times(verdict)}, {card}", f"  {name}: {as_yaml(value)}"]
+        sections.setdefault(section, []).extend(text)
+    for section, text in sections.items():
+        lines += [f"{section}:", *text]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # "x": another process could have written it meanwhile.
+    with open(output, "x", encoding="utf-8") as stream:
+        stream.write("\n".join([*lines, ""]))

@@ -5,8 +5,10 @@ together. The test takes milliseconds at a run's start, and reports a wrong kern
 """
 
 import os
+import time
 import warnings
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from pipelines.cuda_compiler import KernelError
 
 # Runs a kernel and its twin on a small input; raises KernelError if they differ.
 Proof = Callable[[torch.device], None]
+
+ROUNDS, REPEATED = 7, 3  # of a timing, and how often a round repeats the work
 
 # Why the kernels of a source stay off on a device, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
@@ -42,7 +46,10 @@ def agrees(source: str, device: torch.device, prove: Proof) -> bool:
             message = f"{source}: not tried before this CUDA graph was captured; PyTorch's kernels are used"
             warnings.warn(message, stacklevel=2)
             return False
-        reason = why_not(source, device, prove)
+        try:
+            reason = why_not(source, device, prove)
+        except torch.OutOfMemoryError:
+            reason = "the device has too little memory for its proof"
         settle(source, device, reason)
         if reason is not None:
             message = f"{source} is off on {device}, PyTorch's kernels are used: {reason}"
@@ -56,18 +63,47 @@ def settle(source: str, device: torch.device, reason: str | None) -> None:
 
 
 def why_not(source: str, device: torch.device, prove: Proof) -> str | None:
-    """Run the proof of `source`; return None if it passed, else the reason. Waits for the device."""
+    """Run the proof of `source`; return None if it passed, else the reason. Waits for the device.
+
+    Raises torch.OutOfMemoryError.
+    """
     if os.environ.get("FASTSUNCET_KERNELS") == "off":
-        return "FASTSUNCET_KERNELS is off"
+        return "FASTSUNCET_KERNELS is off: unset it"
     try:
         # In any state of the caller: a proof runs backward, and in the dtypes that it names.
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             prove(device)
     except KernelError as error:
         return str(error)
-    except torch.OutOfMemoryError:
-        return f"the device has too little memory for the proof of {source}"
     return None
+
+
+def milliseconds(
+    source: str, device: torch.device, prepare: Callable[[torch.device], Callable[[], None]]
+) -> tuple[float, float]:
+    """Return how long the work of `prepare` takes with the kernels of `source` and without, in milliseconds.
+
+    Medians of rounds that take turns, after one that compiles and allocates. Waits for the device. The kernels, which
+    were proved before, are on afterwards.
+    """
+    work = prepare(device)
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(1 + ROUNDS):
+        for times, reason in zip(found, (None, "timed without them")):
+            settle(source, device, reason)
+            times.append(_seconds(work, device))
+    settle(source, device, None)
+    ours, twins = (1e3 * median(times[1:]) for times in found)
+    return ours, twins
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(REPEATED):
+        work()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / REPEATED
 
 
 def require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:

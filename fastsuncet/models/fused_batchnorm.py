@@ -10,16 +10,17 @@ where the kernels cannot. The kernels have not run on a GPU yet, so they are off
 
 from typing import cast
 
-from timm.models import resnet as timm_resnet
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchvision.models import resnet
 
+from fastsuncet.distributed.collectives import world_size
 from fastsuncet.models import norm_kernel
-from fastsuncet.models.sync_batchnorm import RankBatchNorm
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
 
-BLOCKS = (resnet.BasicBlock, resnet.Bottleneck, timm_resnet.BasicBlock, timm_resnet.Bottleneck)
+# By name: importing both libraries takes seconds, and a run uses one.
+LIBRARIES = ("fastsuncet.models.resnet", "torchvision.models.resnet", "timm.models.resnet")
+BLOCKS = {(library, name) for library in LIBRARIES for name in ("BasicBlock", "Bottleneck")}
 
 
 def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
@@ -35,7 +36,7 @@ def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
         return norm
     for name, child in model.named_children():
         setattr(model, name, fuse(child, shared=shared, kernel=kernel))
-    if isinstance(model, BLOCKS):
+    if (type(model).__module__, type(model).__name__) in BLOCKS:
         return FusedBlock.take_over(model) if _is_plain(model) else model
     for activation in ("relu", "act1"):  # of the stem, in torchvision and timm
         norm = getattr(model, "bn1", None)
@@ -77,11 +78,23 @@ class FusedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, S, S) as the original block does."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.bn1(self.conv1(x))
-        if not hasattr(self, "conv3"):
-            return self.bn2(self.conv2(x), shortcut)
-        return self.bn3(self.conv3(self.bn2(self.conv2(x))), shortcut)
+        last, of_shortcut = self.ends()
+        shortcut = x
+        if of_shortcut is not None:
+            for layer in list(cast(nn.Sequential, self.downsample))[:-1]:
+                shortcut = layer(shortcut)
+        elif self.downsample is not None:
+            shortcut = self.downsample(x)
+        x = self.conv2(self.bn1(self.conv1(x)))
+        if hasattr(self, "conv3"):
+            x = self.conv3(self.bn2(x))
+        return last(x, shortcut) if of_shortcut is None else last.with_shortcut(x, shortcut, of_shortcut)
+
+    def ends(self) -> "tuple[FusedNorm, FusedNorm | None]":
+        """Return the last BatchNorm, and that of the shortcut or None: over ranks they share their messages."""
+        last = cast(FusedNorm, self.bn3 if hasattr(self, "conv3") else self.bn2)
+        norm = self.downsample[-1] if isinstance(self.downsample, nn.Sequential) else None
+        return last, norm if isinstance(norm, FusedNorm) else None
 
 
 class FusedNorm(RankBatchNorm):
@@ -111,3 +124,15 @@ class FusedNorm(RankBatchNorm):
         y = super().forward(input) if self.shared else _BatchNorm.forward(self, input)
         y = y if residual is None else y + residual
         return F.relu(y) if self.relu else y
+
+    def with_shortcut(self, input: Tensor, other: Tensor, norm: "FusedNorm") -> Tensor:
+        """Compute relu(self(input) + norm(other)); over ranks the two layers share one message each way."""
+        if not (self.training and self.shared and world_size() > 1 and input.shape == other.shape):
+            return self(input, norm(other))
+        if self.kernel and self.kernels_take(input, other) and norm.kernels_take(other, input):
+            for each in (self, norm):
+                if each.num_batches_tracked is not None:
+                    each.num_batches_tracked += 1
+            return norm_kernel.fused_pair(input, other, self, norm)
+        first, second = normalize_over_ranks((self, norm), (input, other))
+        return F.relu(first + second)

@@ -6,7 +6,8 @@ device, plain and differentiable: one all-reduce forward and one backward, float
 same running statistics on every rank. The host reads no value of a tensor, so it runs ahead of a GPU through all
 53 layers of a ResNet-50.
 
-Messages are 8 (1 + 2C) bytes forward and 8C backward, and a rank's own work on them does not grow with the
+Messages are 8 (1 + 2C) bytes forward and 8C backward (in a fused block, fused_batchnorm.py, the last layer and that of
+the shortcut share one), and a rank's own work on them does not grow with the
 number of ranks: gathering all ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). An
 all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too.
 
@@ -20,7 +21,7 @@ ranks of the losses. DDP's mean over ranks then makes it, for the parameters, th
 of one process on the joined batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -106,24 +107,36 @@ class RankBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if input.numel() == 0:
             raise ValueError("RankBatchNorm: this rank's batch is empty; every rank needs a row")
-        return _Normalize.apply(input, self.weight, self.bias, *self._statistics(input), self.eps)
+        return self.over_ranks(input)
+
+    def over_ranks(self, input: Tensor) -> Tensor:
+        """Map (N, C, ...) to the same shape and dtype by the operators for several ranks, on any number of them."""
+        return normalize_over_ranks((self,), (input,))[0]
 
     def kernels_take(self, x: Tensor, residual: Tensor | None = None) -> bool:
         """Return whether the kernels of norm_kernel.py compute this layer's statistics for such activations."""
         constants = (self.weight, self.bias, self.running_mean)
         return self.momentum is not None and norm_kernel.fits(x, residual, *constants)
 
-    @torch.no_grad()
-    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)) of all ranks; update running statistics."""
+    def own_sums(self, x: Tensor, kernel: bool) -> Tensor:
+        """Return this rank's sums of (N, C, ...), (1 + 2C,) float64: n, n mean and n (variance + mean^2)."""
+        if kernel:
+            return norm_kernel.own_sums(x)
+        return _sums(x.numel() // x.shape[1], *passes_for(x, self.weight, self.bias).moments(x, self.eps))
+
+    def statistics_of(self, x: Tensor, sums: Tensor, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)) of `own_sums` of all ranks, added up.
+
+        Updates running statistics.
+        """
         batches = self.num_batches_tracked
-        if self.momentum is not None and self.kernels_take(x):
+        if kernel:
+            assert self.momentum is not None
             if batches is not None:
                 batches += 1
-            rule = {"eps": self.eps, "momentum": self.momentum, "shared": True}
-            return norm_kernel.statistics(x, self.running_mean, self.running_var, **rule)
-        moments = passes_for(x, self.weight, self.bias).moments(x, self.eps)
-        count, mean, variance = join_statistics(x.numel() // x.shape[1], *moments)
+            rule = {"eps": self.eps, "momentum": self.momentum}
+            return norm_kernel.joined_statistics(x, sums, self.running_mean, self.running_var, **rule)
+        count, mean, variance = _joined(sums, torch.float64 if x.dtype == torch.float64 else torch.float32)
         if batches is not None:
             self._track(batches, mean, variance * (count / (count - 1)))
         return count, mean, (variance + self.eps).rsqrt()
@@ -147,43 +160,89 @@ def join_statistics(count: int, mean: Tensor, variance: Tensor) -> tuple[Tensor,
     var = E[x^2] - mean^2 loses about 2^-53 (mean / deviation)^2 of itself, where the rounding of the float32 mean
     has already lost 2^-48 of that. float64 rows have no such margin.
     """
+    return _joined(sum_over_ranks_(_sums(count, mean, variance)), mean.dtype)
+
+
+def _sums(count: int, mean: Tensor, variance: Tensor) -> Tensor:
     channels = len(mean)
     # Filled by a kernel: a tensor made from a Python list would be a copy that the host waits for.
     sums = torch.cat([mean.new_ones(1), mean, variance]).double()
     own_mean, square = sums[1 : 1 + channels], sums[1 + channels :]
     square.addcmul_(own_mean, own_mean)
-    sum_over_ranks_(sums.mul_(count))
-    _, joined_mean, square = (sums / sums[:1]).split([1, channels, channels])
+    return sums.mul_(count)
+
+
+def _joined(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    channels = len(sums) // 2
+    _, mean, square = (sums / sums[:1]).split([1, channels, channels])
     # Rounding can leave less than 0 of rows that are all equal; a NaN stays a NaN.
-    joined_variance = square.addcmul_(joined_mean, joined_mean, value=-1).clamp_(min=0)
-    return sums[:1].to(mean.dtype), joined_mean.to(mean.dtype), joined_variance.to(mean.dtype)
+    variance = square.addcmul_(mean, mean, value=-1).clamp_(min=0)
+    return sums[:1].to(dtype), mean.to(dtype), variance.to(dtype)
+
+
+def normalize_over_ranks(norms: Sequence[RankBatchNorm], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Normalize each input (N, C, ...) by its layer, with one message for all of them forward and one backward."""
+    with torch.no_grad():
+        kernels = [norm.kernels_take(x) for norm, x in zip(norms, inputs)]
+        own = [norm.own_sums(x, kernel) for norm, x, kernel in zip(norms, inputs, kernels)]
+        given: list = []
+        for norm, x, sums, kernel in zip(norms, inputs, _sum_together(own), kernels):
+            given += [x, norm.weight, norm.bias, *norm.statistics_of(x, sums, kernel), norm.eps]
+    return _Normalize.apply(*given)
+
+
+def _sum_together(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the sums over ranks of tensors of one dimension, which one message carries."""
+    if len(tensors) == 1:
+        return [sum_over_ranks_(tensors[0])]
+    return list(sum_over_ranks_(torch.cat(tensors)).split([len(x) for x in tensors]))
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) * inverse * weight + bias, where mean and inverse (C,) are statistics of all ranks' rows of x.
+    """(x - mean) * inverse * weight + bias of one layer or several: x, weight, bias, total, mean, inverse, eps of each.
 
-    `total` (1,) counts those rows. The gradient of x includes what flows through the statistics.
+    mean and inverse (C,) are statistics of all ranks' rows of x, which `total` (1,) counts. The gradient of x includes
+    what flows through the statistics. Layers that are computed together send one message backward.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, total, mean, inverse, eps):
-        ctx.passes, ctx.has_bias = passes_for(x, weight, bias), bias is not None
-        # Keep the input in its own dtype, which the convolution before keeps too: standardized rows in float32
-        # would double or triple what a bfloat16 network keeps for its backward pass.
-        ctx.save_for_backward(x, weight, total, mean, inverse)
-        return ctx.passes.normalize(x, weight, bias, mean, inverse, eps)
+    def forward(ctx, *given):
+        ctx.layers, kept, outputs = [], [], []
+        for x, weight, bias, total, mean, inverse, eps in batched(given, 7):
+            passes = passes_for(x, weight, bias)
+            ctx.layers.append((passes, bias is not None))
+            # Keep the input in its own dtype, which the convolution before keeps too: standardized rows in float32
+            # would double or triple what a bfloat16 network keeps for its backward pass.
+            kept += [x, weight, total, mean, inverse]
+            outputs.append(passes.normalize(x, weight, bias, mean, inverse, eps))
+        ctx.save_for_backward(*kept)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
-        x, weight, total, mean, inverse = ctx.saved_tensors
-        sums = ctx.passes.sums(gradient, x, mean, inverse, weight)
-        # Of standardized rows, as ranks that run the kernels of norm_kernel.py send them.
-        sums[:, 1].mul_(inverse)
-        own, joined = sums
-        means = sum_over_ranks_(joined) / total
-        d_x = ctx.passes.gradient(gradient, x, mean, inverse, weight, means)
-        if weight is None:
-            return d_x, *[None] * 6
-        d_bias = own[0].to(weight.dtype) if ctx.has_bias else None
-        return d_x, own[1].to(weight.dtype), d_bias, *[None] * 4
+    def backward(ctx, *gradients: Tensor):
+        saved, own, others = list(batched(ctx.saved_tensors, 5)), [], []
+        for (passes, _), (x, weight, _, mean, inverse), gradient in zip(ctx.layers, saved, gradients):
+            sums = passes.sums(gradient, x, mean, inverse, weight)
+            # Of standardized rows, as ranks that run the kernels of norm_kernel.py send them.
+            sums[:, 1].mul_(inverse)
+            own.append(sums[0])
+            others.append(sums[1].view(-1))
+        found = []
+        for (passes, has_bias), (x, weight, total, mean, inverse), gradient, sums, all_sums in zip(
+            ctx.layers, saved, gradients, own, _sum_together(others)
+        ):
+            means = all_sums.view(2, -1) / total
+            found += [passes.gradient(gradient, x, mean, inverse, weight, means)]
+            if weight is None:
+                found += [None] * 6
+            else:
+                d_bias = sums[0].to(weight.dtype) if has_bias else None
+                found += [sums[1].to(weight.dtype), d_bias, *[None] * 4]
+        return tuple(found)
+
+
+def batched(values: Sequence, size: int) -> Iterator[Sequence]:
+    """Yield `size` values at a time. (itertools has it from Python 3.12 on.)"""
+    for start in range(0, len(values), size):
+        yield values[start : start + size]

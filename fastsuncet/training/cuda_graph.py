@@ -4,9 +4,8 @@ A graph replays kernels on fixed addresses. So each batch is copied into the gra
 read from the device. Each kind of step (with labels or without, prototypes frozen or not) has a graph of its own. It is
 captured after some steps that ran kernel by kernel, in which libraries choose their algorithms and allocate memory.
 
-No graph has been captured on a GPU yet: `meta.cuda_graph` is off by default. A new run with it is tried in another
-process first (`tuning.settle`). A step that can then not be captured is reported once, and the run goes on without a
-graph.
+No graph has been captured on a GPU yet, so it is tried in another process first (`tuning.verdicts`). A step that can
+then not be captured is reported once, and the run goes on without a graph.
 """
 
 import gc
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from fastsuncet.console import Say, say_line
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.collectives import any_rank
-from fastsuncet.optim import LARS
+from fastsuncet.optim import DeviceLR
 from fastsuncet.training.step import StepSettings, train_step
 
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
@@ -40,7 +39,7 @@ class Step:
     def __init__(
         self,
         network: nn.Module,
-        optimizer: LARS,
+        optimizer: DeviceLR,
         setting: StepSettings,
         *,
         graphs: bool,  # meta.cuda_graph

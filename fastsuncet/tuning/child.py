@@ -1,10 +1,10 @@
-"""Prove and time one contender, in a process that may hang, run out of memory or lose its device.
+"""What a process that may hang, run out of memory or lose its device is started for: to try something new.
 
-    fastsuncet tune --child REQUEST REPORT      # what `tuning.processes` starts, one on each rank
+    fastsuncet tune --child REQUEST REPORT      # started by `tuning.processes`; REPORT gets lines of JSON
 
-Proof comes before timing. A contender's step must give the same bits twice (while meta.deterministic is on) and, from
-the run's own weights on its own batch, the losses and the update of plain up to rounding; a contender that only
-replays or reads must give plain's bits. Then plain, the base and the contender take turns.
+It tries kernels, each by its own proof and timing, or a step: proof comes before timing. A step must give the same bits
+twice (while meta.deterministic is on). A contender that only replays or reads must give plain's bits. Another one may
+differ from plain by `FACTOR` times what plain differs from itself when each pixel is moved by one rounding.
 """
 
 import contextlib
@@ -14,97 +14,134 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images, open_images
-from fastsuncet.data.paired_stream import Batch, PairedStream
+from fastsuncet.data.paired_stream import Batch, PairedStream, views
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place, join
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import FastSuncetError
+from fastsuncet.kernels import self_test
 from fastsuncet.training import kernel_choice
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, tensors
-from fastsuncet.training.determinism import resolve_precision, set_determinism
+from fastsuncet.training.determinism import PRECISIONS, set_determinism
 from fastsuncet.training.step import build
-from fastsuncet.tuning.chooser import BASE, CONTENDER, PLAIN, Report
+from fastsuncet.tuning.chooser import Report
 
-ROUNDS, FEWEST_ROUNDS = 9, 3
-TURN = 0.5  # seconds of timed steps in a turn: short, because other work on the machine comes and goes
-# How far (losses and BatchNorm statistics, weights) may be from plain's, relative to their change over all steps. Other
-# orders of the same sums were seen to differ by (4e-5, 0.011) in float32, bfloat16 from float32 by (0.003, 0.4).
-LIMITS = {"fp32": (1e-3, 0.05), "bf16": (0.02, 0.6), "fp16": (0.02, 0.6)}
-PIXEL_LIMIT = 0.02  # of the size of the pixels: operators of a GPU round to other levels
-# Small, so that rounding in one step is not enlarged by the next; updates then stay far above the rounding of weights.
-PROVED_STEPS, PROVED_LR = 3, 0.1
+WINDOWS = 4  # timed without a pause between them
+SECONDS = 0.5  # of timed steps in a window: short, because other work on the machine comes and goes
+FACTOR = 5  # emulated kernels that were right differed by up to 3 times (ResNet-50, float32)
+FLOOR = 1e-6  # of a distance: float32 rounds its sums by less
+PIXEL_LIMIT = 0.02  # of the size of the pixels: decoders of a GPU round to other levels
+PROOF_IMAGES, PROOF_VIEWS = 32, 128  # of a rank: a proof in two precisions would not fit with a whole batch
+EXACT_STEPS, LR = 3, 0.1
+
+Found = dict[str, dict[str, Tensor]]  # "losses", "weights", "BatchNorm statistics" -> tensor by name
 
 
 def main(request: str, report: str) -> int:
-    """Answer the request in one file by a report in another."""
+    """Answer the request in one file by lines in another."""
     end_with_parent(signal.SIGKILL)
     asked: dict[str, Any] = json.loads(Path(request).read_text(encoding="utf-8"))
-    try:
-        found = _measure(asked)
-    # Anything can end a contender, and the parent reports it.
-    except Exception as error:
-        kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
-        found = Report(problem=kind + (str(error).splitlines() or [""])[0])
-    atomic_files.replace(Path(report), json.dumps(asdict(found)).encode())
+    with open(report, "a", encoding="utf-8") as stream:
+
+        def say(line: dict[str, Any]) -> None:
+            print(json.dumps(line), file=stream, flush=True)
+
+        try_kernels(asked, say) if "try" in asked else try_step(asked, say)
     # Without waiting for threads of a library, nor for other ranks.
     os._exit(0)
 
 
-def _measure(asked: dict[str, Any]) -> Report:
+def try_kernels(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    """Prove and time the kernels that `asked` names; name each before it is tried."""
+    config, arithmetic = Config.from_values(asked["config"]), Arithmetic(**asked["arithmetic"])
+    device = torch.device("cuda", asked["device"])
+    torch.cuda.set_device(device)
+    trials = kernel_choice.trials(config, arithmetic)
+    for path in asked["try"]:
+        say({"path": path})
+        say({"path": path, **kernel_choice.try_kernel(path, trials[path], device)._asdict()})
+
+
+def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    """Prove and time a step against another one."""
     config = Config.from_values(asked["config"])
+    base, contender = (config.with_values(asked[side]) for side in ("base", "contender"))
     with join(config.meta.device) as place:
-        plain, _ = resolve_precision(config, place.device)
-        sides = {side: plain.with_values(values) for side, values in asked["sides"].items()}
-        images = open_images(plain, place, validation=False)
-        arithmetic = plain.resolve(place.world_size, *images.counts())
-        base, contender, exact = sides.get(BASE, sides[PLAIN]), sides[CONTENDER], asked["exact"]
-        # As every run does at its start: each kernel on the shapes of this run's layers.
-        kernels = kernel_choice.agree(place, kernel_choice.prove(contender, arithmetic, place.device))
-        bench = _Bench(place, images, arithmetic)
-        problem = kernels.get("norm.cu") if contender.model != base.model else None
-        if problem is None and base.data != contender.data:
-            problem = bench.pixel_problem(base, contender, exact=exact)
-        elif problem is None:
-            problem = bench.step_problem(base if exact else sides[PLAIN], contender, exact=exact)
-        # A rank that has left would keep the others waiting in the first collective of the timing.
-        if any_rank(problem is not None):
-            return Report(problem=problem)
-        return Report() if asked["clock"] is None else bench.time(sides, asked["clock"], asked["ends"])
+        for path, used in asked["paths"].items():
+            self_test.settle(path, place.device, None if used else "as the run does")
+        try:
+            bench = Bench(place, Arithmetic(**asked["arithmetic"]), asked["per_class"])
+            problem = bench.problem(base, contender, exact=asked["exact"])
+            # A rank that has left would keep the others waiting in the first collective of the timing.
+            if any_rank(problem is not None):
+                found = Report(problem=problem)
+            else:
+                found = bench.time(base, contender, asked["clock"])
+        # Anything can end a contender, and the parent reports it.
+        except Exception as error:
+            kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
+            first = (str(error).splitlines() or [""])[0]
+            found = Report(problem=kind + first, final=isinstance(error, FastSuncetError))
+        say(vars(found))
+        if found.problem:
+            os._exit(0)  # without the end of the process group, which waits for the others
 
 
-class _Bench:
-    """Steps of any config on this rank's images."""
+class Bench:
+    """Steps of any config on this rank."""
 
-    def __init__(self, place: Place, images: Images, arithmetic: Arithmetic):
-        self.place, self.images, self.arithmetic = place, images, arithmetic
+    def __init__(self, place: Place, arithmetic: Arithmetic, per_class: list[int]):
+        self.place, self.arithmetic, self.per_class = place, arithmetic, per_class
         self.threads = torch.get_num_threads()
         self.supervised = 2 * arithmetic.supervised_steps >= arithmetic.steps  # most updates are of this kind
+        self.images: Images | None = None
 
     def use(self, config: Config) -> None:
-        """Set the process's switches as `config` has them: sides with different ones take turns."""
+        """Set the process's switches as `config` has them."""
         torch.set_num_threads(self.threads)
         set_determinism(config, self.place)
 
     def step(self, config: Config) -> tuple[torch.nn.Module, Step]:
         """Build a network and its step, on the weights that the run starts with."""
         self.use(config)
-        model, network, optimizer, setting = build(config, self.place, len(self.images.train.classes))
-        return model, Step(network, optimizer, setting, graphs=config.meta.cuda_graph, say=_refuse)
+        counts = self.per_class
+        model, network, optimizer, setting = build(config, self.place, len(counts), counts)
+        return model, Step(network, optimizer, setting, graphs=config.meta.cuda_graph is True, say=_refuse)
 
     def stream(self, config: Config) -> PairedStream:
         """Open the images of this rank as `config` reads them."""
+        if self.images is None:
+            self.images = open_images(config, self.place, validation=False)
         labeled = self.images.split.indices
         return PairedStream(config, self.images.train, labeled, self.arithmetic, self.place)
+
+    def batch(self, config: Config, *, whole: bool) -> Batch:
+        """Draw a batch of the size of this rank's, or a part of it, without reading images."""
+        a, side = self.arithmetic, config.data.augmentation.size
+        unlabeled = a.local_unlabeled if whole else min(a.local_unlabeled, PROOF_IMAGES)
+        images, classes = a.local_labeled // a.labeled_views * self.supervised, max(1, a.classes_per_batch)
+        if not whole:
+            each = max(1, images // classes) * a.labeled_views
+            classes = min(classes, max(2, (PROOF_VIEWS - a.views * unlabeled) // each))
+            images = min(images, classes * each // a.labeled_views)
+        generator = torch.Generator().manual_seed(self.place.rank)
+
+        def draw(count: int, size: int) -> Tensor:
+            pixels = torch.rand(count, size, size, 3, generator=generator).to(self.place.device)
+            return pixels.permute(0, 3, 1, 2)
+
+        shown = tuple(draw(unlabeled, view.size) for view in views(config))
+        labels = (torch.arange(images, device=self.place.device) % classes).repeat(a.labeled_views)
+        return Batch(0, shown, draw(len(labels), side), labels)
 
     @property
     def warmup(self) -> int:
@@ -112,56 +149,45 @@ class _Bench:
         return WARMUP if self.place.world_size == 1 else WARMUP_IN_DDP
 
     # ------------------------------------------------------------------------------------------------------ proofs
-    def step_problem(self, plain: Config, contender: Config, *, exact: bool) -> str | None:
-        """Return what is wrong with a contender's steps, None if they compute what `plain` computes."""
-        with contextlib.closing(self.stream(plain)) as stream:
-            batch = stream(0, self.supervised)
-        pairs = [(plain, contender)]
-        if plain.meta.precision == contender.meta.precision != "fp32" and not contender.meta.compile:
-            # Sixteen bits hide a small mistake. The kernels have one source for all types.
-            exactly = {"meta.precision": "fp32"}
-            pairs.insert(0, (plain.with_values(exactly), contender.with_values(exactly)))
-        found = (self._problem_of(batch, *pair, exact=exact) for pair in pairs)
-        return next((problem for problem in found if problem), None)
-
-    def _problem_of(self, batch: Batch, plain: Config, contender: Config, *, exact: bool) -> str | None:
-        steps = PROVED_STEPS + (self.warmup if contender.meta.cuda_graph else 0)
-        expected, found = (self._train(config, batch, steps) for config in (plain, contender))
-        if contender.meta.deterministic:
-            if not _equal(found, self._train(contender, batch, steps)):
-                return f"{steps} steps gave other bits the second time"
-            if exact and not _equal(expected, found):
-                return f"{steps} steps gave other bits than without it"
-        close, weights = max(LIMITS[config.meta.precision] for config in (plain, contender))
-        for name, change in expected.items():
-            error, limit = _distance(found[name], change), weights if name == "weights" else close
-            if not error <= limit:  # also for NaN
-                return f"the {name} of {steps} steps differ by {error:.1e}, limit {limit:g}"
+    def problem(self, base: Config, contender: Config, *, exact: bool) -> str | None:
+        """Return what is wrong with a contender, None if it computes what `base` computes."""
+        if base.data != contender.data:
+            return self.pixel_problem(base, contender, exact=exact)
+        batch = self.batch(base, whole=exact)
+        steps = EXACT_STEPS + self.warmup if exact else 1
+        expected, found = self.train(base, batch, steps), self.train(contender, batch, steps)
+        if contender.meta.deterministic and not _equal(found, self.train(contender, batch, steps)):
+            return f"{steps} steps gave other bits the second time"
+        if exact:
+            return None if _equal(expected, found) else f"{steps} steps gave other bits than without it"
+        moved = self.train(base, _moved(batch, base), steps)
+        for name in expected:
+            if name == "weights" and base.meta.precision != "fp32":
+                continue  # in 16 bits the update of plain moves by its own size
+            error, own = (_distance(other[name], expected[name]) for other in (found, moved))
+            if not error <= FACTOR * max(own, FLOOR):  # also for NaN
+                return f"the {name} differ by {error:.1e}; one rounding of the pixels moves them by {own:.1e}"
         return None
 
-    def _train(self, config: Config, batch: Batch, steps: int) -> dict[str, Tensor]:
+    def train(self, config: Config, batch: Batch, steps: int) -> Found:
         """Return the losses of some steps on one batch, and by how much they changed weights and statistics."""
         model, update = self.step(config)
         before = {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
-        losses = torch.stack([update(batch, PROVED_LR).clone() for _ in range(steps)]).cpu()
+        losses = torch.stack([update(batch, LR).clone() for _ in range(steps)]).cpu()
         changes = {name: (x.detach().cpu() - before[name]).double() for name, x in model.state_dict().items()}
+        update.close()
         weights = {name for name, _ in model.named_parameters()}
-
-        def joined(names: set[str]) -> Tensor:
-            none = losses.new_zeros(0, dtype=torch.float64)  # a network without BatchNorm has no statistics
-            return torch.cat([none, *(changes[name].flatten() for name in sorted(names))])
-
+        parts = {"weights": weights, "BatchNorm statistics": changes.keys() - weights}
         return {
-            "losses": losses,
-            "weights": joined(weights),
-            "BatchNorm statistics": joined(changes.keys() - weights),
+            "losses": {"losses": losses[:, :2].double()},
+            **{part: {name: changes[name] for name in sorted(names)} for part, names in parts.items()},
         }
 
-    def pixel_problem(self, plain: Config, contender: Config, *, exact: bool) -> str | None:
-        """Return what is wrong with a contender's pixels: not those of `plain`, or not the same when read twice."""
+    def pixel_problem(self, base: Config, contender: Config, *, exact: bool) -> str | None:
+        """Return what is wrong with a contender's pixels: not those of `base`, or not the same when read twice."""
         with contextlib.ExitStack() as stack:
             streams = [
-                stack.enter_context(contextlib.closing(self.stream(c))) for c in (plain, contender, contender)
+                stack.enter_context(contextlib.closing(self.stream(c))) for c in (base, contender, contender)
             ]
             for step in range(2):
                 batches = [tensors(stream(step, self.supervised)) for stream in streams]
@@ -170,55 +196,46 @@ class _Bench:
                         return f"other pixels the second time, at step {step}"
                     if exact and not torch.equal(found, expected):
                         return f"other pixels than without it, at step {step}"
-                    if len(found) and not (error := _distance(found, expected)) <= PIXEL_LIMIT:
+                    if len(found) and not (error := _relative(found, expected)) <= PIXEL_LIMIT:
                         return f"the pixels differ by {error:.1e}, limit {PIXEL_LIMIT:g}, at step {step}"
         return None
 
     # ------------------------------------------------------------------------------------------------------ timing
-    def time(self, sides: dict[str, Config], clock: str, ends: float) -> Report:
-        """Return the seconds a step of each side by turn, and the share of the card's memory that stays free."""
-        with contextlib.ExitStack() as stack:
-            calls = {side: stack.enter_context(self._side(config, clock)) for side, config in sides.items()}
-            for side, call in calls.items():
-                seconds = self._turn(sides[side], call, self.warmup + 2, 1)
-            skipped = max(config.data.prefetch for config in sides.values()) + 1 if clock == "loop" else 1
+    def time(self, base: Config, contender: Config, clock: str) -> Report:
+        """Return the seconds of a step of both: the contender between two turns of the base, one alive at a time."""
+        before, _ = self._turn(base, clock)
+        found, left = self._turn(contender, clock)
+        after, _ = self._turn(base, clock)
+        views = self.arithmetic.update_samples(self.supervised)
+        return Report(base=before + after, contender=found, memory_left=left, views=views)
+
+    def _turn(self, config: Config, clock: str) -> tuple[list[float], float | None]:
+        """Return the seconds of a step in each window, and the share of the card's memory that stays free."""
+        cuda = self.place.device.type == "cuda"
+        with self._side(config, clock) as call:
+            skipped = max(self.warmup + 1, config.data.prefetch + 1)
+            self._seconds(call, skipped)
             # Equal on all ranks, whose steps wait for each other.
-            seconds = broadcast_json(seconds)
-            steps = max(1, min(50, round(TURN / seconds)))
-            needed = len(calls) * (skipped + steps) * seconds
-            rounds = broadcast_json(min(ROUNDS, int((ends - time.time()) / needed)))
-            if rounds < FEWEST_ROUNDS:
-                return Report(problem=f"no time for {FEWEST_ROUNDS} turns: a step takes {seconds:.3g} s")
-            found: dict[str, list[float]] = {side: [] for side in calls}
-            left = None
-            for turn in range(rounds):
-                order = list(calls) if turn % 2 == 0 else list(reversed(calls))
-                for side in order:
-                    found[side].append(self._turn(sides[side], calls[side], skipped, steps))
-                    if self.place.device.type == "cuda":
-                        free, total = torch.cuda.mem_get_info()
-                        left = free / total if side == CONTENDER else left
-                        # The memory that this side keeps for its next turn is not the other's.
-                        torch.cuda.empty_cache()
-            views = self.arithmetic.update_samples(self.supervised) // self.place.world_size
-            return Report(seconds=found, memory_left=left, views=views)
+            steps = broadcast_json(max(1, min(50, round(SECONDS / self._seconds(call, 1)))))
+            found = [self._seconds(call, steps) for _ in range(WINDOWS)]
+            free, total = torch.cuda.mem_get_info() if cuda else (0, 1)
+        if cuda:
+            torch.cuda.empty_cache()
+        return found, free / total if cuda else None
 
     @contextlib.contextmanager
     def _side(self, config: Config, clock: str) -> Iterator[Callable[[], Any]]:
         _, update = self.step(config)
         numbers = itertools.count()
-        with contextlib.closing(self.stream(config)) as stream:
-            if clock == "loop":
-                yield lambda: update(stream(next(numbers), self.supervised), 1e-3)
+        with contextlib.closing(update):
+            if clock == "step":
+                batch = self.batch(config, whole=True)
+                yield lambda: update(batch, 1e-3)
                 return
-            batch = stream(0, self.supervised)
-        yield lambda: update(batch, 1e-3)
+            with contextlib.closing(self.stream(config)) as stream:
+                yield lambda: update(stream(next(numbers), self.supervised), 1e-3)
 
-    def _turn(self, config: Config, call: Callable[[], Any], skipped: int, steps: int) -> float:
-        """Return the seconds of a step. What was prepared during the other sides' turns is skipped."""
-        self.use(config)
-        for _ in range(skipped):
-            call()
+    def _seconds(self, call: Callable[[], Any], steps: int) -> float:
         began = self._now()
         for _ in range(steps):
             call()
@@ -235,11 +252,30 @@ def _refuse(line: str) -> NoReturn:
     raise FastSuncetError(line)
 
 
-def _equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return all(torch.equal(first[name], second[name]) for name in first)
+def _moved(batch: Batch, config: Config) -> Batch:
+    """Return the batch with each pixel moved up or down by one rounding of the network's precision."""
+    step = torch.finfo(PRECISIONS[config.meta.precision]).eps
+
+    def move(pixels: Tensor) -> Tensor:
+        signs = (
+            torch.arange(pixels.numel(), device=pixels.device).mul_(2654435761).bitwise_and_(1 << 16) >> 15
+        )
+        return pixels * (1 + step * (signs.view(pixels.shape) - 1))
+
+    return replace(batch, views=tuple(map(move, batch.views)), labeled=move(batch.labeled))
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def _equal(first: Found, second: Found) -> bool:
+    return all(torch.equal(x, second[part][name]) for part in first for name, x in first[part].items())
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the root mean square, over tensors, of |found - expected| / |expected|; 0 where there is none."""
+    errors = [_relative(found[name], expected[name]) for name in expected]
+    return (sum(error**2 for error in errors) / max(1, len(errors))) ** 0.5
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
     """Return |found - expected| / |expected|, over all numbers; 0 where both are 0."""
     difference, size = (found.double() - expected.double()).norm(), expected.double().norm()
     return (difference / size.clamp(min=1e-30)).item()

@@ -1,4 +1,4 @@
-"""Run the child of one rank with a time limit: a hang, a lack of memory or a lost device costs the child alone."""
+"""Run a child with a time limit: a hang, a lack of memory or a lost device costs the child alone."""
 
 import contextlib
 import json
@@ -8,32 +8,48 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from fastsuncet.config import Config
 from fastsuncet.console import cli_command
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
-from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.tuning.chooser import BASE, CONTENDER, PLAIN, Report, Rung, Values
 
 POLL = 0.05  # seconds
+VOTE = 1.0  # seconds between two looks at the other ranks
 
 
-def measure(config: Config, rung: Rung, base: Values, seconds: float, signals: SignalFlag) -> list[Report]:
-    """Return the report of each rank's child on `rung`. Collective.
+def run_child(
+    request: Mapping[str, Any], environment: Mapping[str, str], go_on: Callable[[int | None], bool]
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines of JSON that one child wrote, and how it ended, for a message. `go_on` as in `run_while`."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="fastsuncet-") as folder, tempfile.TemporaryFile() as output:
+            asked, report = Path(folder, "request.json"), Path(folder, "report.jsonl")
+            asked.write_text(json.dumps(request), encoding="utf-8")
+            report.touch()
+            code = run_while(child_command(asked, report), output, go_on, env=dict(environment))
+            # What was killed while it wrote has left half a line.
+            whole = report.read_text(encoding="utf-8").rpartition("\n")[0]
+            lines = [json.loads(line) for line in whole.splitlines()]
+            output.seek(0)
+            last = (output.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+    except OSError as error:  # no room for its files, no more processes
+        return [], f"cannot be started: {error}"
+    if code is None:
+        return lines, "was stopped, or took too long"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return lines, f"{how}: {last}"
 
-    The children of all ranks form a group of their own. `seconds` is the limit of each; a stop signal ends it at once.
+
+def run_children(
+    request: Mapping[str, Any], seconds: float, stopped: Callable[[], bool]
+) -> list[dict[str, Any]]:
+    """Return the last line of each rank's child, or {"problem": why there is none}. Collective.
+
+    The children of all ranks form a group of their own. As soon as one fails, takes longer than `seconds` or is
+    `stopped`, all are ended.
     """
-    sides = {PLAIN: {}, **({BASE: base} if base else {}), CONTENDER: {**base, **rung.values}}
-    request = {
-        "config": config.canonical(),
-        "sides": sides,
-        "clock": rung.clock,
-        "exact": rung.exact,
-        "ends": time.time() + 0.9 * seconds,
-    }
     environment = {
         **os.environ,
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -41,42 +57,26 @@ def measure(config: Config, rung: Rung, base: Values, seconds: float, signals: S
     }
     # The children's first rank serves their store, and not torchrun's agent.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    try:
-        own = run_child(request, environment, seconds, signals)
-    except OSError as error:  # no room for its files, no more processes
-        own = {"problem": f"cannot be started: {error}"}
-    return [Report(**report) for report in gather_json(own)]
+    in_time, over = limited(seconds, stopped), False
+
+    def all_go_on(code: int | None) -> bool:
+        nonlocal over
+        time.sleep(VOTE)
+        everywhere = gather_json([code, in_time(None)])
+        failed = any(code or not go for code, go in everywhere)
+        over = failed or all(code is not None for code, _ in everywhere)
+        return not over
+
+    lines, end = run_child(request, environment, all_go_on)
+    if not over:  # this rank's did not start, and the others vote
+        all_go_on(1)
+    return gather_json(lines[-1] if lines else {"problem": f"the process that tried it {end}"})
 
 
-def run_child(
-    request: dict[str, Any], environment: dict[str, str], seconds: float, signals: SignalFlag
-) -> dict[str, Any]:
-    """Return the report of one child, or {"problem": why there is none}."""
-    with tempfile.TemporaryDirectory(prefix="fastsuncet-tune-") as folder, tempfile.TemporaryFile() as output:
-        asked, report = Path(folder, "request.json"), Path(folder, "report.json")
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        command = child_command(asked, report)
-        code = run_limited(command, output, seconds, lambda: signals.requested is not None, env=environment)
-        if report.exists():
-            return json.loads(report.read_text(encoding="utf-8"))
-        if signals.requested is not None:
-            return {"problem": f"stopped by {signals.requested}"}
-        if code is None:
-            return {"problem": f"not done after {seconds:.0f} s"}
-        output.seek(0)
-        last = (output.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return {"problem": f"{how}: {last}"}
-
-
-def run_limited(
-    command: list[str],
-    output: IO[Any],
-    seconds: float,
-    stopped: Callable[[], bool] = lambda: False,
-    **options: Any,
+def run_while(
+    command: list[str], output: IO[Any], go_on: Callable[[int | None], bool], **options: Any
 ) -> int | None:
-    """Run a command for at most `seconds`, or until it is `stopped`; return its exit code, None if it was ended.
+    """Run a command as long as `go_on(its exit code, or None)`; return its exit code, None if it was ended.
 
     Then it ends all processes that the command started, such as compilers and loaders. `output` gets what they print;
     `options` are those of subprocess.Popen.
@@ -89,15 +89,20 @@ def run_limited(
         start_new_session=True,
         **options,
     )
-    ends = time.monotonic() + seconds
     try:
-        while process.poll() is None and time.monotonic() < ends and not stopped():
+        while go_on(process.poll()):
             time.sleep(POLL)
         return process.poll()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def limited(seconds: float, stopped: Callable[[], bool] = lambda: False) -> Callable[[int | None], bool]:
+    """Return a `go_on` that ends a command after `seconds`, or as soon as it is `stopped`."""
+    ends = time.monotonic() + seconds
+    return lambda code: code is None and time.monotonic() < ends and not stopped()
 
 
 def child_command(request: Path, report: Path) -> list[str]:

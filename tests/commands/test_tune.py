@@ -1,83 +1,103 @@
-"""`fastsuncet tune` prints, draws and keeps what it found."""
+"""`fastsuncet tune` times contenders and writes a config with those that won."""
 
 import contextlib
 import io
-import json
-from pathlib import Path
 
 import pytest
-import torch
 
 from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
-from fastsuncet.tuning import rungs
+from fastsuncet.errors import ConfigError
+from fastsuncet.tuning.chooser import Rung, Verdict
 from fastsuncet.tuning.rungs import candidates
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, shorten_tuning
 
 # One rung is left: the others are written.
-WRITTEN = ("meta.compile=false", "data.color_operator=graph", "data.decode_threads=1")
+WRITTEN = ("meta.compile=false", "data.decode_threads=1")
 SMALL = ("criterion.unsupervised_batch_size=20", "criterion.supervised_imgs_per_class=2")
 
 
 def tune_on_a_rank(rank: int, world_size: int, folder: str) -> str:
     """Tune as the command does, and return what it prints."""
-    config, picture = str(CONFIGS / "digits_demo.yaml"), f"{folder}/speed.png"
-    words = [config, *WRITTEN, *SMALL, f"logging.folder={folder}", "--minutes", "20", "--output", picture]
+    words = [str(CONFIGS / "digits_demo.yaml"), *WRITTEN, *SMALL, f"logging.folder={folder}"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setenv("FASTSUNCET_CACHE", f"{folder}/cache")
+        patch.setattr(tune.Verdict, "won", property(lambda verdict: verdict.problem is None))
         shorten_tuning(patch)
-        assert cli.main(["tune", *words]) == 0
+        assert cli.main(["tune", *words, "--minutes", "20", "--output", f"{folder}/fast.yaml"]) == 0
     return printed.getvalue()
 
 
 @pytest.mark.slow
-def test_tune_the_demo_on_two_ranks(tmp_path):
-    """One process tunes in tests/tuning/test_settle.py."""
+def test_tune_the_demo_on_two_ranks_and_train_what_it_wrote(tmp_path):
     printed, _ = run_ranks(tune_on_a_rank, 2, str(tmp_path))
-    found = json.loads((tmp_path / "speed.json").read_text())
-    (row,) = found["rungs"]
-    assert row["name"] == "read-ahead: 3" and row["problem"] is None and found["key"]["ranks"] == 2
-    assert row["views"] == 2 * 20 + 2 * 10 and len(row["seconds"]["plain"]) >= 3
-    assert f"speed: {found['line']}\n" in printed and "| read-ahead: 3 | loop |" in printed
-    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
-    (kept,) = (tmp_path / "cache" / "speed").iterdir()
-    assert json.loads(kept.read_text()) == found
+    assert "\nread-ahead: 3            won         " in printed and " ms (" in printed
+    assert f"wrote {tmp_path}/fast.yaml: 1 of 1 contenders won." in printed
+    text = (tmp_path / "fast.yaml").read_text()
+    assert "base: digits_demo\n" in text and ", 2 processes\n  prefetch: 3\n" in text
+    config = load_config(tmp_path / "fast.yaml")
+    assert config.data.prefetch == 3 and config.optimization == load_config("digits_demo").optimization
 
 
-def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
-    def found(*overrides: str, device: str = "cuda", everything: bool = True) -> list:
-        config = load_config("digits_demo", overrides)
-        return candidates(config, device, everything=everything)
-
-    def keys(*overrides: str, **options) -> set[str]:
-        return {key for rung in found(*overrides, **options) for key in rung.values}
-
-    assert keys(*WRITTEN, device="cpu") == {"data.prefetch"}  # the demo's own file has threads and precision
-    assert "meta.precision" in keys("meta.precision=auto", device="cpu")
-    assert {"model.fused_batchnorm", "meta.cuda_graph"} <= keys() and "meta.threads" not in keys()
-    assert not any(r.values.get("model.fused_batchnorm") for r in found("meta.channels_last=false"))
-    # Only these versions of torch free a capture that failed.
-    for version, adopted in (("2.13.1", False), ("2.14.0+cu132", True), ("2.15.0", True)):
-        monkeypatch.setattr(torch, "__version__", version)
-        graph = next(r for r in found() if r.name == "CUDA graph")
-        assert graph.adopted == adopted == any(r.name == "CUDA graph" for r in found(everything=False))
-    # An operator can have been built elsewhere.
-    monkeypatch.setattr(rungs, "unavailable", lambda: "no C++ compiler")
-    for library in (None, Path("view.so")):
-        monkeypatch.setattr(rungs, "kept", lambda library=library: library)
-        assert ("data.color_operator" in keys(everything=False)) == (library is not None)
+def test_tune_replaces_no_file(tmp_path):
+    (tmp_path / "fast.yaml").symlink_to("nowhere")
+    for name, problem in (("fast.yaml", "replaces no file"), ("fast.png", r"must end in \.yaml")):
+        with pytest.raises(ConfigError, match=problem):
+            tune.run(load_config("digits_demo"), [], 1, tmp_path / name)
 
 
-def test_table_and_picture_name_what_is_wrong(tmp_path):
-    rows = [
-        {"name": "a", "clock": "step", "won": True, "problem": None, "views": 8, "gain": 1.25}
-        | {"seconds": {"plain": [1.0, 1.1], "base": [1.0, 1.1], "contender": [0.8, 0.88]}},
-        {"name": "b", "clock": "loop", "won": False, "problem": "not done after 60 s"},
+def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
+    """A base that is not shipped is named by its path from the new file; of two winners of a key the last counts."""
+    base = tmp_path / "mine" / "run.yaml"
+    base.parent.mkdir()
+    base.write_text("base: digits_demo\n")
+
+    def verdict(name: str, values: dict, seconds: float) -> Verdict:
+        return Verdict(Rung(name, values), base=[0.02, 0.021], contender=[seconds])
+
+    found = [
+        verdict("CUDA graph", {"meta.cuda_graph": True}, 0.01),
+        verdict("read-ahead: 3", {"data.prefetch": 3}, 0.019),
+        verdict("compile", {"meta.compile": True, "meta.cuda_graph": False}, 0.005),
+        verdict("slow", {"data.decode_threads": 9}, 0.03),
     ]
-    lines = tune.table(rows)
-    assert lines[2] == "| a | step | 840 | 1,050 | 1.25 (1.25 to 1.25) | 1.25 (1.25 to 1.25) | chosen |"
-    assert lines[3] == "| b | loop | | | | | not done after 60 s |"
-    tune.draw({"rungs": rows, "line": "a, 1.25x plain"}, tmp_path / "speed.png")
-    assert (tmp_path / "speed.png").stat().st_size > 1000
+    tune.write(tmp_path / "new" / "fast.yaml", base, found, "a card")
+    assert (tmp_path / "new" / "fast.yaml").read_text().splitlines()[1:] == [
+        "base: ../mine/run.yaml",
+        "meta:",
+        "  # compile: 20.5 ms (20 to 21) -> 5 ms (5 to 5) a step, 4.10x, a card",
+        "  cuda_graph: false",
+        "  # compile: 20.5 ms (20 to 21) -> 5 ms (5 to 5) a step, 4.10x, a card",
+        "  compile: true",
+        "data:",
+        "  # read-ahead: 3: 20.5 ms (20 to 21) -> 19 ms (19 to 19) a step, 1.08x, a card",
+        "  prefetch: 3",
+    ]
+    config = load_config(tmp_path / "new" / "fast.yaml")
+    assert (config.meta.compile, config.data.prefetch) == (True, 3)
+
+
+def test_candidates_are_what_is_not_written_and_can_run_here():
+    def keys(*overrides: str, device: str = "cuda") -> set[str]:
+        config = load_config("digits_demo", overrides)
+        plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
+        return {key for rung in candidates(config, plain, device) for key in rung.values}
+
+    assert keys(*WRITTEN, device="cpu") == {"data.prefetch"}  # the demo's own file has threads
+    expected = {"meta.cuda_graph", "meta.compile", "model.fused_batchnorm"}
+    assert keys() == {*expected, "data.decode_threads", "data.prefetch"}
+    files = ("data.kind=images", "data.root=x", "data.split.kind=none", "data.split.fraction=null")
+    files += ("data.validation=null", "criterion.supervised_epochs=0", "evaluation.knn_every_epochs=null")
+    assert "data.hw_decoder_share" in keys(*files)
+    # compile turns it off
+    assert "meta.compile" not in keys("model.fused_batchnorm=true")
+    assert not {"meta.cuda_graph", "meta.compile"} & keys("criterion.micro_batch=64")
+
+
+def test_no_compile_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    config = load_config("digits_demo")
+    assert not any(rung.name == "compile" for rung in candidates(config, config, "cpu"))

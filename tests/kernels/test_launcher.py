@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,21 @@ def test_arguments_are_packed_by_the_convention():
     assert ctypes.c_void_p.from_address(addresses[5]).value == 5
     with pytest.raises(TypeError, match="not str"):
         Arguments("7")
+
+
+def test_arguments_are_kept_by_kernel_types_and_thread():
+    x, y, array = torch.zeros(3), torch.zeros(3), (ctypes.c_void_p * 1)
+    first = launcher.arguments("a", x, None, 7, 0.5, array(5))
+    assert launcher.arguments("a", y, None, 8, 0.25, array(6)) is first
+    pointers = (ctypes.c_void_p * 5).from_address(first.address)
+    expected = [y.data_ptr(), None, 8, 0.25, 6]
+    for pointer, kind, value in zip(pointers, (*"PPqf", "P"), expected):
+        found = ctypes.string_at(pointer, struct.calcsize(kind))
+        assert struct.unpack(kind, found)[0] == (value or 0)
+    assert launcher.arguments("a", y, y, 8, 0.25, array(6)) is not first  # None was a pointer of its own type
+    assert launcher.arguments("b", y, None, 8, 0.25, array(6)) is not first
+    with ThreadPoolExecutor(1) as backward:
+        assert backward.submit(launcher.arguments, "a", y, None, 8, 0.25, array(6)).result() is not first
 
 
 def test_load_refuses_a_cpu():

@@ -12,10 +12,9 @@ from fastsuncet.config import load_config
 from fastsuncet.losses import nt_xent, suncet, sup_con
 from fastsuncet.models import fused_batchnorm, norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS, LARSSettings, parameter_groups
+from fastsuncet.optim import LARS, parameter_groups
 from fastsuncet.training import kernel_choice
 from fastsuncet.training.cuda_graph import capture_on_device
-from fastsuncet.tuning.rungs import FREES_FAILED_CAPTURES
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.networks import give_gradients
@@ -27,6 +26,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 GPU = torch.device("cuda", 0)
+# Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
+# branch of 2.13 and before that of 2.14).
+FREES_FAILED_CAPTURES = "2.14"
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,9 @@ def test_every_kernel_agrees_with_its_twin_on_a_runs_own_shapes(config):
     many = config == "in1k_10pct"
     config = load_config(CONFIGS / f"{config}.yaml", words)
     sizes = config.resolve(64 if many else 1, 1_281_167, 1000 if many else 10, 128_000)
-    assert set(kernel_choice.prove(config, sizes, GPU).values()) == {None}
+    for source, trial in kernel_choice.trials(config, sizes).items():
+        verdict = kernel_choice.try_kernel(source, trial, GPU)
+        assert verdict.reason is None, (source, verdict)
     for dtype in norm_kernel.ELEMENTS:
         norm_kernel.prove(GPU, dtypes=[dtype])
 
@@ -106,7 +110,7 @@ def stepped(implementation, steps, *, capture=False):
     network = build_model("resnet18", stem="cifar").to(GPU, memory_format=torch.channels_last)
     groups = parameter_groups(network, exclude_bias_and_norm=True)
     lr = torch.full((), 0.3, device=GPU)
-    optimizer = LARS(groups, lr, LARSSettings(weight_decay=1e-4), implementation=implementation)
+    optimizer = LARS(groups, lr, weight_decay=1e-4, implementation=implementation)
     for p in network.parameters():
         p.grad = torch.zeros_like(p)
 

@@ -67,9 +67,11 @@ def passed(layer, x, dy, *, count=True):
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     weight, bias = layer.weight, layer.bias
     layer = RankBatchNorm.take_over(layer)
-    total, mean, inverse = layer._statistics(x)
+    kernel = layer.kernels_take(x)
+    with torch.no_grad():
+        total, mean, inverse = layer.statistics_of(x, layer.own_sums(x, kernel), kernel)
     assert not count or total.item() == x.numel() // x.shape[1]
-    y = sync_batchnorm._Normalize.apply(x, weight, bias, total, mean, inverse, layer.eps)
+    (y,) = sync_batchnorm._Normalize.apply(x, weight, bias, total, mean, inverse, layer.eps)
     y.backward(dy)
     kept = [y.detach(), mean, inverse, x.grad]
     if weight is not None:

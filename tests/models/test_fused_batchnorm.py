@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -13,7 +14,7 @@ from fastsuncet.kernels import launcher
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.fused_batchnorm import FusedBlock, FusedNorm, fuse
 from fastsuncet.models.norm_kernel import fused_norm, options
-from fastsuncet.models.resnet import build_model
+from fastsuncet.models.resnet import BasicBlock, build_model
 from fastsuncet.models.sync_batchnorm import join_statistics, synchronize
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import HostModule, on_the_host
@@ -264,8 +265,36 @@ def _on_a_rank(rank, world_size):
             y = network(x)
             y.backward(d_y)
             seen[kind] = [y.detach(), x.grad, *(p.grad for p in network.parameters()), *network.buffers()]
+        seen |= _block_on_a_rank(patch, rank)
         module = launcher.load("norm.cu", torch.device("cpu"), options(torch.float32))
         seen["far"] = _far_from_zero(module, rank)
+    return seen
+
+
+def _block_on_a_rank(patch, rank):
+    """Return a step of a block whose shortcut has a BatchNorm, and the bytes of the messages."""
+    seen, sent = {}, []
+    reduce = dist.all_reduce
+    patch.setattr(dist, "all_reduce", lambda x, **more: (sent.append(x.nbytes), reduce(x, **more))[1])
+    for kind in ("block kernel", "block mixed", "block joined", "block twin"):
+        torch.manual_seed(0)
+        block = BasicBlock(8, 16).to(memory_format=torch.channels_last)
+        for norm in (block.bn2, block.downsample[1]):
+            nn.init.normal_(norm.weight)
+        by_kernels = kind == "block kernel" or (kind == "block mixed" and rank == 1)
+        patch.setattr(norm_kernel, "usable", lambda *_, used=by_kernels: used)
+        block = synchronize(block) if kind == "block twin" else fuse(block, shared=True, kernel=by_kernels)
+        generator = torch.Generator().manual_seed(rank)
+        x, d_y = (
+            draw((2 + rank, 8, 6, 6), torch.float32, generator),
+            torch.randn(2 + rank, 16, 3, 3, generator=generator),
+        )
+        x.requires_grad_()
+        sent.clear()
+        y = block(x)
+        y.backward(d_y)
+        seen[kind] = [y.detach(), x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
+        seen[f"{kind}, sent"] = sent.copy()
     return seen
 
 
@@ -288,6 +317,12 @@ def test_kernels_share_statistics_over_ranks_as_rank_batchnorm_does():
         for kind in ("kernel", "mixed", "statistics"):
             for a, b in zip(seen[kind], seen["twin"]):
                 torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-5)
+        # joined: without kernels. One message of the last layer and the shortcut in place of two, each way.
+        for kind in ("kernel", "mixed", "joined"):
+            for a, b in zip(seen[f"block {kind}"], seen["block twin"]):
+                torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-5)
+            assert seen[f"block {kind}, sent"] == [8 * 33, 8 * 66, 4 * 64, 4 * 32]
+        assert len(seen["block twin, sent"]) == 6
         assert (seen["kernel"][0] - seen["own"][0]).abs().max() > 0.1  # own: not shared
         torch.testing.assert_close(*seen["far"], rtol=3e-7, atol=0)
     for i in (-3, -2, -1):  # running statistics and the count: the same bits on every rank

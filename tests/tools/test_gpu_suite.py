@@ -123,12 +123,17 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
 
 def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
-    assert names[:5] == ["pixels", "tests", "resume", "imagenet", "ladder"] and names[-1] == "race"
+    assert names[:4] == ["pixels", "winner", "feed", "imagenet"] and names[-1] == "race"
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
+    options = Options("cuda", False, Path("folder"))
+    winner, plain = (
+        next(p for p in PARTS if p.name == name).command(options) for name in ("winner", "imagenet")
+    )
+    assert set(winner) - set(plain) == set(gpu_suite.FAST) and set(plain) < set(winner)
 
 
-@pytest.mark.parametrize("part", ["pixels", "decoder", "profile", "race"])
+@pytest.mark.parametrize("part", ["pixels", "feed", "decoder", "profile", "race"])
 def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images):
     torch.set_num_threads(1)
     path = tmp_path / "found.json"
@@ -136,6 +141,11 @@ def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images):
     assert workloads.main(words) == 0
     tables = json.loads(path.read_text())["tables"]
     assert tables and all(table["rows"] for table in tables)
+
+
+def test_feed_counts_the_decoders_of_a_batch(images):
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    assert workloads.decoders_of(images, "cpu", 8, 0.0) == "libjpeg_turbo_decoder 8"
 
 
 @pytest.fixture(scope="module")

@@ -50,18 +50,34 @@ def fake(step):
     return graph, graph.losses
 
 
-@pytest.mark.parametrize("method", ["SimCLR + SuNCEt", "SimCLR + cross-entropy", "SwAV + SuNCEt"])
-def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, monkeypatch, method):
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [
+        ("SimCLR + SuNCEt", "lars"),
+        ("SimCLR + cross-entropy", "adamw"),
+        ("SwAV + SuNCEt", "lars"),
+        ("SwAV + SuNCEt", "sgd"),
+        ("PAWS", "lars"),
+    ],
+)
+def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, monkeypatch, method, optimizer):
     """Through the switch-off of supervision and SwAV's frozen prototypes."""
     assert method in METHODS
-    epochs = "criterion.supervised_epochs=2"  # eight steps of twelve, four of them with frozen prototypes
-    options = (epochs, "optimization.steps=12", "optimization.lr=0.5")
+    # Eight steps of twelve, with SwAV four of them with frozen prototypes; PAWS needs the labels.
+    epochs = f"criterion.supervised_epochs={'all' if method == 'PAWS' else 2}"
+    lr = 0.5 if optimizer == "lars" else 0.01
+    options = (
+        epochs,
+        "optimization.steps=12",
+        f"optimization.lr={lr}",
+        f"optimization.optimizer={optimizer}",
+    )
     train(small(tmp_path / "plain", method, *options))
     FakeGraph.captured = 0
     defaults = {**Step.__init__.__kwdefaults__, "capture": fake}
     monkeypatch.setattr(cuda_graph.Step.__init__, "__kwdefaults__", defaults)
     train(small(tmp_path / "graph", method, *options, "meta.cuda_graph=true"))
-    assert FakeGraph.captured == (3 if method.startswith("SwAV") else 2)
+    assert FakeGraph.captured == {"SwAV + SuNCEt": 3, "PAWS": 1}.get(method, 2)
     plain, graph = (final_state(small(tmp_path / name, method, *options)) for name in ("plain", "graph"))
     assert_equal_to_the_bit(graph, plain)
 

@@ -135,8 +135,9 @@ def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
     # A switch of the whole process.
     monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
     config = small(tmp_path, "SimCLR + SuNCEt")
-    rungs = candidates(config, "cuda", everything=True)
-    assert len(rungs) >= 8 and {rung.clock for rung in rungs} == {"step", "loop"}
+    plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
+    rungs = candidates(config, plain, "cuda")
+    assert len(rungs) >= 4 and {rung.clock for rung in rungs} == {"step", "loop"}
     with fake_card():
         for rung in rungs:
             if "meta.compile" not in rung.values:  # compiled for a GPU, which is not there

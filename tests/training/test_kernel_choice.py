@@ -9,13 +9,13 @@ from fastsuncet.config import load_config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import self_test
-from fastsuncet.losses import contrast_kernel
 from fastsuncet.models import norm_kernel
-from fastsuncet.optim import lars_kernel
 from fastsuncet.training import kernel_choice
 from pipelines.cuda_compiler import KernelError
+from tests.support.emulated_norm import FAULTS, emulated
+from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
-from tests.support.runs import CONFIGS, small_config
+from tests.support.runs import CONFIGS
 
 CARD = torch.device("cuda", 0)
 HERE = torch.device("cpu")
@@ -33,36 +33,100 @@ def paper(world_size, *overrides):
 
 
 @pytest.mark.slow
-def test_prove_gives_each_proof_the_shapes_of_the_runs_own_step(monkeypatch):
+def test_trials_have_the_shapes_of_the_runs_own_step():
     """With labeled images and, once supervision is off, without."""
-    asked = {}
-    for module in (lars_kernel, contrast_kernel, norm_kernel):
-        name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, "prove", lambda device, name=name, **given: asked.update({name: given}))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: torch.no_grad())
-    config, sizes = paper(64)
-    assert kernel_choice.prove(config, sizes, CARD) == dict.fromkeys(["lars.cu", "contrast.cu", "norm.cu"])
-    shapes = asked["norm_kernel"]["shapes"]
+    trials = kernel_choice.trials(*paper(64))
+    assert set(trials) == {"lars.cu", "contrast.cu", "norm.cu", "view.cu"}
+    dtype, modes, shapes = trials["norm.cu"].shapes
     assert {(88, 64, 112, 112), (128, 64, 112, 112), (88, 2048, 7, 7)} <= set(shapes)
     assert {shape[0] for shape in shapes} == {88, 128} and len(shapes) == 2 * 12
-    assert asked["norm_kernel"]["dtypes"] == [torch.bfloat16]
-    assert asked["contrast_kernel"]["keys"] == [5632, 2560]
-    assert sum(asked["lars_kernel"]["sizes"]) == 23_508_032 + 4_458_624
+    assert (dtype, modes) == ("torch.bfloat16", {"fused": True, "shared": True})
+    assert trials["norm.cu"].prove.keywords == {"shapes": shapes, "dtypes": [torch.bfloat16]}
+    assert trials["contrast.cu"].shapes == [5632, 2560]
+    assert sum(trials["lars.cu"].shapes) == 23_508_032 + 4_458_624
     pieces = kernel_choice.norm_shapes(*paper(64, "criterion.micro_batch=4096"))
     assert {shape[0] for shape in pieces} == {44, 64}  # 2 x 22 views, and 20 labeled images with them
-    # One process has no statistics to join, and its BatchNorm is not fused.
-    assert "norm.cu" not in kernel_choice.prove(*paper(1), CARD)
-    assert "norm.cu" in kernel_choice.prove(*paper(1, "model.fused_batchnorm=true"), CARD)
+    # One process has no statistics to join.
+    for words, expected in (
+        (("meta.compile=true",), False),
+        (("model.fused_batchnorm=false",), False),
+        (("meta.channels_last=false",), False),
+        ((), True),
+    ):
+        assert ("norm.cu" in kernel_choice.trials(*paper(1, *words))) == expected
     # The head's activations are rows of channels in any memory format.
     shared = ("model.head_batchnorm=true", "meta.channels_last=false")
-    assert "norm.cu" in kernel_choice.prove(*paper(64, *shared), CARD)
-    assert "norm.cu" not in kernel_choice.prove(*paper(64, shared[1]), CARD)
+    assert "norm.cu" in kernel_choice.trials(*paper(64, *shared))
+    assert "norm.cu" not in kernel_choice.trials(*paper(64, shared[1]))
+    adamw = kernel_choice.trials(*paper(1, "optimization.optimizer=adamw", "data.backend=torchvision"))
+    assert set(adamw) == {"contrast.cu", "norm.cu"}
 
 
-def test_prove_asks_nothing_of_a_cpu(tmp_path):
-    config = small_config(tmp_path)
-    assert kernel_choice.prove(config, config.resolve(1, 1442, 10, 144), HERE) == {}
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_trial_of_a_resnet50_passes_right_arithmetic_and_no_mistake(monkeypatch, precision):
+    """On every shape of the run's network, at 64 pixels."""
+    config, sizes = paper(1, "data.augmentation.size=64", f"meta.precision={precision}")
+    trial = kernel_choice.trials(
+        config, replace(sizes, local_unlabeled=3, classes_per_batch=2, supervised_steps=0)
+    )
+    prove, sums = trial["norm.cu"].prove, norm_kernel._sums
+    with on_the_host(norm_kernel):
+        monkeypatch.setattr(norm_kernel, "fused_norm", emulated())
+        prove(HERE)
+        for fault in FAULTS:
+            monkeypatch.setattr(norm_kernel, "fused_norm", emulated(fault))
+            with pytest.raises(
+                KernelError, match=r"BatchNorm of .* differs from its twin by one rounding and"
+            ):
+                prove(HERE)
+        # The sums of one rank are not added.
+        monkeypatch.setattr(norm_kernel, "fused_norm", emulated())
+        monkeypatch.setattr(norm_kernel, "_sums", lambda module, moments: sums(module, moments[:-1]))
+        with pytest.raises(KernelError, match="statistics over ranks"):
+            prove(HERE)
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ((1.0, 2.0), None),
+        ((1.02, 1.0), None),  # noise
+        ((2.0, 1.0), "slower than PyTorch's operators: 2 ms against 1 ms"),
+        (None, "differs"),
+        (torch.OutOfMemoryError(), "the device has too little memory for the trial of x.cu"),
+    ],
+)
+def test_kernel_is_used_if_it_is_right_and_not_slower(monkeypatch, times, reason):
+    def prove(device):
+        if times is None:
+            raise KernelError("differs")
+
+    def measured(*_):
+        if isinstance(times, Exception):
+            raise times
+        return times
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(self_test, "milliseconds", measured)
+    verdict = kernel_choice.try_kernel("x.cu", kernel_choice.Trial([], prove, lambda device: print), HERE)
+    assert verdict.reason == reason and verdict.final == (not isinstance(times, Exception))
+
+
+def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch):
+    seconds = {None: iter([9, *[1, 2] * 4]), "timed without them": iter([9, *[4, 3] * 4])}
+    monkeypatch.setattr(self_test, "_seconds", lambda work, device: next(seconds[work()]))
+    now = lambda: self_test._reasons["x.cu", HERE]  # noqa: E731
+    assert self_test.milliseconds("x.cu", HERE, lambda device: now) == (1000, 4000)
+    assert now() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["lars.cu", "contrast.cu", "norm.cu"])
+def test_what_is_timed_runs_by_the_twin_on_a_cpu(source):
+    """On a CPU no kernel takes the tensors, so the work is the twin's."""
+    config, sizes = paper(64, "model.name=resnet_tiny", "data.augmentation.size=32", "meta.precision=fp32")
+    kernel_choice.trials(config, replace(sizes, local_unlabeled=2, classes_per_batch=2))[source].work(HERE)()
 
 
 def vote(rank, world_size):
@@ -85,15 +149,29 @@ def test_kernel_that_one_rank_cannot_use_is_used_by_none():
 
 
 def test_continued_run_obeys_what_was_chosen():
-    now = {"lars.cu": None, "contrast.cu": None, "norm.cu": "no NVRTC"}
-    before = {"lars.cu": False, "norm.cu": True}
-    verdicts, lost = kernel_choice.obey(now, before, CARD)
-    assert lost == ["norm.cu"] and verdicts["contrast.cu"] is None
-    assert verdicts["lars.cu"] == self_test._reasons["lars.cu", CARD] == "the run was started without it"
-    assert kernel_choice.obey({}, {"lars.cu": True}, HERE) == ({}, [])  # moved to a CPU
+    now = {"contrast.cu": None, "norm.cu": "no NVRTC"}
+    before = {"lars.cu": False, "norm.cu": True, "contrast.cu": True}
+    paths, lost = kernel_choice.obey(now, before, CARD)
+    assert lost == ["norm.cu"] and paths["contrast.cu"] is None
+    assert paths["lars.cu"] == self_test._reasons["lars.cu", CARD] == kernel_choice.STAYS_OFF
 
 
-def test_why_not_reports_failed_proofs_and_too_little_memory(monkeypatch):
+def test_resolved_auto_is_what_the_paths_allow():
+    paths = {"norm.cu": None, kernel_choice.GRAPH: "slower"}
+
+    def fused(*words, found=paths):
+        return kernel_choice.resolved(paper(1, *words)[0], found).model.fused_batchnorm
+
+    assert fused() is True and fused(found={}) is False and fused(found={"norm.cu": "slower"}) is False
+    assert fused("model.fused_batchnorm=false") is False and fused("meta.compile=true") is False
+    # The kernels then compute the head's statistics over ranks.
+    assert fused("meta.channels_last=false") is False and fused("model.name=timm/resnet18") is False
+    assert fused("model.fused_batchnorm=true", found={"norm.cu": "slower"}) is True
+    config = kernel_choice.resolved(paper(1)[0], paths)
+    assert (config.meta.cuda_graph, config.data.color_operator) == (False, "auto")
+
+
+def test_why_not_reports_failed_proofs(monkeypatch):
     def proof(error):
         def prove(device):
             raise error
@@ -101,24 +179,25 @@ def test_why_not_reports_failed_proofs_and_too_little_memory(monkeypatch):
         return prove
 
     assert self_test.why_not("x.cu", HERE, proof(KernelError("differs"))) == "differs"
-    reason = self_test.why_not("x.cu", HERE, proof(torch.OutOfMemoryError()))
-    assert reason == "the device has too little memory for the proof of x.cu"
     monkeypatch.setenv("FASTSUNCET_KERNELS", "off")
-    assert self_test.why_not("x.cu", HERE, proof(AssertionError())) == "FASTSUNCET_KERNELS is off"
+    assert self_test.why_not("x.cu", HERE, proof(AssertionError())) == "FASTSUNCET_KERNELS is off: unset it"
 
 
-def test_describe_names_what_runs(tmp_path):
+def test_describe_names_what_runs_and_why_not():
     config, _ = paper(1, "model.fused_batchnorm=true")
-    verdicts = {"lars.cu": None, "contrast.cu": None, "norm.cu": "rank 1: no NVRTC"}
-    assert kernel_choice.describe(config, verdicts) == "lars.cu, contrast.cu; not norm.cu: rank 1: no NVRTC"
+    paths = {"lars.cu": None, "contrast.cu": None, "norm.cu": "rank 1: no NVRTC"}
+    text = (
+        "lars.cu, contrast.cu; not norm.cu: rank 1: no NVRTC; not torch.compile: `fastsuncet tune` tries it"
+    )
+    assert kernel_choice.describe(config, paths) == text
     assert "model.fused_batchnorm has no effect" in kernel_choice.describe(config, {})
-    for words, silent in (
-        (("meta.compile=true",), False),
-        (("meta.compile=true", "meta.autotune=true"), True),
+    assert "PyTorch's operators; not x: y" in kernel_choice.describe(config, {"x": "y"})
+    for words, note in (
+        ("meta.autotune=null", "; Inductor does not time its reductions (meta.autotune)"),
+        ("meta.autotune=true", ""),
     ):
-        assert (
-            "Inductor does not time" not in kernel_choice.describe(paper(1, *words)[0], verdicts)
-        ) == silent
+        found = kernel_choice.describe(paper(1, "meta.compile=true", words)[0], paths)
+        assert found == f"lars.cu, contrast.cu, torch.compile; not norm.cu: rank 1: no NVRTC{note}"
 
 
 def test_batch_that_overflows_batchnorms_index_is_refused():

@@ -2,75 +2,103 @@
 
 import json
 import sys
-import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fastsuncet.config import Config
-from fastsuncet.data.dataset import open_images
+from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import FastSuncetError
+from fastsuncet.models import norm_kernel
 from fastsuncet.tuning import child
-from fastsuncet.tuning.child import _Bench
-from fastsuncet.tuning.chooser import CONTENDER, PLAIN
-from tests.support.runs import small_config
+from fastsuncet.tuning.child import Bench
+from tests.support.emulated_norm import emulated
+from tests.support.runs import CONFIGS, small_config
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
-    return small_config(
-        tmp_path_factory.mktemp("runs"), "criterion.unsupervised_batch_size=40", "optimization.warmup=0"
-    )
+    folder = tmp_path_factory.mktemp("runs")
+    return small_config(folder, "criterion.unsupervised_batch_size=40", "optimization.warmup=0")
 
 
 @pytest.fixture(scope="module")
-def bench(config) -> _Bench:
-    place = Place(0, 1, 0, torch.device("cpu"))
-    images = open_images(config, place, validation=False)
-    return _Bench(place, images, config.resolve(1, *images.counts()))
+def arithmetic(config):
+    return config.resolve(1, 1442, 10, 150)
+
+
+@pytest.fixture(scope="module")
+def bench(arithmetic) -> Bench:
+    return Bench(Place(0, 1, 0, torch.device("cpu")), arithmetic, [15] * 10)
 
 
 @pytest.mark.parametrize(
     ("values", "exact", "problem"),
     [
         ({"criterion.chunk_size": 7}, False, None),  # another order of the same sums
-        ({"criterion.chunk_size": 7}, True, "3 steps gave other bits than without it"),
-        ({"meta.precision": "bf16"}, False, None),
-        ({"criterion.temperature": 0.25}, False, "differ by"),
-        ({"optimization.weight_decay": 0.1}, False, "differ by"),
+        ({"criterion.chunk_size": 7}, True, "6 steps gave other bits than without it"),
+        ({"criterion.temperature": 0.201}, False, "the losses differ by"),
+        ({"criterion.keys": "detached"}, False, "the weights differ by"),
+        ({"optimization.momentum": 0.5}, False, None),  # of the second step
     ],
 )
-def test_step_problem_is_a_difference_beyond_rounding(bench, config, values, exact, problem):
-    found = bench.step_problem(config, config.with_values(values), exact=exact)
+def test_problem_is_a_difference_beyond_rounding(bench, config, monkeypatch, values, exact, problem):
+    monkeypatch.setattr(child, "EXACT_STEPS", 3)
+    found = bench.problem(config, config.with_values(values), exact=exact)
     assert found == problem if problem is None else problem in found
 
 
-def test_step_problem_of_a_network_without_batchnorm(bench, config):
+@pytest.mark.parametrize(
+    ("values", "problem"), [({}, None), ({"criterion.temperature": 0.25}, "the losses differ")]
+)
+def test_problem_in_16_bits_is_looked_for_in_losses_and_statistics(bench, config, values, problem):
+    half = config.with_values({"meta.precision": "bf16"})
+    found = bench.problem(half, half.with_values({"criterion.chunk_size": 7, **values}), exact=False)
+    assert found == problem if problem is None else problem in found
+
+
+@pytest.mark.parametrize(
+    ("precision", "fault", "problem"),
+    [
+        ("fp32", None, None),
+        ("fp32", "channel", "the losses differ by"),
+        ("bf16", None, None),
+        ("bf16", "block of rows", "the BatchNorm statistics differ by"),
+    ],
+)
+def test_problem_of_a_resnet50_is_more_than_its_own_rounding(monkeypatch, precision, fault, problem):
+    """The arithmetic of norm.cu, right and wrong, in all layers."""
+    words = ["data.root=none", "data.split.file=none", "data.augmentation.size=32", "meta.device=cpu"]
+    words += [f"meta.precision={precision}", "model.fused_batchnorm=false"]
+    config = load_config(CONFIGS / "in1k_10pct.yaml", words)
+    sizes = replace(config.resolve(1, 1_281_167, 1000, 128_000), local_unlabeled=6)
+    sizes = replace(sizes, classes_per_batch=4, global_images_per_class=2)
+    monkeypatch.setattr(norm_kernel, "usable", lambda *_: True)
+    monkeypatch.setattr(norm_kernel, "fused_norm", emulated(fault))
+    bench = Bench(Place(0, 1, 0, torch.device("cpu")), sizes, [128] * 1000)
+    found = bench.problem(config, config.with_values({"model.fused_batchnorm": True}), exact=False)
+    assert found == problem if problem is None else problem in found
+
+
+def test_problem_of_a_network_without_batchnorm(bench, config):
     plain = config.with_values({"model.name": "timm/test_vit"})
-    assert bench.step_problem(plain, plain.with_values({"criterion.chunk_size": 7}), exact=False) is None
+    assert bench.problem(plain, plain.with_values({"criterion.chunk_size": 7}), exact=False) is None
 
 
-def test_step_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config):
+def test_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config):
     """A run would go on without it, so the contender would be plain."""
     with pytest.raises(FastSuncetError, match=r"meta\.cuda_graph: .*there is no CUDA device, this is cpu"):
-        bench.step_problem(config, config.with_values({"meta.cuda_graph": True}), exact=True)
+        bench.problem(config, config.with_values({"meta.cuda_graph": True}), exact=True)
 
 
-def test_step_problem_in_16_bits_is_looked_for_in_float32_too(bench, config):
-    """A mistake of a few percent is within the rounding of bfloat16."""
-    plain = config.with_values({"meta.precision": "bf16"})
-    assert "differ" in bench.step_problem(
-        plain, plain.with_values({"criterion.temperature": 0.21}), exact=False
-    )
-
-
-def test_step_problem_of_a_step_with_other_bits_the_second_time(bench, config, monkeypatch):
-    real, count = bench._train, iter(range(9))
-    monkeypatch.setattr(bench, "_train", lambda *a: {**real(*a), "losses": torch.full((1,), next(count))})
-    assert bench.step_problem(config, config, exact=False) == "3 steps gave other bits the second time"
+def test_problem_of_a_step_with_other_bits_the_second_time(bench, config, monkeypatch):
+    real, count = bench.train, iter(range(9))
+    other = lambda *a: {**real(*a), "losses": {"losses": torch.full((1,), next(count))}}  # noqa: E731
+    monkeypatch.setattr(bench, "train", other)
+    assert bench.problem(config, config, exact=False) == "1 steps gave other bits the second time"
 
 
 @pytest.mark.parametrize(
@@ -82,38 +110,85 @@ def test_step_problem_of_a_step_with_other_bits_the_second_time(bench, config, m
         ({"data.augmentation.strength": 0.4999}, False, None),
     ],
 )
-def test_pixel_problem(bench, config, values, exact, problem):
-    found = bench.pixel_problem(config, config.with_values(values), exact=exact)
+def test_problem_of_pixels(bench, config, values, exact, problem):
+    found = bench.problem(config, config.with_values(values), exact=exact)
     assert found == problem if problem is None else problem in found
 
 
+def test_proof_takes_a_part_of_a_large_batch_with_whole_classes(bench, config, arithmetic):
+    many = config.with_values(
+        {"criterion.unsupervised_batch_size": 400, "criterion.supervised_imgs_per_class": 8}
+    )
+    part, whole = (
+        Bench(bench.place, many.resolve(1, 1442, 10, 150), [15] * 10).batch(many, whole=w)
+        for w in (False, True)
+    )
+    assert [len(view) for view in part.views] == [32, 32] and len(whole.views[0]) == 400
+    assert part.labels.bincount().tolist() == [8] * 8 and whole.labels.bincount().tolist() == [8] * 10
+    assert part.views[0].is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("clock", ["step", "loop"])
-def test_time_takes_turns_and_needs_three(bench, config, monkeypatch, clock):
-    monkeypatch.setattr(child, "TURN", 0.01)
-    sides = {PLAIN: config, CONTENDER: config.with_values({"criterion.chunk_size": 64})}
-    found = bench.time(sides, clock, time.time() + 90)
-    assert found.views == 2 * 40 + 10 * 4 and found.memory_left is None
-    turns = {len(found.seconds[side]) for side in sides}
-    assert turns <= set(range(3, 10)) and len(turns) == 1
-    assert all(seconds > 0 for side in sides for seconds in found.seconds[side])
-    assert bench.time(sides, clock, time.time()).problem.startswith("no time for 3 turns: a step takes ")
+def test_time_measures_the_base_before_and_after(bench, config, monkeypatch, clock):
+    monkeypatch.setattr(child, "SECONDS", 0.01)
+    alive = []
+    close = child.Step.close
+    monkeypatch.setattr(child.Step, "close", lambda step: (alive.append(step), close(step)))
+    found = bench.time(config, config.with_values({"criterion.chunk_size": 64}), clock)
+    assert found.views == 2 * 40 + 10 * 4 and found.memory_left is None and len(alive) == 3
+    assert (len(found.base), len(found.contender)) == (2 * child.WINDOWS, child.WINDOWS)
+    assert min(*found.base, *found.contender) > 0
 
 
-def test_main_reports_an_error_of_any_kind(tmp_path, config, monkeypatch):
+def asked(config, arithmetic, **more) -> dict:
+    sides = {"base": {}, "contender": {}, "clock": "step", "exact": False, "paths": {"lars.cu": False}}
+    return {
+        "config": config.canonical(),
+        "arithmetic": vars(arithmetic),
+        "per_class": [15] * 10,
+        **sides,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "problem", "final"),
+    [
+        (
+            RuntimeError("CUDA error: an illegal access\nmore"),
+            "RuntimeError: CUDA error: an illegal access",
+            False,
+        ),
+        (FastSuncetError("this step cannot be captured"), "this step cannot be captured", True),
+    ],
+)
+def test_main_reports_an_error_of_any_kind(tmp_path, config, arithmetic, monkeypatch, error, problem, final):
     def lost(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+        raise error
 
     monkeypatch.setattr(child, "build", lost)
     monkeypatch.setattr(child.os, "_exit", sys.exit)
     monkeypatch.setattr(child, "end_with_parent", lambda by: None)
-    request = {
-        "config": config.canonical(),
-        "sides": {PLAIN: {}, CONTENDER: {}},
-        "clock": "step",
-        "exact": False,
-    }
-    (tmp_path / "request").write_text(json.dumps({**request, "ends": time.time() + 9}))
+    (tmp_path / "request").write_text(json.dumps(asked(config, arithmetic)))
     with pytest.raises(SystemExit):
         child.main(str(tmp_path / "request"), str(tmp_path / "report"))
-    problem = json.loads((tmp_path / "report").read_text())["problem"]
-    assert problem == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    found = json.loads((tmp_path / "report").read_text())
+    assert (found["problem"], found["final"]) == (problem, final)
+
+
+def test_kernels_are_named_before_they_are_tried(config, arithmetic, monkeypatch):
+    """What kills the process is then known."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def tried(path, trial, device):
+        if path == "contrast.cu":
+            raise SystemExit
+        return child.kernel_choice.Verdict(None, (1.0, 2.0))
+
+    monkeypatch.setattr(child.kernel_choice, "try_kernel", tried)
+    said: list[dict] = []
+    request = asked(config, arithmetic) | {"try": ["lars.cu", "contrast.cu"], "device": 0}
+    with pytest.raises(SystemExit):
+        child.try_kernels(request, said.append)
+    passed = {"path": "lars.cu", "reason": None, "milliseconds": (1.0, 2.0), "final": True}
+    assert said == [{"path": "lars.cu"}, passed, {"path": "contrast.cu"}]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.tuning import processes
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +22,11 @@ time.sleep(99)
 """
 
 
-def child(monkeypatch, code: str, seconds: float = 20, signals: SignalFlag | None = None):
+def child(monkeypatch, code: str, seconds: float = 20, stopped=lambda: False) -> tuple[list[dict], str]:
     """Run a child that is this Python code; its arguments are the request's and the report's file."""
     command = lambda request, report: [sys.executable, "-c", code, str(request), str(report)]  # noqa: E731
     monkeypatch.setattr(processes, "child_command", command)
-    return processes.run_child({"sides": {}}, dict(os.environ), seconds, signals or SignalFlag())
+    return processes.run_child({"sides": {}}, os.environ, processes.limited(seconds, stopped))
 
 
 def is_alive(pid: int) -> bool:
@@ -39,21 +39,21 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def test_run_child_returns_its_report(monkeypatch):
-    code = "import sys; open(sys.argv[2], 'w').write(open(sys.argv[1]).read())"
-    assert child(monkeypatch, code) == {"sides": {}}
+def test_run_child_returns_the_whole_lines_of_its_report(monkeypatch):
+    code = "import sys; open(sys.argv[2], 'w').write(open(sys.argv[1]).read() + '\\n{\"half')"
+    assert child(monkeypatch, code) == ([{"sides": {}}], "ended with exit code 0: no output")
 
 
 def test_run_child_ends_one_that_hangs_with_what_it_started(monkeypatch, tmp_path):
     code = HANGS.replace("sys.argv[1] + ", f"'{tmp_path}/child' + ")
     began = time.monotonic()
-    assert child(monkeypatch, code, seconds=2) == {"problem": "not done after 2 s"}
+    assert child(monkeypatch, code, seconds=2) == ([], "was stopped, or took too long")
     assert time.monotonic() - began < 15
     assert not is_alive(int((tmp_path / "child.pid").read_text()))
 
 
 @pytest.mark.parametrize(
-    ("code", "problem"),
+    ("code", "end"),
     [
         (
             "import os; print('the device is lost', flush=True); os.abort()",
@@ -66,18 +66,36 @@ def test_run_child_ends_one_that_hangs_with_what_it_started(monkeypatch, tmp_pat
         ),
     ],
 )
-def test_run_child_says_how_one_died(monkeypatch, code, problem):
-    assert child(monkeypatch, code) == {"problem": problem}
+def test_run_child_says_how_one_died(monkeypatch, code, end):
+    assert child(monkeypatch, code) == ([], end)
 
 
 def test_run_child_ends_at_once_on_a_stop_signal(monkeypatch):
-    with SignalFlag() as signals:
-        signals.requested = "SIGTERM"
+    began = time.monotonic()
+    assert child(monkeypatch, "import time; time.sleep(99)", 60, lambda: True)[0] == []
+    assert time.monotonic() - began < 10
+
+
+def run_on_a_rank(rank, world_size, how):
+    """The child of rank 1 fails, or cannot start; that of rank 0 would wait for it."""
+    code = "import time; time.sleep(99)" if rank == 0 else "raise SystemExit('lost')"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "child_command", lambda *_: [sys.executable, "-c", code])
+        if how == "cannot start" and rank == 1:
+            patch.setattr(processes.subprocess, "Popen", lambda *_, **__: os.read(-1, 1))  # an OSError
         began = time.monotonic()
-        assert child(monkeypatch, "import time; time.sleep(99)", 60, signals) == {
-            "problem": "stopped by SIGTERM"
-        }
-        assert time.monotonic() - began < 10
+        found = processes.run_children({}, 60, lambda: how == "is stopped" and rank == 1)
+        assert time.monotonic() - began < 30
+        return [each["problem"] for each in found]
+
+
+@pytest.mark.parametrize(
+    ("how", "ending"), [("fails", "1: lost"), ("cannot start", "descriptor"), ("is stopped", "")]
+)
+def test_run_children_ends_all_when_one_fails(how, ending):
+    first, second = run_ranks(run_on_a_rank, 2, how)
+    assert first == second and first[1].endswith(ending)
+    assert first[0].endswith("was stopped, or took too long")
 
 
 def test_child_dies_with_its_parent(tmp_path):

@@ -11,7 +11,8 @@ DALI, pydantic, pydantic-core, annotated-types and typing-inspection, can lie in
 read images on the device, torchvision does, and the report says so. The view operator needs a compiler and DALI's
 headers, or is built elsewhere with the same DALI: python -m pipelines.dali.plugin --prebuilt.
 
-Where a command can last ten minutes: --minutes 9 --only tests resume imagenet; then --only ladder; then the others.
+Where a command can last ten minutes: --minutes 9 --only winner feed; then --only imagenet tests; then
+--only ladder; then the others.
 Each call needs a PREFIX of its own.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
@@ -23,6 +24,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,10 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 
 import torch
 
-from fastsuncet.commands.tune import table as tune_table
 from fastsuncet.distributed.signals import end_with_parent
-from fastsuncet.tuning.processes import run_limited
-from fastsuncet.tuning.record import cards
+from fastsuncet.tuning.processes import limited, run_while
 from tools.bench.harness import Report, lines_of, markdown
 from tools.gpu.workloads import CIFAR, IMAGENET, NO_DALI, generate_images, overrides
 
@@ -50,6 +50,26 @@ TAIL = 20_000  # characters of a part's output that are kept
 # -v names each test as it runs, so that one which kills the process is known. Without the project's addopts: they are
 # strict, and an option of pytest-timeout is an error where that is not installed.
 PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=90")
+
+
+CARDS = """
+import torch
+torch.cuda.init()
+cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+names = [f"{card.name} {card.total_memory >> 20} MiB" for card in cards]
+print("; ".join(names), "driver for CUDA", torch._C._cuda_getDriverVersion())
+"""
+
+
+def cards() -> str:
+    """Return the GPUs that torch sees and what their driver supports. Raises RuntimeError with what torch says.
+
+    Asks another process: CUDA in this one would keep memory on the GPU.
+    """
+    asked = subprocess.run([sys.executable, "-c", CARDS], capture_output=True, text=True, cwd=ROOT)
+    if asked.returncode:
+        raise RuntimeError((asked.stderr.strip().splitlines() or ["it gives no reason"])[-1])
+    return asked.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -103,16 +123,18 @@ def workload(name: str) -> Callable[[Options], list[str]]:
     return lambda o: o.tool("-m", "tools.gpu.workloads", name, "--folder", str(o.folder))
 
 
-def step(config: str, settings: tuple[str, str]) -> Callable[[Options], list[str]]:
-    """Return the command of bench_step.py on a config with settings."""
-    return lambda o: o.tool("tools/bench/bench_step.py", config, *o.overrides(settings), "--steps", "20")
+def step(config: str, settings: tuple[str, str], *more: str) -> Callable[[Options], list[str]]:
+    """Return the command of bench_step.py on a config with settings, and with more of them in every size."""
+    return lambda o: o.tool(
+        "tools/bench/bench_step.py", config, *o.overrides(settings), *more, "--steps", "20"
+    )
 
 
 def tune(options: Options) -> list[str]:
-    """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU; it writes ladder.json itself."""
+    """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU."""
     minutes = min(3 if options.small else 7, options.minutes - 1)
-    limits = [f"--minutes={minutes:.2f}", "--output", str(options.folder / "ladder.png")]
-    return ["-m", "fastsuncet", "tune", "in1k_10pct", *options.overrides(IMAGENET), "--all", *limits]
+    limits = [f"--minutes={minutes:.2f}", "--output", str(options.folder / "fast.yaml")]
+    return ["-m", "fastsuncet", "tune", "in1k_10pct", *options.overrides(IMAGENET), *limits]
 
 
 def ranks(options: Options) -> list[str]:
@@ -121,21 +143,30 @@ def ranks(options: Options) -> list[str]:
     return ["-m", "torch.distributed.run", f"--nproc-per-node={count}", *NORM(options)]
 
 
+# What is likely the fastest. Every part after it compares with it.
+FAST = ("model.fused_batchnorm=true", "meta.cuda_graph=true", "meta.deterministic=false")
 NORM = bench("bench_norm", "--most", "6", "--rounds", "5")
 PARTS = (
     Part("pixels", 2, "DALI on this device", workload("pixels")),
+    Part(
+        "winner",
+        4,
+        "ResNet-50 at 224 pixels: fused, one graph, not deterministic",
+        step("in1k_10pct", IMAGENET, *FAST),
+    ),
+    Part("feed", 2, "the loader alone", workload("feed")),
+    Part("imagenet", 3, "ResNet-50 at 224 pixels", step("in1k_10pct", IMAGENET)),
     Part("tests", 4, "the tests that need a GPU", gpu_tests, reports=False),
     Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
-    Part("imagenet", 4, "ResNet-50 at 224 pixels", step("in1k_10pct", IMAGENET)),
-    Part("ladder", 8, "what makes a run faster: fastsuncet tune --all", tune, reports=False),
+    Part("ladder", 8, "what makes a run faster: fastsuncet tune", tune, reports=False),
     Part("profile", 2, "where the time of a step goes", workload("profile")),
     Part("norm", 3, "BatchNorm, residual and ReLU", NORM),
     Part("decoder", 2, "the hardware JPEG decoder, by its share", workload("decoder")),
-    Part("cifar", 3, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
+    Part("cifar", 2, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
     Part("lars", 2, "a LARS step", bench("bench_lars", "--rounds", "9")),
     Part("losses", 2, "SuNCEt and NT-Xent", bench("bench_loss", "--rows", "8192")),
-    Part("ranks", 3, "BatchNorm over ranks, on two GPUs or more", ranks),
-    Part("race", 6, "SimCLR and SimCLR + SuNCEt to the same accuracy", workload("race")),
+    Part("ranks", 2, "BatchNorm over ranks, on two GPUs or more", ranks),
+    Part("race", 5, "SimCLR and SimCLR + SuNCEt to the same accuracy", workload("race")),
 )
 PIXELS, *CHOSEN = PARTS  # every report begins with the first
 
@@ -150,7 +181,7 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         # A part that outlived a suite that was killed would compute on the GPU beside the next one.
         end = partial(end_with_parent, signal.SIGKILL)
-        code = run_limited(words, output, seconds, cwd=ROOT, preexec_fn=end)
+        code = run_while(words, output, limited(seconds), cwd=ROOT, preexec_fn=end)
         output.seek(0)
         text = output.read()
     status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
@@ -186,10 +217,8 @@ def section(report: Mapping[str, Any]) -> str:
     for part in report["parts"]:
         found, output = part.get("found", {}), part.get("output", "")
         lines += [f"### {part['name']}: {part['what']}", "", *lines_of(found), ""]
-        if "rungs" in found:
-            lines += [found["line"], "", *tune_table(found["rungs"]), ""]
         if output:
-            lines += ["```", *output.strip().splitlines()[-8:], "```", ""]
+            lines += ["```", *output.strip().splitlines()[-16:], "```", ""]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
     pixels    DALI reads a batch on the device
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
+    feed      how fast the loader alone is, by operator, JPEG engine and threads, and what decodes
     decoder   whether an image's pixels depend on the other images of its batch, or on its row
     profile   where the time of our step goes
     race      what SimCLR + SuNCEt spends until it has the accuracy of SimCLR, in hours among others
@@ -9,11 +10,17 @@
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
+import os
+import re
 import shutil
+import subprocess
 import sys
+import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from itertools import cycle, repeat
+from itertools import cycle, product, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +37,11 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
 from fastsuncet.training.cuda_graph import WARMUP
 from fastsuncet.training.determinism import set_determinism
+from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES
 from pipelines.datasets.folders import image_folder
-from pipelines.loader import open_loader
-from pipelines.sampling.augmentation import Center
+from pipelines.loader import Loader, open_loader
+from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tests.support.pictures import texture
@@ -42,6 +50,7 @@ from tools.bench import harness
 from tools.bench.bench_step import StepBench
 from tools.bench.harness import Report
 
+ROOT = Path(__file__).resolve().parents[2]
 DIGIT_SIDE = 32
 NO_DALI = "no_dali"  # a file beside the images, where DALI cannot read them
 # Settings of a config, and the further ones of a rehearsal. The paper's step on generated pictures, 512 views a GPU:
@@ -139,6 +148,73 @@ def pixels(report: Report, folder: Path, device: str, small: bool) -> int:
     # Normalized pixels of pictures, or of noise.
     wrong = [f"{p['name']} are no pixels" for p in points if not (abs(p["mean"]) < 2 and 0.1 < p["std"] < 4)]
     return report.finish([harness.table("the views of a step", points, columns)], wrong=wrong, points=points)
+
+
+def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
+    """Open a loader of SimCLR's two views of 224 pixels of the generated pictures."""
+    index = image_folder(folder / "pictures")
+    plan = Plan(index, UnlabeledSampler(len(index), batch, 1, 0), (Augmentation(),) * 2, seed=0, role="feed")
+    where = "gpu" if device == "cuda" else "cpu"
+    return open_loader(index, plan, device=where, backend="dali", **options)
+
+
+def feed(report: Report, folder: Path, device: str, small: bool) -> int:
+    """Time the loader without a network, and count which of nvImageCodec's decoders the images of a batch go to."""
+    gpu = device == "cuda"
+    batch, steps = (8, 2) if small else (256, 12)
+    threads, shares = ((4, 8, 16), (0.0, 0.65, 1.0)) if gpu else ((1, 2), (0.0,))
+    points, notes = [], []
+    first: dict[float, torch.Tensor] = {}
+    for operator, share, count in product(("plugin", "graph"), shares, threads):
+        settings = {"color_operator": operator, "hw_decoder_share": share, "threads": count}
+        try:
+            loader = open_feed(folder, device, batch, **settings)
+            (view, _), *_ = loader(0), loader(1), loader(2)
+        except (DataError, RuntimeError) as error:
+            notes.append(f"left out: {settings}: {str(error).splitlines()[-1]}")
+            continue
+        first.setdefault(share, view.cpu())
+        began = time.perf_counter()
+        for step in range(3, 3 + steps):
+            loader(step)
+        if gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        loader.close()
+        points.append({**settings, "views": 2 * batch * steps / seconds})
+        report.save(points=points)  # the next one can end the process
+    decoders = {share: decoders_of(folder, device, batch, share) for share in shares}
+    notes += [f"decoders of a batch at share {share}: {found}" for share, found in decoders.items()]
+    if {0.0, 1.0} <= first.keys():
+        apart = (first[0.0].float() - first[1.0].float()).abs().max().item()
+        notes.append(
+            f"the largest difference of a batch's views at share 1.0 from those at 0.0: {apart:.4f} of 1"
+        )
+    columns = [
+        ("color_operator", "color_operator", str),
+        ("JPEG engine's share", "hw_decoder_share", str),
+        ("threads", "threads", str),
+        ("views/s", "views", "{:,.0f}".format),
+    ]
+    title = f"the loader alone, two views of 224 pixels, batches of {batch}, {steps} steps after three"
+    return report.finish([harness.table(title, points, columns)], notes=notes, points=points)
+
+
+# Level 4 of nvImageCodec's log has a line for each image that a decoder takes.
+DECODE = (
+    "from tools.gpu.workloads import *; open_feed(Path({!r}), {!r}, {}, hw_decoder_share={}, prefetch=1)(0)"
+)
+
+
+def decoders_of(folder: Path, device: str, batch: int, share: float) -> str:
+    """Return how many images of a first batch each decoder takes, as nvImageCodec logs it in a process of its own."""
+    environment = {**os.environ, "DALI_NVIMGCODEC_LOG_LEVEL": "4"}
+    code = DECODE.format(str(folder), device, batch, share)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    found = Counter(re.findall(r"\d+: (\w+) process #", done.stdout + done.stderr))
+    return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "the log names none"
 
 
 def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
@@ -274,7 +350,14 @@ def race(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish(tables)
 
 
-PARTS = {"pixels": pixels, "resume": resume, "decoder": decoder, "profile": profile, "race": race}
+PARTS = {
+    "pixels": pixels,
+    "feed": feed,
+    "resume": resume,
+    "decoder": decoder,
+    "profile": profile,
+    "race": race,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
