@@ -11,34 +11,56 @@ with momentum (recipe section 4.1, column V0). Per tensor, with gradient g, weig
 The two differ only while the learning rate changes. `nesterov` steps along d + momentum b instead of b.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from fastsuncet.kernels.self_test import usable
+from fastsuncet.optim import lars_apex
+from fastsuncet.optim.device_lr import DeviceLR
 from fastsuncet.optim.lars_foreach import lars_foreach
-from fastsuncet.optim.lars_kernel import lars_auto, lars_kernel
+from fastsuncet.optim.lars_kernel import UnsupportedTensors, lars_kernel, prove
 from fastsuncet.optim.lars_reference import LARSSettings, lars_reference
+
+
+def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
+    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; else `lars_foreach`."""
+    # Tensors are not checked beforehand: on the host the check is half the cost of a step.
+    for runs, update in (
+        (lambda: usable("lars.cu", params[0], prove), lars_kernel),
+        (lambda: lars_apex.runs_on(params[0]), lars_apex.lars_apex),
+    ):
+        if runs():
+            with contextlib.suppress(UnsupportedTensors):
+                return update(params, grads, buffers, *rest)
+    return lars_foreach(params, grads, buffers, *rest)
+
 
 IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
     "auto": lars_auto,
     "foreach": lars_foreach,
     "reference": lars_reference,
     "kernel": lars_kernel,
+    "apex": lars_apex.lars_apex,
 }
 
 
-class LARS(Optimizer):
+class LARS(DeviceLR):
     """SGD with momentum whose step in each tensor is proportional to the tensor's norm.
 
-    params: parameters, or parameter groups that can override fields of `settings` (see `parameter_groups`).
+    params: parameters, or parameter groups that can override every keyword but `implementation` (see
+    `parameter_groups`). momentum, from 0 to below 1; weight_decay, added to the gradient; trust_coefficient, above 0,
+    the local learning rate; eps, added to the norms' sum; nesterov and lr_in_momentum as in the formula above;
+    lars=False: SGD with momentum and weight decay, without the trust ratio.
     lr: a float, or a 0-dim tensor on the parameters' device, which `set_lr` fills in place: a captured CUDA
     graph needs that. Both round alike to float32, but are not the same bits. implementation: "foreach" (all
-    tensors at once), "reference" (one by one), "kernel" (two CUDA launches, float32 only), "auto" (the kernel
-    where it runs and agreed with foreach when it was first tried, else foreach).
+    tensors at once), "reference" (one by one), "kernel" (two CUDA launches, float32 only), "apex"
+    (NVIDIA's kernels, where they are installed), "auto" (the kernel, else apex, where it runs and agreed with foreach
+    when it was first tried, else foreach).
 
     Works on float64, float32, bfloat16 and float16 in any memory layout, norms in float32 or better. A
     parameter without gradient is left as it is. Under `torch.amp.GradScaler` the scale and the overflow
@@ -58,10 +80,19 @@ class LARS(Optimizer):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float | Tensor,
-        settings: LARSSettings = LARSSettings(),  # noqa: B008, it is frozen
         *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+        lr_in_momentum: bool = False,
+        lars: bool = True,
         implementation: str = "auto",
     ):
+        settings = LARSSettings(
+            momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, lars
+        )
         if isinstance(lr, Tensor) and lr.dim() > 0:
             raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
         if not isinstance(lr, Tensor) and lr < 0:
@@ -77,17 +108,6 @@ class LARS(Optimizer):
         _settings_of(self.param_groups[-1])
         for p in self.param_groups[-1]["params"]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
-
-    def set_lr(self, lr: float | Tensor) -> None:
-        """Set the learning rate of every group; a tensor is filled, without waiting for the device.
-
-        Groups that hold a tensor also take a 0-dim one of the same device, so a captured step reads today's value.
-        """
-        for group in self.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,13 +143,9 @@ class LARS(Optimizer):
         this machine, not to the run. A parameter that the file does not have starts from zero momentum.
         Raises ValueError for a buffer of another shape.
         """
-        held = [(group["lr"], group["implementation"]) for group in self.param_groups]
         buffers = {p: state["momentum_buffer"] for p, state in self.state.items()}
         super().load_state_dict(state_dict)
-        for group, (lr, implementation) in zip(self.param_groups, held):
-            group["implementation"] = implementation
-            saved_lr = float(group["lr"])
-            group["lr"] = lr.fill_(saved_lr) if isinstance(lr, Tensor) else saved_lr
+        for group in self.param_groups:
             for p in group["params"]:
                 loaded = self.state[p].pop("momentum_buffer", None)
                 if loaded is not None and loaded.shape != p.shape:

@@ -43,7 +43,7 @@ def lars_foreach(
     if grad_scale is not None:
         grads = list(torch._foreach_mul(grads, grad_scale.reciprocal()))
     if s.lars and keep is None and not s.nesterov and params[0].device.type == "cpu":
-        ratios = _trust_ratios(params, grads, s, dtype)
+        ratios = trust_ratios(_norms(params, dtype), _norms(grads, dtype), s)
         ratios = ratios * lr if s.lr_in_momentum else ratios
         torch._foreach_mul_(buffers, s.momentum)
         torch._foreach_addcmul_(buffers, grads, list(ratios.unbind()))
@@ -55,7 +55,7 @@ def lars_foreach(
         bits = BITS[d[0].element_size()]
         torch._foreach_mul_([x.view(bits) for x in d], keep.to(bits))
     if s.lars:
-        ratios = _trust_ratios(params, grads, s, dtype)
+        ratios = trust_ratios(_norms(params, dtype), _norms(grads, dtype), s)
         torch._foreach_mul_(d, list(_kept(ratios, keep, 0, dtype).unbind()))
     if s.lr_in_momentum:
         torch._foreach_mul_(d, lr)
@@ -66,18 +66,18 @@ def lars_foreach(
     _subtract_(params, d if s.nesterov else buffers, _kept(1.0 if s.lr_in_momentum else lr, keep, 0, dtype))
 
 
-def _trust_ratios(
-    params: list[Tensor], grads: list[Tensor], settings: LARSSettings, dtype: torch.dtype
-) -> Tensor:
-    """Return trust_coefficient |w| / (|g| + weight_decay |w| + eps) of each tensor, (N,) in `dtype`.
+def trust_ratios(w_norm: Tensor, g_norm: Tensor, settings: LARSSettings) -> Tensor:
+    """Return trust_coefficient |w| / (|g| + weight_decay |w| + eps) of each tensor, (N,), from its two norms.
 
     Where a norm is zero, (g + weight_decay w) x ratio must be the raw gradient: the ratio is 1 where |w| = 0
     (nothing decays there) and 0 where |g| = 0 (which also drops the decay).
     """
-    w_norm = torch.stack(torch._foreach_norm(params, 2, dtype=dtype))
-    g_norm = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype))
     ratios = settings.trust_coefficient * w_norm / (g_norm + settings.weight_decay * w_norm + settings.eps)
     return ratios.masked_fill(w_norm == 0, 1).masked_fill(g_norm == 0, 0)
+
+
+def _norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def _kept(value, keep: Tensor | None, otherwise: float, dtype: torch.dtype):

@@ -5,13 +5,14 @@ group takes three. Once a list of tensors has been seen, nothing is allocated, c
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from fastsuncet.kernels import launcher
-from fastsuncet.kernels.self_test import require_close, usable
+from fastsuncet.kernels.self_test import require_close
+from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars_foreach import lars_foreach
 from fastsuncet.optim.lars_reference import LARSSettings
 from pipelines.cuda_compiler import KernelError
@@ -62,19 +63,9 @@ def lars_kernel(
         gradients = (ctypes.c_void_p * TENSORS)(*(g.data_ptr() for g in grads[part]))
         common, grid = (tensors, chunks, gradients, grad_scale), (len(chunks), 1)
         if s.lars:
-            module.launch("lars_norms", grid, THREADS, launcher.Arguments(*common, slots))
-        arguments = launcher.Arguments(*common, found_inf, slots, *rates, *rule)
+            module.launch("lars_norms", grid, THREADS, launcher.arguments("lars_norms", *common, slots))
+        arguments = launcher.arguments("lars_update", *common, found_inf, slots, *rates, *rule)
         module.launch("lars_update", grid, THREADS, arguments)
-
-
-def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
-    """Run `lars_kernel` where it takes the tensors and agreed with its twin on this device, else `lars_foreach`."""
-    if usable("lars.cu", params[0], prove):
-        try:
-            return lars_kernel(params, grads, buffers, *rest)
-        except UnsupportedTensors:  # not checked beforehand: on the host the check is half the cost of a step
-            pass
-    return lars_foreach(params, grads, buffers, *rest)
 
 
 def why_not(
@@ -126,14 +117,17 @@ def _table(params: list[Tensor], buffers: list[Tensor]) -> tuple[Tensor, Tensor,
     return _tables[key]
 
 
-def prove(device: torch.device, sizes: Iterable[int] = ()) -> None:
+def prove(
+    device: torch.device, sizes: Iterable[int] = (), implementation: Callable[..., None] = lars_kernel
+) -> None:
     """Compare four steps of kernel and foreach. Raises KernelError.
 
     The tensors have odd sizes, several chunks, zeros, and each of `sizes`. Two steps are under a GradScaler: one with
     scaled gradients, and one with an overflow, which must change nothing.
     """
     settings = LARSSettings(weight_decay=1e-2, nesterov=True)
-    lr, scale = torch.full((), 0.5, device=device), torch.full((), 1024.0, device=device)
+    lr, scale = torch.zeros((), device=device), torch.full((), 1024.0, device=device)
+    fill(lr, 0.5)
     waves = [torch.sin(torch.arange(n, device=device) * 0.7) for n in (3, 2 * CHUNK + 5, 64, *sizes)]
     waves.append(torch.zeros(7, device=device))
     kernel, twin = ([w.clone() for w in waves] for _ in range(2))
@@ -144,7 +138,7 @@ def prove(device: torch.device, sizes: Iterable[int] = ()) -> None:
         if overflow is not None:
             grads = [g * scale for g in grads]
             scaling = [scale, torch.full((), overflow, device=device)]
-        lars_kernel(kernel, grads, buffers[0], lr, settings, *scaling)
+        implementation(kernel, grads, buffers[0], lr, settings, *scaling)
         lars_foreach(twin, grads, buffers[1], lr, settings, *scaling)
     require_close("LARS' weights", torch.cat(kernel), torch.cat(twin), 1e-5)
     require_close("LARS' momentum", torch.cat(buffers[0]), torch.cat(buffers[1]), 1e-5)

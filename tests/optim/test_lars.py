@@ -55,7 +55,7 @@ def test_lars_takes_the_steps_of_the_authors(profile, weight_decay, implementati
         {"params": [parameters[n] for n in plain], "lars": False, "weight_decay": 0.0},
     ]
     settings = LARSSettings(weight_decay=weight_decay, **options)
-    optimizer = LARS(groups, 0.0, settings, implementation=implementation)
+    optimizer = LARS(groups, 0.0, **asdict(settings), implementation=implementation)
     for step, lr in enumerate(vectors["lrs"]):
         optimizer.set_lr(float(lr))
         for name, p in parameters.items():
@@ -112,7 +112,7 @@ def test_lars_follows_the_formula(implementation, lr, on_device, settings, scale
     buffers = [np.zeros(s) for s in shapes]
     parameters = [nn.Parameter(torch.tensor(w, dtype=torch.float64)) for w in weights]
     rate = torch.tensor(0.0, dtype=torch.float64) if on_device else 0.0
-    optimizer = LARS(parameters, rate, settings, implementation=implementation)
+    optimizer = LARS(parameters, rate, **asdict(settings), implementation=implementation)
     optimizer.set_lr(lr)
     if scale is not None:
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
@@ -133,7 +133,7 @@ def test_lars_follows_the_formula(implementation, lr, on_device, settings, scale
 def test_lars_without_decay_ignores_the_gradients_scale(seed, scale):
     w, g = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     p = with_gradient(w, scale * g, torch.float64)
-    LARS([p], 0.5, LARSSettings(momentum=0.0, eps=0.0)).step()
+    LARS([p], 0.5, momentum=0.0, eps=0.0).step()
     # The step's length is lr x trust_coefficient x |w|, straight down the gradient.
     expected = -0.5 * 0.001 * w.norm() * g / g.norm()
     torch.testing.assert_close(p.detach() - w, expected, rtol=1e-11, atol=1e-15)
@@ -150,7 +150,7 @@ def test_lars_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tole
     for network, implementation in zip(networks, IMPLEMENTATIONS):
         groups = parameter_groups(network, exclude_bias_and_norm=True)
         settings = LARSSettings(weight_decay=1e-2, nesterov=True)
-        optimizer = LARS(groups, 0.2, settings, implementation=implementation)
+        optimizer = LARS(groups, 0.2, **asdict(settings), implementation=implementation)
         for seed in range(3):
             give_gradients(network, seed)
             optimizer.step()
@@ -196,7 +196,7 @@ class Calls(TorchDispatchMode):
 def calls_of_a_step(network, lr=0.1, exclude=False, scaler=(None, None), **options):
     groups = parameter_groups(network, exclude_bias_and_norm=exclude)
     implementation = options.pop("implementation", "auto")
-    optimizer = LARS(groups, lr, LARSSettings(**options), implementation=implementation)
+    optimizer = LARS(groups, lr, **options, implementation=implementation)
     give_gradients(network, 0)
     optimizer.grad_scale, optimizer.found_inf = scaler
     with Calls() as calls:
@@ -232,7 +232,7 @@ def test_lars_skips_a_step_with_an_overflow(implementation, dtype, options):
     network = tiny_network(dtype)
     groups = parameter_groups(network, exclude_bias_and_norm=True)
     settings = LARSSettings(weight_decay=1e-3, **options)
-    optimizer = LARS(groups, torch.tensor(0.7), settings, implementation=implementation)
+    optimizer = LARS(groups, torch.tensor(0.7), **asdict(settings), implementation=implementation)
     give_gradients(network, 0)
     optimizer.step()
     before = copy.deepcopy(weights_and_momentum(network, optimizer))
@@ -279,7 +279,7 @@ def test_lars_saved_and_loaded_continues_bit_for_bit(implementation, on_device):
 
     network = tiny_network(memory_format=torch.channels_last)
     settings = LARSSettings(weight_decay=1e-3)
-    optimizer = LARS(network.parameters(), rate(0.9), settings, implementation=implementation)
+    optimizer = LARS(network.parameters(), rate(0.9), **asdict(settings), implementation=implementation)
     give_gradients(network, 0)
     optimizer.step()
     file = io.BytesIO()
@@ -290,7 +290,7 @@ def test_lars_saved_and_loaded_continues_bit_for_bit(implementation, on_device):
     again = tiny_network(memory_format=torch.channels_last)
     again.load_state_dict(weights)
     other = LARSSettings(weight_decay=0.5)
-    second = LARS(again.parameters(), rate(0.0), other, implementation=implementation)
+    second = LARS(again.parameters(), rate(0.0), **asdict(other), implementation=implementation)
     (group,) = second.param_groups
     buffers, held = [second.state[p]["momentum_buffer"] for p in again.parameters()], group["lr"]
     second.load_state_dict(state)
@@ -366,7 +366,7 @@ def test_lars_copied_steps_its_own_parameters():
 @both
 def test_lars_leaves_a_parameter_without_gradient(implementation):
     still, moving = nn.Parameter(torch.ones(3)), with_gradient(torch.ones(3), 1)
-    optimizer = LARS([still, moving], 1.0, LARSSettings(weight_decay=0.1), implementation=implementation)
+    optimizer = LARS([still, moving], 1.0, weight_decay=0.1, implementation=implementation)
     optimizer.step()
     assert torch.all(still == 1) and torch.all(moving < 1)
     optimizer.zero_grad()
@@ -388,7 +388,7 @@ def test_lars_runs_a_closure_with_gradients():
 
 def test_lars_group_added_later_has_momentum_and_its_own_settings():
     first, second = with_gradient(torch.ones(4), 1), with_gradient(torch.ones(4), 1)
-    optimizer = LARS([first], 1.0, LARSSettings(weight_decay=0.5))
+    optimizer = LARS([first], 1.0, weight_decay=0.5)
     optimizer.add_param_group({"params": [second], "lars": False, "weight_decay": 0.0, "lr": 0.25})
     optimizer.step()
     torch.testing.assert_close(second.data, torch.full((4,), 0.75))

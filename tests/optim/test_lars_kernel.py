@@ -1,11 +1,13 @@
 """lars.cu, built for the CPU with a real thread for each of CUDA's, against the formula and against foreach."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars, lars_kernel, parameter_groups
 from fastsuncet.optim.lars_reference import lars_reference
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import SIZES, on_the_host
@@ -91,7 +93,7 @@ def test_lars_kernel_equals_foreach_and_repeats_its_bits():
         network = networks[run] = tiny_network(memory_format=torch.channels_last)
         groups = parameter_groups(network, exclude_bias_and_norm=True)
         settings = LARSSettings(weight_decay=1e-2)
-        optimizer = LARS(groups, torch.tensor(0.2), settings, implementation=run.split()[0])
+        optimizer = LARS(groups, torch.tensor(0.2), **asdict(settings), implementation=run.split()[0])
         for seed in range(3):
             give_gradients(network, seed)
             optimizer.step()
@@ -135,7 +137,7 @@ def test_lars_kernel_refuses_tensors_it_would_misread(change, reason):
 
 
 def test_lars_auto_falls_back_to_foreach(host, monkeypatch):
-    monkeypatch.setattr(lars_kernel, "usable", lambda source, example, prove: example.is_cpu)
+    monkeypatch.setattr(lars, "usable", lambda source, example, prove: example.is_cpu)
     for dtype, launches in ((torch.float32, 2), (torch.float64, 0)):
         network = tiny_network(dtype)
         optimizer = LARS([network[0].weight], 0.1)

@@ -1,0 +1,113 @@
+"""torch's fused AdamW and SGD against their formulas in float64, their learning rate on the device, and their state."""
+
+import pytest
+import torch
+
+from fastsuncet.config.schema import OptimizationSection
+from fastsuncet.optim import SGD, AdamW
+from fastsuncet.training.step import build_optimizer
+
+RATES = [0.0, 0.1, 0.03, 0.2]
+
+
+def section(optimizer: str, **settings) -> OptimizationSection:
+    values = {"optimizer": optimizer, "steps": 4, "lr": 0.1, "momentum": 0.8, "weight_decay": 0.05}
+    return OptimizationSection(**values | settings)
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)).double()
+
+
+def gradients(step: int, model: torch.nn.Module) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
+
+
+def updated(model: torch.nn.Module, optimizer, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        optimizer.set_lr(RATES[step])
+        for p, grad in zip(model.parameters(), gradients(step, model)):
+            p.grad = grad
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def by_formula(kind: str, w: torch.Tensor, grads: list[torch.Tensor], decay: float) -> torch.Tensor:
+    w, b, second = w.clone(), torch.zeros_like(w), torch.zeros_like(w)
+    for t, (lr, g) in enumerate(zip(RATES, grads), 1):
+        if kind == "adamw":
+            b, second = 0.8 * b + 0.2 * g, 0.999 * second + 0.001 * g**2
+            w = (1 - lr * decay) * w
+            w = w - lr * (b / (1 - 0.8**t)) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
+        else:
+            d = g + decay * w
+            b = 0.8 * b + d
+            w = w - lr * (d + 0.8 * b if kind == "nesterov" else b)
+    return w
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nesterov"])
+def test_torchs_optimizers_are_their_formulas(kind, exclude):
+    """With exclusion only the matrix decays."""
+    optimizer, nesterov = ("sgd", True) if kind == "nesterov" else (kind, False)
+    settings = section(optimizer, nesterov=nesterov, exclude_bias_and_norm=exclude)
+    model = network()
+    begin = [p.detach().clone() for p in model.parameters()]
+    ours = updated(model, build_optimizer(settings, model, torch.zeros(())), range(4))
+    for number, (w, got) in enumerate(zip(begin, ours)):
+        grads = [gradients(step, model)[number] for step in range(4)]
+        wanted = by_formula(kind, w, grads, 0.05 if w.dim() > 1 or not exclude else 0.0)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)  # the rate is float32
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "adamw", "sgd"])
+def test_state_continues_to_the_bit_and_keeps_the_tensor_of_the_rate(optimizer):
+    model, rate = network(), torch.zeros(())
+    straight = updated(model, build_optimizer(section(optimizer), model, rate), range(4))
+    model = network()
+    first = build_optimizer(section(optimizer), model, torch.zeros(()))
+    updated(model, first, range(2))
+    second = build_optimizer(section(optimizer), model, rate)
+    second.load_state_dict(first.state_dict())
+    assert all(group["lr"] is rate for group in second.param_groups) and float(rate) == pytest.approx(
+        RATES[1]
+    )
+    for got, wanted in zip(updated(model, second, range(2, 4)), straight):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_overflow_of_the_scaler_changes_neither_weights_nor_moments(make):
+    model = network().float()
+    optimizer = make(model.parameters(), torch.tensor(0.1), momentum=0.9, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for bad in (False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        moments = {id(p): {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
+        scaler.scale(sum(p.sum() for p in model.parameters())).backward()
+        if bad:
+            next(model.parameters()).grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters())]
+        assert all(same) if bad else not any(same)
+    for p, state in optimizer.state.items():
+        assert all(torch.equal(state[key], moments[id(p)][key]) for key in state)
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_parameter_whose_gradients_begin_later_is_taken_in(make):
+    model = network()
+    optimizer = make(model.parameters(), torch.tensor(0.1), momentum=0.9, weight_decay=0.0)
+    first, *rest = model.parameters()
+    for p in rest:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = first.detach().clone()
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    assert not torch.equal(before, first)
