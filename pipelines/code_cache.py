@@ -6,9 +6,11 @@ deleted at any time.
 
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
+LIMIT = 1 << 26  # bytes of compiled code
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -41,7 +43,11 @@ def problem(path: Path) -> str | None:
 def read(path: Path) -> bytes | None:
     """Return the code in a file, or None if it is absent, unsafe (see `problem`), or damaged: a crash, a full disk."""
     try:
-        content = b"" if problem(path) else path.read_bytes()
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            plain = stat.S_ISREG(status.st_mode) and status.st_size <= LIMIT and not problem(path)
+            content = stream.read(LIMIT) if plain else b""
     except OSError:
         return None
     code = content[:-DIGEST]
@@ -49,7 +55,12 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, code: bytes) -> None:
-    """Write code, then its digest, where a loader of libraries does not look. Raises OSError.
+    """Write code, then its digest, where a loader of libraries does not look. Raises OSError."""
+    replace(path, code + hashlib.sha256(code).digest())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Give a file new content in one step. Raises OSError.
 
     Whatever the umask, file and folders are for their owner alone. The file is renamed into place: all ranks of a
     machine write at the same time.
@@ -57,7 +68,7 @@ def write(path: Path, code: bytes) -> None:
     make_folder(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as stream:  # mode 0600
         try:
-            stream.write(code + hashlib.sha256(code).digest())
+            stream.write(content)
             stream.close()
             os.replace(stream.name, path)
         except BaseException:

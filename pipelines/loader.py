@@ -7,6 +7,7 @@ A file that cannot be decoded makes the engine fail. `Loader.__call__` then find
 show in its place (`Plan.stand_in`), and prepares the step again.
 """
 
+import re
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -15,7 +16,6 @@ import torch
 from typing_extensions import TypedDict, Unpack
 
 from pipelines.backend import choose_backend, require_gpu
-from pipelines.dali.plugin.use import choose as use_plugin
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import say_line
@@ -23,6 +23,11 @@ from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, StepPlan
 from pipelines.verify import Decode, find_bad_images
 
+# How DALI and torch name a lack of memory or a GPU's failure. Decoding alone would find the files of the step good, or
+# all of them bad, where the memory is still short.
+DEVICE_FAILURE = re.compile(
+    r"[Cc]an't allocate|allocation failed|bad_alloc|out of memory|CUDA (\w+ API )?error"
+)
 STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
 
 
@@ -117,6 +122,7 @@ class Backend(NamedTuple):
     name: str  # "dali" or "torchvision"
     start: Callable[..., Engine]
     decode: Decode  # the decoder of its engine, for single files
+    threads: int
     plugin: bool = False  # whether `pipelines.dali.plugin` makes the views
 
 
@@ -150,11 +156,12 @@ def _open_backend(
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if choose_backend(backend) == "dali":
         from pipelines.dali.engine import DaliDecoder, DaliEngine
+        from pipelines.dali.plugin.use import choose as use_plugin
 
         plugin = use_plugin(color_operator, device)
         decoder = {"hw_decoder_share": hw_decoder_share, "decoder_buffers": decoder_buffers}
         start = partial(DaliEngine, plugin=plugin, **options, **decoder)
-        return Backend("dali", start, DaliDecoder(device, device_id), plugin)
+        return Backend("dali", start, DaliDecoder(device, device_id), threads, plugin)
     if color_operator == "plugin":
         raise DataError(
             "color_operator: plugin is an operator of DALI's, but torchvision reads the images: set it to auto, or "
@@ -162,7 +169,7 @@ def _open_backend(
         )
     from pipelines.torchvision_engine import TorchvisionEngine, pil_decode
 
-    return Backend("torchvision", partial(TorchvisionEngine, **options), pil_decode)
+    return Backend("torchvision", partial(TorchvisionEngine, **options), pil_decode, threads)
 
 
 class Loader:
@@ -199,6 +206,8 @@ class Loader:
             except RuntimeError as error:
                 failed = self.draws(step)
                 self.close()  # a DALI pipeline that failed once always fails
+                if DEVICE_FAILURE.search(str(error)):
+                    raise
                 self._replace_bad_images(failed, error)
                 continue
             self._next_step = step + 1
@@ -213,6 +222,13 @@ class Loader:
         if step not in self._draws:
             self._draws[step] = self._plan(step, self.replaced)
         return self._draws[step]
+
+    def use_threads(self, threads: int) -> None:
+        """Decode on `threads` threads from the next step on: no bit changes. An engine that has others starts anew."""
+        if threads != self._backend.threads:
+            self.close()
+            start = partial(self._backend.start, threads=threads)
+            self._backend = self._backend._replace(start=start, threads=threads)
 
     def close(self) -> None:
         """Free the engine and what it has read ahead. The loader can be used again: it starts anew."""

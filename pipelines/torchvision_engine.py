@@ -66,10 +66,12 @@ class TorchvisionEngine:
 
     def _one_image(self, draws: BatchDraws, row: int) -> list[torch.Tensor]:
         i = int(draws.indices[row])
-        pixels = read_rgb(self._index.content(i)) if self._index.pixels is None else self._index.pixels[i]
+        pixels = self._index.rgb(i)
         if pixels.shape[:2] != tuple(self._index.sizes[i]):
             # torchvision would pad a crop that reaches over the edge; DALI's slice refuses it.
             raise RuntimeError(f"{self._index.name(i)} has another size than its crop was drawn for")
+        if self._index.length_now(i) is not None:
+            raise RuntimeError(f"{self._index.name(i)} has another length than in the index")
         image = torch.from_numpy(pixels).permute(2, 0, 1)
         return [
             one_view(image, augmentation, view, row)
@@ -103,7 +105,7 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
     if augmentation.recolors:
         factors = (view.brightness, view.contrast, view.saturation, view.hue)
         image = jitter(image, *(float(factor[row]) for factor in factors), order=view.order[row])
-    if view.grey[row]:
+    if view.gray[row]:
         image = F.rgb_to_grayscale(image, num_output_channels=3)
     if view.sigma[row] > 0:
         window = augmentation.blur_window

@@ -97,9 +97,11 @@ def find_bad_images(index: ImageIndex, indices: Iterable[int], decode: Decode) -
         if isinstance(outcome, Exception):
             refused.append(image)
             found[i] = _diagnosis(image, outcome)
-        elif outcome != (height, width):
+        elif not _same_size(index, outcome, (height, width)):
             now = f"is {outcome[1]} x {outcome[0]} now"
             found[i] = f"{now}, in the index {width} x {height}: make the index again"
+        elif (length := index.length_now(i)) is not None:
+            found[i] = f"has {length:,} bytes now, other than in the index: make the index again"
     if len(refused) == len(distinct) > 1 and all(map(_readable, refused)):
         # A GPU that has failed refuses every file. Nobody should delete a good data set because of that.
         return {}
@@ -123,7 +125,7 @@ def _size(index: ImageIndex, i: int) -> tuple[int, int]:
     absent = index.pack is not None and not index.pack.members["length"][i]
     if reason := (index.bad.get(i) if absent else index.damage(i)):
         raise ValueError(reason)
-    return image_size(index.content(i))
+    return image_size(index.content(i), upright=index.upright)
 
 
 def _undecodable(index: ImageIndex, numbers: list[int], sizes: np.ndarray, decode: Decode) -> dict[int, str]:
@@ -142,12 +144,17 @@ def _undecodable(index: ImageIndex, numbers: list[int], sizes: np.ndarray, decod
         for i, image, outcome in zip(batch, images, outcomes):
             if isinstance(outcome, Exception):
                 bad[i] = _diagnosis(image, outcome)
-            elif outcome != tuple(sizes[i]):
+            elif not _same_size(index, outcome, tuple(sizes[i])):
                 (height, width), (h, w) = outcome, sizes[i]
                 bad[i] = f"decodes to {width} x {height} pixels, but its header says {w} x {h}"
             elif _is_cut_off(image):
                 bad[i] = _CUT_OFF
     return bad
+
+
+def _same_size(index: ImageIndex, decoded: tuple[int, int], size: tuple[int, int]) -> bool:
+    """Return whether an image decodes to its size in the index; it is decoded as stored, so it can lie on a side."""
+    return decoded == tuple(size) or (index.upright and decoded[::-1] == tuple(size))
 
 
 def _batches(numbers: list[int], sizes: np.ndarray) -> Iterator[list[int]]:

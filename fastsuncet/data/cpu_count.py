@@ -20,10 +20,18 @@ def cores() -> int:
 
 
 def processes_here() -> int:
-    """Return how many processes of the run share this machine, as torchrun says; 1 where it does not."""
+    """Return how many processes of the run share this machine, as its launcher says; 1 where it does not."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def cores_of_process() -> int:
+    """Return this process's share of the cores that all processes of the run on this machine can use."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_CPUS_ON_NODE" not in os.environ:
+        return cores() // processes_here()
+    # A Slurm task for each process can be bound to its share of the node or see all of it.
+    return min(cores(), int(os.environ["SLURM_CPUS_ON_NODE"]) // processes_here())
 
 
 def decode_threads(asked: int | None, streams: int = 1) -> int:
     """Return `asked`, or the share of the cores of one of a process's `streams` that decode at the same time."""
-    return max(1, min(MOST, cores() // processes_here() // streams)) if asked is None else asked
+    return max(1, min(MOST, cores_of_process() // streams)) if asked is None else asked

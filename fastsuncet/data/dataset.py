@@ -8,22 +8,21 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from fastsuncet.checkpoint.run_folder import on_rank_0
+from fastsuncet.checkpoint.same_start import require_same
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import typed_path
+from fastsuncet.console import show_progress, typed_path
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
-from pipelines.datasets.cifar import cifar
-from pipelines.datasets.folders import count_images, image_folder, image_tree, with_classes, with_csv_labels
-from pipelines.datasets.in_memory import digits, synthetic
-from pipelines.datasets.index import ImageIndex, load_index, save_index
-from pipelines.datasets.label_splits import Split, labeled_split
-from pipelines.datasets.pack import open_pack
+from pipelines.datasets.folders import image_folder, image_tree, look_again, with_classes, with_csv_labels
+from pipelines.datasets.index import ImageIndex, load_index, save_index, untrusted
+from pipelines.datasets.label_splits import Split, draw_held_out, labeled_split, validated_by, without
 from pipelines.output import say_line
 
 
@@ -51,19 +50,45 @@ class Images:
 
 
 def open_images(config: Config, place: Place, *, validation: bool) -> Images:
-    """Find and check the images of `config`. Raises DataError, with what to do, on every rank if on any."""
+    """Find and check the images of `config`. Raises DataError, with what to do, on every rank if on any.
+
+    Ranks that read other images or labels than rank 0 are refused.
+    """
     if validation and config.data.kind == "images":
         text = "an evaluation needs labels, and images reads none. Use image_folder, or csv with data.csv"
         raise config.error("data.kind", text)
     train = rank_0_first(place, lambda first: _open(config, train=True, scan=first))
     with _naming(config, "data.split.file" if config.data.split.file else "data.split.kind"):
         split = labeled_split(train, **dict(config.data.split))
-    held_out = None
-    if validation:
+    images = Images(train, split, None)
+    if isinstance(config.data.validation, float) or config.data.validation_table:
+        with _naming(config, "data.validation"):
+            images = _with_validation(config, train, split)
+    elif validation:
         held_out = rank_0_first(place, lambda first: _open(config, train=False, scan=first))
         with _naming(config, "data.validation"):
-            held_out = with_classes(held_out, train.classes)
-    return Images(train, split, held_out)
+            images = Images(train, split, with_classes(held_out, train.classes))
+    if place.world_size > 1:
+        train, split = images.train, images.split
+        labels = hashlib.sha256(repr(train.classes).encode() + train.labels.astype("<i8").tobytes())
+        same = {"labels of the training images": labels.hexdigest(), "labeled split": split.fingerprint}
+        same |= {"training images": train.fingerprint(), "lengths of the training files": train.contents()}
+        if images.held_out is not None:
+            same["validation images"] = images.held_out.fingerprint()
+        require_same(same, DataError)
+    return images
+
+
+def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
+    """Return the images with those to validate on taken out of the training images: a share, or those of a CSV."""
+    if isinstance(config.data.validation, float):
+        chosen = draw_held_out(train, split, config.data.validation, config.data.split.seed)
+        labels = train.labels[chosen]
+    else:
+        chosen, labels = validated_by(train, typed_path(config.data.validation_table))
+    held_out = replace(train.take(chosen), labels=labels)
+    held_out.require_good()
+    return Images(*without(train, split, chosen), held_out)
 
 
 def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
@@ -110,6 +135,10 @@ def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
 def in_memory(config: Config, *, train: bool, download: bool = False) -> ImageIndex:
     """Return the images of a kind that is held in memory."""
     data, made = config.data, config.data.synthetic
+    if data.kind in ("digits", "synthetic"):
+        from pipelines.datasets.in_memory import digits, synthetic
+    else:
+        from pipelines.datasets.cifar import cifar
     if data.kind == "digits":
         return digits(train=train)
     if data.kind == "synthetic":
@@ -129,18 +158,24 @@ def with_labels(config: Config, index: ImageIndex) -> ImageIndex:
     return index
 
 
-def packed_index(config: Config, *, compare: bool = False) -> ImageIndex:
+def packed_index(config: Config, *, compare: bool = False, scan: bool = False) -> ImageIndex:
     """Return the images of data.pack; the folder that they came from is not looked at.
 
-    With `compare` they must be those of the folder's kept index, if there is one.
+    With `compare` they must be those of the folder's kept index, if there is one. With `scan` the shards of another
+    program are read anew, also where their index is kept.
     """
+    from pipelines.datasets.pack import open_pack
+
     like = None
     if compare and config.data.root is not None:
         folder = image_root(config, train=True)
         kept = index_path(config, folder, True)
         like = load_index(kept, root=folder, refresh=False) if kept.exists() else None
     with _naming(config, "data.pack"):
-        return open_pack(config.data.pack or "", kept=pack_index_path(config), like=like)
+        upright = config.data.exif_orientation
+        return open_pack(
+            config.data.pack or "", kept=pack_index_path(config), like=like, scan=scan, upright=upright
+        )
 
 
 def scanned(config: Config, *, train: bool) -> ImageIndex:
@@ -148,28 +183,41 @@ def scanned(config: Config, *, train: bool) -> ImageIndex:
     data, folder = config.data, image_root(config, train=train)
     with _naming(config, "data.root", "data.train" if train else "data.validation"):
         if not train or data.kind == "image_folder":
-            return image_folder(folder)
-        if data.train is None and data.validation is not None and (folder / data.validation).is_dir():
+            return image_folder(folder, partial(reading_headers, folder), upright=data.exif_orientation)
+        inside = data.validation_folder
+        if data.train is None and inside is not None and (folder / inside).is_dir():
             raise DataError(
-                f"the validation images {folder / data.validation} lie in the folder of the training images: set "
+                f"the validation images {folder / inside} lie in the folder of the training images: set "
                 "data.train to a folder without them, or data.validation=null to train on them as well"
             )
-        return image_tree(folder)
+        return image_tree(folder, partial(reading_headers, folder), upright=data.exif_orientation)
+
+
+def reading_headers(folder: Path, done: int, total: int) -> None:
+    """Show how far a scan of `folder` is: on a terminal as it goes, elsewhere in one line if it takes a while."""
+    if not done and total >= 100_000:
+        say_line(f"reading the headers of {total:,} images in {folder}, once: their index is kept")
+    show_progress(folder, done, total)
 
 
 def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     """Return the images below a folder from its kept index, or scan and keep them; those of a CSV without labels."""
     folder = image_root(config, train=train)
     kept = index_path(config, folder, train)
-    if kept.exists():
+    why = untrusted(kept) if scan and kept.exists() else None
+    if why is not None:
+        say_line(f"note: the index {kept} is made anew, because {why}")
+    if why is None and kept.exists():
         # Changed and missing files are looked for by one rank, which saves what it found before the others read it.
         # New ones are only counted: a run that took them in would be another run.
         with _naming(config, "data.root"):
             index = load_index(kept, root=folder, refresh=False)
-            refreshed = index.refreshed() if scan else index
-            count = count_images(folder, classes=bool(index.classes)) if scan else 0
-        if count > len(index):
-            text = f"{count - len(index):,} new images in {folder} are not used: `fastsuncet data check` adds them"
+            if index.upright != config.data.exif_orientation:
+                text = f"data.exif_orientation={str(index.upright).lower()}"
+                raise DataError(f"the index {kept} was made with {text}: set that, or delete it")
+            refreshed, new = look_again(index) if scan else (index, 0)
+        if new:
+            text = f"{new:,} new images in {folder} are not used: `fastsuncet data check` adds them"
             say_line(f"note: {text}")
         if refreshed is not index:
             save_index(refreshed, kept)
@@ -189,8 +237,10 @@ def image_root(config: Config, *, train: bool) -> Path:
     data = config.data
     if data.root is None:
         raise config.error("data.root", "is needed: it is the folder that holds the images")
-    part = (data.train or ("train" if data.kind == "image_folder" else "")) if train else data.validation
-    return typed_path(data.root) / (part or "")
+    part = (
+        (data.train or ("train" if data.kind == "image_folder" else "")) if train else data.validation_folder
+    )
+    return typed_path(data.root) / typed_path(part)
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:
@@ -199,6 +249,7 @@ def index_path(config: Config, folder: Path, train: bool) -> Path:
         return typed_path(config.data.index)
     # A folder in both roles has two indexes: a CSV's training images have no classes.
     role = config.data.kind if train else f"{config.data.kind}, validation"
+    role += ", upright" if config.data.exif_orientation else ""
     return _beside_runs(config, folder.name, f"{role}:{folder.resolve()}")
 
 

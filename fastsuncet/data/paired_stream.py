@@ -28,7 +28,7 @@ class Batch:
 
     step: int
     views: tuple[torch.Tensor, ...]  # V of (U, 3, H, W) - row i of each shows the same image
-    labeled: torch.Tensor  # (S, 3, H, W) - S = 0 once supervision is switched off
+    labeled: torch.Tensor  # (S, 3, H, W), view by view - S = 0 once supervision is switched off
     labels: torch.Tensor  # (S,) int64
 
 
@@ -62,14 +62,15 @@ class PairedStream:
                 index.classes,
             )
         self._loaders = {role: self._open(config, role) for role in self._samplers}
+        self._threads_alone = loader_options(config, place).get("threads", 1)
         side = self.labeled_view.size
         self._no_images = torch.empty(0, 3, side, side, device=place.device)
         self._no_labels = torch.empty(0, dtype=torch.int64, device=place.device)
 
     def plan(self, role: str, rank: int) -> Plan:
         """Return the plan of one stream, UNLABELED or LABELED, on `rank`; no pixel is read."""
-        # One view of a labeled image, of the same strength as those of an unlabeled one (recipe 2.1).
-        shown = self.views if role == UNLABELED else (self.labeled_view,)
+        # A labeled image's views are of the same strength as those of an unlabeled one (recipe 2.1).
+        shown = self.views if role == UNLABELED else (self.labeled_view,) * self.arithmetic.labeled_views
         return Plan(self.index, self._samplers[role], shown, seed=self._seed, role=role, rank=rank)
 
     def _open(self, config: Config, role: str) -> Loader:
@@ -90,17 +91,21 @@ class PairedStream:
 
         Raises BadImage, with the file's name, for more bad files than the config allows.
         """
+        supervised = supervised and step < self.arithmetic.supervised_steps
+        if not supervised and LABELED in self._loaders:
+            # Supervision is off for good: free its buffers, and give its threads to the other stream.
+            self._loaders.pop(LABELED).close()
+            for loader in self._loaders.values():
+                loader.use_threads(self._threads_alone)
         shown = self._loaders[UNLABELED](step) if self.views else ()
         shown = tuple(self._to_device(view) for view in shown)
         labeled, labels = self._no_images, self._no_labels
-        if supervised and step < self.arithmetic.supervised_steps:
+        if supervised:
             loader = self._loaders[LABELED]
-            (labeled,) = (self._to_device(view) for view in loader(step))
+            seen = [self._to_device(view) for view in loader(step)]
+            labeled = torch.cat(seen) if len(seen) > 1 else seen[0]
             # The labels come last: a bad image can be replaced by one of another class.
-            labels = self._to_device(torch.from_numpy(loader.draws(step).labels))
-        elif LABELED in self._loaders:
-            # Supervision is off for good: free its threads and buffers.
-            self._loaders.pop(LABELED).close()
+            labels = self._to_device(torch.from_numpy(loader.draws(step).labels).repeat(len(seen)))
         return Batch(step, shown, labeled, labels)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -153,11 +158,11 @@ def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOpti
 
 
 def views(config: Config) -> tuple[Augmentation, ...]:
-    """Return the views of an unlabeled image: two, or SwAV's two large and several small crops; none without a loss."""
+    """Return the views of an unlabeled image: two, with SwAV and PAWS also small crops; none without a loss."""
     if config.criterion.instance == "none":
         return ()
     large = config.data.augmentation
-    if config.criterion.instance != "swav":
+    if config.criterion.instance == "nt_xent":
         return (large, large)
     small = replace(large, size=config.swav.small_size, crop_scale=config.swav.small_scale)
     return (large, large, *(small,) * config.swav.small_crops)
@@ -167,7 +172,7 @@ def macs(config: Config, size: int | None = None) -> int:
     """Return the multiply-adds of one view's forward pass; `size` in pixels, by default that of a labeled image."""
     m = config.model
     size = size or config.data.augmentation.size
-    return network_cost(m.name, m.stem, size, m.hidden, m.output, m.head_batchnorm).macs
+    return network_cost(m.name, m.stem, size, *m.head).macs
 
 
 def update_macs(config: Config, arithmetic: Arithmetic, supervised: bool) -> int:

@@ -20,7 +20,7 @@ import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 
 from pipelines.dali import color
-from pipelines.dali.plugin.use import kernels
+from pipelines.dali.plugin.gpu_code import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
 # The share of a GPU batch that the hardware JPEG decoder takes. With DALI's default, 0.65, two decoders whose pixels
@@ -42,26 +42,31 @@ def views(
     decode: str,
     stored: str,  # "files", "bytes" or "pixels": see `stored_images`
     dtype: str,
+    upright: bool = False,  # whether images are turned as their EXIF tag says
     plugin: bool = False,  # whether the plug-in, which must be loaded, makes all of a view after its resize
     images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
     decoder: Mapping[str, Any] | None = None,  # more options of DALI's image decoder
 ):
-    """One decode, then one view for each augmentation: nodes of (size, size, 3) float images."""
-    image = stored_images(images, decode, stored, images_stream, decoder)
+    """One decode, then one view for each augmentation: nodes of (size, size, 3) float images.
+
+    Of "files" the last output is their lengths in bytes, (1,) int64.
+    """
+    image, lengths = stored_images(images, decode, stored, images_stream, decoder, upright)
     names = [list(view_inputs(augmentation)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
-    return tuple(
+    made = tuple(
         one_view(
             image, augmentation, SimpleNamespace(**{name: next(nodes) for name in of_view}), dtype, plugin
         )
         for augmentation, of_view in zip(augmentations, names)
     )
+    return made if lengths is None else (*made, lengths)
 
 
 @pipeline_def(exec_dynamic=True)
 def decoded(images: Callable, *, decode: str, stored: str):
     """The images alone, decoded as for training: to find the file behind a failed step, and to check all files."""
-    return stored_images(images, decode, stored)
+    return stored_images(images, decode, stored)[0]
 
 
 def one_view(
@@ -83,8 +88,8 @@ def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype
     """The resized image in color, gray, blurred, flipped and normalized by DALI's own operators."""
     if augmentation.recolors:
         image = color.jitter(image, augmentation, view)
-    if augmentation.grey:
-        image = color.gray(image, view.grey)
+    if augmentation.gray:
+        image = color.gray(image, view.gray)
     if augmentation.blur:
         image = blur(image, view.sigma, augmentation.blur_window)
     # The normalization flips at no cost, and a flip commutes with everything before it.
@@ -105,29 +110,40 @@ def by_plugin(image, augmentation: Augmentation, view: SimpleNamespace, dtype: s
 
 
 def stored_images(
-    images: Callable, decode: str, stored: str, stream: Any = None, decoder: Mapping[str, Any] | None = None
+    images: Callable,
+    decode: str,
+    stored: str,
+    stream: Any = None,
+    decoder: Mapping[str, Any] | None = None,
+    upright: bool = False,
 ):
-    """The images as stored, uint8 HWC RGB: read from named "files", from encoded "bytes", or given as "pixels".
+    """The images, uint8 HWC RGB: read from named "files", from encoded "bytes", or given as "pixels".
+
+    Decoded images are as stored, or turned as their EXIF tag says with `upright`. The second node is the length of each
+    of the files; None of the others.
 
     DALI copies pixels in GPU memory on the CUDA stream `stream`.
     """
     if stored == "pixels":
         device = "gpu" if decode == "mixed" else "cpu"
-        return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream)
-    encoded = fn.external_source(images)
+        return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream), None
+    # Bytes come in memory of DALI's own (`engine.tensor_list`).
+    encoded = fn.external_source(images, no_copy=stored == "bytes")
     if stored == "files":
-        encoded = fn.io.file.read(encoded)
-    # adjust_orientation: torchvision's folders ignore EXIF, and the index holds sizes as stored. Fancy upsampling:
-    # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
+        # Mapped, files open one at a time: DALI's list of maps has one lock. A file that is cut short meanwhile would
+        # end the process by SIGBUS, without a message.
+        encoded = fn.io.file.read(encoded, dont_use_mmap=True)
+    # Fancy upsampling: libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
     options = {"hw_decoder_load": HW_DECODER_OFF, **(decoder or {})}
-    return fn.decoders.image(
+    image = fn.decoders.image(
         encoded,
         device=decode,
         output_type=types.RGB,
-        adjust_orientation=False,
+        adjust_orientation=upright,
         jpeg_fancy_upsampling=True,
         **options,
     )
+    return image, encoded.shape() if stored == "files" else None
 
 
 def resize(image, size):
@@ -176,8 +192,8 @@ def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any]
         if augmentation.color_order == "random":
             inputs["order"] = lambda view: view.order @ color.BITS
     # DALI takes no bool as an operator's argument.
-    if augmentation.grey:
-        inputs["grey"] = lambda view: view.grey.astype(np.int32)
+    if augmentation.gray:
+        inputs["gray"] = lambda view: view.gray.astype(np.int32)
     if augmentation.blur:
         inputs["sigma"] = attrgetter("sigma")
     if augmentation.flip:

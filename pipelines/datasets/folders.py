@@ -4,32 +4,39 @@ import codecs
 import csv
 import os
 import string
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import EXTENSIONS, read_headers
-from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ, Progress, read_headers
+from pipelines.datasets.index import GONE, UNSURE, FolderTimes, ImageIndex, folder_time, folder_times
 from pipelines.datasets.string_table import Names, leaves_root, links_out, listed_lines
+from pipelines.output import say_line
 
+# Files that a start compares with a kept index, of those in folders with the time that they had.
+SAMPLE = 1000
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
 
 
-def image_folder(root: str | Path) -> ImageIndex:
+def image_folder(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
     """Return the images of ImageNet's layout: an image's class is the folder directly under `root` that it lies in.
 
     Takes .jpg .jpeg .png .webp .bmp .tif .tiff in any case, at any depth below the class folder; leaves out
-    hidden files and files directly under `root`. Classes are the folders in order of their names, images are in order
-    of their paths.
+    hidden files and files directly under `root`. Prints how many .heic and .gif files it leaves out. Classes are the
+    folders in order of their names, images are in order of their paths. With `upright` they are read as their EXIF tags
+    say, and else as they are stored.
 
     Raises DataError: no such folder, no class folder, a class without an image, a link that leads out of `root` or to
     a folder.
     """
     root = _existing(root)
-    folders = sorted(entry.name for entry in _entries(root) if _is_folder(entry, root))
+    tree = _listed(root, classes=True)
+    folders = sorted(name for name in tree.times if name and "/" not in name)
     if not folders:
         raise DataError(
             f"{root} has no class folders: an image folder is {root}/CLASS/IMAGE. For images without class "
@@ -37,12 +44,14 @@ def image_folder(root: str | Path) -> ImageIndex:
         )
     if set(folders) <= {"train", "val", "valid", "validation", "test"}:
         raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")
-    files = sorted(name for folder in folders for name in _images(root, folder))
-    inside = [name.split("/", 1)[0] for name in files]
+    say_not_read(root, tree.not_read)
+    inside = [name.partition("/")[0] for name in tree.files]
     if empty := sorted(set(folders) - set(inside)):
         raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
     number = {name: label for label, name in enumerate(folders)}
-    return with_headers(root, files, np.array([number[name] for name in inside], np.int64), tuple(folders))
+    labels = np.array([number[name] for name in inside], np.int64)
+    index = with_headers(root, tree.files, labels, tuple(folders), progress, upright=upright)
+    return replace(index, folders=FolderTimes.of(tree.times))
 
 
 def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
@@ -69,26 +78,76 @@ def class_numbers(count: int) -> tuple[str, ...]:
     return tuple(f"class {number}" for number in range(count))
 
 
-def image_tree(root: str | Path) -> ImageIndex:
+def image_tree(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
     """Return every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
     root = _existing(root)
-    files = sorted(_images(root))
-    if not files:
+    tree = _listed(root, classes=False)
+    say_not_read(root, tree.not_read)
+    if not tree.files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
-    return with_headers(root, files, np.full(len(files), -1), ())
+    index = with_headers(root, tree.files, np.full(len(tree.files), -1), (), progress, upright=upright)
+    return replace(index, folders=FolderTimes.of(tree.times))
 
 
-def count_images(root: Path, *, classes: bool) -> int:
-    """Return how many images `image_folder` (with `classes`) or `image_tree` finds below `root` now."""
-    return sum("/" in name or not classes for name in _images(root))
+def image_list(files: Sequence[str | os.PathLike[str]], *, upright: bool = False) -> ImageIndex:
+    """Return the images in `files`, in their order, none labeled; names are paths below the folder that all lie in.
+
+    Raises DataError for no file and for one that is listed twice. One that is missing is a bad image.
+    """
+    if not files:
+        raise DataError("no images were given")
+    paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    if twice := [path for path, count in Counter(paths).items() if count > 1]:
+        raise DataError(f"{len(twice)} files were given more than once, the first {twice[0]}")
+    names = [os.path.relpath(path, root) for path in paths]
+    return with_headers(Path(root), names, np.full(len(names), -1), (), upright=upright)
+
+
+def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
+    """Return a kept index of a whole folder as its files are now, and how many new images it lacks.
+
+    A folder with the modification time that it had holds the same files. Files of other folders, and SAMPLE files drawn
+    anew each time, are compared by length and time; if one of the sample has changed, all files are. What was rewritten
+    in place and is not in the sample has its length compared when it is read (`pipelines.loader`). Raises DataError for
+    files that are gone, as `ImageIndex.refreshed`, and for folders that cannot be listed.
+    """
+    if index.root is None or index.folders is None:
+        return index.refreshed(), 0
+    root, kept = index.root, index.folders
+    now = folder_times(root, kept.names)
+    times = dict(zip(kept.names, now.tolist()))
+    moved = {kept.names[i] for i in np.flatnonzero((now != kept.times) | (now == UNSURE)).tolist()}
+    rows = [i for i, name in enumerate(index.files) if name.rpartition("/")[0] in moved] if moved else []
+    known, added = {index.files[i] for i in rows}, 0
+    for name in moved:
+        if times[name] != GONE:
+            tree = _listed(root, name, classes=bool(index.classes), known=times)
+            new = len(set(tree.files) - known)
+            added += new
+            # While the index lacks something of it, it is listed at each start, so that the images are named again.
+            if new or len(tree.times) > 1:
+                times[name] = UNSURE
+    now = np.array([*times.values()], np.int64)
+    if (now != kept.times).any():
+        index = replace(index, folders=FolderTimes(kept.names, now))
+    looked_at = index.refreshed(np.array(rows, np.int64))
+    sample = np.random.default_rng().permutation(len(index))[:SAMPLE]
+    return looked_at if looked_at.refreshed(sample) is looked_at else looked_at.refreshed(), added
 
 
 def with_headers(
-    root: Path, files: Sequence[str], labels: np.ndarray, classes: tuple[str, ...]
+    root: Path,
+    files: Sequence[str],
+    labels: np.ndarray,
+    classes: tuple[str, ...],
+    progress: Progress | None = None,
+    *,
+    upright: bool = False,
 ) -> ImageIndex:
     """Return the index of `files` below `root`, with the sizes that their headers give."""
-    sizes, stamps, bad = read_headers(root, names := Names.of(files))
-    return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad)
+    sizes, stamps, bad = read_headers(root, names := Names.of(files), progress, upright=upright)
+    return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright)
 
 
 def with_csv_labels(
@@ -143,7 +202,8 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
         reader = csv.reader(lines, strict=True, skipinitialspace=True)
         header = next(reader, [])
         if [cell.strip() for cell in header] != ["file", "label"]:
-            raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}")
+            hint = ": separate them by commas, not semicolons" if ";" in "".join(header) else ""
+            raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}{hint}")
         for cells in filter(None, reader):
             line, name, label = reader.line_num, cells[0], cells[-1].strip(string.whitespace)
             if len(cells) != 2:
@@ -168,7 +228,7 @@ def _existing(root: str | Path) -> Path:
     return root
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry]:
+def _entries(folder: str | Path) -> Iterator[os.DirEntry]:
     try:
         with os.scandir(folder) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))
@@ -190,18 +250,45 @@ def _is_folder(entry: os.DirEntry, root: Path) -> bool:
     return folder
 
 
-def _images(root: Path, folder: str = "") -> Iterator[str]:
-    """Yield the paths below root, with "/", of the images below root/folder, in no order."""
-    waiting = [folder]
+def say_not_read(root: Path, not_read: Mapping[str, int]) -> None:
+    """Print how many images of each kind no decoder reads, if there are any."""
+    if not_read:
+        kinds = " and ".join(f"{count:,} {ending}" for ending, count in sorted(not_read.items()))
+        say_line(f"note: {kinds} files below {root} are not read: convert them to JPEG or PNG")
+
+
+class Tree(NamedTuple):
+    """What a folder holds."""
+
+    files: list[str]  # paths of images, with "/", sorted
+    times: dict[str, int]  # of each folder: its modification time before it was listed, in ns, or UNSURE
+    not_read: Counter[str]  # ending -> images that no decoder reads
+
+
+def _listed(root: Path, start: str = "", *, classes: bool, known: Collection[str] = ()) -> Tree:
+    """Return the images in and below root/start, but with `classes` those directly under the root.
+
+    Folders below `start` that are `known` are left out.
+    """
+    tree, waiting = Tree([], {}, Counter()), [start]
     while waiting:
         below = waiting.pop()
-        for entry in _entries(root / below):
-            name = f"{below}/{entry.name}".lstrip("/")
+        folder, prefix = os.path.join(root, below), f"{below}/" if below else ""
+        tree.times[below] = folder_time(folder)
+        for entry in _entries(folder):
+            name = entry.name
             if _is_folder(entry, root):
-                waiting.append(name)
-            elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:
+                if prefix + name not in known:
+                    waiting.append(prefix + name)
+            elif classes and not below:
+                continue
+            elif (ending := name[name.rfind(".") :].lower()) in EXTENSIONS:
                 if entry.is_symlink() and links_out(entry.path, root):
                     raise DataError(
                         f"{entry.path} is a link that leads out of {root}; put the file itself there"
                     )
-                yield name
+                tree.files.append(prefix + name)
+            elif ending in NOT_READ:
+                tree.not_read[ending] += 1
+    tree.files.sort()
+    return tree

@@ -7,22 +7,62 @@ without pickles, replaced atomically and verified when it is read.
 
 import contextlib
 import hashlib
-import itertools
 import os
+import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelines.data_errors import BadImage, CannotWrite, DataError
-from pipelines.datasets.image_headers import file_stamps, read_headers
+from pipelines.datasets.image_headers import file_stamps, in_threads, read_headers, read_rgb
 from pipelines.datasets.shards import Shards, require_inside
-from pipelines.datasets.string_table import Names, leaves_root
+from pipelines.datasets.string_table import Names
 
-_KIND, _VERSION = "fastsuncet image index", 1
+_KIND, _VERSION = "fastsuncet image index", 3
+MOST_BYTES = 16 << 30  # of a kept index: ImageNet's has 90 MB
 _LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
 _MAKE = "`fastsuncet data check CONFIG` makes one"
+
+
+# In place of a folder's time in ns: it cannot be found, and it is so new that another change could leave it as it is.
+GONE, UNSURE = -2, -1
+_TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
+
+
+class FolderTimes(NamedTuple):
+    """The folders in which the files of an index were found, and their times then."""
+
+    names: Names  # relative to the root, which is ""
+    times: np.ndarray  # int64 (F,), ns, or UNSURE
+
+    @classmethod
+    def of(cls, times: Mapping[str, int]) -> "FolderTimes":
+        """Pack times by name."""
+        return cls(Names.of(sorted(times)), np.array([times[name] for name in sorted(times)], np.int64))
+
+
+def folder_time(folder: str | os.PathLike[str]) -> int:
+    """Return the time in ns at which a file last came to a folder, left it or was renamed; or GONE, or UNSURE."""
+    try:
+        changed = os.stat(folder).st_mtime_ns
+    except OSError:
+        return GONE
+    return changed if 0 <= changed < time.time_ns() - _TICK else UNSURE
+
+
+def folder_times(root: Path, names: Sequence[str]) -> np.ndarray:
+    """Return `folder_time` of every folder, int64 (F,)."""
+    times = np.empty(len(names), np.int64)
+
+    def work(row: int) -> None:
+        times[row] = folder_time(os.path.join(root, names[row]))
+
+    in_threads(work, len(names), chunk=16)
+    return times
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +77,16 @@ class ImageIndex:
     files: Names  # relative to root, with "/"; any sequence of strings is converted
     labels: np.ndarray  # int64 (N,), position in `classes`; -1 = not labeled
     classes: tuple[str, ...]
-    sizes: np.ndarray  # int32 (N, 2): height and width as stored, before any EXIF rotation
+    sizes: np.ndarray  # int32 (N, 2): height and width, as the images are read
     pixels: np.ndarray | None = None  # uint8 (N, H, W, 3)
     stamps: np.ndarray | None = None  # int64 (N, 2): bytes and modification time in ns, when sizes were read
     bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
     # int8 (N, classes), for images that show several: 1 the class is there, -1 it is not, 0 difficult, not counted.
     presence: np.ndarray | None = None
     pack: Shards | None = None  # where the content of the files is read from instead
+    upright: bool = False  # whether images are turned as their EXIF tag says, or read as stored
     changed: tuple[int, ...] = ()  # images whose files were written again after the index was made
+    folders: FolderTimes | None = None  # of an index of all images below the root
 
     def __post_init__(self):
         if not isinstance(self.files, Names):
@@ -93,6 +135,17 @@ class ImageIndex:
         """Return what a decoder is given: the image's file, or its bytes from the pack."""
         return self.path(i) if self.pack is None else self.pack.read(i)
 
+    def rgb(self, i: int) -> np.ndarray:
+        """Return the image as it is read, (H, W, 3) uint8. Raises RuntimeError when it cannot be decoded."""
+        return read_rgb(self.content(i), upright=self.upright) if self.pixels is None else self.pixels[i]
+
+    def length_now(self, i: int) -> int | None:
+        """Return the length in bytes of an image's file if it is another one than in the index, else None."""
+        if self.stamps is None or self.pack is not None:
+            return None
+        length = os.path.getsize(self.path(i))
+        return None if length == self.stamps[i, 0] else length
+
     def damage(self, i: int) -> str | None:
         """Return why the stored bytes of an image are wrong; None if they are right, or have no checksum."""
         return None if self.pack is None else self.pack.damage(i)
@@ -116,6 +169,21 @@ class ImageIndex:
             lengths[:] = self.stamps[:, 0]
         lengths[list(self.bad)] = 0
         return hashlib.sha256(lengths.tobytes()).hexdigest()
+
+    def take(self, numbers: np.ndarray) -> "ImageIndex":
+        """Return the index of the images `numbers`, int64, numbered anew in that order."""
+        place = {old: new for new, old in enumerate(numbers.tolist())}
+        rows = {key: getattr(self, key) for key in ("labels", "sizes", "pixels", "stamps", "presence")}
+        pack = self.pack
+        return replace(
+            self,
+            files=Names.of(self.name(i) for i in place),
+            **{key: None if array is None else array[numbers] for key, array in rows.items()},
+            bad={place[i]: reason for i, reason in self.bad.items() if i in place},
+            changed=tuple(place[i] for i in self.changed if i in place),
+            pack=None if pack is None else Shards(pack.paths, pack.stamps, pack.members[numbers]),
+            folders=None,
+        )
 
     def within(self, megapixels: float) -> "ImageIndex":
         """Return this index with the images of more pixels as bad ones, of size 0, 0."""
@@ -153,28 +221,28 @@ class ImageIndex:
         if len(self.bad) > allowed:
             raise BadImage([(str(self.path(i)), reason) for i, reason in self.bad.items()])
 
-    def refreshed(self) -> "ImageIndex":
+    def refreshed(self, rows: np.ndarray | None = None) -> "ImageIndex":
         """Return this index with the headers of changed files read again; itself when no file has changed.
 
-        A file has changed when its size in bytes or its modification time has. Other bad images stay bad.
-        Raises DataError with the number and the names of files that are gone.
+        Compares all files, or the images `rows`, int64. A file has changed when its size in bytes or its modification
+        time has. Other bad images stay bad. Raises DataError with the number and the names of files that are gone.
         """
         if self.root is None or self.stamps is None:
             return self
-        stamps = file_stamps(self.root, self.files)
-        gone = np.flatnonzero((stamps[:, 0] < 0) & (self.stamps[:, 0] >= 0)).tolist()
+        rows = np.arange(len(self)) if rows is None else rows
+        before, now = self.stamps[rows], file_stamps(self.root, [self.name(i) for i in rows.tolist()])
+        gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()
         if gone:
             raise DataError(
                 f"{len(gone)} of the {len(self)} files in the index cannot be found under {self.root}: "
                 f"{self.some(gone)}. Correct data.root, or make the index again with `fastsuncet data check CONFIG`"
             )
-        changed = np.flatnonzero((stamps != self.stamps).any(axis=1)).tolist()
+        changed = rows[(now != before).any(axis=1)].tolist()
         if not changed:
             return self
-        headers = read_headers(self.root, [self.name(i) for i in changed])
-        sizes = self.sizes.copy()
-        # The stamps stay those from before the headers: a file that changed in between is read again next time.
-        sizes[changed] = headers.sizes
+        headers = read_headers(self.root, [self.name(i) for i in changed], upright=self.upright)
+        sizes, stamps = self.sizes.copy(), self.stamps.copy()
+        sizes[changed], stamps[changed] = headers.sizes, headers.stamps
         bad = {i: reason for i, reason in self.bad.items() if i not in set(changed)}
         bad |= {changed[row]: reason for row, reason in headers.bad.items()}
         every = tuple(sorted({*self.changed, *changed}))
@@ -198,8 +266,11 @@ def save_index(index: ImageIndex, path: Path) -> None:
         "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
         "stamps": index.stamps,
         "presence": index.presence,
+        "upright": np.array(index.upright),
         "changed": np.array(index.changed, np.int64),
     }
+    if index.folders is not None:
+        arrays |= {"folders": index.folders.names.lines, "folder_times": index.folders.times}
     if index.pack is not None:
         arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
         arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
@@ -209,7 +280,8 @@ def save_index(index: ImageIndex, path: Path) -> None:
     partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as stream:
+        # No other user may write it: `untrusted` would refuse it.
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as stream:
             np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
             stream.flush()
             os.fsync(stream.fileno())
@@ -229,6 +301,18 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def untrusted(path: Path) -> str | None:
+    """Return why a kept index is not read: not this user's, open to others or too large; None if it can be."""
+    status = os.stat(path)
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users can write it (mode {stat.S_IMODE(status.st_mode):o})"
+    if status.st_size > MOST_BYTES:
+        return f"it has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
+    return None
 
 
 def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) -> ImageIndex:
@@ -251,6 +335,11 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
         if (version := int(arrays["version"])) != _VERSION:
             raise ValueError(f"it has version {version}, not {_VERSION}")
         folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", ()))
+        folders = None
+        if "folders" in arrays:
+            folders = FolderTimes(Names(arrays["folders"]), arrays["folder_times"])
+            if folders.times.shape != (len(folders.names),) or folders.times.dtype != np.int64:
+                raise ValueError("its folders do not fit their times")
         index = ImageIndex(
             root=folder,
             files=Names(arrays["files"]),
@@ -260,13 +349,15 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
             stamps=None if shards else arrays["stamps"],
             bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
             presence=arrays.get("presence"),
-            changed=tuple(arrays["changed"].tolist()) if "changed" in arrays else (),
+            upright=bool(arrays["upright"]),
+            changed=tuple(arrays["changed"].tolist()),
+            folders=folders,
         )
         if index.fingerprint() != str(arrays["fingerprint"]):
             raise ValueError("its content does not match its fingerprint")
         # Whoever wrote the file, it must not lead out of the data folder.
-        for name in itertools.chain(index.files, shards):
-            if leaves_root(name):
+        for names in (index.files, shards, folders.names if folders else Names.of(())):
+            if (name := names.leaving_root()) is not None:
                 raise ValueError(f"{name!r} leads out of the data folder")
         places = (arrays["shard_stamps"], arrays["members"]) if shards else ()
     except Exception as error:

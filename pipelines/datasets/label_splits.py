@@ -84,13 +84,57 @@ def labeled_split(
         chosen, source = np.empty(0, np.int64), "none asked for"
     else:
         raise DataError(f"data.split.kind is one of {', '.join(KINDS)}, not {kind!r}")
-    chosen = chosen[index.labels[chosen] >= 0]
+    return _split(index, chosen[index.labels[chosen] >= 0], source)
+
+
+def _split(index: ImageIndex, chosen: np.ndarray, source: str) -> Split:
     return Split(
         indices=chosen,
         per_class=np.bincount(index.labels[chosen], minlength=len(index.classes)),
         fingerprint=hashlib.sha256(Names.of(index.name(i) for i in chosen).lines.data).hexdigest(),
         source=source,
     )
+
+
+def draw_held_out(index: ImageIndex, split: Split, share: float, seed: int) -> np.ndarray:
+    """Return `share` of the labeled images of `split`, int64 ascending, drawn in each class as by `stratified`.
+
+    Of a split without images: of all that have a label. Bad images are not drawn. Raises DataError where no image has a
+    label, or no labeled image of a class would be left.
+    """
+    labels = np.full(len(index), -1)
+    pool = split.indices if len(split.indices) else np.flatnonzero(index.labels >= 0)
+    labels[pool] = index.labels[pool]
+    labels[list(index.bad)] = -1
+    if not (count := int((labels >= 0).sum())):
+        raise DataError("no image has a label, so none can be held out to validate on")
+    chosen = stratified(labels, max(1, round(share * count)), seed)
+    left = np.bincount(
+        np.delete(index.labels[pool], np.searchsorted(pool, chosen)), minlength=len(index.classes)
+    )
+    if len(gone := np.setdiff1d(index.labels[chosen], np.flatnonzero(left))):
+        names = listed([index.classes[label] for label in gone])
+        raise DataError(f"{names}: no labeled image would be left to train on. Hold out fewer, or label more")
+    return chosen
+
+
+def validated_by(index: ImageIndex, file: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images that a CSV of (file, label) names, int64 ascending, and their labels, int64.
+
+    Raises DataError for wrong lines, as `with_csv_labels`, and for a label that differs from the index's.
+    """
+    labels = with_csv_labels(index, file, classes=index.classes).labels
+    _require_same_labels(index, labels, index.labels >= 0, file)
+    chosen = np.flatnonzero(labels >= 0)
+    return chosen, labels[chosen]
+
+
+def without(index: ImageIndex, split: Split, chosen: np.ndarray) -> tuple[ImageIndex, Split]:
+    """Return the index and the split without the images `chosen`, int64 ascending."""
+    kept = np.delete(np.arange(len(index)), chosen)
+    left = np.searchsorted(kept, np.setdiff1d(split.indices, chosen))
+    index = index.take(kept)
+    return index, _split(index, left, f"{split.source}, without {len(chosen)} validation images")
 
 
 def bernoulli(count: int, fraction: float, seed: int) -> np.ndarray:
@@ -176,12 +220,15 @@ def _is_name(line: str) -> bool:
 
 def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:
     labeled = with_csv_labels(index, file, classes=index.classes or None)
-    chosen = np.flatnonzero(labeled.labels >= 0)
+    _require_same_labels(index, labeled.labels, np.full(len(index), True), file)
+    return np.flatnonzero(labeled.labels >= 0)
+
+
+def _require_same_labels(
+    index: ImageIndex, labels: np.ndarray, compared: np.ndarray, file: str | Path
+) -> None:
     names = (*index.classes, "no label")  # the last one is that of label -1
-    others = [
-        f"{index.name(i)} ({labeled.classes[labeled.labels[i]]} instead of {names[index.labels[i]]})"
-        for i in chosen[labeled.labels[chosen] != index.labels[chosen]]
-    ]
+    differing = np.flatnonzero(compared & (labels >= 0) & (labels != index.labels)).tolist()
+    others = [f"{index.name(i)} ({names[labels[i]]} instead of {names[index.labels[i]]})" for i in differing]
     if others:
         raise DataError(f"{file}: {len(others)} labels differ from those of the data set: {listed(others)}")
-    return chosen

@@ -27,6 +27,7 @@ from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_t
 from pipelines.datasets.index import ImageIndex, load_index, save_index, sync_folder
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
+from pipelines.output import say_line
 
 INDEX = "index.npz"
 SHARD_BYTES = 1 << 30  # what a kill costs at most; ImageNet makes 142 shards
@@ -35,29 +36,42 @@ _HEAD = 1 << 16  # bytes of an image that nearly always hold its size
 _MAKE = "`fastsuncet data pack CONFIG --output FOLDER` makes one"
 
 
-def open_pack(pack: str | Path, *, kept: Path | None = None, like: ImageIndex | None = None) -> ImageIndex:
+def open_pack(
+    pack: str | Path,
+    *,
+    kept: Path | None = None,
+    like: ImageIndex | None = None,
+    scan: bool = False,
+    upright: bool = False,
+) -> ImageIndex:
     """Return the index of a pack: a folder, or a pattern of .tar files with *, ? and {a,b} or {0000..0146}.
 
     A folder of `write_pack` has the index of the files it was made from; `like`, where given, must name the same
     images. Other shards are scanned, in order of their names: images are called SHARD.tar/KEY.jpg, and classes have
-    the numbers in KEY.cls. The result is kept in `kept`, and scanned again when a shard has changed. Raises DataError.
+    the numbers in KEY.cls. Images are turned as their EXIF tags say with `upright`. The result is kept in `kept`, and
+    scanned again when a shard has changed, or with `scan`. Raises DataError.
     """
     folder = Path(pack).expanduser()
     if (folder / INDEX).is_file():
         index = load_index(folder / INDEX, root=folder)
         if index.pack is None:
             raise DataError(f"{folder / INDEX} is not the index of a pack: {_MAKE}")
+        if index.upright != upright:
+            turned = str(index.upright).lower()
+            raise DataError(
+                f"{folder} was packed with data.exif_orientation={turned}: set that, or pack again"
+            )
         if like is not None:
             _require_same_images(folder, index, like)
         return index
     paths = _shard_paths(str(folder))
     # An index that cannot be used is made again: a shard has changed or moved, or it is damaged.
     with contextlib.suppress(DataError):
-        if kept is not None and kept.exists():
+        if kept is not None and kept.exists() and not scan:
             index = load_index(kept)
-            if index.pack is not None and index.pack.paths == paths:
+            if index.pack is not None and index.pack.paths == paths and index.upright == upright:
                 return index
-    index = _scanned(paths)
+    index = _scanned(paths, upright)
     if kept is not None:
         save_index(index, kept)
     return index
@@ -85,13 +99,19 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
 
 
-def _scanned(paths: list[Path]) -> ImageIndex:
+def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     """Return the index of shards that another program wrote."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
     require_inside(paths, root)
     stamps = np.array([stamp(path.stat()) for path in paths], np.int64)
     with ThreadPoolExecutor(THREADS) as pool:
         scans = list(pool.map(scan_shard, paths))
+    left_out = [f"{path.name}/{name}" for path, scan in zip(paths, scans) for name in scan.left_out]
+    if left_out:
+        say_line(
+            f"note: {len(left_out):,} images in shards are left out, such as {left_out[0]}: in WebDataset's layout an "
+            "extension begins at the first dot of a name. Rename them to use them"
+        )
     members = np.concatenate([scan.members for scan in scans])
     members["shard"] = np.repeat(np.arange(len(paths)), [len(scan.names) for scan in scans])
     if not len(members):
@@ -101,14 +121,14 @@ def _scanned(paths: list[Path]) -> ImageIndex:
 
     def size_of(i: int) -> tuple[int, int]:
         try:
-            return image_size(pack.read(i, _HEAD))
+            return image_size(pack.read(i, _HEAD), upright=upright)
         except ValueError:  # the header is longer than that, or there is none
-            return image_size(pack.read(i))
+            return image_size(pack.read(i), upright=upright)
 
     sizes, bad = read_sizes(size_of, len(members))
     names = (f"{path.relative_to(root)}/{name}" for path, scan in zip(paths, scans) for name in scan.names)
     classes = class_numbers(int(labels.max()) + 1)
-    return ImageIndex(root, Names.of(names), labels, classes, sizes, bad=bad, pack=pack)
+    return ImageIndex(root, Names.of(names), labels, classes, sizes, bad=bad, pack=pack, upright=upright)
 
 
 def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> None:
@@ -138,7 +158,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     if index.root is None or index.stamps is None:
         raise DataError("only images that are files can be packed")
     if (folder / INDEX).is_file():
-        open_pack(folder, like=index)
+        open_pack(folder, like=index, upright=index.upright)
         return len(index)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
@@ -193,7 +213,7 @@ def _write_shards(
     wanted = int(room.sum()) - sum(path.stat().st_size for path in part.glob("*.tar"))
     if wanted > (free := shutil.disk_usage(part).free):
         size, unit = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
-        raise DataError(
+        raise CannotWrite(
             f"the pack {part} needs {wanted / size:,.1f} {unit} more, and its disk has {free / size:,.1f} {unit} left"
         )
     shard_of = np.unique((np.cumsum(room) - room) // SHARD_BYTES, return_inverse=True)[1]

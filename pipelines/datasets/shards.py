@@ -36,6 +36,8 @@ CHECKSUM = "crc32:{}"
 # What tarfile may read into memory for one member's headers. A hostile header can claim any size.
 _HEADER_BYTES = 1 << 20
 _MOST_CLASSES = 1 << 20
+# Zeros after the last member: programs fill a record of 10,240 bytes, and a copy that was not finished leaves more.
+_PADDING = 1 << 16
 
 
 class Shards:
@@ -53,7 +55,7 @@ class Shards:
         self.paths, self.stamps, self.members = list(paths), stamps, members
         self._files: list[io.FileIO] = []
         weakref.finalize(self, lambda files: [file.close() for file in files], self._files)
-        _allow_open_files(len(self.paths))
+        allow_open_files(len(self.paths))
         for path, (size, time) in zip(self.paths, stamps.tolist()):
             try:
                 self._files.append(io.FileIO(path))
@@ -133,12 +135,14 @@ class Scan(NamedTuple):
     names: list[str]
     labels: list[int]  # -1: no KEY.cls
     members: np.ndarray  # MEMBER (n,); `shard` is 0
+    left_out: list[str]  # names like "a.b.jpg", which is the field "b.jpg" of the key "a"
 
 
 def scan_shard(path: Path) -> Scan:
     """Read the headers of a shard. Raises DataError, with its name, if anything in it is not as it should be."""
     images: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
     labels: dict[str, int] = {}
+    left_out: list[str] = []
     try:
         with (
             _HeaderReader(io.FileIO(path)) as file,
@@ -159,22 +163,42 @@ def scan_shard(path: Path) -> Scan:
                     raise ValueError(f"it has two images or two labels of the key {key.lstrip('/')!r}")
                 if extension == ".cls":
                     text = os.pread(file.fileno(), min(member.size, 32), member.offset_data).strip()
-                    if not text.isdigit() or (label := int(text)) >= _MOST_CLASSES:
+                    if member.size > 32 or not text.isdigit() or (label := int(text)) >= _MOST_CLASSES:
                         raise ValueError(f"its label {name!r} is no whole number from 0: {text!r}")
                     labels[key] = label
                 elif extension in EXTENSIONS:
                     known = re.fullmatch(CHECKSUM.format("([0-9a-f]{8})"), member.uname)
                     crc32 = int(known[1], 16) if known else -1
                     images[key] = name, (0, member.offset_data, member.size, crc32)
-            # tarfile takes a damaged header for the end. The true end is a block of zeros.
-            if os.pread(file.fileno(), _BLOCK, tar.offset) != bytes(_BLOCK):
-                raise ValueError(f"it is cut short or damaged after byte {tar.offset:,}")
+                elif extension.endswith(tuple(EXTENSIONS)):
+                    left_out.append(name)
+            _require_end(file.fileno(), tar.offset)
     except OSError as error:
         raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DataError(f"the shard {path} cannot be used: {error}. {REMEDY}") from error
     members = np.array([place for _, place in images.values()], MEMBER)
-    return Scan([name for name, _ in images.values()], [labels.get(key, -1) for key in images], members)
+    names = [name for name, _ in images.values()]
+    return Scan(names, [labels.get(key, -1) for key in images], members, left_out)
+
+
+def _require_end(file: int, end: int) -> None:
+    """Raise ValueError unless nothing but zeros follows from the byte `end` on, where tarfile saw the end of a shard.
+
+    It takes a damaged header, a lost page and the end of the first of two joined shards for the end.
+    """
+    size = os.fstat(file).st_size
+    if os.pread(file, _BLOCK, end) != bytes(_BLOCK):
+        raise ValueError(f"it is cut short or damaged after byte {end:,}")
+    if size - end > _PADDING:
+        text = f"it has {size - end:,} bytes after its end at byte {end:,}, more than any program writes"
+        raise ValueError(f"{text}: a copy that was not finished, a lost page, or shards that were joined")
+    rest = os.pread(file, size - end, end)
+    if after := rest.lstrip(b"\0"):
+        raise ValueError(
+            f"it seems to end at byte {end:,}, and more follows at byte {size - len(after):,}: a lost page, or shards "
+            "that were joined"
+        )
 
 
 class _HeaderReader(io.BufferedReader):
@@ -189,9 +213,10 @@ class _HeaderReader(io.BufferedReader):
         return super().read(size)
 
 
-def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files for `count` more, as far as the system allows."""
+def allow_open_files(count: int) -> int:
+    """Raise this process's limit of open files for `count` more, as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < count + 512:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 512, hard), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -2,15 +2,12 @@
 
 import io
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipelines.data_errors import DataError
-
-_LINE_BREAK = re.compile("[\n\r]")
 
 
 class Names(Sequence[str]):
@@ -35,16 +32,13 @@ class Names(Sequence[str]):
 
         Such a name could not stand in a list of names or a CSV either.
         """
-        lines = []
-        for name in names:
-            try:
-                lines.append(os.fsencode(name))
-                unfit = _LINE_BREAK.search(lines[-1].decode())
-            except UnicodeError:
-                unfit = True
-            if unfit:
-                raise DataError(f"a name has a line break in it or is not UTF-8, rename it: {name!r}")
-        return cls(np.frombuffer(b"".join(line + b"\n" for line in lines), np.uint8))
+        names = list(names)
+        # All at once, because a million of them take seconds; one by one only to find the wrong one.
+        lines = _packed(names)
+        if lines is None:
+            wrong = next(name for name in names if _packed([name]) is None)
+            raise DataError(f"a name has a line break in it or is not UTF-8, rename it: {wrong!r}")
+        return cls(np.frombuffer(lines, np.uint8))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -71,6 +65,14 @@ class Names(Sequence[str]):
         letters = self.lines.take(ends[:, None] - before_end, mode="clip")
         return np.where(before_end <= lengths[:, None], letters, np.uint8(ord(fill)))
 
+    def leaving_root(self) -> str | None:
+        """Return a name that, joined to a folder, could lead out of it; None if there is none."""
+        # A search of the bytes: a million names one by one take seconds.
+        lines = self.lines.tobytes()
+        if not lines.startswith(b"/") and b"\n/" not in lines and b".." not in lines:
+            return None
+        return next(filter(leaves_root, self), None)
+
     def find(self, wanted: Sequence[str]) -> np.ndarray:
         """Return the position of each wanted name, int64 (len(wanted),); -1 where it is not in the list."""
         # One pass over all names with a dictionary of the few wanted: a dictionary of all would be the 1 GB again.
@@ -79,6 +81,16 @@ class Names(Sequence[str]):
             if name in places:
                 places[name] = position
         return np.fromiter((places[name] for name in wanted), np.int64, len(wanted))
+
+
+def _packed(names: Sequence[str]) -> bytes | None:
+    """Return `names` as lines; None if one has a line break in it or is not UTF-8."""
+    try:
+        lines = os.fsencode("".join(f"{name}\n" for name in names))
+        lines.decode()
+    except UnicodeError:
+        return None
+    return lines if lines.count(b"\n") == len(names) and b"\r" not in lines else None
 
 
 def listed_lines(content: bytes) -> list[str]:

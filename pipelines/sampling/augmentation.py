@@ -90,7 +90,7 @@ class Augmentation:
         "order of the four: random: drawn for each image, as torchvision does; fixed: brightness, contrast, "
         "saturation, hue",
     )
-    grey: Probability = setting(0.2, "probability of a gray image")
+    gray: Probability = setting(0.2, "probability of a gray image")
     blur: Probability = setting(0.5, "probability of a Gaussian blur")
     blur_sigma: Range = setting((0.1, 2.0), "standard deviation of the blur, in pixels of the finished crop")
     blur_window: Annotated[
@@ -157,7 +157,7 @@ class ViewParams:
     order: (
         np.ndarray
     )  # (B, 4) int32: which of the four factors above comes first, second ...; 0 is brightness
-    grey: np.ndarray  # (B,) bool
+    gray: np.ndarray  # (B,) bool
     sigma: np.ndarray  # (B,) float32 pixels, 0 = no blur
 
 
@@ -169,6 +169,7 @@ class Center:
     resize: int = 256  # pixels, shorter side
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    upright: bool = True  # images are turned as their EXIF tag says; an index does it (`image_tree`)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a crop that is larger than the resized image."""
@@ -211,7 +212,7 @@ def draw_view(
     draws = uniform(seed, role, (first_row * blocks, 0, 0, step), len(sizes) * DRAWS_PER_ROW)
     draws = draws.reshape(len(sizes), DRAWS_PER_ROW)
     tries, (top, left, *rest) = draws[:, : 2 * CROP_TRIES], draws[:, 2 * CROP_TRIES :].T
-    flip, jitter, brightness, contrast, saturation, hue, grey, blur, sigma, order = rest
+    flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, order = rest
     jittered, turns = jitter < augmentation.jitter, augmentation.strength * augmentation.hue
 
     def where(chosen: np.ndarray, drawn: np.ndarray, neutral: float) -> np.ndarray:
@@ -229,7 +230,7 @@ def draw_view(
         saturation=factor(saturation, augmentation.saturation),
         hue=where(jittered, between(hue, -turns, turns), 0.0),
         order=ORDERS[(order * len(ORDERS) * (augmentation.color_order == "random")).astype(int)],
-        grey=grey < augmentation.grey,
+        gray=gray < augmentation.gray,
         sigma=where(blur < augmentation.blur, between(sigma, *augmentation.blur_sigma), 0.0),
     )
 

@@ -108,13 +108,14 @@ class SubsetSampler(UnlabeledSampler):
 
 
 class ClassSampler:
-    """Labeled batches by class (recipe 2.3): C classes shared by all ranks, n images of each on every rank.
+    """Labeled batches by class (recipe 2.3): m images of each of C classes, over all ranks.
 
     `indices` int64 (L,) are the labeled images' numbers in the data set, `labels` int64 (L,) their classes. With
-    C = `classes_per_batch` and m = `images_per_class` (global: m = world_size * n), the global batch has m rows of C
-    classes, interleaved [a, b, c, a, b, c, ...]: row i is of class i % C, and a rank's rows are the C * n from
-    `rank * local_batch` on. `class_names` names classes 0, 1, ... in messages and lets the sampler report those without
-    any labeled image.
+    C = `classes_per_batch` and m = `images_per_class`, the global batch has m rows of C classes, interleaved [a, b, c,
+    a, b, c, ...]: row i is of class i % C, and a rank's rows are the C * m / world_size from `rank * local_batch` on.
+    Where m is a multiple of `world_size`, every rank has equally many images of each class; else some classes are on
+    some ranks only. `class_names` names classes 0, 1, ... in messages and lets the sampler report those without any
+    labeled image.
 
     Classes: cycle k is a fresh permutation of the classes cut into chunks of C, one a step, so every class is visited
     once a cycle. Where C does not divide their number, a remainder, drawn anew, is left out.
@@ -123,11 +124,11 @@ class ClassSampler:
     permutation of all its images, then draws the next: no image twice in a visit, and none reserved for a rank (the
     authors' code, at 64 ranks, fixes two images per class and rank for the whole run; that flaw is not copied). A class
     with n_c < m goes round one permutation, a fresh one each visit: any n_c images in a row are distinct, so no rank
-    meets an image twice while n <= n_c, and within a visit one image is used at most once more than another. Repeats,
-    each under its own augmentation, are positives of themselves; `notes()` says so. Nothing here depends on n, so this
-    holds for any number of ranks.
+    meets an image twice while it has n <= n_c rows of the class, and within a visit one image is used at most once more
+    than another. Repeats, each under its own augmentation, are positives of themselves; `notes()` says so. Nothing here
+    depends on n, so this holds for any number of ranks.
 
-    Raises DataError: fewer classes with labels than C, or m not a multiple of `world_size`.
+    Raises DataError: fewer classes with labels than C, or C * m not a multiple of `world_size`.
     """
 
     indices: np.ndarray | None
@@ -148,7 +149,6 @@ class ClassSampler:
                 f"one label >= 0 for each index is needed: got {indices.shape} indices, {labels.shape} labels"
             )
         self.indices = indices
-        self._n = _share("the number of labeled images per class", images_per_class, world_size)
         self._labels, self._counts = np.unique(labels, return_counts=True)
         if not 1 <= classes_per_batch <= len(self._labels):
             raise DataError(
@@ -158,7 +158,8 @@ class ClassSampler:
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
         self.world_size, self.seed, self.class_names = world_size, seed, tuple(class_names)
         self.global_batch = classes_per_batch * images_per_class
-        self.local_batch = self.global_batch // world_size
+        self.local_batch = _share("the labeled batch", self.global_batch, world_size)
+        self._n = -(-self.local_batch // classes_per_batch)  # images of a class on a rank, at most
         self.steps_per_cycle = len(self._labels) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
         self._images = indices[np.lexsort((indices, labels))]
@@ -176,20 +177,23 @@ class ClassSampler:
         return self._cycle[1][chunk * self.classes_per_batch : (chunk + 1) * self.classes_per_batch]
 
     def classes(self, step: int) -> np.ndarray:
-        """Return labels, int64 (C,), of the classes of `step`, on every rank; row i of a rank is of class i % C."""
+        """Return labels, int64 (C,), of the classes of `step`; row i of the global batch is of class i % C."""
         return self._labels[self._slots(step)]
 
     def rows(self, step: int, rank: int) -> np.ndarray:
         """Return image indices, int64 (local_batch,), of `rank` at `step`, interleaved [a, b, c, a, b, c, ...]."""
-        n, m, slots = self._n, self.images_per_class, self._slots(step)
+        m, slots = self.images_per_class, self._slots(step)
         counts = self._counts[slots]
         numbers, turns = np.divmod(step // self.steps_per_cycle, np.maximum(1, counts // m))
         # Few classes begin a permutation at a step, unless they are too small for two visits.
         stale = self._numbers[slots] != numbers
         for slot, number in zip(slots[stale].tolist(), numbers[stale].tolist()):
             self._shuffle(slot, number)
-        mine = np.arange(rank * n, (rank + 1) * n)[:, None]
-        return self._ordered[self._firsts[slots] + (turns * m + mine) % counts].reshape(-1)
+        mine = np.arange(rank * self.local_batch, (rank + 1) * self.local_batch)
+        visit, of_class = np.divmod(mine, len(slots))
+        return self._ordered[
+            self._firsts[slots][of_class] + ((turns * m)[of_class] + visit) % counts[of_class]
+        ]
 
     def _shuffle(self, slot: int, number: int) -> None:
         """Put the images of one class into the order of its permutation `number`."""
@@ -215,7 +219,7 @@ class ClassSampler:
                 f"cycle of {self.steps_per_cycle} steps leaves out {left_out}, drawn anew"
             )
         if m == 1:
-            notes.append("one image per class and batch: no labeled image has a positive, so SuNCEt is 0")
+            notes.append("one image per class and batch: no labeled image has a positive, which SuNCEt needs")
         shared, repeated = (n <= self._counts) & (self._counts < m), self._counts < n
         for which, why in (
             (shared, f"the {m} a batch takes, so several ranks share an image"),

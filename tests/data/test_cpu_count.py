@@ -1,13 +1,15 @@
 """How many cores a process has, and how many threads decode for it by default."""
 
 import os
+from contextlib import closing
 
 import pytest
 import torch
 
 from fastsuncet.config import load_config
-from fastsuncet.data import cpu_count
-from fastsuncet.data.paired_stream import loader_options
+from fastsuncet.data import cpu_count, paired_stream
+from fastsuncet.data.dataset import open_images
+from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, loader_options
 from fastsuncet.distributed.launch import Place
 from tests.support.runs import CONFIGS
 
@@ -54,9 +56,52 @@ def test_decode_threads_are_a_share_of_the_cores_up_to_16(machine, offered, rank
     assert cpu_count.decode_threads(12, streams=2) == 12
 
 
+@pytest.mark.parametrize(
+    ("offered", "slurm", "expected"),
+    [
+        (8, {"SLURM_CPUS_ON_NODE": "64"}, 8),  # a task that is bound to its share
+        (64, {"SLURM_CPUS_ON_NODE": "64"}, 8),  # one that is not bound
+        (
+            64,
+            {"SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "77"},
+            8,
+        ),  # torchrun's, in a task for the node
+        (32, {"SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "77"}, 4),
+    ],
+)
+def test_slurm_tasks_decode_on_their_share_of_the_node(machine, monkeypatch, offered, slurm, expected):
+    machine(offered, ranks=8)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert cpu_count.decode_threads(None) == expected
+
+
 def test_two_streams_on_a_gpu_share_the_cores_of_their_process(machine):
     machine(16, ranks=1)
     config = load_config(CONFIGS / "digits_demo.yaml")
     assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)), streams=2)["threads"] == 8
     assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)))["threads"] == 16  # an evaluation
     assert loader_options(config, Place(0, 1, 0, torch.device("cpu")), streams=2)["threads"] == 16
+
+
+def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_ends(monkeypatch):
+    """On the CPU, as if it shared its threads as a GPU does."""
+    real = loader_options
+
+    def shared(config, place, streams=1):
+        return {**real(config, place), "threads": 4 // streams}
+
+    monkeypatch.setattr(paired_stream, "loader_options", shared)
+    here = Place(0, 1, 0, torch.device("cpu"))
+    config = load_config("digits_demo", ["criterion.supervised_epochs=1"])
+    images = open_images(config, here, validation=False)
+    arithmetic = config.resolve(1, *images.counts())
+    with closing(PairedStream(config, images.train, images.split.indices, arithmetic, here)) as stream:
+
+        def threads() -> dict[str, int]:
+            return {role: loader._backend.threads for role, loader in stream._loaders.items()}
+
+        stream(arithmetic.supervised_steps - 1)
+        assert threads() == {UNLABELED: 2, LABELED: 2}
+        assert len(stream(arithmetic.supervised_steps).labeled) == 0
+        assert threads() == {UNLABELED: 4}

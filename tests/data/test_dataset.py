@@ -1,5 +1,6 @@
 """Every data.kind from the config to its images, and errors that name the key, its line and the fix."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -10,9 +11,11 @@ import pytest
 from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
-from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.data.dataset import Images, open_images, reading_headers
 from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.launch import join
+from pipelines.data_errors import DataError
+from pipelines.datasets import index
 from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
 
@@ -43,7 +46,7 @@ def opened(*overrides: str, validation: bool = False) -> Images:
 def test_images_are_any_tree_without_labels(here):
     train = opened().train
     assert list(train.files) == ["1.jpg", "x/2.png", "x/y/3.jpg"] and train.classes == ()
-    assert train.labels.tolist() == [-1] * 3 and train.root == Path("tree")
+    assert train.labels.tolist() == [-1] * 3 and train.root == here / "tree"
     assert list(opened("data.train=x").train.files) == ["2.png", "y/3.jpg"]
     check_config(load_config("run.yaml"))  # the same kept index
     assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
@@ -54,6 +57,63 @@ def test_csv_labels_images_below_the_root(here):
     csv = ("data.kind=csv", "data.csv=labels.csv", "data.split.kind=csv")
     images = opened(*csv)
     assert images.train.classes == ("cat",) and images.split.indices.tolist() == [1]
+
+
+def labeled_tree(here: Path) -> list[str]:
+    """Write ten cats and five dogs, ten and five of them in labels.csv, and three without a label."""
+    names = [f"{name}{i}.jpg" for name, count in (("cat", 10), ("dog", 5), ("none", 3)) for i in range(count)]
+    write_images(here / "flat", *names)
+    (here / "labels.csv").write_text("file,label\n" + "".join(f"{n},{n[:3]}\n" for n in names[:15]))
+    return ["data.kind=csv", "data.root=flat", "data.csv=labels.csv", "data.split.kind=csv"]
+
+
+def test_validation_is_held_out_of_the_labels_by_class(here):
+    """It is the same for a command that evaluates and one that trains, and its images are trained on nowhere."""
+    csv = labeled_tree(here)
+    images = opened(*csv, "data.validation=0.2", validation=True)
+    assert np.bincount(images.validation.labels).tolist() == [2, 1]
+    names = {*images.train.files, *images.validation.files}
+    assert (len(images.train), len(images.split.indices), len(names)) == (15, 12, 18)
+    assert all(images.train.labels[images.split.indices] >= 0) and images.split.per_class.tolist() == [8, 4]
+    assert images.fingerprint() == opened(*csv, "data.validation=0.2").fingerprint()
+    other = opened(*csv, "data.validation=0.2", "data.split.kind=bernoulli", "data.split.fraction=0.5")
+    assert len(other.train) > 15 and "validation images" in other.split.source
+
+
+def test_validation_by_a_table_and_by_a_folder_elsewhere(here):
+    csv = labeled_tree(here)
+    (here / "check.csv").write_text("file,label\ndog4.jpg,dog\nnone1.jpg,cat\n")
+    images = opened(*csv, "data.validation=check.csv", validation=True)
+    assert (list(images.validation.files), images.validation.labels.tolist()) == (
+        ["dog4.jpg", "none1.jpg"],
+        [1, 0],
+    )
+    assert len(images.train) == 16 and len(images.split.indices) == 14
+    write_images(here / "elsewhere", "dog/1.jpg", "cat/2.jpg", "cat/3.jpg")
+    images = opened(*csv, f"data.validation={here}/elsewhere", validation=True)
+    assert images.validation.labels.tolist() == [0, 0, 1] and len(images.train) == 18
+
+
+@pytest.mark.parametrize(
+    ("table", "validation", "said"),
+    [
+        (
+            "cat0.jpg,dog\n",
+            "check.csv",
+            "1 labels differ from those of the data set: cat0.jpg (dog instead of cat)",
+        ),
+        ("cat0.jpg,cow\n", "check.csv", "label 'cow' is not one of the 2 classes"),
+        ("gone.jpg,cat\n", "check.csv", "no image gone.jpg under"),
+        ("", "0.9", "dog: no labeled image would be left to train on"),
+        ("", "gone.csv", "cannot read the labels"),
+    ],
+)
+def test_validation_refuses(here, table, validation, said):
+    csv = labeled_tree(here)
+    (here / "check.csv").write_text(f"file,label\n{table}")
+    with pytest.raises(DataError) as caught:
+        opened(*csv, f"data.validation={validation}", validation=True)
+    assert said in str(caught.value) and f"data.validation={validation}" in str(caught.value)
 
 
 @pytest.mark.parametrize("labels", [False, True])
@@ -74,6 +134,8 @@ def test_shards_need_no_root_and_no_labels(here, labels):
     (here / "labels.csv").write_text("file,label\na-1.tar/10.jpg,cat\n")
     images = opened(*pack, "data.kind=csv", "data.csv=labels.csv", "data.split.kind=csv")
     assert images.split.indices.tolist() == [2] and images.train.classes == ("cat",)
+    kept = images.train.take(np.array([3, 1]))
+    assert list(kept.files) == ["a-1.tar/11.jpg", "a-0.tar/01.jpg"] and kept.content(0) == content
 
 
 def test_synthetic_images_depend_on_the_seed_alone():
@@ -88,11 +150,19 @@ def test_synthetic_images_depend_on_the_seed_alone():
     assert other.fingerprint() != one.fingerprint()
 
 
-def test_views_of_swav_are_two_large_and_several_small_crops():
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("criterion.instance=swav", "swav.prototypes=10"),
+        ("criterion.instance=paws", "criterion.supervised_epochs=all", "data.kind=image_folder",
+         "data.split.kind=all", "criterion.classes_per_batch=2", "criterion.supervised_imgs_per_class=1"),
+    ],
+    ids=["swav", "paws"],
+)  # fmt: skip
+def test_views_with_multi_crop_are_two_large_and_several_small_crops(method):
     sizes = ("data.augmentation.size=28", "data.augmentation.crop_scale=[0.14, 1.0]", "swav.small_size=12")
     crops = (
-        "criterion.instance=swav",
-        "swav.prototypes=10",
+        *method,
         "swav.small_crops=6",
         "data.augmentation.blur=0",
     )
@@ -122,10 +192,39 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
     for _ in range(2):  # a second try does not forget
         code, output = train()
         assert code == 5 and "2 of 3 training images (1.jpg, x/y/3.jpg) were written again" in output
-        assert "1 new images in tree are not used: `fastsuncet data check` adds them" in output
+        assert f"1 new images in {here}/tree are not used: `fastsuncet data check` adds them" in output
         assert "data.changed_images=true" in output
     code, output = train("data.changed_images=true")
     assert code == 0 and "note: 2 of 3 images changed since their index was made" in output
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda kept: kept.chmod(0o664), "other users can write it (mode 664)"),
+        (lambda kept: os.chown(kept, 12345, -1), "it belongs to user 12345"),
+        (lambda kept: os.truncate(kept, 10**6), "it has 1,000,000 bytes, more than 50,000"),
+    ],
+)
+def test_kept_index_that_others_can_write_or_that_is_too_large_is_made_anew(
+    here, monkeypatch, capsys, damage, why
+):
+    opened()
+    (kept,) = (here / "runs" / "indices").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o644
+    if "user" in why and os.geteuid():
+        pytest.skip("only root can give a file away")
+    damage(kept)
+    monkeypatch.setattr(index, "MOST_BYTES", 50_000)
+    for said in (f"note: the index runs/indices/{kept.name} is made anew, because {why}\n", ""):
+        assert len(opened().train) == 3 and capsys.readouterr().out == said
+
+
+def test_scan_of_many_files_says_that_it_reads_their_headers_once(capsys):
+    for done, total in ((0, 99_999), (0, 100_000), (256, 100_000)):
+        reading_headers(Path("tree"), done, total)
+    said = "reading the headers of 100,000 images in tree, once: their index is kept\n"
+    assert capsys.readouterr().out == said
 
 
 def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, capsys):
@@ -137,17 +236,17 @@ def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, 
 @pytest.mark.parametrize(
     ("overrides", "code", "said"),
     [
-        ("data.root=gone", 3, "no data folder gone | command line: data.root=gone | data.train"),
+        ("data.root=gone", 3, "no data folder HERE/gone | command line: data.root=gone | data.train"),
         (
             "data.root=~nobody-here/x",
             3,
             "no data folder ~nobody-here/x | command line: data.root=~nobody-here/x",
         ),
-        ("data.train=gone", 3, "no data folder tree/gone | run.yaml:3: data.root: tree"),
-        ("data.validation=x", 3, "tree/x lie in the folder of the training images | validation=null"),
+        ("data.train=gone", 3, "no data folder HERE/tree/gone | run.yaml:3: data.root: tree"),
+        ("data.validation=x", 3, "HERE/tree/x lie in the folder of the training images | validation=null"),
         ("data.kind=image_folder data.train=x/y", 3, "no class folders | data.kind: images"),
-        ("data.kind=csv data.csv=no.csv", 3, "labels no.csv: No such | command line: data.csv=no.csv"),
-        ("data.pack=no.tar", 3, "no pack or shard no.tar | command line: data.pack=no.tar"),
+        ("data.kind=csv data.csv=no.csv", 3, "labels HERE/no.csv: No such | command line: data.csv=no.csv"),
+        ("data.pack=no.tar", 3, "no pack or shard HERE/no.tar | command line: data.pack=no.tar"),
         ("data.max_megapixels=4e-5", 3, "3 images | 1.jpg: 8 x 6 pixels, more than data.max_megapixels"),
         ("data.root=null", 2, "data.root | is needed with data.kind: images | data.pack"),
         (
@@ -164,17 +263,26 @@ def test_a_full_disk_under_the_index_has_the_exit_code_of_the_disk(monkeypatch, 
         ),
     ],
 )
-def test_data_errors_name_the_key_its_place_and_the_fix(capsys, overrides, code, said):
+def test_data_errors_name_the_key_its_place_and_the_fix(here, capsys, overrides, code, said):
     assert cli.main(["train", "run.yaml", "--dry-run", *overrides.split()]) == code
-    error = capsys.readouterr().err.replace("\n      ", " ")
+    error = capsys.readouterr().err.replace("\n      ", " ").replace(str(here), "HERE")
     assert all(words in error for words in said.split(" | ")), error
 
 
+def test_dry_run_shows_the_config_behind_the_plan_where_asked(here, capsys):
+    assert cli.main(["train", "run.yaml", "--dry-run", "--show-config"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("run  ") and out.index("steps  ") < out.index("\n  temperature: 0.1\n")
+    assert cli.main(["train", "run.yaml", "--show-config"]) == 2
+    assert "--show-config goes with --dry-run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--dry-run", "--dry-run=step"])
-def test_dry_run_without_data_prints_the_plan_and_ends_with_the_error(option, capsys):
+def test_dry_run_without_data_prints_the_plan_and_ends_with_the_error(here, option, capsys):
     assert cli.main(["train", "in1k_10pct", option, "data.root=gone"]) == 3
     out, error = capsys.readouterr()
     assert "steps    454 an epoch, 227,000 in all" in out and "nothing was trained" in out
+    assert out.startswith("run  ") and "  temperature:" not in out
     assert "all checks passed" not in out and "Nothing was saved" not in out
     assert "The data were not checked. This is the plan for 1,281,167 images." in out
-    assert error.startswith("error: no data folder gone/train")
+    assert error.startswith(f"error: no data folder {here}/gone/train")

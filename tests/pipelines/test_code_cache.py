@@ -39,6 +39,14 @@ def test_read_gives_no_damaged_code(tmp_path, damage):
     assert code_cache.read(path) is None and code_cache.read(tmp_path / "absent") is None
 
 
+def test_read_neither_waits_for_a_pipe_nor_reads_a_huge_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with open(tmp_path / "huge", "wb") as file:
+        file.truncate(50 << 30)
+    (tmp_path / "huge").chmod(0o600)
+    assert code_cache.read(tmp_path / "pipe") is code_cache.read(tmp_path / "huge") is None
+
+
 @pytest.mark.parametrize("name", ["folder", "file"])
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
 def test_read_gives_no_code_that_others_could_write(tmp_path, name, mode):

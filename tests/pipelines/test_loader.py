@@ -1,7 +1,10 @@
 """Streams of views: any step at any time, the same for any threads and ranks, and bad files by name."""
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,8 +19,20 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Backend, Loader
 from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.step_plan import Plan
+from tests.support import slow_files
 from tests.support.pictures import texture, unusable_files
-from tests.support.streams import BACKENDS, SMALL, assert_same, evaluation, labeled, opened, unlabeled
+from tests.support.streams import (
+    BACKENDS,
+    SMALL,
+    assert_same,
+    evaluation,
+    labeled,
+    needs_dali,
+    opened,
+    unlabeled,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CROPS = (SMALL, SMALL, replace(SMALL, size=16, crop_scale=(0.05, 0.14)))  # as SwAV's
 
@@ -57,7 +72,7 @@ def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
     names = [*(os.fsdecode(name.encode()) for name in unusual), *(f"{i}.png" for i in range(5))]
     for i, name in enumerate(sorted(names)):
         Image.new("RGB", (40 + i, 50), (30 * i, 255 - 30 * i, 7 * i)).save(tmp_path / "a" / name)
-    still = Augmentation(size=16, jitter=0, grey=0, blur=0)
+    still = Augmentation(size=16, jitter=0, gray=0, blur=0)
     loader = opened(unlabeled(image_folder(tmp_path), batch=4, augmentations=(still, still)), reader)
     for step in range(3):
         for view in loader(step):
@@ -173,6 +188,41 @@ def test_loader_bad_file_raises_at_its_step_with_name_and_reason(own, reader, ho
     assert caught.value.step == 2 and "step 2" in str(caught.value) and path in str(caught.value)
 
 
+CUT_SHORT = """
+import sys
+from pipelines.data_errors import BadImage
+from pipelines.datasets.folders import image_folder
+from tests.support.streams import opened, unlabeled
+plan = unlabeled(image_folder(sys.argv[1]))
+print("bad", plan.index.path(int(plan(1).indices[2])), flush=True)
+for allowed in (1, 0):
+    loader = opened(plan, "dali", bad_images=allowed)
+    try:
+        loader(0), loader(1)
+        print("replaced", *loader.bad.items())
+    except BadImage as error:
+        print("named", *error.files)
+"""
+
+
+@needs_dali
+@pytest.mark.slow
+@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
+def test_loader_replaces_or_names_a_file_cut_short_while_it_is_read(own, tmp_path):
+    """Its length is known by then, and its bytes are not: a mapped file would end the process by SIGBUS."""
+    bad = str(own.path(int(unlabeled(own)(1).indices[2])))
+    command = [sys.executable, "-c", CUT_SHORT, str(own.root)]
+    environment = slow_files.preloaded(tmp_path, CUT_SHORT=bad)
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found = [line for line in ended.stdout.splitlines() if not line.startswith("step")]
+    assert found == [
+        f"bad {bad}",
+        f"replaced ({bad!r}, 'an empty file')",
+        f"named ({bad!r}, 'an empty file')",
+    ]
+
+
 def test_loader_names_a_file_exchanged_for_one_of_another_size(own, reader):
     plan = unlabeled(own)
     bad = int(plan(0).indices[0])
@@ -260,6 +310,18 @@ def test_loader_one_bad_file_more_than_allowed_raises_and_names_all(own, reader)
         assert [path for path, _ in caught.value.files] == [str(own.path(i)) for i in found]
 
 
+def test_loader_names_or_replaces_a_file_of_another_length_than_in_the_index(own, reader):
+    """It decodes to the same size, so that nothing else tells it from the image that the index describes."""
+    changed = int(unlabeled(own)(1).indices[2])
+    with Image.open(own.path(changed)) as image:
+        image.convert("RGB").save(own.path(changed), quality=20)
+    with pytest.raises(BadImage, match="bytes now, other than in the index: make the index again"):
+        [opened(unlabeled(own), reader)(step) for step in (0, 1)]
+    loader = opened(unlabeled(own), reader, bad_images=1)
+    [loader(step) for step in (0, 1)]
+    assert list(loader.replaced) == [changed]
+
+
 def test_loader_known_bad_files_are_replaced_from_the_start_or_refused(own, reader):
     bad = int(unlabeled(own)(0).indices[0])
     spoil(own.path(bad), "page.jpg")
@@ -282,6 +344,42 @@ class FailingEngine:
         raise RuntimeError("the device is lost")
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "Can't allocate 9 bytes on device 0.",
+        "CUDA allocation failed",
+        "CUDA runtime API error cudaErrorUnknown (999)",
+    ],
+)
+def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure):
+    """The decoder, which meets the same failure, refuses every file by then."""
+    plan = unlabeled(own)
+    spoil(own.path(int(plan(0).indices[0])), "empty.jpg")
+
+    class Engine(FailingEngine):
+        def run(self):
+            raise RuntimeError(f"Error in MIXED operator\n{failure}")
+
+    decode = lambda images: [RuntimeError(failure) for _ in images]  # noqa: E731
+    loader = Loader(own, plan, Backend("dali", Engine, decode, 1), allowed=5)
+    with pytest.raises(RuntimeError, match=re.escape(failure)):
+        loader(0)
+    assert not loader.bad
+
+
+@pytest.mark.slow
+def test_loader_use_threads_changes_no_bit(index, reader):
+    loader, other = (opened(unlabeled(index), reader) for _ in range(2))
+    assert_same(loader(0), other(0))
+    kept = loader._engine
+    loader.use_threads(1)
+    assert loader._engine is kept  # it has 1 already
+    loader.use_threads(3)
+    assert_same(loader(1), other(1))
+    assert loader._engine is not kept and loader._backend.start.keywords["threads"] == 3
+
+
 def test_loader_passes_on_a_failure_that_no_file_caused(index):
     """The files are good, and the decoder either still works or has failed with the device."""
     plan: Plan = unlabeled(index)
@@ -291,7 +389,7 @@ def test_loader_passes_on_a_failure_that_no_file_caused(index):
             sizes = {index.path(i): tuple(index.sizes[i].tolist()) for i in range(len(index))}
             return [outcome or sizes[image] for image in images]
 
-        loader = Loader(index, plan, Backend("dali", FailingEngine, decode), allowed=5)
+        loader = Loader(index, plan, Backend("dali", FailingEngine, decode, 1), allowed=5)
         with pytest.raises(RuntimeError, match="the device is lost"):
             loader(0)
         assert not loader.bad

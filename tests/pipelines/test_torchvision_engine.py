@@ -7,13 +7,14 @@ import torch
 from torchvision.transforms.v2 import functional as F
 
 from pipelines import torchvision_engine
+from pipelines.datasets.index import ImageIndex
 from tests.support.streams import opened, unlabeled
 
 
 def test_torchvision_engine_reads_ahead_and_each_file_once_a_step(index, monkeypatch):
-    threads, read = [], torchvision_engine.read_rgb
+    threads, read = [], ImageIndex.rgb
     current = threading.current_thread
-    monkeypatch.setattr(torchvision_engine, "read_rgb", lambda path: threads.append(current()) or read(path))
+    monkeypatch.setattr(ImageIndex, "rgb", lambda self, i: threads.append(current()) or read(self, i))
     loader = opened(unlabeled(index), "torchvision", prefetch=2)
     for step in range(3):
         loader(step)

@@ -1,6 +1,9 @@
-"""Time SuNCEt and NT-Xent, forward and backward, against the dense formulas and pytorch-metric-learning.
+"""Time SuNCEt, NT-Xent and PAWS, forward and backward, against dense formulas and pytorch-metric-learning.
 
-    python tools/bench/bench_loss.py [--device cpu|cuda] [--rows N ...] [--json FILE] [--rounds R] [--quick]
+    python tools/bench/bench_loss.py [--loss L ...] [--device cpu|cuda] [--rows N ...] [--json FILE] [--rounds R]
+                                     [--quick]
+
+The rows of PAWS are its anchors, 8 views of each image; it has 105 supports for 512 anchors, as on ImageNet.
 
 Contenders take turns: CPU time on one thread, or time between two CUDA events. Memory is how far a pass lets it rise:
 on a CPU resident memory (RSS), in a fresh process for each figure; on a GPU what torch allocates.
@@ -21,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.distributed.launch import pick_device
-from fastsuncet.losses import nt_xent, suncet
+from fastsuncet.losses import nt_xent, paws, suncet
 from fastsuncet.losses.tf32 import products
 from tools.bench import harness
 from tools.bench.dispatch_counter import counts
@@ -30,6 +33,7 @@ from tools.bench.processes import PROCESSES, memory_growth
 
 WIDTH, TEMPERATURE, IMAGES_PER_CLASS = 128, 0.1, 8
 OURS, TF32, AUTHORS = "fastsuncet", "fastsuncet, TF32 products", "dense, as the authors"
+LOSSES = ("suncet", "nt_xent", "paws")
 NCA = "metric-learning NCALoss"
 Loss = Callable[[Tensor], Tensor]  # z (N, D) -> scalar
 # ids (N,) int64 -> the loss, with the constants that it keeps from step to step
@@ -50,6 +54,49 @@ def exponentials(z: Tensor, others: Tensor) -> Tensor:
     """Return exp of all N x N cosines over the temperature, without the anchor itself and without a maximum."""
     unit = z / z.norm(dim=1, keepdim=True)
     return torch.exp(unit @ unit.T / TEMPERATURE) * others
+
+
+def paws_given(labels: Tensor, views: int = 8) -> tuple[Tensor, Tensor]:
+    """Return the targets (2 B, D) and target supports (S, D) of PAWS, which carry no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = 2 * (len(labels) * 512 // 105) // views, len(labels)
+    targets, supports = (torch.randn(n, WIDTH, generator=generator).to(labels.device) for n in sizes)
+    return targets, supports
+
+
+def our_paws(labels: Tensor) -> Loss:
+    """Return our PAWS: `z` holds the anchors, then the supports."""
+    targets, target_supports = paws_given(labels)
+
+    def loss(z: Tensor) -> Tensor:
+        anchors, supports = z[: -len(labels)], z[-len(labels) :]
+        return sum(paws(anchors, supports, labels, targets, target_supports, views=8), z.new_zeros(()))
+
+    return loss
+
+
+def dense_paws(labels: Tensor) -> Loss:
+    """Return the authors' PAWS, with all probabilities at once."""
+    targets, target_supports = paws_given(labels)
+    rows = 0.9 * F.one_hot(labels).float()
+    rows += 0.1 / rows.shape[1]
+
+    def snn(query: Tensor, supports: Tensor) -> Tensor:
+        return torch.softmax(F.normalize(query) @ F.normalize(supports).T / TEMPERATURE, dim=1) @ rows
+
+    def sharpen(p: Tensor) -> Tensor:
+        return p**4 / (p**4).sum(dim=1, keepdim=True)
+
+    def loss(z: Tensor) -> Tensor:
+        with torch.no_grad():
+            large = sharpen(snn(targets, target_supports))
+            wanted = torch.cat([large, *[sum(large.chunk(2)) / 2] * 6])
+            wanted[wanted < 1e-4] = 0
+        p = snn(z[: -len(labels)], z[-len(labels) :])
+        mean = sharpen(p).mean(dim=0)
+        return (p**-wanted).log().sum(dim=1).mean() - (mean**-mean).log().sum()
+
+    return loss
 
 
 def off_diagonal(ids: Tensor) -> Tensor:
@@ -114,7 +161,9 @@ def metric_learning() -> Prepare | None:
 
 
 def contenders(loss: str, device: str = "cpu") -> dict[str, Prepare]:
-    """Return all that compute `loss` ("suncet" or "nt_xent"), ours first. They agree in value and gradient."""
+    """Return all that compute `loss` ("suncet", "nt_xent" or "paws"), ours first, equal in value and gradient."""
+    if loss == "paws":
+        return {OURS: our_paws, AUTHORS: dense_paws}
     found = {OURS: ours(loss)}
     if device == "cuda":
         found[TF32] = ours(loss, tf32=True)
@@ -127,7 +176,14 @@ def contenders(loss: str, device: str = "cpu") -> dict[str, Prepare]:
 
 
 def inputs(loss: str, rows: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Return z (N, D), which requires a gradient, and ids (N,): classes of 8, or two views of N/2 images."""
+    """Return z (N, D), which requires a gradient, and ids (N,): classes of 8, or two views of N/2 images.
+
+    Of PAWS z are N anchors and S supports (N + S, D), and ids the labels of the supports (S,), 7 of each class.
+    """
+    if loss == "paws":
+        supports = rows * 105 // 512
+        z = torch.randn(rows + supports, WIDTH, generator=torch.Generator().manual_seed(rows)).to(device)
+        return z.requires_grad_(), torch.arange(supports, device=device) % max(1, supports // 7)
     z = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(device).requires_grad_()
     classes = rows // (IMAGES_PER_CLASS if loss == "suncet" else 2)
     return z, torch.arange(rows, device=device) % classes
@@ -146,7 +202,7 @@ def memory(loss: str, name: str, rows: int, device: str = "cpu") -> int:
     torch.set_num_threads(1)
     prepare = contenders(loss, device)[name]
     # A first call loads libraries, which is not the loss's memory.
-    z, ids = inputs(loss, 64, device)
+    z, ids = inputs(loss, 512 if loss == "paws" else 64, device)
     forward_backward(prepare(ids), z)
     z, ids = inputs(loss, rows, device)
     return memory_growth(lambda: forward_backward(prepare(ids), z), device)
@@ -209,15 +265,18 @@ def targets_of(device: str, points: list[dict[str, Any]]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables and write the JSON."""
     # Not "auto": the figures of BENCHMARKS.md are of a CPU, and --device cuda has no resident memory.
-    parser = harness.parser(__doc__, rounds=5, quick="N = 256, two turns", device="cpu")
+    parser = harness.parser(__doc__, rounds=5, quick="N = 512, two turns", device="cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="values of N")
+    parser.add_argument(
+        "--loss", nargs="+", choices=LOSSES, default=LOSSES, help="of suncet, nt_xent and paws"
+    )
     options = parser.parse_args(arguments)
     device = pick_device(options.device, 0).type
-    rows, rounds = ([256], 2) if options.quick else (options.rows, options.rounds)
+    rows, rounds = ([512], 2) if options.quick else (options.rows, options.rounds)
     torch.set_num_threads(1)
     report = harness.Report("bench_loss", options.json, device=device)
     points, tables = [], []
-    for loss in ("suncet", "nt_xent"):
+    for loss in options.loss:
         for n in rows:
             found = measure(loss, n, rounds, device)
             points += found

@@ -10,9 +10,6 @@ contender can have prepared before it, which are not counted, and counts twice a
 "own operator" is `pipelines.dali.plugin`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
 sigma needs (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used. "only" are parts of the work,
 each with the one above it: what the processor's time of an image is spent on.
-
-The same files are also read, and nothing else, from a pack (`fastsuncet data pack`). Both are in the page cache by
-then: this shows what a pack costs or saves the processor, and says nothing about a disk or a file server.
 """
 
 import itertools
@@ -33,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 
 from pipelines.dali.plugin import use
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, blur_windows
 from pipelines.sampling.samplers import UnlabeledSampler
@@ -60,13 +56,11 @@ CONTENDERS = {
     "only DALI's decoding": ("decode", ""),
     "only that, two crops and their normalization": ("crops", ""),
     "only that, and color": ("colors", ""),
-    "reading alone, files": ("read files", ""),
-    "reading alone, pack": ("read pack", ""),
 }
 ENGINES = tuple(dict.fromkeys(engine for engine, _ in CONTENDERS.values()))
 DATA_LOADERS = ("tensors", "PIL")
 # Of an augmentation, what the parts of the work leave out.
-LEFT_OUT = {"crops": {"jitter": 0, "grey": 0, "flip": 0, "blur": 0}, "colors": {"blur": 0}}
+LEFT_OUT = {"crops": {"jitter": 0, "gray": 0, "flip": 0, "blur": 0}, "colors": {"blur": 0}}
 
 
 def sigma_blur(image: Any) -> Any:
@@ -131,59 +125,49 @@ def two_views(kind: str, blur: str) -> Callable[[Image.Image], tuple[torch.Tenso
     return views
 
 
-def batches(engine: str, blur: str, folder: str, pack: str, batch: int) -> Iterator[Any]:
-    """Yield batches of two views without end; `pack` holds the images of `folder`."""
+def batches(engine: str, blur: str, folder: str, batch: int) -> Iterator[Any]:
+    """Yield batches of two views without end."""
     if engine in DATA_LOADERS:
         yield from data_loader(folder, two_views(engine, blur), batch)
         return
-    index = open_pack(pack) if engine == "read pack" else image_tree(folder)
+    index = image_tree(folder)
     window = 23 if blur == "23" else "auto"
     views = (Augmentation(blur_window=window, **LEFT_OUT.get(engine, {})),) * 2
     plan = Plan(index, UnlabeledSampler(len(index), batch, 1, seed=0), views, seed=0, role="bench")
-    if engine in ("decode", "read files", "read pack"):
-        yield from part_of_the_work(plan, engine)
+    if engine == "decode":
+        yield from decoded_images(plan)
         return
     operator = "graph" if engine == "dali" else "plugin"
     loader = open_loader(index, plan, backend="dali", color_operator=operator, threads=WORKERS)
     yield from map(loader, itertools.count())
 
 
-def part_of_the_work(plan: Plan, engine: str) -> Iterator[Any]:
-    """Yield the plan's images decoded and nothing else, or only their bytes in DALI's memory."""
-    from nvidia.dali import fn, pipeline_def
-
+def decoded_images(plan: Plan) -> Iterator[Any]:
+    """Yield the plan's images decoded and nothing else."""
     from pipelines.dali import graphs
     from pipelines.dali.engine import FilePaths, placement
 
-    pack, steps = plan.index.pack, itertools.count()
-    read, stored = (FilePaths(plan.index), "files") if pack is None else (pack.fetch, "bytes")
-    pace = {"batch_size": plan.batch, "num_threads": WORKERS, "prefetch_queue_depth": 2}
-
-    def rows() -> Any:
-        return read(plan.sampler.rows(next(steps), 0))
-
-    @pipeline_def(exec_dynamic=True)
-    def encoded() -> Any:
-        # DALI copies what a source returns, so both cost one copy.
-        source = fn.external_source(rows)
-        return fn.io.file.read(source) if pack is None else source
-
-    if engine == "decode":
-        pipeline = graphs.decoded(rows, stored=stored, **pace, **placement("cpu", 0))
-    else:
-        pipeline = encoded(**pace, device_id=None)
+    paths, steps = FilePaths(plan.index), itertools.count()
+    pipeline = graphs.decoded(
+        lambda: paths(plan.sampler.rows(next(steps), 0)),
+        stored="files",
+        batch_size=plan.batch,
+        num_threads=WORKERS,
+        prefetch_queue_depth=2,
+        **placement("cpu", 0),
+    )
     while True:
         yield pipeline.run()
 
 
 def measure(
-    contenders: Mapping[str, tuple[str, str]], folder: str, pack: str, batch: int, rounds: int
+    contenders: Mapping[str, tuple[str, str]], folder: str, batch: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Return one point per contender: images per wall second, CPU ms per image and memory in each turn.
 
-    Speed and CPU time also relative to the peer: the fastest DataLoader with the same blur; for a pack, reading files.
+    Speed and CPU time also relative to the peer: the fastest DataLoader with the same blur.
     """
-    sources = {name: (batches, (*what, folder, pack, batch)) for name, what in contenders.items()}
+    sources = {name: (batches, (*what, folder, batch)) for name, what in contenders.items()}
     count = 2 * DISCARDED
     turns = time_batches_in_turns(sources, count, rounds, DISCARDED)
     points: list[dict[str, Any]] = [
@@ -191,8 +175,7 @@ def measure(
         for name, (engine, blur) in contenders.items()
     ]
     for point in points:
-        names = ("read files",) if point["engine"] == "read pack" else DATA_LOADERS
-        peers = [p for p in points if p["engine"] in names and p["blur"] == point["blur"]]
+        peers = [p for p in points if p["engine"] in DATA_LOADERS and p["blur"] == point["blur"]]
         if peers and point["engine"] not in DATA_LOADERS:
             peer = max(peers, key=lambda p: median(p["per_second"]))
             point["peer"] = peer["name"]
@@ -212,7 +195,7 @@ COLUMNS: list[harness.Column] = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=3, quick="seven contenders, 8 pictures")
+    parser = harness.parser(__doc__, rounds=3, quick="five contenders, 8 pictures")
     parser.add_argument("folder", nargs="?", help="a tree of images (default: generated pictures)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="only contenders of these names")
     options = parser.parse_args(arguments)
@@ -220,8 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         engines, batch, rounds = [e for e in engines if e not in ("dali", "PIL")], 2, 2
     notes = [
-        "x peer: against the fastest DataLoader with the same blur; for a pack, against reading files",
-        "Files and pack were in the page cache: a cold disk is not measured.",
+        "x peer: against the fastest DataLoader with the same blur",
+        "Files were in the page cache: a cold disk is not measured.",
     ]
     if (reason := use.unavailable()) is not None and use.kept() is None:
         notes.append(f"left out: our own operator, which cannot be built here: {reason}")
@@ -238,9 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(options.folder or f"{scratch}/pictures")
         if options.folder is None:
             write_pictures(folder, count=8 if options.quick else 256, classes=1, side=375)
-        index, pack = image_tree(folder), f"{scratch}/shards"
-        write_pack(index, Path(pack))
-        points = measure(contenders, str(folder), pack, batch, rounds)
+        index = image_tree(folder)
+        points = measure(contenders, str(folder), batch, rounds)
     # The targets on a CPU, for both blur kernels.
     limits = {"23": 4.0, "sigma": 2.5}
     notes += [

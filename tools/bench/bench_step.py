@@ -63,7 +63,9 @@ class StepBench:
     def ours(self, batch_of: Callable[[int], Batch]) -> Call:
         """Return our step on the batches that `batch_of` returns."""
         _, network, optimizer, setting = build(self.config, self.place, self.classes)
-        update = Step(network, optimizer, setting, graphs=self.config.meta.cuda_graph, say=self.notes.append)
+        update = Step(
+            network, optimizer, setting, graphs=self.config.meta.cuda_graph is True, say=self.notes.append
+        )
         steps = itertools.count()
 
         def step() -> Any:
@@ -83,7 +85,7 @@ class StepBench:
     def plain(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Call:
         """Return the step of a tutorial in our precision and memory layout; its kernels need not be deterministic."""
         m, meta = self.config.model, self.config.meta
-        model = build_model(m.name, m.library, m.stem, m.hidden, m.output, m.head_batchnorm)
+        model = build_model(m.name, m.library, m.stem, *m.head)
         layout = torch.channels_last if meta.channels_last else torch.contiguous_format
         model = model.to(self.place.device, memory_format=layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-6)

@@ -7,7 +7,9 @@ On a GPU a time is the one between two CUDA events. On a CPU it is the CPU time 
 """
 
 import argparse
+import contextlib
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -27,7 +29,6 @@ from fastsuncet.commands.report.tables import markdown
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.kernels.self_test import Proof, why_not
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
-from fastsuncet.tuning.record import processor
 from fastsuncet.versions import installed
 from pipelines.data_errors import DataError
 
@@ -38,6 +39,14 @@ COUNTS: list[Column] = [
     ("operators", "operators", "{:,}".format),
     ("host waits", "host_waits", "{:,}".format),
 ]
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return platform.machine()
 
 
 # Timing

@@ -7,9 +7,10 @@ It computes color, gray, blur, flip and normalization. DALI has no operator for 
 for hue in HSV, its arithmetic makes one pass over memory for each operation, and its blur is not vectorized. This
 operator takes an image through all factors in pieces that fit the processor's first cache, and blurs row by row.
 
-A wheel cannot carry it, because it is compiled against one version of DALI. `make` and the Docker build run the command
-above where there is a compiler, which takes about ten seconds; else the first run does. A build that does not agree
-with DALI's CPU operators to the bit is not kept, so using it changes no value on a CPU.
+A wheel cannot carry it, because it is compiled against one version of DALI. `make` runs the command above where there
+is a compiler, which takes about ten seconds; else the first run does. The Docker build runs it in a stage with a
+compiler, and fails with it. A build that does not agree with DALI's CPU operators to the bit is not kept, so using it
+changes no value on a CPU.
 
 On a GPU it makes two launches a batch, of kernels that NVRTC compiles to the code of that card. Only
 `data.color_operator: plugin` uses it there, because it has neither run nor been timed on a GPU yet. Before its first

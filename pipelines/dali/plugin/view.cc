@@ -69,7 +69,7 @@ class Views : public dali::StatelessOperator<Backend> {
         saturation_("saturation", spec),
         hue_("hue", spec),
         sigma_("sigma", spec),
-        gray_("grey", spec),
+        gray_("gray", spec),
         flip_("flip", spec),
         order_("order", spec) {
     const auto mean = spec.GetRepeatedArgument<float>("mean"), std = spec.GetRepeatedArgument<float>("std");
@@ -280,7 +280,7 @@ DALI_SCHEMA(fastsuncet__View)
     .AddOptionalArg("saturation", "Factor; 1 is neutral.", 1.f, true)
     .AddOptionalArg("hue", "Turns of the color circle; 0 is neutral.", 0.f, true)
     .AddOptionalArg("order", "Factors in the order of two bits each, lowest first: 0 brightness ... 3 hue.", 0xE4, true)
-    .AddOptionalArg("grey", "1: the image gets three equal channels of luma; 0 is neutral.", 0, true)
+    .AddOptionalArg("gray", "1: the image gets three equal channels of luma; 0 is neutral.", 0, true)
     .AddOptionalArg("sigma", "Standard deviation of the blur, in pixels; 0 is neutral.", 0.f, true)
     .AddOptionalArg("window", "Width of the blur's kernel, in pixels; 0: 2 ceil(3 sigma) + 1.", 0)
     .AddOptionalArg("flip", "1: mirrored left to right.", 0, true)

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import resource
+import threading
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +24,17 @@ from fastsuncet.distributed.launch import join
 from pipelines.dali import engine, graphs
 from pipelines.dali.engine import (
     PADDING,
+    READERS,
     DaliEngine,
     FilePaths,
+    PackedImages,
     PixelsInMemory,
     decoder_options,
     room_for_buffers,
 )
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
 from pipelines.sampling.step_plan import BatchDraws
 from tests.support.streams import SMALL, assert_same, evaluation, opened, unlabeled
@@ -141,6 +147,52 @@ def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
         assert found == [tmp_path / names[i] for i in wanted]
 
 
+def test_packed_images_are_read_in_threads_one_iteration_ahead(index, tmp_path, monkeypatch):
+    """Each read waits until as many wait as there are readers: a single thread would wait for ever."""
+    write_pack(index, tmp_path / "pack")
+    pack, pread, steps = (
+        open_pack(tmp_path / "pack").pack,
+        os.pread,
+        [np.arange(READERS), np.arange(READERS)[::-1]],
+    )
+    together = threading.Barrier(READERS)
+
+    def read_together(*arguments):
+        together.wait(timeout=20)
+        return pread(*arguments)
+
+    monkeypatch.setattr(os, "pread", read_together)
+    read, reads_ahead = pack.read, threading.Semaphore(0)
+    monkeypatch.setattr(pack, "read", lambda i: (read(i), reads_ahead.release())[0])
+    images = PackedImages(pack, lambda step: next(iter(steps[step:])))
+    first = images(0)
+    assert all(reads_ahead.acquire(timeout=20) for _ in range(2 * READERS))  # those of iteration 1 as well
+    for found, wanted in ((first, steps[0]), (images(1), steps[1])):
+        assert [np.asarray(image).tobytes() for image in found] == [
+            index.path(i).read_bytes() for i in wanted
+        ]
+    with pytest.raises(StopIteration):
+        images(2)
+
+
+def test_engine_opens_a_batch_of_more_files_than_the_soft_limit(index, monkeypatch):
+    """DALI holds all files of a batch open; where the hard limit is too low as well, the message says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    plan = unlabeled(index, batch=24, augmentations=(SMALL,))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, hard))
+        views = opened(plan, "dali")(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_same(views, opened(plan, "dali")(0))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(
+        DataError, match=r"a batch of 24 images .* may open 64: raise the hard limit .* to 560"
+    ):
+        opened(plan, "dali")(0)
+
+
 def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(index, monkeypatch):
     """The order of calls on streams and events, on stand-ins for them; pixels and DALI are real."""
     calls: list[str] = []
@@ -148,7 +200,8 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
     class Stream(SimpleNamespace):
         device = torch.device("cpu")
 
-        def record_event(self):
+        def record_event(self, event):
+            assert event == {"blocking": True}  # else a core spins while it waits
             number = sum("records" in call for call in calls)
             calls.append(f"{self.name} records {number}")
             return SimpleNamespace(synchronize=lambda: calls.append(f"host waits for {number}"))
@@ -171,6 +224,7 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
         Pipeline, "run", lambda self, stream=None: calls.append(f"run on {stream.name}") or run(self)
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "Event", dict)
     monkeypatch.setattr(torch.cuda, "stream", current)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda view, stream: calls.append(f"kept for {stream.name}")

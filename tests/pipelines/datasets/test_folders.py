@@ -1,15 +1,20 @@
 """Folders and CSVs as indexes: which images, in which order, with which labels, and what is refused."""
 
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets.folders import image_folder, image_tree, with_classes, with_csv_labels
+from pipelines.datasets import folders
+from pipelines.datasets import index as index_module
+from pipelines.datasets.folders import image_folder, image_tree, look_again, with_classes, with_csv_labels
+from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.in_memory import digits, resident
-from tests.support.pictures import cut_short, write_image, write_images
+from tests.support.pictures import cut_short, texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
 
@@ -75,12 +80,109 @@ def test_image_folder_says_what_is_wrong_with_a_folder(tmp_path):
             image_folder(tmp_path / name)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("tag", range(1, 9))
+def test_images_are_turned_as_their_exif_tag_says(tmp_path, kind, tag):
+    """PIL's own turning is the reference, for the size in the header and for the pixels."""
+    picture, exif = Image.fromarray(texture(3, 40, 60)), Image.Exif()
+    exif[0x0112] = tag
+    picture.save(tmp_path / f"a.{kind.lower()}", kind, exif=exif)
+    path = tmp_path / f"a.{kind.lower()}"
+    with Image.open(path) as image:
+        stored, turned = np.asarray(image), np.asarray(ImageOps.exif_transpose(image))
+    assert np.array_equal(read_rgb(path), stored) and np.array_equal(read_rgb(path, upright=True), turned)
+    assert image_tree(tmp_path, upright=True).sizes[0].tolist() == list(turned.shape[:2])
+    assert image_tree(tmp_path).sizes[0].tolist() == [40, 60]
+
+
+def test_image_folders_say_how_many_images_no_decoder_reads(tmp_path, capsys):
+    write_images(tmp_path, "a/1.jpg")
+    for name in ("b.HEIC", "c.heic", "d.gif", "e.txt", ".f.gif"):
+        (tmp_path / "a" / name).write_text("")
+    for scan in (image_folder, image_tree):
+        assert len(scan(tmp_path)) == 1
+        said = f"note: 1 .gif and 2 .heic files below {tmp_path} are not read: convert them to JPEG or PNG\n"
+        assert capsys.readouterr().out == said
+
+
+# -- a kept index and the files as they are now
+
+
+def settle(root: Path) -> None:
+    """Give all folders a time of long ago: of a new one it cannot be told whether it has changed."""
+    for folder in (root, *root.rglob("*/")):
+        os.utime(folder, ns=(0, 1000))
+
+
+@pytest.fixture
+def scanned(tmp_path):
+    write_images(tmp_path, "cat/1.jpg", "cat/deep/2.jpg", "dog/3.jpg", "dog/4.jpg")
+    settle(tmp_path)
+    return image_folder(tmp_path)
+
+
+def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
+    seen, stamps = [], index_module.file_stamps
+    monkeypatch.setattr(
+        index_module, "file_stamps", lambda root, names: seen.extend(names) or stamps(root, names)
+    )
+    monkeypatch.setattr(folders, "_listed", None)
+    monkeypatch.setattr(folders, "SAMPLE", 2)
+    assert look_again(scanned) == (scanned, 0) and len(seen) == 2
+    assert scanned.folders.names[:] == ["", "cat", "cat/deep", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("dog/5.jpg", b"new", (0, 1)),
+        ("cat/deep/er/5.jpg", b"new", (0, 1)),
+        ("cow/5.jpg", b"new", (0, 1)),
+        ("5.jpg", b"new, in no class", (0, 0)),
+        ("dog/notes.txt", b"new", (0, 0)),
+        ("dog/3.jpg", b"in place of a file", (1, 0)),
+        ("cat/deep/2.jpg", None, "1 of the 4 files .*: cat/deep/2.jpg"),
+    ],
+)
+def test_look_again_finds_what_changed_in_a_folder(scanned, monkeypatch, name, content, found):
+    """The sample is empty: the folders' times alone say where to look, and say so again at the next start."""
+    monkeypatch.setattr(folders, "SAMPLE", 0)
+    path = scanned.root / name
+    path.parent.mkdir(exist_ok=True)
+    if content is None:
+        path.unlink()
+        with pytest.raises(DataError, match=found):
+            look_again(scanned)
+        return
+    Path(f"{path}.part").write_bytes(content)
+    os.replace(f"{path}.part", path)
+    again, new = look_again(scanned)
+    assert (len(again.changed), new) == found
+    settle(scanned.root)
+    assert look_again(replace(scanned, folders=again.folders))[1] == found[1]
+
+
+def test_look_again_finds_a_file_in_a_folder_too_new_to_be_compared(tmp_path):
+    image = write_image(tmp_path / "cat" / "1.jpg")
+    scanned, now = image_folder(tmp_path), os.stat(tmp_path / "cat")
+    image.rename(tmp_path / "cat" / "2.jpg").with_name("1.jpg").write_bytes(b"another")
+    os.utime(tmp_path / "cat", ns=(now.st_atime_ns, now.st_mtime_ns))
+    assert look_again(scanned)[1] == 1
+
+
+def test_look_again_compares_all_files_where_one_of_the_sample_differs(scanned, monkeypatch):
+    for name in ("dog/3.jpg", "cat/1.jpg"):
+        write_image(scanned.root / name, 9)  # in place, which leaves the folder's time
+    monkeypatch.setattr(folders, "SAMPLE", 3)  # of four files
+    assert look_again(scanned)[0].changed == (0, 2)
+
+
 def test_image_folder_names_a_folder_without_access(tmp_path, monkeypatch):
     write_images(tmp_path, "a/1.jpg")
     scandir = os.scandir
 
     def refused(folder):  # the tests can run as root, to whom nothing is refused
-        if folder == tmp_path / "a":
+        if Path(folder) == tmp_path / "a":
             raise PermissionError(13, "Permission denied")
         return scandir(folder)
 

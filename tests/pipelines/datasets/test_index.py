@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
 from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
-from tests.support.pictures import unusable_files, write_image
+from tests.support.pictures import encoded, unusable_files, write_image
 
 letters = st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])
 # Names as Python reads them from a disk with UTF-8 names, in any locale.
@@ -102,6 +103,36 @@ def test_read_headers_gives_sizes_as_stored_and_reasons(tmp_path):
     assert headers.stamps.tolist() == file_stamps(tmp_path, names).tolist()
 
 
+def test_read_headers_of_jpegs_agree_with_pil(tmp_path, monkeypatch):
+    """Each kind of JPEG, and each with bytes exchanged, has the size that PIL finds, unless PIL refuses it."""
+    image, segments = Image.fromarray(np.zeros((5, 7, 3), np.uint8)), {"exif": b"Exif\0\0" + bytes(9000)}
+    kinds = {
+        "plain": {},
+        "progressive": {"progressive": True},
+        "long": segments,
+        "icc": {"icc_profile": bytes(90_000)},
+    }
+    files = {name: encoded(image, "JPEG", **options) for name, options in kinds.items()}
+    files |= {mode: encoded(image.convert(mode), "JPEG") for mode in ("L", "CMYK")}
+    calls = []
+    monkeypatch.setattr(image_headers, "image_size", lambda path: calls.append(path) or (0, 0))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert read_headers(tmp_path, list(files)).sizes.tolist() == [[5, 7]] * len(files) and not calls
+    monkeypatch.undo()
+    draws = np.random.default_rng(0)
+    for number in range(300):
+        damaged = bytearray(files["plain"])
+        damaged[int(draws.integers(2, 400))] = int(draws.integers(256))
+        (tmp_path / f"{number}.jpg").write_bytes(damaged)
+    names = [f"{number}.jpg" for number in range(300)]
+    found = read_headers(tmp_path, names)
+    monkeypatch.setattr(image_headers, "_jpeg_size", lambda file, upright: None)
+    by_pil = read_headers(tmp_path, names)
+    agree = (found.sizes == by_pil.sizes).all(axis=1)
+    assert set(found.bad) <= set(by_pil.bad) >= set(np.flatnonzero(~agree)) and agree.sum() > 200
+
+
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_read_rgb_scales_gray_of_16_bits(tmp_path, suffix):
     ramp = np.arange(0, 2**16, 16, np.uint16).reshape(64, 64)
@@ -118,7 +149,7 @@ def test_read_headers_of_many_chunks_land_in_their_rows(tmp_path, monkeypatch):
     assert headers.sizes.tolist() == [[1 + i % 5, 1 + i % 7] for i in range(600)]
     assert headers.stamps[:, 0].tolist() == [os.path.getsize(tmp_path / name) for name in names]
 
-    def slow_at_first(path):
+    def slow_at_first(path, **how):
         if path.endswith("/0.bmp"):
             time.sleep(0.1)
         raise ValueError("bad")
@@ -212,6 +243,12 @@ def test_load_index_gives_what_was_saved(index, tmp_path):
     assert loaded.fingerprint() == index.fingerprint()
     assert loaded.root == index.root and loaded.bad == {1: "why so"}
     assert loaded.stamps.tolist() == index.stamps.tolist()
+    assert loaded.folders.names[:] == index.folders.names[:] and set(loaded.folders.names) == {
+        "",
+        "cat",
+        "dog",
+    }
+    assert loaded.folders.times.tolist() == index.folders.times.tolist()
     assert os.listdir(tmp_path / "new") == ["index.npz"]
 
 
@@ -230,9 +267,9 @@ def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypa
     (folder / "dog" / "a.jpg").write_bytes(b"<html>")
     read = []
 
-    def watched(root, names):
+    def watched(root, names, **how):
         read.extend(names)
-        return read_headers(root, names)
+        return read_headers(root, names, **how)
 
     monkeypatch.setattr("pipelines.datasets.index.read_headers", watched)
     loaded = load_index(kept)
@@ -377,6 +414,8 @@ class Trap:
         ({"labels": np.array([1, 0, 1, 0])}, "fingerprint"),
         ({"bad": np.array([1, 2])}, "cannot be used"),
         ({"files": Names.of(["cat/a.jpg"]).lines}, "cannot be used"),
+        ({"folders": Names.of(["cat", "../.."]).lines}, "folders do not fit"),
+        ({"folders": Names.of(["", "cat", "../.."]).lines}, "leads out"),
         ({"classes": np.array([Trap()], object)}, "cannot be read"),  # a pickle, which is not run
     ],
 )

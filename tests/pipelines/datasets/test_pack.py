@@ -19,7 +19,7 @@ from fastsuncet import cli
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import index_path, open_images
 from fastsuncet.distributed.launch import join
-from pipelines.data_errors import BadImage, DataError
+from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
@@ -118,6 +118,7 @@ def test_bad_images_keep_their_numbers_without_bytes(tmp_path, index):
     packed = open_pack(tmp_path / "bad", like=scanned)
     assert packed.bad == scanned.bad and list(packed.bad) == [4]
     assert packed.content(4) == b"" and packed.content(5) == index.path(5).read_bytes()
+    assert packed.contents() == scanned.contents()  # a run can go on with either
     reason = "a truncated JPEG: its end is missing"  # as of a file
     assert check(packed, "torchvision").index.bad == {2: reason, 4: scanned.bad[4]}
 
@@ -198,7 +199,7 @@ def test_a_packing_of_changed_files_starts_anew(tmp_path, index, part):
 )
 def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch, size, said):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(CannotWrite, match=said):  # exit code 5
         write_pack(replace(index, stamps=np.array([[size, 0]] * len(index))), tmp_path / "pack")
 
 
@@ -346,9 +347,9 @@ def data(*arguments) -> int:
 def test_a_run_reads_the_pack_alone(here, index, capsys, monkeypatch):
     files = images_of()
     assert data("pack", "run.yaml", "--output", "a") == 0
-    assert "a: 12 images of images packed, 0.000 GB" in capsys.readouterr().out
+    assert f"a: 12 images of {here}/images packed, 0.000 GB" in capsys.readouterr().out
     assert data("pack", "run.yaml", "data.pack=a") == 0
-    assert "a: has all 12 images of images already" in capsys.readouterr().out
+    assert f"a: has all 12 images of {here}/images already" in capsys.readouterr().out
     (here / "empty").mkdir()
     with monkeypatch.context() as patch:
         patch.chdir(here / "empty")
@@ -386,7 +387,7 @@ def test_what_is_wrong_with_a_pack_ends_with_its_code(here, capsys):
     for arguments, code, words in (
         (("pack", "run.yaml"), 2, "--output is needed"),
         (("pack", str(ROOT / "configs/digits_demo.yaml"), "--output", "d"), 2, "in memory already"),
-        (("check", "run.yaml", "data.pack=none"), 3, "there is no pack or shard none"),
+        (("check", "run.yaml", "data.pack=none"), 3, "/none: `fastsuncet data pack"),
         (("pack", "run.yaml", "--output", "a"), 0, ""),
         (("check", "run.yaml", "data.pack=a"), 0, ""),
     ):
@@ -396,7 +397,7 @@ def test_what_is_wrong_with_a_pack_ends_with_its_code(here, capsys):
     assert "its checksum is another" in capsys.readouterr().err
     os.truncate("a/000000.tar", 9000)
     assert data("check", "run.yaml", "data.pack=a") == 3
-    assert "the shard a/000000.tar was cut short or changed: 9,000 bytes now" in capsys.readouterr().err
+    assert "/a/000000.tar was cut short or changed: 9,000 bytes now" in capsys.readouterr().err
 
 
 def test_a_pack_of_other_images_than_the_kept_index_ends_a_run(here):

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import resource
 import tarfile
 from pathlib import Path
@@ -111,6 +112,10 @@ def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypa
     open_pack(folder, kept=kept)
     tar_of(folder / "a-002.tar", ("6.jpg", picture()))
     assert len(open_pack(folder, kept=kept)) == 6 and len(scanned) == 7
+    open_pack(folder, kept=kept)
+    assert len(scanned) == 7
+    open_pack(folder, kept=kept, scan=True)  # as `data check` does
+    assert len(scanned) == 10
     kept.write_bytes(b"damaged")
     assert len(open_pack(folder, kept=kept)) == 6
 
@@ -164,6 +169,42 @@ def test_scan_shard_names_a_damaged_header(tmp_path, kind):
         scan_shard(path)
 
 
+def lost(content: bytes, at: int, size: int) -> bytes:
+    return content[:at] + bytes(size) + content[at + size :]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (lambda shard, at: lost(shard, at, 512), "seems to end at byte {at:,}, and more follows at byte"),
+        # The page begins in the image before.
+        (
+            lambda shard, at: lost(shard, at - 300, 812),
+            "seems to end at byte {at:,}, and more follows at byte",
+        ),
+        (
+            lambda shard, at: shard + shard,
+            "more follows at byte 10,240: a lost page, or shards that were joined",
+        ),
+        (lambda shard, at: shard.rstrip(b"\0") + bytes(1 << 17), "more than any program writes"),
+    ],
+    ids=["header", "page", "joined", "zeros"],
+)
+def test_scan_shard_names_images_that_a_lost_page_or_a_join_would_hide(folder, damaged, said):
+    """A block of zeros is a tar's end, so the images behind it were silently left out."""
+    path = tar_of(folder / "b.tar", *((f"{i}.jpg", picture()) for i in range(6)), kind=tarfile.USTAR_FORMAT)
+    at = int(scan_shard(path).members["offset"][3]) - 512
+    path.write_bytes(damaged(path.read_bytes(), at))
+    with pytest.raises(DataError, match=re.escape(said.format(at=at))):
+        open_pack(path)
+
+
+def test_open_pack_counts_images_with_a_second_dot(tmp_path, capsys):
+    tar_of(tmp_path / "a.tar", ("1.jpg", picture()), ("x.y/2.v2.jpg", picture()), ("3.left.PNG", picture()))
+    assert list(open_pack(tmp_path / "a.tar").files) == ["a.tar/1.jpg"]
+    assert "2 images in shards are left out, such as a.tar/x.y/2.v2.jpg" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("members", "header", "said"),
     [
@@ -183,6 +224,7 @@ def test_scan_shard_names_a_damaged_header(tmp_path, kind):
         ([("a.cls", b"cat")], {}, "label 'a.cls' is no whole number from 0: b'cat'"),
         ([("a.cls", b"-1")], {}, "is no whole number"),
         ([("a.cls", b"9" * 4000)], {}, "is no whole number"),
+        ([("a.cls", b"0" * 31 + b"12")], {}, "is no whole number"),  # not class 1
         ([("two\nlines.jpg", b"")], {}, "line break"),
     ],
 )
@@ -252,5 +294,5 @@ def test_shards_raise_the_limit_of_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: calls.append(limits))
     for count in (10, 1024, 100_000):
-        shards._allow_open_files(count)
+        shards.allow_open_files(count)
     assert calls == [(1536, 4096), (4096, 4096)]

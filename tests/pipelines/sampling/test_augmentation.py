@@ -95,7 +95,7 @@ def test_draws_of_a_row_do_not_depend_on_the_other_rows_or_other_strengths():
     assert not (one.box[1] == other.box[1]).all()
     np.testing.assert_array_equal(one.hue, other.hue)
     weaker = draw(sizes, Augmentation(jitter=0, blur=0))
-    for name in ("box", "flip", "grey"):
+    for name in ("box", "flip", "gray"):
         np.testing.assert_array_equal(getattr(one, name), getattr(weaker, name))
 
 
@@ -124,7 +124,7 @@ def test_draws_never_change():
     view = draw(np.full((8, 2), 300), role="unlabeled/view 0")
     chosen = [
         "".join(".x"[int(row)] for row in rows)
-        for rows in (view.flip, view.hue != 0, view.grey, view.sigma > 0)
+        for rows in (view.flip, view.hue != 0, view.gray, view.sigma > 0)
     ]
     assert chosen == [".x.xxxx.", "xx.x.xxx", ".xx.xxx.", "..x..x.x"]
     view = draw(np.full((3, 2), 300), Augmentation(color_order="random"), role="unlabeled/view 0")
@@ -158,7 +158,7 @@ def test_draws_change_the_share_of_images_that_is_set(many):
     shares = {
         "flip": (many.flip, 0.5),
         "jitter": (many.brightness != 1, 0.8),
-        "grey": (many.grey, 0.2),
+        "gray": (many.gray, 0.2),
         "blur": (many.sigma > 0, 0.5),
     }
     for name, (chosen, share) in shares.items():
@@ -193,7 +193,7 @@ def test_draws_of_a_random_order_are_uniform_and_change_nothing_else(many):
 
 def test_draws_are_uncorrelated(many):
     jittered = many.hue != 0
-    columns = [many.flip, many.grey, many.sigma > 0, many.box[:, 0], many.box[:, 1], many.box[:, 2]]
+    columns = [many.flip, many.gray, many.sigma > 0, many.box[:, 0], many.box[:, 1], many.box[:, 2]]
     columns += [many.brightness, many.contrast, many.saturation, many.hue]
     correlation = np.corrcoef(np.stack([column[jittered].astype(float) for column in columns]))
     correlation[3:6, 3:6] = 0  # a box's corner and its size share the image
@@ -202,8 +202,8 @@ def test_draws_are_uncorrelated(many):
 
 
 def test_draws_of_zero_strength_are_neutral():
-    view = draw(np.full((200, 2), 300), Augmentation(flip=0, jitter=0, grey=0, blur=0))
-    assert not view.flip.any() and not view.grey.any()
+    view = draw(np.full((200, 2), 300), Augmentation(flip=0, jitter=0, gray=0, blur=0))
+    assert not view.flip.any() and not view.gray.any()
     for name, neutral in {"brightness": 1, "contrast": 1, "saturation": 1, "hue": 0, "sigma": 0}.items():
         assert (getattr(view, name) == neutral).all(), name
 
@@ -231,7 +231,7 @@ def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
     [
         ({"flip": 1.5}, "flip must be a probability"),
         ({"jitter": -0.1}, "jitter must be a probability"),
-        ({"grey": 2}, "grey must be a probability"),
+        ({"gray": 2}, "gray must be a probability"),
         ({"blur": -1}, "blur must be a probability"),
         ({"contrast": -0.5}, "contrast must be a number, 0 or more"),
         ({"crop_scale": (0, 1)}, "crop_scale must be two shares"),

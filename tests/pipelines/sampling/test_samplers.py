@@ -42,6 +42,7 @@ def test_permutation_sorts_the_raw_words_of_philox_and_never_changes():
         lambda ranks: UnlabeledSampler(50, 12, ranks, seed=3),
         lambda ranks: SubsetSampler(np.arange(0, 100, 2), 12, ranks, seed=3),
         lambda ranks: ClassSampler(*labeled([1, 5, 9, 60]), 3, 12, ranks, seed=3),
+        lambda ranks: ClassSampler(*labeled([1, 5, 9, 60]), 3, 4, ranks, seed=3),
     ],
 )
 def test_samplers_batch_is_the_same_in_any_order_and_on_any_number_of_ranks(make):
@@ -235,7 +236,7 @@ def test_class_notes_name_what_is_empty_left_over_shared_and_repeated():
         ([4, 0, 4], 3, 2, 1, "3 classes cannot be drawn from 2"),
         ([], 1, 2, 1, "from 0 classes"),
         ([4, 4], 0, 2, 1, "of 0 classes"),
-        ([4, 4], 2, 3, 2, "3 does not divide among 2 ranks"),
+        ([4, 4], 1, 3, 2, "3 does not divide among 2 ranks"),
         ([4, 4], 2, 0, 1, "= 0"),
     ],
 )

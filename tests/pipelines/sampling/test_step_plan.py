@@ -7,7 +7,7 @@ from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan
 from tests.support.streams import labeled, unlabeled
 
-CROP = Augmentation(size=32, jitter=0.0, grey=0.0, blur=0.0)
+CROP = Augmentation(size=32, jitter=0.0, gray=0.0, blur=0.0)
 WANTED = np.array([7, 0, 11, 3, 3, 5, 1])  # an image can be asked for twice
 
 

@@ -30,7 +30,7 @@ PLAIN = replace(check_equal.EXACT, mean=(0, 0, 0), std=(1 / 255,) * 3)  # values
 def inputs(count: int, **factors) -> dict[str, np.ndarray]:
     """Numbers of `count` views, neutral but for those given: one for all, or one each."""
     given = {name: np.broadcast_to(value, count) for name, value in (NEUTRAL | factors).items()}
-    kinds = {"order": np.int32, "grey": np.int32, "flip": np.int32}
+    kinds = {"order": np.int32, "gray": np.int32, "flip": np.int32}
     return {name: values.astype(kinds.get(name, np.float32)) for name, values in given.items()}
 
 
@@ -79,7 +79,7 @@ def test_plugin_every_seventh_level_has_dalis_bits_in_each_factor():
         "contrast": (0, 0.2, 0.999, 1.001, 1.8, 1e6),
         "saturation": (0, 0.2, 0.5, 0.999, 1.8, 3),
         "hue": (-0.5, -0.2, 1e-6, 1 / 6, 1 / 3, 0.5),
-        "grey": (1,),
+        "gray": (1,),
     }
     cases = [(name, value) for name, each in values.items() for value in each]
     given = inputs(len(cases))
@@ -95,7 +95,7 @@ def test_plugin_every_size_of_image_has_dalis_bits():
     images = [rng.integers(0, 256, (*shape, 3), np.uint8) for shape in shapes * 2]
     gray = np.arange(len(images)) >= len(shapes)
     require_same_bits(
-        images, inputs(len(images), brightness=1.3, contrast=0.6, saturation=1.4, hue=-0.15, grey=gray)
+        images, inputs(len(images), brightness=1.3, contrast=0.6, saturation=1.4, hue=-0.15, gray=gray)
     )
 
 
@@ -108,7 +108,7 @@ def test_plugin_neutral_factors_change_no_pixel():
 @pytest.mark.slow
 def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
     images, given = check_equal.random_batch(7, count=6)
-    for name in (*check_equal.FACTORS, "grey", "blur", "flip", "jitter"):
+    for name in (*check_equal.FACTORS, "gray", "blur", "flip", "jitter"):
         require_same_bits(images, given, replace(Augmentation(), **{name: 0}))
 
 
@@ -157,7 +157,7 @@ def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
     ("extra", "dtype"),
     [
         ({}, torch.float32),
-        ({"grey": 0, "flip": 0, "color_order": "random"}, torch.float16),
+        ({"gray": 0, "flip": 0, "color_order": "random"}, torch.float16),
         ({"jitter": 0}, torch.float32),
     ],
 )
