@@ -50,7 +50,8 @@ def row_pass(ids: Tensor, every_positive: bool) -> RowPass:
             raise KernelError(f"contrast: {shapes}")
         losses = torch.empty_like(weights)
         staged = min(keys, STAGED)
-        arguments = launcher.Arguments(logits, low, ids, weights, losses, first, keys, staged, every_positive)
+        given = (logits, low, ids, weights, losses, first, keys, staged, every_positive)
+        arguments = launcher.arguments("contrast_rows", *given)
         module.launch("contrast_rows", (anchors, 1), THREADS, arguments, shared=4 * staged)
         return losses, logits
 

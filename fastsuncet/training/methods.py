@@ -3,7 +3,8 @@
     criterion.instance                               criterion.supervision
       nt_xent  SimCLR (equation 1)                     suncet         SuNCEt (equation 2)
       swav     clusters (section 5, Table 3)           cross_entropy  a linear classifier on h (section 4.1, App. F)
-      none     labels alone (appendix H)               sup_con        L_sup_out (appendix H)
+      paws     labeled images (arXiv 2104.13963)       sup_con        L_sup_out (appendix H)
+      none     labels alone (appendix H)               none           only with paws, which has the labels
 
 Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. This module passes
 `criterion.temperature` to them. It divides the rows in `losses/contrast.py`, or in `losses/contrast_symmetric.py` where
@@ -20,6 +21,7 @@ To add a loss:
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fastsuncet import losses
@@ -27,35 +29,64 @@ from fastsuncet.config import Config
 from fastsuncet.losses.tf32 import products
 from fastsuncet.training.multi_view_model import Outputs
 
-INSTANCES = {"nt_xent": "SimCLR", "swav": "SwAV", "none": ""}
-SUPERVISIONS = {"suncet": "SuNCEt", "cross_entropy": "cross-entropy", "sup_con": "L_sup_out"}
+INSTANCES = {"nt_xent": "SimCLR", "swav": "SwAV", "paws": "PAWS", "none": ""}
+SUPERVISIONS = {"suncet": "SuNCEt", "cross_entropy": "cross-entropy", "sup_con": "L_sup_out", "none": ""}
+
+Loss = Callable[[Outputs, Tensor], Tensor]
 
 
-def instance_loss(config: Config) -> Callable[[Outputs], Tensor]:
-    """Return the config's loss on unlabeled images: a scalar, this rank's share of the mean over all images."""
-    c, s = config.criterion, config.swav
+def instance_loss(config: Config, per_class: Tensor | None = None) -> Loss:
+    """Return the config's loss on unlabeled images: a scalar, this rank's share of the mean over all images.
 
-    def nt_xent(out: Outputs) -> Tensor:
+    It takes outputs and labels (S,). `per_class` (C,), floating and on the device, counts the labeled images of each
+    class of the data set; PAWS reads it with `paws.prior: labels`.
+    """
+    c, s, p = config.criterion, config.swav, config.paws
+
+    def nt_xent(out: Outputs, _: Tensor) -> Tensor:
         with products(tf32(config)):
             return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
 
-    def swav(out: Outputs) -> Tensor:
+    def swav(out: Outputs, _: Tensor) -> Tensor:
         assert out.scores is not None  # build() gives the model of this method prototypes
         return losses.swav(
             out.scores, c.temperature, crops=2 + s.small_crops, epsilon=s.epsilon, iterations=s.iterations
         )
 
-    def none(out: Outputs) -> Tensor:
+    def paws(out: Outputs, labels: Tensor) -> Tensor:
+        assert out.predictions is not None  # build() gives the model of this method a predictor
+        views = 2 + s.small_crops
+        first, second = out.views.chunk(views)[:2]
+        anchors, supports = out.predictions.split([len(out.views), len(labels)])
+        prior = None
+        if p.prior == "labels":
+            assert per_class is not None
+            prior = per_class[labels]
+        cross_entropy, me_max = losses.paws(
+            anchors,
+            supports,
+            labels,
+            torch.cat([second, first]),  # each predicts the other
+            out.labeled,
+            views=views,
+            temperature=c.temperature,
+            sharpen=p.sharpen,
+            smoothing=p.smoothing,
+            prior=prior,
+        )
+        return cross_entropy + me_max if p.me_max else cross_entropy
+
+    def none(out: Outputs, _: Tensor) -> Tensor:
         return out.views.new_zeros((), dtype=out.labeled.dtype)
 
-    return {"nt_xent": nt_xent, "swav": swav, "none": none}[c.instance]
+    return {"nt_xent": nt_xent, "swav": swav, "paws": paws, "none": none}[c.instance]
 
 
-def supervised_loss(config: Config) -> Callable[[Outputs, Tensor], Tensor]:
+def supervised_loss(config: Config) -> Loss:
     """Return the config's loss on labeled images, 0 where there are none; it takes outputs and labels (S,)."""
     c = config.criterion
 
-    def contrastive(loss: Callable[..., Tensor]) -> Callable[[Outputs, Tensor], Tensor]:
+    def contrastive(loss: Callable[..., Tensor]) -> Loss:
         def contrast(out: Outputs, labels: Tensor) -> Tensor:
             options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
             with products(tf32(config)):
@@ -68,22 +99,24 @@ def supervised_loss(config: Config) -> Callable[[Outputs, Tensor], Tensor]:
             return out.labeled.sum() * 0
         return losses.cross_entropy(out.logits, labels)
 
+    def none(out: Outputs, _: Tensor) -> Tensor:
+        return out.labeled.new_zeros(())
+
     return {
         "suncet": contrastive(losses.suncet),
         "sup_con": contrastive(losses.sup_con),
         "cross_entropy": cross_entropy,
+        "none": none,
     }[c.supervision]
 
 
 def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
-    """Return what each of the two losses reads: projections z, or SwAV's scores and cross-entropy's logits.
+    """Return what each of the two losses reads: projections z, SwAV's scores, PAWS's predictions, or logits.
 
     No loss reads the other's, so that the gradient of an input is that of one loss alone.
     """
-    return (
-        out.views if out.scores is None else out.scores,
-        out.labeled if out.logits is None else out.logits,
-    )
+    read = (x for x in (out.scores, out.predictions, out.views) if x is not None)
+    return next(read), out.labeled if out.logits is None else out.logits
 
 
 def tf32(config: Config) -> bool:

@@ -25,6 +25,7 @@ class Outputs(NamedTuple):
     labeled: Tensor  # (S, D) projections
     logits: Tensor | None  # (S, C) of the classifier, where the method has one
     scores: Tensor | None  # (V U, K) cosines of the views to the prototypes, where the method has them
+    predictions: Tensor | None = None  # (V U + S, D) of views, then labeled images, where the method predicts
 
 
 class MultiViewModel(nn.Module):
@@ -38,24 +39,35 @@ class MultiViewModel(nn.Module):
         """Return the losses' inputs for views, each (U, 3, H, W), and labeled images (S, 3, H, W).
 
         One encoder pass per resolution: the first two views are as large as the labeled images and go with them,
-        SwAV's small crops follow. S = 0 once supervision is switched off.
+        small crops follow. S = 0 once supervision is switched off.
         """
         model = self.model
         large, small = [*views[:2], labeled], list(views[2:])
+        unlabeled, shown = sum(map(len, views)), sum(map(len, views[:2]))
+
+        def join(parts: list[Tensor]) -> Tensor:
+            """Return (V U + S, ...) of the rows of the large images, and of the small ones if there are any."""
+            return torch.cat([parts[0][:shown], *parts[1:], parts[0][shown:]]) if small else parts[0]
+
         # An empty tensor has no memory layout: in a cat it would turn a channels-last batch back.
-        h = model.encoder(torch.cat([images for images in large if len(images)] or large))
-        unlabeled = sum(map(len, views[:2]))
+        h = [model.encoder(torch.cat([images for images in large if len(images)] or large))]
         if small:
-            h = torch.cat([h[:unlabeled], model.encoder(torch.cat(small)), h[unlabeled:]])
-            unlabeled = sum(map(len, views))
-        z = model.head(h)  # (V U + S, D)
-        logits = scores = None
+            h.append(model.encoder(torch.cat(small)))
+        logits = scores = predictions = None
+        if model.predictor is None:
+            z = model.head(join(h))
+        else:
+            # PAWS's heads see one resolution at a time, which counts for their BatchNorm; SwAV's sees all.
+            projected = [model.head(rows) for rows in h]
+            z = join(projected)
+            # A slice, because an identity would return z, whose gradient is that of the other loss too.
+            predictions = join([model.predictor(rows) for rows in projected])[:]
         if model.classifier is not None:
             # Without rows once supervision is off, but still used: DDP waits for every gradient.
-            logits = model.classifier(h[unlabeled:])
+            logits = model.classifier(h[0][shown:])
         if model.prototypes is not None:
             scores = prototype_scores(z[:unlabeled], model.prototypes.weight)
-        return Outputs(z[:unlabeled], z[unlabeled:], logits, scores)
+        return Outputs(z[:unlabeled], z[unlabeled:], logits, scores, predictions)
 
 
 class PiecewiseModel(MultiViewModel):
@@ -100,10 +112,16 @@ class PiecewiseModel(MultiViewModel):
             parts = [x.unflatten(0, (count or 1, size)) for x, size in zip(pieces, unlabeled)]
             return torch.cat(parts, dim=1).flatten(0, 1)
 
-        z, z_labeled, logits, scores = zip(*map(run, shown, labeled.split(with_label)))
+        z, z_labeled, logits, scores, predictions = zip(*map(run, shown, labeled.split(with_label)))
+        predicted = None
+        if self.model.predictor is not None:
+            parts = [p.split([len(p) - labels, labels]) for p, labels in zip(predictions, with_label)]
+            of_views, of_labeled = zip(*parts)
+            predicted = torch.cat([by_view(of_views), *of_labeled])
         return Outputs(
             by_view(z),
             torch.cat(z_labeled),
             torch.cat(logits) if self.model.classifier is not None else None,
             by_view(scores) if self.model.prototypes is not None else None,
+            predicted,
         )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastsuncet.config import Config
+from fastsuncet.config.schema import OptimizationSection
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.launch import Place
@@ -18,14 +19,14 @@ from fastsuncet.losses.swav import normalize_prototypes_
 from fastsuncet.models import resnet
 from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.sync_batchnorm import synchronize
-from fastsuncet.optim import LARS, LARSSettings, parameter_groups
+from fastsuncet.optim import LARS, SGD, AdamW, DeviceLR, parameter_groups
 from fastsuncet.training import methods
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.multi_view_model import MultiViewModel, Outputs, PiecewiseModel
 
 
 def train_step(
-    network: nn.Module, optimizer: LARS, batch: Batch, lr: float | torch.Tensor, setting: "StepSettings"
+    network: nn.Module, optimizer: DeviceLR, batch: Batch, lr: float | torch.Tensor, setting: "StepSettings"
 ) -> torch.Tensor:
     """Make one update of SimCLR + SuNCEt (paper section 3, equations 1 and 2), or of another method, on one rank.
 
@@ -37,7 +38,7 @@ def train_step(
     with setting.autocast():
         out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
     out = in_float32(out)
-    instance_loss = setting.instance_loss(out)  # NT-Xent
+    instance_loss = setting.instance_loss(out, batch.labels)  # NT-Xent
     class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, without a branch
     watched = watch_gradients(methods.loss_inputs(out))
     setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
@@ -71,8 +72,11 @@ def gradient_norms(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 class StepSettings:
     """What a step needs besides network, optimizer and batch: the method's losses, learning rate, precision."""
 
-    def __init__(self, config: Config, model: resnet.Model, device: torch.device):
-        self.instance_loss = methods.instance_loss(config)
+    def __init__(
+        self, config: Config, model: resnet.Model, device: torch.device, per_class: Sequence[int] = ()
+    ):
+        counts = torch.tensor(per_class, dtype=torch.float32, device=device) if len(per_class) else None
+        self.instance_loss = methods.instance_loss(config, counts)
         self.supervised_loss = methods.supervised_loss(config)
         self.prototypes = model.prototypes.weight if model.prototypes is not None else None
         self.freeze_steps = config.swav.freeze_steps
@@ -101,42 +105,35 @@ class StepSettings:
         return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=not self.in_pieces)
 
 
-def build(config: Config, place: Place, classes: int) -> tuple[resnet.Model, nn.Module, LARS, StepSettings]:
+def build(
+    config: Config, place: Place, classes: int, per_class: Sequence[int] = ()
+) -> tuple[resnet.Model, nn.Module, DeviceLR, StepSettings]:
     """Return the model, the network that trains it, its optimizer, the setting.
 
     The network is a MultiViewModel, with criterion.micro_batch a PiecewiseModel, or DDP around it. `classes` of the
-    data set are for a method with a classifier. Weights depend on the seed alone: every rank builds the same ones, on
-    any device.
+    data set are for a method with a classifier, `per_class`, their numbers of labeled images, for paws.prior: labels.
+    Weights depend on the seed alone: every rank builds the same ones, on any device.
     """
-    m, o = config.model, config.optimization
+    m = config.model
     model = resnet.build_model(
         m.name,
-        library=m.library,
-        stem=m.stem,
-        hidden=m.hidden,
-        output=m.output,
-        head_batchnorm=m.head_batchnorm,
+        m.library,
+        m.stem,
+        *m.head,
+        predicts=config.criterion.instance == "paws",
         classes=classes if methods.has_classifier(config) else None,
         prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
         seed=config.meta.seed,
     )
-    if m.fused_batchnorm:
+    if m.fused_batchnorm is True:
         model = fuse(model, shared=m.sync_batchnorm, kernel=True)
     elif m.sync_batchnorm:
         model = synchronize(model)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     # Torch's stubs lack memory_format.
     model = model.to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-    setting = StepSettings(config, model, place.device)
-    settings = LARSSettings(
-        momentum=o.momentum,
-        weight_decay=o.weight_decay,
-        trust_coefficient=o.trust_coefficient,
-        nesterov=o.nesterov,
-        lr_in_momentum=o.lr_in_momentum,
-    )
-    groups = parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm)
-    optimizer = LARS(groups, setting.lr, settings)
+    setting = StepSettings(config, model, place.device, per_class)
+    optimizer = build_optimizer(config.optimization, model, setting.lr)
 
     def blank(network: nn.Module) -> torch.Tensor:
         def zeros(count: int, size: int) -> torch.Tensor:
@@ -151,3 +148,19 @@ def build(config: Config, place: Place, classes: int) -> tuple[resnet.Model, nn.
     whole = PiecewiseModel(model, micro_batch // place.world_size) if micro_batch else MultiViewModel(model)
     network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
     return model, network, optimizer, setting
+
+
+def build_optimizer(o: OptimizationSection, model: nn.Module, lr: torch.Tensor) -> DeviceLR:
+    """Return optimization.optimizer of the trainable parameters; `lr` is filled by `set_lr`."""
+    groups = parameter_groups(model, exclude_bias_and_norm=o.exclude_bias_and_norm)
+    shared = {"momentum": o.momentum, "weight_decay": o.weight_decay}
+    if o.optimizer == "lars":
+        lars = {"trust_coefficient": o.trust_coefficient, "lr_in_momentum": o.lr_in_momentum}
+        return LARS(groups, lr, **shared, **lars, nesterov=o.nesterov)
+    for group in groups:
+        group.pop("lars", None)  # LARS' own
+    return (
+        SGD(groups, lr, **shared, nesterov=o.nesterov)
+        if o.optimizer == "sgd"
+        else AdamW(groups, lr, **shared)
+    )

@@ -88,7 +88,7 @@ class Supervision:
 
     def restore(self, state: dict) -> None:
         """Continue from `state`. On another number of ranks each takes the mean of the interrupted epoch's sums."""
-        if self.rule is None or not state:
+        if self.rule is None:
             return
         self.rule.means = list(state["means"])
         sums, world_size = state["sums"], self.arithmetic.world_size

@@ -5,10 +5,14 @@ import math
 import pytest
 import torch
 
-from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con, swav
+from fastsuncet.losses import cross_entropy, nt_xent, paws, suncet, sup_con, swav
 
 Z, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 S = torch.zeros(8, 3)
+
+
+def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, views=2, **settings):
+    return lambda: paws(anchors, supports, labels, targets, target_supports, views=views, **settings)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,21 @@ S = torch.zeros(8, 3)
         (lambda: swav(S, 0.1, crops=4, epsilon=math.nan), "swav: epsilon must be a plain number above 0"),
         (lambda: swav(S, 0.1, crops=4, iterations=0), "swav: iterations must be at least 1"),
         (lambda: swav(S, 0.0, crops=4), "swav: temperature must be a plain number above 0"),
+        (wrong_paws(targets=S[0]), r"paws: targets must be \(rows, width\)"),
+        (wrong_paws(labels=Y[:3]), r"paws: labels must be one integer per row, \(4,\), not \(3,\)"),
+        (wrong_paws(views=1), "paws: views must be at least 2"),
+        (wrong_paws(anchors=torch.zeros(9, 3)), "paws: anchors must hold 2 views .* 9 and 8 rows"),
+        (wrong_paws(views=4), "paws: anchors must hold 4 views .* and targets two; they have 8 and 8 rows"),
+        (wrong_paws(target_supports=Z[:3]), r"paws: supports and target_supports .*\(4, 3\) and \(3, 3\)"),
+        (wrong_paws(Z, Z[:0], Y[:0], Z, Z[:0]), "paws: supports .* at least one"),
+        (wrong_paws(sharpen=0.0), "paws: sharpen must be a plain number above 0"),
+        (wrong_paws(sharpen=1.5), "paws: sharpen must be at most 1, not 1.5"),
+        (wrong_paws(smoothing=1.0), "paws: smoothing must be from 0 to below 1, not 1.0"),
+        (
+            wrong_paws(smoothing=0.0, temperature=0.02),
+            "paws: without smoothing, temperature must be at least",
+        ),
+        (wrong_paws(prior=torch.ones(3)), r"paws: prior must be one share per support, \(4,\), not \(3,\)"),
         *[
             (
                 lambda t=t: suncet(Z, Y, t),

@@ -58,6 +58,32 @@ def swav(scores: Tensor, temperature: float, *, crops: int, epsilon=0.05, iterat
     return total / 2
 
 
+def paws(anchors: Tensor, supports: Tensor, labels: Tensor, targets: Tensor, target_supports: Tensor, *, views: int,
+         temperature=0.1, sharpen=0.25, smoothing=0.1, prior=None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute cross-entropy and me-max with one label row per support, class by class in ascending order."""
+    classes = sorted(set(labels.tolist()))
+    rows = torch.tensor([[float(label == each) for each in classes] for label in labels.tolist()])
+    rows = rows.to(supports) * (1 - smoothing) + smoothing / len(classes)
+
+    def p(queries: Tensor, keys: Tensor) -> Tensor:
+        cosine = torch.cosine_similarity(queries[:, None], keys[None], dim=-1)
+        return (cosine / temperature).softmax(dim=1) @ rows
+
+    def sharpened(p: Tensor) -> Tensor:
+        return p ** (1 / sharpen) / (p ** (1 / sharpen)).sum(dim=1, keepdim=True)
+
+    large = sharpened(p(targets, target_supports)).detach()
+    target = torch.cat([large, *[(large.chunk(2)[0] + large.chunk(2)[1]) / 2] * (views - 2)])
+    target = target * (target >= 1e-4)
+    predicted = p(anchors, supports)
+    mean = sharpened(predicted).mean(dim=0)
+    wanted = torch.ones(len(classes)).to(mean)
+    if prior is not None:
+        wanted = torch.stack([prior[labels == each][0] for each in classes])
+        wanted = len(classes) * wanted / wanted.sum()
+    return -(target * predicted.log()).sum(dim=1).mean(), (mean * (mean / wanted).log()).sum()
+
+
 def gradient(loss, z: Tensor, *arguments, **settings) -> tuple[Tensor, Tensor]:
     """Return the value of `loss` at `z` and its gradient."""
     z = z.detach().clone().requires_grad_()

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.schema import CriterionSection
+from fastsuncet.data.paired_stream import views as shown_views
 from fastsuncet.metrics.progress_bar import FIELDS
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import synchronize
@@ -28,6 +29,15 @@ SWAV = [
     *("criterion.instance=swav", "swav.prototypes=12", "swav.small_crops=3", "swav.small_size=8"),
     "swav.freeze_steps=4",
 ]
+PAWS = [
+    *(
+        "criterion.instance=paws",
+        "criterion.supervised_epochs=all",
+        "swav.small_crops=3",
+        "swav.small_size=8",
+    ),
+    *("model.prediction_head=true", "model.head_batchnorm=true", "model.head_layers=3"),
+]
 METHODS = {
     "SimCLR": ["criterion.supervised_epochs=0"],
     "SimCLR + SuNCEt": [],
@@ -37,8 +47,11 @@ METHODS = {
     "L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
     "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
     "SwAV + SuNCEt": SWAV,
+    "PAWS": [*PAWS, "paws.prior=labels", "criterion.supervised_views=2"],
+    "PAWS + SuNCEt": [*PAWS[:2], "criterion.supervision=suncet", "swav.small_crops=0"],
 }
 U, CLASSES, PER_CLASS = 4, 3, 4  # images over all ranks
+PER_CLASS_IN_ALL = torch.tensor([4.0, 1.0, 5.0], dtype=torch.float64)  # labeled images of the data set
 TAU = 0.2
 
 
@@ -67,8 +80,7 @@ def test_methods_every_loss_of_the_schema_is_compared_here_and_shown_in_the_cons
 def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Return a made-up global batch in float64: views, labeled images in the sampler's interleaved order, labels."""
     generator = torch.Generator().manual_seed(3)
-    small = config.swav.small_crops if config.criterion.instance == "swav" else 0
-    sizes = [] if config.criterion.instance == "none" else [16, 16, *[8] * small]
+    sizes = [view.size for view in shown_views(config)]
     views = [torch.rand(U, 3, size, size, dtype=torch.float64, generator=generator) for size in sizes]
     count = CLASSES * PER_CLASS if config.criterion.supervised else 0
     labeled = torch.rand(count, 3, 16, 16, dtype=torch.float64, generator=generator)
@@ -79,15 +91,16 @@ def network(config: Config) -> MultiViewModel:
     """Return the model of a run, in float64."""
     classes = CLASSES if methods.has_classifier(config) else None
     prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
-    batchnorm = config.model.head_batchnorm
-    model = build_model("resnet_tiny", stem="cifar", hidden=16, output=8, head_batchnorm=batchnorm,
-                        classes=classes, prototypes=prototypes)  # fmt: skip
+    _, _, *head = config.model.head
+    model = build_model("resnet_tiny", "torchvision", "cifar", 16, 8, *head, classes=classes, prototypes=prototypes,
+                        predicts=config.criterion.instance == "paws")  # fmt: skip
     return MultiViewModel(synchronize(model)).double()
 
 
 def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:
     out = in_float32(network(views, labeled))
-    losses = methods.instance_loss(config)(out), methods.supervised_loss(config)(out, labels)
+    instance = methods.instance_loss(config, PER_CLASS_IN_ALL)
+    losses = instance(out, labels), methods.supervised_loss(config)(out, labels)
     sum(losses).backward()
     gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}
     return torch.stack([loss.detach() for loss in losses]), gradients
@@ -99,9 +112,18 @@ def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> to
     h = model.encoder(torch.cat([*views[:2], labeled]))
     large = sum(map(len, views[:2]))
     small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []
-    z = model.head(torch.cat([h[:large], *small, h[large:]]))
-    z, z_labeled = z.split([sum(map(len, views)), len(labeled)])
-    instance = supervised = z.new_zeros(())
+    instance = supervised = h.new_zeros(())
+    if c.instance == "paws":  # each resolution passes through the heads by itself
+        z, z_small = model.head(h), [model.head(rows) for rows in small]
+        predicted, z_labeled = model.predictor(z), z[large:]
+        anchors = torch.cat([predicted[:large], *map(model.predictor, z_small)])
+        swapped = torch.cat([z[U : 2 * U], z[:U]])
+        prior = PER_CLASS_IN_ALL[labels] if config.paws.prior == "labels" else None
+        options = {"views": len(views), "temperature": TAU, "prior": prior}
+        instance = sum(dense_losses.paws(anchors, predicted[large:], labels, swapped, z_labeled, **options))
+    else:
+        z = model.head(torch.cat([h[:large], *small, h[large:]]))
+        z, z_labeled = z.split([sum(map(len, views)), len(labeled)])
     if c.instance == "nt_xent":
         instance = dense_losses.nt_xent(z, TAU)
     elif c.instance == "swav":
@@ -109,7 +131,7 @@ def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> to
         instance = dense_losses.swav(scores, TAU, crops=len(views))
     if c.supervised and c.supervision == "cross_entropy":
         supervised = F.cross_entropy(model.classifier(h[large:]), labels)
-    elif c.supervised:
+    elif c.supervised and c.supervision != "none":
         supervised = getattr(dense_losses, c.supervision)(z_labeled, labels, TAU)
     return torch.stack([instance, supervised])
 
@@ -135,8 +157,8 @@ def test_method_is_the_sum_of_the_papers_losses_with_its_gradient(method):
     expected = dense(config, twin, *batch)
     expected.sum().backward()
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-14)
-    assert (losses[0] > 0) == (config.criterion.instance != "none")
-    assert (losses[1] > 0) == config.criterion.supervised
+    assert (losses[0] != 0) == (config.criterion.instance != "none")
+    assert (losses[1] > 0) == ("none" not in methods.terms(config)[1:])
     for name, p in twin.named_parameters():
         wanted = torch.zeros_like(p) if p.grad is None else p.grad
         torch.testing.assert_close(gradients[name], wanted, rtol=1e-9, atol=1e-13, msg=name)
@@ -173,7 +195,7 @@ def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method, on_two_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "SuNCEt", "SwAV + SuNCEt"])
+@pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "SuNCEt", "SwAV + SuNCEt", "PAWS"])
 def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
     whole, parts = small(tmp_path / "whole", method), small(tmp_path / "parts", method)
     train(whole)

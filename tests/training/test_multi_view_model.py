@@ -49,7 +49,7 @@ def most_of(config) -> int:
     """Return a micro-batch that cuts 4 images of V views and 12 labeled ones into several pieces, mostly uneven."""
     if not config.criterion.supervised:
         return 5
-    return 14 if config.criterion.instance == "swav" else 8
+    return 14 if config.criterion.instance in ("swav", "paws") else 8
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -122,7 +122,9 @@ def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
 
     def losses(out: Outputs) -> torch.Tensor:
         out = in_float32(out)
-        return methods.instance_loss(config)(out) + methods.supervised_loss(config)(out, batch.labels)
+        return methods.instance_loss(config)(out, batch.labels) + methods.supervised_loss(config)(
+            out, batch.labels
+        )
 
     with setting.autocast():
         out = ours(batch.views, batch.labeled)

@@ -1,0 +1,291 @@
+"""PAWS against dense float64 equations and its authors' numbers, on one process and on two and four ranks."""
+
+import math
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastsuncet.losses import paws
+from tests.losses.test_swav import FAKE_CUDA
+from tests.support import dense_losses
+from tests.support.ranks import run_ranks
+from tests.support.vectors import load_vectors
+from tools.bench.dispatch_counter import Counter
+
+F64 = torch.float64
+IMAGES, VIEWS, WIDTH, SUPPORTS = 5, 4, 8, 12
+# Unbalanced classes, labels of any value; on the last rank classes that no other rank has.
+LABELS = [[0, 0, 1, 2, 2, 2, -7, 10**15, 3, 3, 3, 3], [0, 1] * 6, [2, 5, -7] * 4, [*range(100, 112)]]
+SETTINGS = {"sharpen": 0.3, "smoothing": 0.05, "temperature": 0.15}
+
+
+def draw(seed: int, rows: int, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(rows, width, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(rank: int = 0, images=IMAGES, views=VIEWS, width=WIDTH) -> tuple[torch.Tensor, ...]:
+    """Return anchors, supports, labels, targets, target_supports."""
+    sizes = (views * images, SUPPORTS, 2 * images, SUPPORTS)
+    anchors, supports, targets, of_targets = (draw(10 * rank + i, n, width) for i, n in enumerate(sizes))
+    return anchors, supports, torch.tensor(LABELS[rank]), targets, of_targets
+
+
+def prior_of(labels: torch.Tensor) -> torch.Tensor:
+    """Return a share for each support, equal in a class, that sums to nothing in particular."""
+    return 1 + (labels % 5).double()
+
+
+def run(loss, anchors, supports, labels, *targets, within=None, **settings) -> tuple[torch.Tensor, ...]:
+    """Return cross-entropy and me-max, computed `within` a context, and the gradients for anchors and supports."""
+    anchors, supports = (x.detach().clone().requires_grad_() for x in (anchors, supports))
+    with within or nullcontext():
+        cross_entropy, me_max = loss(anchors, supports, labels, *targets, **settings)
+    grads = torch.autograd.grad(cross_entropy + me_max, (anchors, supports))
+    return cross_entropy.detach(), me_max.detach(), *grads
+
+
+def assert_near(found, expected, near=1e-10) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=near * theirs.abs().max().item() + 1e-14)
+
+
+@given(
+    images=st.integers(1, 9),
+    views=st.integers(2, 6),
+    supports=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+    temperature=st.floats(0.05, 1),
+    sharpen=st.floats(0.1, 1),
+    smoothing=st.floats(0, 0.9),
+    with_prior=st.booleans(),
+)
+def test_paws_is_the_dense_equation(images, views, supports, seed, with_prior, **settings):
+    anchors, targets = draw(seed, views * images), draw(seed + 1, 2 * images)
+    rows = draw(seed + 2, supports), draw(seed + 3, supports)
+    labels = torch.tensor(LABELS[0][:supports])
+    settings |= {"views": views, "prior": prior_of(labels) if with_prior else None}
+    inputs = (anchors, rows[0], labels, targets, rows[1])
+    assert_near(run(paws, *inputs, **settings), run(dense_losses.paws, *inputs, **settings), 1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_paws_does_not_depend_on_the_rows_at_a_time(rows, monkeypatch):
+    expected = run(dense_losses.paws, *batch_of(), views=VIEWS)
+    monkeypatch.setattr(sys.modules[paws.__module__], "ROWS_PER_CHUNK", rows)
+    assert_near(run(paws, *batch_of(), views=VIEWS), expected)
+
+
+def authors_rank(arrays: dict, case: int, rank: int) -> tuple[tuple[torch.Tensor, ...], dict, list]:
+    """Return one rank's inputs, the settings, and the authors' (cross-entropy, me-max, two gradients)."""
+    mine = {key: arrays[f"case{case}.rank{rank}.{key}"] for key in (
+        "anchor_views", "anchor_supports", "labels", "target_views", "target_supports", "loss", "me_max",
+        "grad_views", "grad_supports")}  # fmt: skip
+    inputs = [torch.from_numpy(mine[key]) for key in list(mine)[:5]]
+    # They have the label rows of all ranks.
+    inputs[2] = inputs[2].argmax(dim=1).chunk(int(arrays[f"case{case}.world"]))[rank]
+    options = {"temperature": "tau", "sharpen": "T", "smoothing": "smoothing"}
+    settings = {key: float(arrays[f"case{case}.{name}"]) for key, name in options.items()}
+    settings["views"] = 2 + int(arrays[f"case{case}.multicrop"])
+    return tuple(inputs), settings, [torch.as_tensor(mine[key]) for key in list(mine)[5:]]
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_paws_has_its_authors_numbers(case):
+    inputs, settings, expected = authors_rank(load_vectors("paws"), case, 0)
+    assert_near(run(paws, *inputs, **settings), expected, 1e-12)
+
+
+def test_paws_in_float32_is_near_float64():
+    inputs = batch_of(images=40, width=32)
+    single = [x.float() if x.is_floating_point() else x for x in inputs]
+    found, expected = run(paws, *single, views=VIEWS), run(dense_losses.paws, *inputs, views=VIEWS)
+    assert {x.dtype for x in found} == {torch.float32}
+    assert_near([x.double() for x in found], expected, 2e-5)
+
+
+@pytest.mark.parametrize("case", ["supports", "classes", "lengths", "dtype"])
+def test_paws_does_not_depend_on(case):
+    """Not on the order of the supports, the names of the classes, the lengths of rows, the dtype of labels."""
+    anchors, supports, labels, targets, of_targets = batch_of()
+    expected = run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS)
+    order = torch.randperm(SUPPORTS, generator=torch.Generator().manual_seed(0))
+    if case == "supports":
+        supports, labels, of_targets = supports[order], labels[order], of_targets[order]
+    elif case == "classes":
+        names = {each: -(2**62) + 977 * i % 11 for i, each in enumerate(sorted(set(labels.tolist())))}
+        labels = torch.tensor([names[each] for each in labels.tolist()])
+    elif case == "lengths":
+        targets, of_targets = 3 * targets, of_targets / 7
+    else:
+        labels = labels.unique(return_inverse=True)[1].to(torch.uint8)
+    found = list(run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS))
+    if case == "supports":
+        found[3] = found[3][order.argsort()]
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_paws_with_one_class_is_zero(smoothing):
+    anchors, supports, labels, *targets = batch_of()
+    inputs = (anchors, supports, torch.full_like(labels, -3), *targets)
+    found = run(paws, *inputs, views=VIEWS, smoothing=smoothing)
+    for each in found:
+        torch.testing.assert_close(each, torch.zeros_like(each), rtol=0, atol=1e-12)
+
+
+def test_paws_me_max_is_lowest_where_the_mean_is_the_prior():
+    """Four views of one class and two of another: me-max is -log 2 with the prior 2 to 1, and higher with 1 to 2."""
+    supports, labels = torch.eye(2, dtype=F64), torch.tensor([5, 9])
+    anchors, targets = supports[[0, 0, 1, 0, 0, 1]], supports[[0, 0, 1, 0, 0, 1]]
+    inputs = (anchors, supports, labels, targets, supports)
+    settings = {"views": 2, "temperature": 0.05, "smoothing": 0.0}
+    (_, exact), (_, other) = (
+        paws(*inputs, prior=torch.tensor(prior, dtype=F64), **settings) for prior in ([2, 1], [1, 2])
+    )
+    assert exact.item() == pytest.approx(-math.log(2), abs=1e-9) and other > exact + 0.2
+    (_, plain), (_, uniform) = (
+        paws(*inputs, prior=prior, **settings) for prior in (None, torch.ones(2, dtype=F64))
+    )
+    assert uniform - plain == pytest.approx(0, abs=1e-12)
+    assert plain.item() == pytest.approx((2 * math.log(2 / 3) + math.log(1 / 3)) / 3, abs=1e-9)
+
+
+def test_paws_gives_targets_no_gradient():
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in batch_of()]
+    sum(paws(*inputs, views=VIEWS)).backward()
+    assert [x.grad is None for x in inputs] == [False, False, True, True, True]
+
+
+def test_paws_without_images_is_zero():
+    found = run(paws, *batch_of(images=0), views=VIEWS)
+    assert abs(found[0].item()) + abs(found[1].item()) < 1e-30 and not found[3].any()
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.03])
+def test_paws_of_opposite_rows_is_finite(temperature):
+    supports = torch.cat([torch.eye(3), -torch.eye(3)])
+    inputs = (supports.repeat(2, 1), supports, torch.arange(6), -supports.repeat(2, 1), supports)
+    smoothing = 0.1 if temperature < 0.025 else 0.0
+    for each in run(paws, *inputs, views=2, temperature=temperature, smoothing=smoothing, sharpen=0.02):
+        assert each.isfinite().all()
+
+
+def test_paws_ignores_autocast_and_repeats_its_bits():
+    inputs = [x.float() if x.is_floating_point() else x for x in batch_of()]
+    outside = run(paws, *inputs, views=VIEWS)
+    inside = run(paws, *inputs, views=VIEWS, within=torch.autocast("cpu", dtype=torch.bfloat16))
+    assert all(map(torch.equal, outside, inside))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=FAKE_CUDA), "cpu"])
+@pytest.mark.parametrize("with_prior", [False, True])
+def test_paws_does_not_wait_for_the_device(device, with_prior):
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        rows = [
+            torch.randn(n, WIDTH, device=device) for n in (VIEWS * IMAGES, SUPPORTS, 2 * IMAGES, SUPPORTS)
+        ]
+        labels = torch.arange(SUPPORTS, device=device)
+        anchors, supports = (x.requires_grad_() for x in rows[:2])
+        prior = torch.ones(SUPPORTS, device=device) if with_prior else None
+        loss = sum(paws(anchors, supports, labels, *rows[2:], views=VIEWS, prior=prior))
+        if device == "cpu":  # backward needs a real CUDA context even for fake tensors
+            loss.backward()
+
+
+def test_paws_backward_does_not_wait_either():
+    anchors, supports, *others = batch_of()
+    anchors.requires_grad_(), supports.requires_grad_()
+    with Counter() as counter:
+        sum(paws(anchors, supports, *others, views=VIEWS)).backward()
+    assert counter.waits == 0
+
+
+def peak_bytes(loss, images: int) -> int:
+    anchors, supports, labels, *targets = batch_of(images=images)
+    anchors.requires_grad_()
+    with Counter() as live:
+        sum(loss(anchors, supports.repeat(40, 1), labels.repeat(40), targets[0], targets[1].repeat(40, 1), views=VIEWS)
+            ).backward()  # fmt: skip
+    return live.peak
+
+
+def test_paws_memory_grows_by_the_anchors_and_not_by_anchors_times_supports():
+    """480 supports: what is kept of 1,024 more images is their rows, and not 4,096 x 480 probabilities."""
+    rows = 1024 * VIEWS * WIDTH * 8
+    assert peak_bytes(paws, 1536) - peak_bytes(paws, 512) < 16 * rows < 1024 * VIEWS * 480 * 8 / 3
+    assert peak_bytes(dense_losses.paws, 96) - peak_bytes(dense_losses.paws, 32) > 64 * VIEWS * 480 * 8
+
+
+# --------------------------------------------------------------------------------------------------------- ranks
+def on_a_rank(rank: int, world_size: int, authors: dict) -> dict:
+    inputs = batch_of(rank)
+    found = {
+        "plain": run(paws, *inputs, views=VIEWS),
+        "prior": run(paws, *inputs, views=VIEWS, prior=prior_of(inputs[2]), **SETTINGS),
+    }
+    if authors:
+        inputs, settings, _ = authors_rank(authors, 3, rank)
+        found["authors"] = run(paws, *inputs, **settings)
+    refused = (
+        (batch_of(images=IMAGES + rank), "anchors"),
+        ([x[: SUPPORTS - rank] if len(x) == SUPPORTS else x for x in batch_of()], "supports"),
+    )
+    for wrong, name in refused:
+        with pytest.raises(ValueError) as error:
+            paws(*wrong, views=VIEWS)
+        found[f"refusal of {name}"] = str(error.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, list[dict]]:
+    try:
+        authors = load_vectors("paws")
+    except pytest.skip.Exception:
+        authors = {}
+    return {2: run_ranks(on_a_rank, 2, authors), 4: run_ranks(on_a_rank, 4, {})}
+
+
+def by_view(x: torch.Tensor, views: int) -> torch.Tensor:
+    """Order rows of ranks (W, V, B) as one process has them: view 0 of all images, then view 1, ..."""
+    return x.unflatten(0, (-1, views, IMAGES)).transpose(0, 1).flatten(0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", ["plain", "prior"])
+def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
+    anchors, supports, labels, targets, of_targets = map(torch.cat, zip(*map(batch_of, range(world_size))))
+    settings = SETTINGS | {"prior": prior_of(labels)} if case == "prior" else {}
+    joined = (by_view(anchors, VIEWS), supports, labels, by_view(targets, 2), of_targets)
+    expected = run(dense_losses.paws, *joined, views=VIEWS, **settings)
+    values = list(zip(*(each[case] for each in results[world_size])))
+    found = [torch.stack(each).mean(0) for each in values[:2]]
+    found.append(by_view(torch.cat(values[2]), VIEWS) / world_size)
+    found.append(torch.cat(values[3]) / world_size)
+    assert_near(found, expected, 1e-11)
+    assert (
+        len({each.item() for each in values[1]}) == 1
+    )  # me-max is that of all ranks, with the same bits on each
+
+
+@pytest.mark.slow
+def test_paws_on_two_ranks_has_its_authors_numbers(results):
+    arrays = load_vectors("paws")
+    for rank, found in enumerate(results[2]):
+        assert_near(found["authors"], authors_rank(arrays, 3, rank)[2], 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shapes"), [
+    ("anchors", "rank 0: (20, 8), rank 1: (24, 8)"), ("supports", "rank 0: (12, 8), rank 1: (11, 8)")
+])  # fmt: skip
+def test_paws_on_ranks_with_different_shapes_is_refused_by_all(results, name, shapes):
+    for found in results[2]:
+        message = found[f"refusal of {name}"]
+        assert message.startswith("paws: the shape of its input") and shapes in message
