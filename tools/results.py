@@ -5,18 +5,23 @@
     python tools/results.py small docs/results/NAME/points.csv  # from the points of `fastsuncet report` to the tables
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
-A run folder is named EXPERIMENT-METHOD-seedN. `make results` runs `show` for each experiment with rules, `small` for
-the others, and `demo`; a test compares the output with the pages.
+A run folder is named EXPERIMENT-METHOD-seedN. `collect` keeps the other points of its file, so that each run can be
+collected when it ends. `make results` runs `show` for each experiment with rules, `small` for the others, and
+`demo`; a test compares the output with the pages.
 """
 
 import argparse
 import csv
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import exp, log
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
+
+import yaml
 
 from fastsuncet.commands.report.compute_saved import percent, reached, savings
 from fastsuncet.commands.report.curves import Curve, Group, Measurement, Panel, Point, arrange
@@ -25,17 +30,27 @@ from fastsuncet.commands.report.tables import markdown
 from fastsuncet.metrics.results import read_results
 from fastsuncet.metrics.writer import csv_table
 
-# evaluation: of EVALUATIONS; top1: %
-COLUMNS = ("method", "seed", "evaluation", "updates", "petaflops", "top1")
+# labels: their number, of an experiment with several; evaluation: of EVALUATIONS; top1: %
+COLUMNS = ("labels", "method", "seed", "evaluation", "updates", "petaflops", "top1")
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
 CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
-NAMES = {"simclr": BASELINE, "suncet": METHOD, "cross_entropy": CROSS_ENTROPY, "untrained": UNTRAINED}
+ALONE = {"alone_cross_entropy": "labels alone, cross-entropy", "alone_suncet": "labels alone, SuNCEt"}
+NAMES = ALONE | {
+    "untrained": UNTRAINED,
+    "simclr": BASELINE,
+    "suncet": METHOD,
+    "switched_off": f"{METHOD}, off after a fifth",
+    "cross_entropy": CROSS_ENTROPY,
+}
 PAPERS_LR = 0.05  # of fine-tuning on CIFAR-10 (appendix B)
 EVALUATIONS = {
-    "linear": "linear classifier, frozen encoder",
     "finetune": f"fine-tuned at lr {PAPERS_LR}",
+    "linear": "linear classifier, frozen encoder",
+    "linear_auto": "linear classifier, strength chosen",
     "finetune_lr0.005": "fine-tuned at lr 0.005",
+    "own": "its own classifier",
 }
+PAIRS = ((METHOD, BASELINE), (CROSS_ENTROPY, BASELINE), (CROSS_ENTROPY, METHOD), (BASELINE, UNTRAINED))
 
 
 class Experiment(NamedTuple):
@@ -52,9 +67,12 @@ EXPERIMENTS = {
     "cifar10-32px": Experiment(
         "CIFAR-10 at 32 pixels",
         "2 %",
-        {"linear": range(3), "finetune": range(3), "finetune_lr0.005": range(1, 4)},
+        {"finetune": range(3), "linear": range(3), "finetune_lr0.005": range(1, 4)},
     ),
 }
+FEW_LABELS = "cifar10-few-labels"
+SEEDS, CHECKPOINTS, GATE_SEED = 5, 8, 100
+NOT_REACHED = 1.5  # counts for r where a seed never has SimCLR's best accuracy
 FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
 ENDING = {"simclr": BASELINE, "fixed": FIXED, "plateau": PLATEAU}
 RULES = {
@@ -64,35 +82,57 @@ RULES = {
 DIFFERENCE = "paired difference, points (95 %)"
 
 
-def collect(runs: Sequence[Path]) -> list[tuple]:
-    """Return a row of COLUMNS for every top-1 result in the run folders."""
-    rows = []
+def collect(runs: Sequence[Path], output: Path) -> None:
+    """Add a row of COLUMNS to `output` for every top-1 result in the run folders: the mean of its draws of crops."""
+    rows = {row[:-2]: row for row in rows_of(output)} if output.exists() else {}
+    draws = defaultdict(list)
     for run in runs:
-        _, method, seed = run.name.rsplit("-", 2)
+        named = re.fullmatch(r".*-([a-z_]+?)(?:_\d+labels)?(?:-seed\d+)?", run.name)
+        if not named:
+            raise SystemExit(f"{run} is not named EXPERIMENT-METHOD or EXPERIMENT-METHOD-seedN")
+        # As text: the keys are those of the commit that made the run.
+        seed = str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["meta"]["seed"])
         for result in read_results(run):
-            cost = result["encoder"]["ledger"]
-            top1 = round(100 * result["metrics"]["top1"], 2)
-            number, kind = int(seed.removeprefix("seed")), result["kind"]
-            if kind == "finetune" and result["setting"]["lr"] != PAPERS_LR:
-                kind += f"_lr{result['setting']['lr']:g}"
-            rows.append((method, number, kind, cost["updates"], cost["petaflops"], top1))
-    return sorted(rows, key=lambda row: (row[2], row[0], row[1], row[3]))
+            labels, cost = result["labels"], result["encoder"]["ledger"]
+            count = str(labels["count"]) if labels["kind"] == "stratified" else ""
+            point = (count, named[1], seed, evaluation(result), str(cost["updates"]))
+            draws[point, str(cost["petaflops"])].append(result["metrics"]["top1"])
+    for (point, cost), found in draws.items():
+        rows[point] = (*point, cost, f"{100 * mean(found):.2f}")
+    ordered = sorted(rows.values(), key=lambda r: (r[0].zfill(9), r[3], r[1], int(r[2]), int(r[4])))
+    output.write_bytes(csv_table([COLUMNS, *ordered]))
 
 
-def read(path: Path) -> dict[str, Panel]:
-    """Return the panels of a points.csv by their evaluation, linear or finetune."""
-    points = defaultdict(list)
+def evaluation(result: Mapping) -> str:
+    """Return the key of EVALUATIONS of a result."""
+    kind, setting = result["kind"], result["setting"]
+    if kind == "finetune" and setting["lr"] != PAPERS_LR:
+        return f"finetune_lr{setting['lr']:g}"
+    if kind == "linear" and setting["strength"] != 1:
+        return f"linear_{setting['strength']}"
+    return {"accuracy": "own", "npi": "own"}.get(kind, kind)
+
+
+def rows_of(path: Path) -> list[tuple[str, ...]]:
+    """Return the rows of a points.csv in the order of COLUMNS."""
     with path.open(encoding="utf-8", newline="") as file:
-        for r in sorted(csv.DictReader(file), key=lambda r: int(r["updates"])):
-            point = Point(
-                int(r["updates"]), {"petaflops": float(r["petaflops"])}, {"top1": float(r["top1"]) / 100}
-            )
-            points[r["evaluation"], (NAMES | ENDING)[r["method"]], int(r["seed"])].append(point)
+        return [tuple(row.get(column) or "" for column in COLUMNS) for row in csv.DictReader(file)]
+
+
+def read(path: Path) -> dict[str, dict[str, Panel]]:
+    """Return the panels of a points.csv by their number of labels, or "" for an experiment with one, and evaluation."""
+    points = defaultdict(list)
+    for labels, method, seed, kind, updates, cost, top1 in sorted(rows_of(path), key=lambda r: int(r[4])):
+        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / 100})
+        points[Measurement(kind, labels), (NAMES | ENDING)[method], int(seed)].append(point)
     curves = [
-        Curve("", method, seed, Measurement(kind, ""), tuple(found), method != BASELINE)
-        for (kind, method, seed), found in sorted(points.items())
+        Curve("", method, seed, measurement, tuple(found), method != BASELINE)
+        for (measurement, method, seed), found in sorted(points.items())
     ]
-    return {panel.measurement.kind: panel for panel in arrange(curves)}
+    panels: dict[str, dict[str, Panel]] = defaultdict(dict)
+    for panel in arrange(curves):
+        panels[panel.measurement.labels][panel.measurement.kind] = panel
+    return panels
 
 
 def read_report(path: Path) -> list[Panel]:
@@ -142,14 +182,14 @@ def accuracy(shares: Sequence[float]) -> str:
     return percent(shares, 2, unit="")
 
 
-def saved(panel: Panel, *, linear: bool, method: str = METHOD) -> list[str]:
+def saved(panel: Panel, method: str) -> list[str]:
     """Return the FLOPs until the baseline's accuracy by each rule of RULES, in words."""
     cells = []
     for rule in RULES:
         found = [
             s for s in savings(panel, "top1") if (s.method, s.cost, s.rule) == (method, "petaflops", rule)
         ]
-        there, said = reached([s.shares and s.shares[0 if linear else 1] for s in found])
+        there, said = reached([s.shares and s.shares[0] for s in found])
         bound = "at most " if there and any(s.at_first for s in found) else ""
         cells.append(f"{bound}{percent(there, 0)}; {said}" if there else said)
     return cells
@@ -157,10 +197,12 @@ def saved(panel: Panel, *, linear: bool, method: str = METHOD) -> list[str]:
 
 def show(path: Path) -> list[str]:
     """Return the tables of a points.csv beside rules.md as Markdown."""
-    panels = read(path)
-    if PLATEAU in groups(panels["linear"]):
-        return show_plateau(panels["linear"])
-    return show_paired(panels, EXPERIMENTS[path.parent.name].decided)
+    panels, name = read(path), path.parent.name
+    if name == FEW_LABELS:
+        return show_few_labels(panels)
+    if PLATEAU in groups(panels[""]["linear"]):
+        return show_plateau(panels[""]["linear"])
+    return show_paired(panels[""], EXPERIMENTS[name].decided)
 
 
 def shares(panel: Panel, name: str, step: int | None) -> dict[int | None, float]:
@@ -196,14 +238,74 @@ def difference_at_end(panel: Panel, *names: str) -> tuple[float, float]:
     return difference(*by_seed(*(shares(panel, name, step) for name, step in zip(names, steps))))
 
 
-def cells(panel: Panel, names: Sequence[str], methods: Sequence[str], step: int | None) -> list[str]:
-    """Return the accuracy of each of `names` after `step` updates, and the paired difference of each of `methods`."""
+def last_step(panel: Panel, name: str) -> int:
+    """Return the number of updates of the last checkpoint that all seeds of a method have."""
+    return groups(panel)[name].common("top1")[-1].step or 0
+
+
+def cells(panel: Panel, names: Sequence[str], methods: Sequence[str], step: int) -> list[str]:
+    """Return the accuracy of each of `names` after `step` updates, and each of `methods` less SimCLR."""
     found = [list(shares(panel, name, step).values()) for name in names]
     row = [accuracy(each) if each else "" for each in found]
-    for base, ours in (paired(panel, name, step) for name in methods):
-        one = "".join(f"{100 * (y - x):+.2f}, one seed" for x, y in zip(base, ours))
-        row.append("{:+.2f} ± {:.2f}".format(*difference(base, ours)) if len(base) > 1 else one)
-    return row
+    return row + [difference_cell(*paired(panel, name, step)) for name in methods]
+
+
+def difference_cell(base: Sequence[float], ours: Sequence[float]) -> str:
+    """Return a paired difference in points in words."""
+    if len(base) > 1:
+        return "{:+.2f} ± {:.2f}".format(*difference(base, ours))
+    return "".join(f"{100 * (y - x):+.2f}, one seed" for x, y in zip(base, ours))
+
+
+def seeds_cell(found: Sequence[float]) -> str:
+    """Return the accuracies of some seeds in words, with their number."""
+    seeds = "1 seed" if len(found) == 1 else f"{len(found)} seeds"
+    return f"{accuracy(found)}, {seeds}" if found else ""
+
+
+def absolute(panels: Mapping[str, Panel], names: Sequence[str] = tuple(NAMES.values())) -> str:
+    """Return the table of the accuracy of each method's last checkpoint, and of all of the labels alone."""
+    rows = []
+    for name in names:
+        there = {kind: groups(panel)[name].curves for kind, panel in panels.items() if name in groups(panel)}
+        steps: dict[int | None, float] = {None: 0.0} if there else {}  # of the labels alone, and their FLOPs
+        if name in ALONE.values():
+            points = (p for curves in there.values() for curve in curves for p in curve.points)
+            steps = {p.step: p.costs["petaflops"] for p in points}
+        for step, cost in sorted(steps.items(), key=lambda item: item[1]):
+            found = {
+                kind: shares(panels[kind], name, step or last_step(panels[kind], name)) for kind in there
+            }
+            whole = (
+                next(iter(groups(next(iter(panels.values())))[BASELINE].curves)).points[-1].costs["petaflops"]
+            )
+            said = f", {step:,} updates: {100 * cost / whole:.0f} % of SimCLR's FLOPs" if step else ""
+            rows.append([name + said, *(seeds_cell([*found.get(kind, {}).values()]) for kind in panels)])
+    return "\n".join(markdown(["last checkpoint: top-1, %", *(EVALUATIONS[kind] for kind in panels)], rows))
+
+
+def differences(panels: Mapping[str, Panel]) -> str:
+    """Return the table of the paired differences of PAIRS, and of each method less the labels alone, of all seeds."""
+    alone = [(ours, base) for ours in (METHOD, CROSS_ENTROPY) for base in ALONE.values()]
+    rows = []
+    for ours, base in (*PAIRS, *alone):
+        row = []
+        for panel in panels.values():
+            there = [name for name in (base, ours) if name in groups(panel)]
+            pair = [shares(panel, name, last_step(panel, name)) for name in there]
+            complete = len(pair) == 2 and (base not in ALONE.values() or pair[0].keys() >= pair[1].keys())
+            row.append(difference_cell(*by_seed(*pair)) if complete else "")
+        if any(row):
+            rows.append([f"{ours}, less {base}", *row])
+    return "\n".join(markdown([DIFFERENCE, *(EVALUATIONS[kind] for kind in panels)], rows))
+
+
+def sensitive(panel: Panel) -> bool:
+    """Return whether an evaluation tells SimCLR from an untrained encoder: its gain's interval lies above 0."""
+    if UNTRAINED not in groups(panel):
+        return True
+    center, half = difference_at_end(panel, UNTRAINED, BASELINE)
+    return center > half
 
 
 def decision_line(panel: Panel, step: int | None, seeds: range) -> str:
@@ -217,36 +319,35 @@ def decision_line(panel: Panel, step: int | None, seeds: range) -> str:
 
 
 def show_paired(panels: dict[str, Panel], decided: Mapping[str, range]) -> list[str]:
-    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved."""
-    tables, ends, costs = [], [], []
-    names = [name for name in NAMES.values() if name in groups(panels["linear"])]
-    trained = [name for name in names if name != UNTRAINED]
-    methods = [name for name in trained if name != BASELINE]
-    differences = [DIFFERENCE if len(methods) == 1 else f"{name}: {DIFFERENCE}" for name in methods]
-    for kind, title in EVALUATIONS.items():
-        if kind not in panels:
+    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved.
+
+    Compute saved is shown for a `sensitive` evaluation only: elsewhere an untrained encoder reaches SimCLR's accuracy.
+    """
+    order = [*decided, *(kind for kind in EVALUATIONS if kind not in decided)]
+    panels = {kind: panels[kind] for kind in order if kind in panels}
+    tables, costs = [], []
+    for kind, panel in panels.items():
+        title, there = EVALUATIONS[kind], groups(panel)
+        if BASELINE not in there:
             continue
-        panel = panels[kind]
-        checkpoints = groups(panel)[BASELINE].common("top1")
-        last = checkpoints[-1].step
+        checkpoints = there[BASELINE].common("top1")
+        methods = [name for name in (METHOD, CROSS_ENTROPY) if name in there]
         if len(checkpoints) > 1:
-            head = ["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *differences]
+            trained = [BASELINE, *methods]
+            wide = [DIFFERENCE if len(methods) == 1 else f"{name}: {DIFFERENCE}" for name in methods]
+            head = ["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *wide]
             rows = [
-                [str(c.step), f"{c.costs['petaflops']:.5f}", *cells(panel, trained, methods, c.step)]
+                [str(c.step), f"{c.costs['petaflops']:.5f}", *cells(panel, trained, methods, c.step or 0)]
                 for c in checkpoints
             ]
             tables.append("\n".join(markdown(head, rows)))
-            there = [name for name in methods if name in groups(panel)]
-            costs += [[f"{name}, {title}", *saved(panel, linear=True, method=name)] for name in there]
+            shown = methods if sensitive(panel) else ()
+            costs += [[f"{name}, {title}", *saved(panel, name)] for name in shown]
         if kind in decided:
-            tables.append(f"{title[0].upper()}{title[1:]}. {decision_line(panel, last, decided[kind])}")
-        ends.append([title, *cells(panel, names, methods, last)])
-    head = ["evaluation of the last checkpoint", *(f"{name}, %" for name in names), *differences]
-    return [
-        *tables,
-        "\n".join(markdown(head, ends)),
-        "\n".join(markdown(["FLOPs until a method has", *RULES.values()], costs)),
-    ]
+            line = decision_line(panel, checkpoints[-1].step, decided[kind])
+            tables.append(f"{title[0].upper()}{title[1:]}. {line}")
+    saving = "\n".join(markdown(["FLOPs until a method has", *RULES.values()], costs))
+    return [*tables, absolute(panels), differences(panels), saving]
 
 
 def costs(panel: Panel, method: str) -> dict[int | None, tuple[float, bool]]:
@@ -291,13 +392,151 @@ def show_plateau(panel: Panel) -> list[str]:
     )
     most = all(2 * sum(there for _, there in found.values()) > len(found) for found in (fixed, plateau))
     columns = ["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", f"FLOPs until {RULES['final']}"]
-    paired = "{:+.2f} ± {:.2f}".format(*difference_at_end(panel, FIXED, PLATEAU))
+    paired, against = (
+        "{:+.2f} ± {:.2f}".format(*difference_at_end(panel, *pair))
+        for pair in ((FIXED, PLATEAU), (BASELINE, FIXED))
+    )
+    share = 100 * float(rows[1][2].split()[0]) / float(rows[0][2].split()[0])
     return [
         "\n".join(markdown(columns, rows)),
+        f"Fixed end against SimCLR, paired (95 %): accuracy {against} points, with {share:.0f} % of its FLOPs.",
         f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
         f"accuracy {paired} points.",
         f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
     ]
+
+
+def best(
+    panels: Mapping[str, Panel], name: str, kinds: Sequence[str] = ("own", "linear_auto", "finetune")
+) -> dict:
+    """Return each seed's best accuracy of a method over the checkpoints and evaluations."""
+    found: dict[int | None, float] = defaultdict(float)
+    for kind in kinds:
+        for curve in (
+            groups(panels[kind])[name].curves if kind in panels and name in groups(panels[kind]) else ()
+        ):
+            found[curve.seed] = max(found[curve.seed], *(p.metrics["top1"] for p in curve.points))
+    return dict(found)
+
+
+def show_gate(every: Mapping[str, Mapping[str, Panel]]) -> list[str]:
+    """Return the table of what the unlabeled images add at each number of labels, with the gate's one seed."""
+    kinds = ("own", "linear_auto", "finetune")
+    rows = []
+    for labels, panels in sorted(every.items(), key=lambda item: int(item[0])):
+        tops = {name: best(panels, name).get(GATE_SEED) for name in (BASELINE, *ALONE.values())}
+        for name in (BASELINE, *ALONE.values()):
+            cells = [best(panels, name, [kind]).get(GATE_SEED) for kind in kinds]
+            if any(cells):
+                rows.append([labels, name, *(f"{100 * x:.2f}" if x else "" for x in cells), ""])
+        alone = [tops[name] for name in ALONE.values()]
+        if (top := tops[BASELINE]) and all(alone):
+            rows[-1][-1] = f"{100 * (top - max(x for x in alone if x)):+.2f}"
+    head = ["labels", "best checkpoint", *(f"{EVALUATIONS[kind]}, %" for kind in kinds)]
+    return ["\n".join(markdown([*head, "the unlabeled images add, points"], rows))] if rows else []
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p values corrected by Holm's method, in the given order."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Return the two-sided p value of Student's t for a mean of 0."""
+    from scipy.stats import t
+
+    error = stdev(values) / len(values) ** 0.5
+    if not error:
+        return float(not any(values))
+    return float(2 * t.sf(abs(mean(values)) / error, len(values) - 1))
+
+
+def log_ratios(panel: Panel) -> list[float]:
+    """Return, for each seed, log of the FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it."""
+    return [
+        log(s.shares[0] if s.shares else NOT_REACHED)
+        for s in savings(panel, "top1")
+        if (s.method, s.cost, s.rule) == (METHOD, "petaflops", "best")
+    ]
+
+
+def decision_on_ratio(low: float, high: float) -> str:
+    """Apply the rule of compute saved to the interval of r (docs/results/cifar10-few-labels/rules.md)."""
+    if high < 0.8:
+        return "confirmed, as large as in the paper"
+    if high < 1:
+        return "confirmed, by less than a tenth" if low > 0.9 else "confirmed"
+    return "refuted" if low > 0.9 else "undecided"
+
+
+def decision_on_losses(low: float, high: float) -> str:
+    """Apply the rule of SuNCEt against cross-entropy to the interval of their difference in points."""
+    if low > 0:
+        return "better, by less than half a point" if high < 0.5 else "better"
+    return "refuted" if high < 0.5 else "undecided"
+
+
+def show_few_labels(every: Mapping[str, Mapping[str, Panel]]) -> list[str]:
+    """Return the tables from few labels to many: the gate, accuracies, and the four decisions corrected by Holm."""
+    gate = show_gate(
+        {labels: only(panels, range(GATE_SEED, GATE_SEED + 1)) for labels, panels in every.items()}
+    )
+    runs = {labels: only(every[labels], range(SEEDS)) for labels in ("100", "500") if labels in every}
+    trained = (BASELINE, METHOD, CROSS_ENTROPY)
+    ended = [
+        sum(len(curve.points) == CHECKPOINTS for curve in groups(panels[kind])[name].curves)
+        if kind in panels and name in groups(panels[kind])
+        else 0
+        for panels in runs.values()
+        for kind in ("finetune", "linear_auto")
+        for name in trained
+    ]
+    if len(runs) < 2 or min(ended) < SEEDS:
+        return [*gate, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
+    tables = [f"{labels} labels:\n\n{absolute(panels, trained)}" for labels, panels in runs.items()]
+    controls = [
+        [f"{labels} labels", name, seeds_cell([*best(panels, name).values()])]
+        for labels, panels in runs.items()
+        for name in ALONE.values()
+    ]
+    tables.append("\n".join(markdown(["", "best checkpoint and evaluation", "top-1, %"], controls)))
+    for kind in ("finetune", "linear_auto"):
+        found, rows = [], []
+        for panels in runs.values():
+            ends = (
+                shares(panels[kind], name, last_step(panels[kind], name)) for name in (CROSS_ENTROPY, METHOD)
+            )
+            points = [100 * (y - x) for x, y in zip(*by_seed(*ends))]
+            found += [log_ratios(panels[kind]), points]
+        corrected = holm([p_value(values) for values in found])
+        for i, (values, p) in enumerate(zip(found, corrected)):
+            center, half = interval(values)
+            low, high = center - half, center + half
+            if i % 2:
+                shown, said = f"{center:+.2f} ± {half:.2f} points", decision_on_losses(low, high)
+            else:
+                low, high = exp(low), exp(high)
+                shown, said = f"{exp(center):.2f} ({low:.2f} to {high:.2f})", decision_on_ratio(low, high)
+            if said.startswith(("confirmed", "better")) and p >= 0.05:
+                said = "undecided"
+            what = "SuNCEt less cross-entropy" if i % 2 else "compute saved, r"
+            decided = [f"{p:.3f}", f"**{said}**"] if kind == "finetune" else []
+            rows.append([f"{list(runs)[i // 2]} labels: {what}", shown, *decided])
+        heads = ["p, Holm", "decision by the rule"] if kind == "finetune" else []
+        tables.append("\n".join(markdown([EVALUATIONS[kind], "mean (95 %)", *heads], rows)))
+    return [*gate, *tables]
+
+
+def only(panels: Mapping[str, Panel], seeds: range) -> dict[str, Panel]:
+    """Return the panels with the curves of these seeds, without panels that have none."""
+    found = arrange(
+        curve for panel in panels.values() for g in panel.groups for curve in g.curves if curve.seed in seeds
+    )
+    return {panel.measurement.kind: panel for panel in found}
 
 
 def show_small(panels: Sequence[Panel]) -> list[str]:
@@ -314,9 +553,7 @@ def show_small(panels: Sequence[Panel]) -> list[str]:
             flops = f"{100 * ours.costs['petaflops'] / cost:.0f}"
             paired = "{:+.1f} ± {:.1f}".format(*difference_at_end(panel, base.name, group.name))
             ends.append(["", group.name, flops, percent(found, unit=""), paired])
-            shares.append(
-                [panel.measurement.labels, group.name, *saved(panel, linear=True, method=group.name)]
-            )
+            shares.append([panel.measurement.labels, group.name, *saved(panel, group.name)])
     columns = ["labels", "method", "FLOPs, % of SimCLR's", "top-1, %, fine-tuned", DIFFERENCE]
     heads = [f"FLOPs until {words}" for words in RULES.values()]
     return ["\n".join(markdown(columns, ends)), "\n".join(markdown(["labels", "method", *heads], shares))]
@@ -341,10 +578,7 @@ def show_demo(panel: Panel) -> list[str]:
     heads = [f"FLOPs until {words}" for words in RULES.values()]
     checkpoints = list(zip(base.common("top1"), ours.common("top1")))
     end = checkpoints[-1]
-    readme = [
-        [name, percent(point.metrics["top1"]), *cells]
-        for name, point, cells in zip((BASELINE, METHOD), end, (["", ""], saved(panel, linear=False)))
-    ]
+    readme = [[name, percent(point.metrics["top1"])] for name, point in zip((BASELINE, METHOD), end)]
     head = f"after {end[0].step} updates, {1e6 * end[0].costs['petaflops']:.0f} gigaFLOPs"
     rows = [
         [
@@ -360,7 +594,7 @@ def show_demo(panel: Panel) -> list[str]:
         own = [s for s in savings(panel, "top1") if s.seed == a.seed]
         seeds.append([str(a.seed), *last, *(percent([s.shares[1]], 0) if s.shares else "never" for s in own)])
     return [
-        "\n".join(markdown([head, "accuracy of a linear classifier on the labeled 10 %", *heads], readme)),
+        "\n".join(markdown([head, "accuracy of a linear classifier on the labeled 10 %"], readme)),
         "\n".join(markdown(["updates", "gigaFLOPs", f"{BASELINE}, %", f"{METHOD}, %"], rows)),
         "\n".join(markdown(["seed", f"{BASELINE}, last", f"{METHOD}, last", *heads], seeds)),
     ]
@@ -374,18 +608,24 @@ def draw(points: Path, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
-    panels, (title, labels, _) = read(points), EXPERIMENTS[points.parent.name]
-    shown = [k for k in EVALUATIONS if k in panels and len(groups(panels[k])[BASELINE].common("top1")) > 1]
+    panels, (title, labels, _) = read(points)[""], EXPERIMENTS[points.parent.name]
+    shown = [
+        kind
+        for kind in EVALUATIONS
+        if kind in panels
+        and BASELINE in groups(panels[kind])
+        and len(groups(panels[kind])[BASELINE].common("top1")) > 1
+    ]
     figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4.6), layout="constrained")
     seeds = len(groups(panels[shown[0]])[BASELINE].curves)
     figure.suptitle(f"{title}, {labels} of the labels, paired seeds: {seeds}", size=11)
     for axes, kind in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         found = groups(panels[kind])
-        names = [name for name in found if name != UNTRAINED]
+        names = [name for name in found if name != UNTRAINED and name not in ALONE.values()]
         for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, ("-", "--", ":"))):
-            points = found[name].common("top1")
-            x = [p.costs["petaflops"] * 1e3 for p in points]
-            columns = [[100 * share for share in p.metrics["top1"]] for p in points]
+            checkpoints = found[name].common("top1")
+            x = [p.costs["petaflops"] * 1e3 for p in checkpoints]
+            columns = [[100 * share for share in p.metrics["top1"]] for p in checkpoints]
             axes.plot(x, columns, color=color, lw=0.6, alpha=0.45)
             means = [mean(column) for column in columns]
             halves = [interval(column)[1] if len(column) > 1 else 0.0 for column in columns]
@@ -428,10 +668,10 @@ def main() -> None:
         print("\n\n".join(show_small(read_report(arguments.points))))
         return
     if arguments.command == "collect":
-        arguments.output.write_bytes(csv_table([COLUMNS, *collect(arguments.runs)]))
+        collect(arguments.runs, arguments.output)
         return
     print("\n\n".join(show(arguments.points)))
-    if arguments.figure:
+    if arguments.figure and arguments.points.parent.name != FEW_LABELS:
         draw(arguments.points, arguments.figure)
 
 

@@ -1,12 +1,15 @@
 """The tables of RESULTS.md recompute from the committed points, by the rules that were committed before the runs."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools import results
 from tools.results import decision, decision_on_cost, interval
+from tools.stability import largest_eigenvalue, stable_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
@@ -41,7 +44,7 @@ def test_pages_hold_the_tables_of_the_demo():
 
 @pytest.mark.parametrize(
     ("name", "one", "others"),
-    [("digits", "SimCLR,0,", ",0,finetune,"), ("cifar10-plateau", "plateau,0,", "fixed,0,")],
+    [("digits", "SimCLR,0,", ",0,finetune,"), ("cifar10-plateau", "fixed,0,", "plateau,0,")],
 )
 def test_results_pair_seeds_where_a_method_lacks_one(name, one, others, tmp_path):
     """The differences are those without the seed in any method."""
@@ -85,3 +88,136 @@ def test_decision_follows_the_rule_of_the_interval(center, half, expected):
 )
 def test_decision_on_cost_follows_the_rule_of_the_plateau(center, half, arrived, expected):
     assert decision_on_cost(center, half, most_arrived=arrived) == expected
+
+
+@pytest.mark.parametrize(("share", "grows"), [(0.97, False), (1.03, True)])
+def test_stable_rate_is_where_fine_tunings_sgd_begins_to_grow(share, grows):
+    """From near a zero classifier, whose loss is a quadratic of the Hessian that the rate is derived from."""
+    features = torch.randn(64, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    labels = torch.arange(64) % 4
+    rate = share * stable_rate(largest_eigenvalue(features), 4, 0.9)
+    weight = torch.zeros(4, 5, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy
+    hessian = torch.autograd.functional.hessian(lambda w: loss(features @ w.T, labels), weight)
+    hessian = hessian.reshape(20, 20)  # pyright: ignore[reportAttributeAccessIssue]
+    point = torch.full((20,), 1e-3, dtype=torch.float64) * torch.arange(20)
+    point.requires_grad_()
+    sgd = torch.optim.SGD([point], lr=rate, momentum=0.9, nesterov=True)
+    start = point.detach().norm()
+    for _ in range(1000):
+        point.grad = hessian @ point.detach()
+        sgd.step()
+    assert (point.detach().norm() > 10 * start) == grows
+
+
+def few_labels(folder, reach, ahead, seeds=range(5), last=8):
+    """Write points of CIFAR-10 from few labels to many; return their tables.
+
+    SimCLR is best (50 %) after 7 of 8 units of compute. SuNCEt is there, on a straight line, after
+    `reach[labels][seed]` units, None: never; it ends `ahead[labels][seed]` points above cross-entropy.
+    """
+    path = folder / results.FEW_LABELS / "points.csv"
+    path.parent.mkdir(parents=True)
+    rows = []
+
+    def add(labels, method, seed, kind, unit, top1):
+        rows.append(f"{labels},{method},{seed},{kind},{100 * unit},{unit},{top1}")
+
+    for labels in (100, 500):
+        for seed in seeds:
+            there, gap = reach[labels][seed], ahead[labels][seed]
+            for kind in ("finetune", "linear_auto"):
+                for unit in range(1, last + 1 if seed == 4 else 9):
+                    add(labels, "simclr", seed, kind, unit, 43 + min(unit, 7) - 0.5 * (unit > 7))
+                    top1 = 49.0 if there is None else 50 + (unit - there)
+                    add(labels, "suncet", seed, kind, unit, top1)
+                    add(labels, "cross_entropy", seed, kind, unit, top1 - gap)
+            add(labels, "alone_cross_entropy", seed, "own", 1, 30 + seed)
+            add(labels, "alone_suncet", seed, "finetune", 1, 20 + seed)
+    for method, top1 in (("simclr", 40), ("alone_suncet", 33), ("alone_cross_entropy", 31.5)):
+        add(250, method, results.GATE_SEED, "linear_auto", 1, top1)
+    path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
+    return "\n".join(results.show(path))
+
+
+def test_few_labels_decides_by_its_rules(tmp_path):
+    """r by hand: 4/7 and its geometric interval; a seed that never has SimCLR's best counts 1.5."""
+    reach = {100: [4.0, 4.0, 4.2, 3.8, 4.0], 500: [8.0, 12.0, None, 4.0, None]}
+    ahead = {100: [2.0, 2.1, 1.9, 2.2, 1.8], 500: [0.1, -0.1, 0.2, -0.2, 0.0]}
+    shown = few_labels(tmp_path, reach, ahead)
+    ratios = {100: [x / 7 for x in reach[100]], 500: [8 / 7, 1.5, 1.5, 4 / 7, 1.5]}
+    for labels, said in ((100, "**confirmed, as large as in the paper**"), (500, "**undecided**")):
+        center, half = interval([math.log(r) for r in ratios[labels]])
+        low, middle, high = (math.exp(center + sign * half) for sign in (-1, 0, 1))
+        line = next(row for row in shown.splitlines() if f"{labels} labels: compute saved" in row)
+        assert f"| {middle:.2f} ({low:.2f} to {high:.2f}) |" in line and said in line
+    assert re.search(
+        r"100 labels: SuNCEt less cross-entropy \| \+2\.00 ± 0\.20 points .*\*\*better\*\*", shown
+    )
+    assert re.search(r"500 labels: SuNCEt less cross-entropy .*\*\*refuted\*\*", shown)
+    assert "| 500 labels | labels alone, cross-entropy | 32.00 (30.00 to 34.00), 5 seeds |" in shown
+    assert re.search(r"\| 250 \| labels alone, SuNCEt .* 33\.00 ", shown) and "| +7.00 |" in shown
+    assert shown.count("compute saved, r") == 4  # linear too, without a decision
+
+
+def test_few_labels_loses_what_holm_takes_and_waits_for_all_seeds(tmp_path):
+    """The smallest p is 0.03: significant alone and not of four. Four seeds decide nothing."""
+    reach = {100: [6.1, 6.6, 5.3, 6.6, 5.7], 500: [8.0, 12.0, None, 6.0, None]}
+    none = [0.1, -0.1, 0.2, -0.2, 0.0]
+    shown = few_labels(tmp_path / "five", reach, {100: none, 500: none})
+    line = next(row for row in shown.splitlines() if "100 labels: compute saved" in row)
+    center, half = interval([math.log(x / 7) for x in reach[100]])
+    assert center + half < 0 and "**undecided**" in line
+    for seeds, last in ((4, 8), (5, 7)):  # a seed that is missing, and one that has not ended
+        shown = few_labels(tmp_path / f"{seeds}", reach, {100: none, 500: none}, range(seeds), last)
+        assert "Decisions: none yet, 4 of 5 seeds." in shown and "compute saved" not in shown
+
+
+def test_holm_by_hand():
+    assert results.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_p_value_is_that_of_students_t():
+    assert results.p_value([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(0.0132, abs=1e-4)  # t = 4.243
+    assert results.p_value([0.4] * 5) == 0 and results.p_value([0.0] * 5) == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.3, 0.79, "confirmed, as large as in the paper"),
+        (0.7, 0.99, "confirmed"),
+        (0.92, 0.99, "confirmed, by less than a tenth"),
+        (0.92, 1.3, "refuted"),
+        (0.7, 1.01, "undecided"),
+    ],
+)
+def test_decision_on_ratio(low, high, expected):
+    assert results.decision_on_ratio(low, high) == expected
+
+
+def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
+    run, output = tmp_path / "few_labels_gate-alone_suncet_100labels", tmp_path / "points.csv"
+    write = [("finetune", 0.3, 0, 0.05), ("finetune", 0.4, 1000, 0.05), ("npi", 0.25, None, None)]
+    found = [
+        {
+            "kind": kind,
+            "metrics": {"top1": top1},
+            "labels": {"kind": "stratified", "count": 100},
+            "encoder": {"ledger": {"updates": 5, "petaflops": 0.5}},
+            "setting": {"seed": seed, "lr": lr},
+        }
+        for kind, top1, seed, lr in write
+    ]
+    monkeypatch.setattr(results, "read_results", lambda folder: found)
+    run.mkdir()
+    (run / "config.yaml").write_text("meta: {seed: 100, speed: of an older commit}\n")
+    output.write_text(",".join(results.COLUMNS[1:]) + "\nsimclr,0,linear,7,0.7,41.5\n")
+    results.collect([run], output)
+    assert output.read_text().splitlines()[1:] == [
+        ",simclr,0,linear,7,0.7,41.5",
+        "100,alone_suncet,100,finetune,5,0.5,35.00",
+        "100,alone_suncet,100,own,5,0.5,25.00",
+    ]
+    results.collect([run], output)
+    assert len(output.read_text().splitlines()) == 4
