@@ -130,8 +130,8 @@ def run_job(arguments: list[str], ranks: int, log: Path) -> int:
 class Runs:
     """Runs of one config in the folders of `top`, and the undisturbed one."""
 
-    def __init__(self, top: Path, images: Path, ranks: int):
-        self.top, self.ranks = top, ranks
+    def __init__(self, top: Path, images: Path, ranks: int, config: str):
+        self.top, self.ranks, self.name = top, ranks, config
         if not (top / "data").exists():
             copy_images(images, top / "data", train=8, validation=3)  # three steps an epoch
         shutil.rmtree(top / "undisturbed", ignore_errors=True)
@@ -146,7 +146,7 @@ class Runs:
         return [*RUN, *folders, f"data.index={self.top}/index"]
 
     def config(self, name: str):
-        return load_config("digits_demo", self.overrides(name))
+        return load_config(self.name, self.overrides(name))
 
     def continue_run(self, name: str, draws: random.Random | None) -> tuple[int, dict | None, list[int]]:
         """Start or continue a run, and kill it if there are `draws`.
@@ -157,7 +157,7 @@ class Runs:
         (self.top / name).mkdir(parents=True, exist_ok=True)
         agent = os.fork()
         if agent == 0:
-            arguments = ["train", "digits_demo", *self.overrides(name)]
+            arguments = ["train", self.name, *self.overrides(name)]
             leave(run_job, arguments, self.ranks, self.top / name / "log")
         status: dict[int, int] = {}
         kill = draws and kill_at_random(draws, agent, self.ranks, self.seconds, status)
@@ -267,6 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=Path, required=True, help="a folder of classes of images")
+    parser.add_argument("--config", default="digits_demo", help="digits_demo or digits_paws")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -284,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
         if lines.exists()
         else []
     )
-    runs = Runs(top, options.images, options.ranks)
+    runs = Runs(top, options.images, options.ranks, options.config)
     while sum(len(trial["kills"]) for trial in trials) < options.kills:
         number = len(trials)
         trial = runs.trial(f"trial_{number}", random.Random(f"{options.seed} {number}"))

@@ -152,37 +152,49 @@ def exclusive(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[bool]:
+    """Do as `exclusive` while `path`, a file or folder among others of the user, is written; leave no lock file."""
+    lock = path.with_name(f".lock-{path.name}")
+    with exclusive(lock) as held:
+        # The holder before can have removed the lock file after it was opened here.
+        held = held and _leads_to(lock, LOCKS[lock])
+        try:
+            yield held
+        finally:
+            if held:
+                try_to_remove(lock)
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
 def lost_lock() -> Path | None:
     """Return a lock file of this process whose path leads elsewhere by now, None if there is none.
 
     Its folder was removed, moved or unmounted, and what is written there now can belong to another run, or fill the
     disk below the mount point.
     """
-    for path, descriptor in LOCKS.items():
-        try:
-            same = os.path.samestat(os.fstat(descriptor), os.stat(path))
-        except OSError:
-            same = False
-        if not same:
-            return path
-    return None
+    return next((path for path, descriptor in LOCKS.items() if not _leads_to(path, descriptor)), None)
 
 
-def advice(error: OSError) -> str:
-    """Return one sentence on what the user can do about a failed write."""
+def advice(error: OSError, setting: str = "logging.folder") -> str:
+    """Return one sentence on what the user can do about a failed write to where `setting` points."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             "The disk, its inodes or your quota are used up (df -h, df -i, quota -s): free some, or point "
-            "logging.folder to another disk."
+            f"{setting} to another disk."
         )
     if error.errno == errno.EFBIG:
         return "A limit on file sizes is in force (ulimit -f): raise it."
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return (
-            "You cannot write there: check the owner, the mode and how it is mounted, or set logging.folder."
-        )
+        return f"You cannot write there: check the owner, the mode and how it is mounted, or set {setting}."
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return "A file or a broken link is where a folder must be: move it away, or set logging.folder."
+        return f"A file or a broken link is where a folder must be: move it away, or set {setting}."
     if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTCONN):
-        return "The folder or its mount has disappeared: bring it back, or set logging.folder."
+        return f"The folder or its mount has disappeared: bring it back, or set {setting}."
     return "The disk or the network file system failed: see the system's log (dmesg)."

@@ -22,10 +22,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fastsuncet import __version__
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.errors import CheckpointError
-from fastsuncet.versions import dali, installed
+from fastsuncet.versions import __version__, dali, installed
 
 FORMAT = 1  # of meta.json and the layout: raise it when an older program could misread a newer checkpoint
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"

@@ -1,7 +1,10 @@
 """The folder of a run: only one process group uses it at a time, and status.json says how the run stands."""
 
 import contextlib
+import errno
 import os
+import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +17,7 @@ from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Pree
 from pipelines.data_errors import DataError
 
 Json = TypeVar("Json")
+LOCK = ".running"
 ERRORS = {kind.exit_code: kind for kind in (ConfigError, DataError, NumericalError, CheckpointError)}
 
 
@@ -38,18 +42,29 @@ def on_rank_0(place: launch.Place, function: Callable[[], Json]) -> Json:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, with what to do, for an OSError inside, while `path` is being written."""
+def disk_errors(path: Path, setting: str = "logging.folder") -> Iterator[None]:
+    """Raise CheckpointError, with what to do, for an OSError inside, while `path` is written, which `setting` names."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
+        raise CheckpointError(
+            f"{path} cannot be written: {error}. {atomic_files.advice(error, setting)}"
+        ) from error
 
 
 def refuse_existing(output: Path, force: bool) -> None:
-    """Raise ConfigError where there is something at `output` that --force does not allow to be replaced."""
+    """Raise ConfigError where there is something at `output` that --force does not allow to be replaced.
+
+    Raises CheckpointError where nothing can be written, before the work and not after it.
+    """
     if os.path.lexists(output) and not force:
         raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
+    with disk_errors(output, "--output"):
+        folder = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 @contextlib.contextmanager
@@ -60,9 +75,22 @@ def lock_folder(folder: Path, place: launch.Place) -> Iterator[bool]:
         def lock() -> bool:
             with disk_errors(folder):
                 atomic_files.make_folder(folder)
-                return stack.enter_context(atomic_files.exclusive(folder / ".running"))
+                held = stack.enter_context(atomic_files.exclusive(folder / LOCK))
+                if held:
+                    with contextlib.suppress(OSError):  # only a message needs it
+                        holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                        (folder / LOCK).write_text(holder, encoding="utf-8")
+                return held
 
         yield on_rank_0(place, lock)
+
+
+def _holder(folder: Path) -> str:
+    """Return ", process 12 on gpu003" for the process that locked `folder`, "" where it did not say so."""
+    with contextlib.suppress(OSError, ValueError):
+        found = re.match(r"process \d+ on [\w.-]+$", atomic_files.read_bytes(folder / LOCK, 512).decode())
+        return f", {found[0]}" if found else ""
+    return ""
 
 
 @contextlib.contextmanager
@@ -74,7 +102,7 @@ def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
     with lock_folder(folder, place) as locked:
         if not locked:
             raise CheckpointError(
-                f"another process is running in {folder}: stop it, or give this run another write_tag"
+                f"another process is running in {folder}{_holder(folder)}: stop it, or give this run another write_tag"
             )
         yield
 

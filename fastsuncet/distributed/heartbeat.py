@@ -115,13 +115,17 @@ class Heartbeat:
         found: dict[int, list[Any]] = {
             number: json.loads(post) for number, (post, _) in posts.items() if post
         }
-        counts = {number: values[0] for number, values in found.items()}
+        # A rank that never posted has passed no place: before any other, they wait for it.
+        counts = {number: found[number][0] if number in found else -1 for number in posts}
         behind = silent or {number for number in counts if counts[number] == min(counts.values())}
         if not behind:
             return silent, "waiting for another rank"
         lines = []
         for number in sorted(behind)[:SHOWN]:
-            _, step, place, where, _ = found.get(number, [0, 0, "has not begun", "", 0])
+            if number not in found:
+                lines.append(f"rank {number} (has not begun)")
+                continue
+            _, step, place, where, _ = found[number]
             gone = "no sign of life; last seen where it " if number in silent else ""
             lines.append(f"rank {number} ({gone}{place} after step {step:,}, in {where})")
         if len(behind) > SHOWN:

@@ -73,6 +73,14 @@ def _number(name: str, default: int, environment: Mapping[str, str] = os.environ
     return int(text)
 
 
+def _world_size() -> int:
+    if not (ranks := _number("WORLD_SIZE", 1)):
+        raise ConfigError(
+            "the environment variable WORLD_SIZE is 0: it counts the processes. Otherwise unset it"
+        )
+    return ranks
+
+
 def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from Slurm's, if Slurm started one task per rank. Changes `environment` in place."""
     if "RANK" in environment or "SLURM_PROCID" not in environment:
@@ -80,16 +88,27 @@ def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
     tasks = _number("SLURM_NTASKS", 1, environment)
     if tasks == 1 or one_task_per_node(environment):
         return
-    environment["RANK"] = environment["SLURM_PROCID"]
-    environment["WORLD_SIZE"] = str(tasks)
-    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    environment.setdefault("MASTER_ADDR", first_host(_nodes(environment)))
+    local, host = _slurm("SLURM_LOCALID", environment), first_host(_nodes(environment))
+    environment.update(RANK=environment["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
+    # "8(x2)" is two nodes of 8 tasks. Where nodes differ, the first one's number serves for all.
+    if here := re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        environment.setdefault("LOCAL_WORLD_SIZE", here[0])
+    environment.setdefault("MASTER_ADDR", host)
     environment.setdefault("MASTER_PORT", str(PORT))
 
 
 def _nodes(environment: Mapping[str, str]) -> str:
     """Return Slurm's list of the step's nodes; the first one of the job need not be among them."""
-    return environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    return environment.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST", environment)
+
+
+def _slurm(name: str, environment: Mapping[str, str]) -> str:
+    if not environment.get(name):
+        raise ConfigError(
+            f"the environment variable {name} is missing, and SLURM_PROCID is there. srun sets both; otherwise unset "
+            "SLURM_PROCID"
+        )
+    return environment[name]
 
 
 def one_task_per_node(environment: MutableMapping[str, str]) -> bool:
@@ -108,7 +127,7 @@ def expected_ranks(device: str) -> int:
     """Return how many ranks a run that is started this way has: the launcher's number, or one per GPU, or one."""
     set_torchrun_variables(os.environ)
     if "WORLD_SIZE" in os.environ:
-        return _number("WORLD_SIZE", 1)
+        return _world_size()
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     nodes = int(os.environ["SLURM_NNODES"]) if one_task_per_node(os.environ) else 1
     return max(1, gpus) * nodes
@@ -201,6 +220,12 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
             "meta.device is cuda, but no CUDA device can be used here. `fastsuncet doctor` says what is missing; "
             "meta.device=cpu runs without one."
         )
+    # torch counts the GPUs of a driver that it cannot use.
+    if wanted == "auto" and not available and torch.cuda.device_count() > 0:
+        raise ConfigError(
+            f"there are {torch.cuda.device_count()} GPUs, but torch (CUDA {torch.version.cuda}) cannot use their "
+            "driver: update the driver, or install the torch of its CUDA. meta.device=cpu trains without GPUs."
+        )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and "SLURM_LOCALID" in os.environ:
@@ -244,9 +269,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     job earlier, with the name of the rank.
     """
     set_torchrun_variables(os.environ)
-    rank, world_size, local_rank = (
-        _number(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    rank, world_size, local_rank = _number("RANK", 0), _world_size(), _number("LOCAL_RANK", 0)
     if rank >= world_size:
         raise ConfigError(
             f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"

@@ -11,11 +11,13 @@ Who passes signals on: launch.py to its ranks, commands/sweep/child.py to the sw
 of kill -9 or of a signal that it does not handle, the kernel sends SIGTERM (`end_with_parent`).
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,6 +44,17 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), by)
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Leave the handlers of STOP_SIGNALS as they were: a notebook lives on, and must hear the next Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, STOP_SIGNALS)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class SignalFlag:

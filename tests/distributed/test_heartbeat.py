@@ -73,11 +73,13 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
 
 @pytest.mark.slow
 def test_heartbeat_after_a_signal_says_that_nothing_can_be_saved(hearts):
+    """And already the first line names the rank that never posted, not the one that waits for it."""
     (one, said, ended), _ = hearts
     one.signals.requested = "SIGTERM"
     with one:
         wait_for_end(ended)
-    assert "SIGTERM: nothing can be saved until then" in said[0]
+    assert "waiting for rank 1 (has not begun); SIGTERM: nothing can be saved until then" in said[0]
+    assert "waiting for rank 1 (has not begun). Nothing was saved" in ended[0]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ SLURM = {
     "SLURM_LOCALID": "5",
     "SLURM_NTASKS": "16",
     "SLURM_NNODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
     "SLURM_JOB_NODELIST": "gpu[003-004]",
 }
 
@@ -52,6 +53,7 @@ def test_set_torchrun_variables_from_slurms(changes, ranks):
     environment = SLURM | changes
     launch.set_torchrun_variables(environment)
     assert tuple(map(environment.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
+    assert environment.get("LOCAL_WORLD_SIZE") == ("8" if ranks[0] == "13" else None)
 
 
 def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
@@ -79,6 +81,15 @@ def test_pick_device_without_a_gpu_says_what_to_do(monkeypatch):
     with pytest.raises(ConfigError, match=r"meta\.device=cpu"):
         launch.pick_device("cuda", 0)
     assert launch.pick_device("auto", 0) == torch.device("cpu")
+
+
+def test_pick_device_refuses_gpus_whose_driver_torch_cannot_use(monkeypatch):
+    """Else eight ranks would train on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(ConfigError, match=r"there are 8 GPUs, .* cannot use their driver: update the driver"):
+        launch.pick_device("auto", 0)
+    assert launch.pick_device("cpu", 0) == torch.device("cpu")
 
 
 def test_pick_device_takes_the_only_gpu_that_slurm_shows_to_a_task(monkeypatch):
@@ -112,6 +123,9 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "missing: MASTER_ADDR"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is 0: it counts the processes"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "variable SLURM_LOCALID is missing"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "SLURM_JOB_NODELIST is missing"),
     ],
 )
 def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypatch):

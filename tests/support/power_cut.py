@@ -93,6 +93,8 @@ class Watched:
             path = self._open[keys["dir_fd"]][0] / path
         path = Path(os.path.abspath(path))
         if not path.is_relative_to(self.folder):
+            if name == "open":  # the number of a file that was closed
+                self._open.pop(result, None)
             return
         siblings = self._names(path.parent)
         if name == "open":

@@ -1,0 +1,57 @@
+"""Refuse ranks that were not started alike: each would train its own network, and no collective would notice.
+
+A config or a list of labels that was copied to the machines' own disks is the ordinary case on a cluster.
+"""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastsuncet.checkpoint.format import versions
+from fastsuncet.config import Config, flat
+from fastsuncet.config.reader import INPUTS
+from fastsuncet.distributed import launch
+from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.errors import ConfigError
+from fastsuncet.versions import digest_of_sources
+from pipelines.data_errors import DataError
+
+
+@contextlib.contextmanager
+def join(config: Config, device: str | None = None) -> Iterator[launch.Place]:
+    """Join the ranks of a command, on meta.device unless `device` is given.
+
+    Raises as `launch.join`, and ConfigError on every rank if they have different configs, versions or sources.
+    """
+    with launch.join(device or config.meta.device, config.meta.timeout) as place:
+        if place.world_size > 1:
+            # Inputs can lie on the machines' own disks: what they hold is compared, or only rank 0 reads it.
+            values = {key: value for key, value in flat(config.canonical()).items() if key not in INPUTS}
+            values |= {f"version of {name}": version for name, version in versions().items()}
+            values["digest of fastsuncet's sources"] = digest_of_sources()
+            require_same(values, ConfigError)
+        yield place
+
+
+def require_same(values: Mapping[str, Any], kind: type[ConfigError] | type[DataError]) -> None:
+    """Raise an error of `kind` on every rank, which names the first of `values` that differs, with its ranks and hosts.
+
+    Collective. The values are of JSON's types, under names for the user.
+    """
+    (host, ours), *others = gather_json([socket.gethostname(), values])
+    for rank, (there, theirs) in enumerate(others, 1):
+        different = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        if different:
+            key, more = different[0], f" ({len(different) - 1} more differ)" if different[1:] else ""
+            raise kind(
+                f"the ranks were not started alike. {key}{more}:\n"
+                f"  {_short(ours.get(key))} on rank 0, host {host}\n"
+                f"  {_short(theirs.get(key))} on rank {rank}, host {there}\n"
+                "Start every rank with the same command, config, lists, program and versions"
+            )
+
+
+def _short(value: Any) -> str:
+    """Return a value as text, a digest cut short."""
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)

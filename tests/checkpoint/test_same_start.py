@@ -1,0 +1,106 @@
+"""Ranks that were started with another config, other labels or other code than rank 0 are refused before a step."""
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastsuncet.checkpoint import same_start
+from fastsuncet.commands import train as train_command
+from fastsuncet.config import Config, load_config
+from fastsuncet.console import cli_command
+from fastsuncet.data import dataset
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import ConfigError
+from pipelines.data_errors import DataError
+from tests.support.colors import write_colors
+from tests.support.ranks import run_ranks
+from tests.support.runs import CONFIGS, SMALL
+
+pytestmark = pytest.mark.slow
+
+# Only rank 1 has the override. Its key, and the two values.
+OTHERS = {
+    "optimization.lr=0.7": ("optimization.lr", 1.0, 0.7),
+    "criterion.temperature=0.3": ("criterion.temperature", 0.2, 0.3),
+    "meta.seed=1": ("meta.seed", 0, 1),
+    "meta.precision=bf16": ("meta.precision", "fp32", "bf16"),
+    "data.augmentation.blur=0.2": ("data.augmentation.blur", 0.0, 0.2),
+    "optimization.steps=9": ("optimization.steps", 10, 9),  # the others would wait for it
+}
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_command.train_here(config)
+    return str(caught.value)
+
+
+def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
+    found = []
+    for override in OTHERS:
+        overrides = [*SMALL, f"logging.folder={folder}", *([override] if rank else [])]
+        found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides)))
+    same_start.digest_of_sources = lambda: f"of rank {rank}"  # in this process, which ends with the test
+    found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides[: len(SMALL)])))
+    found += with_other_lists(rank, Path(folder, "colors"))
+    return found
+
+
+def with_other_lists(rank: int, folder: Path) -> list[str]:
+    """Open the same images from local lists: equal ones, other labels on rank 1, another split on rank 1."""
+    place, found = Place(rank, 2, 0, torch.device("cpu")), []
+    names = [f"{c}/{i}.png" for c in "rgb" for i in range(5)]
+    for case in ("equal", "labels", "split"):
+        local = folder / f"{case}-{rank}"
+        local.mkdir()
+        labels = [name[0] for name in names]
+        if case == "labels" and rank:
+            labels[3] = "g"
+        rows = "".join(f"{name},{label}\n" for name, label in zip(names, labels))
+        (local / "labels.csv").write_text(f"file,label\n{rows}")
+        (local / "split.txt").write_text("\n".join(names[: 9 + (case == "split" and rank)]) + "\n")
+        lists = ("data.kind=csv", f"data.csv={local}/labels.csv", "data.train=train", "data.validation=null")
+        split = f"data.split={{kind: names, file: {local}/split.txt}}"
+        config = load_config(folder / "colors.yaml", [*lists, split])
+        try:
+            dataset.open_images(config, place, validation=False)
+            found.append("")
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_started_differently_are_refused_before_the_first_step(tmp_path):
+    write_colors(tmp_path / "colors")
+    ranks = run_ranks(started_differently, 2, str(tmp_path))
+    assert ranks[0] == ranks[1]  # every rank ends, none waits
+    host = socket.gethostname()
+    *configs, sources, equal, labels, split = ranks[0]
+    assert "digest of fastsuncet's sources:\n  'of rank 0' on rank 0" in sources
+    for message, (key, ours, theirs) in zip(configs, OTHERS.values(), strict=True):
+        assert f"{key}:\n  {ours!r} on rank 0, host {host}\n  {theirs!r} on rank 1, host {host}\n" in message
+    assert equal == "" and "labels of the training images (1 more differ):" in labels
+    assert "labeled split:" in split
+    assert not list(tmp_path.glob("*/status.json"))
+
+
+def test_two_processes_with_different_overrides_end_with_code_2(tmp_path):
+    """As torchrun starts them, on ranks that have not met."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [*cli_command(), "train", "digits_demo", *SMALL, f"logging.folder={tmp_path}"]
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        extra = ["optimization.lr=0.7"] if rank else []
+        ranks.append(subprocess.Popen([*words, *extra], env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    assert all(f"[rank {rank}] error: the ranks were not started alike" in errors[rank] for rank in range(2))
+    assert list(tmp_path.iterdir()) == []
