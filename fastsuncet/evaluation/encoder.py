@@ -6,14 +6,14 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
@@ -22,13 +22,21 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
-from fastsuncet.models.pretrained_weights import Weights, fill, read_weights, read_weights_of
-from fastsuncet.models.resnet import build_model, width_of
+from fastsuncet.models.pretrained_weights import (
+    Weights,
+    fill,
+    heads,
+    read_weights,
+    read_weights_of,
+    require_fit,
+)
+from fastsuncet.models.resnet import OWN, build_model, width_of
 from fastsuncet.training import methods
 from pipelines.sampling.augmentation import Center
 
 WEIGHTS = MODEL  # of an exported folder; timm reads this name too
 ENCODER, CLASSIFIER = "encoder.", "classifier."  # prefixes of their tensors in a checkpoint
+RECORD_BYTES = 64 << 20  # of the record of an export, at most
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class Encoder:
     ledger: dict[str, Any] | None = None  # what the pre-training cost; None for a file of weights
     method: str | None = None  # "SimCLR + SuNCEt"
     classifier: nn.Linear | None = None  # (B, width) -> (B, C), where the file has one
+    head: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # tensors of the projection head, where it has one
+    classes: tuple[str, ...] = ()  # names in the order of labels and logits; () where nothing names them
     tuned: int | None = None  # updates of fine-tuning after the pre-training
     trained: Config | None = None  # the config of the run; None for a file of weights of another program
     view: Center | None = None  # the pixels that the encoder expects; None where nothing says it
@@ -125,8 +137,8 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     """Load the encoder in `where`: a run's folder (its newest good checkpoint), one checkpoint, or a file of weights.
 
     A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network. The network
-    of a file is inferred from its shapes, and built by `config.model.library`. Projection heads are dropped, a
-    classifier is kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
+    of a file is inferred from its shapes, and built by `config.model.library`. The tensors of a projection head and a
+    classifier are kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
     says (without a `config` any will do); CheckpointError, with keys and shapes, for weights that do not fit.
     """
     (found,) = choose(where)
@@ -135,11 +147,15 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     if record_path(found).is_file():
         return _from_export(found, config)
     weights = read_weights(found)
-    library = "torchvision" if weights.name == "resnet_tiny" or config is None else config.model.library
+    library = "torchvision" if weights.name in OWN or config is None else config.model.library
     return _encoder(weights, library, str(found))
 
 
 def _encoder(weights: Weights, library: str, source: str, **known: Any) -> Encoder:
+    # Without memory at first: a record can claim a network far larger than its weights.
+    require_fit(
+        build_model(weights.name, library, weights.stem, device="meta").encoder, weights.encoder, source
+    )
     module, classifier = build_model(weights.name, library, weights.stem).encoder, None
     fill(module, weights.encoder, source)
     if weights.classifier is not None:
@@ -147,7 +163,8 @@ def _encoder(weights: Weights, library: str, source: str, **known: Any) -> Encod
         classifier = nn.Linear(weight.shape[1], weight.shape[0])
         classifier.load_state_dict({"weight": weight, "bias": bias})
     width = width_of(weights.name)
-    return Encoder(module, width, weights.name, weights.stem, source, classifier=classifier, **known)
+    known |= {"classifier": classifier, "head": weights.head}
+    return Encoder(module, width, weights.name, weights.stem, source, **known)
 
 
 def _of_run(config: Config, weights: Weights, source: str, cost: Mapping[str, Any], **known: Any) -> Encoder:
@@ -166,9 +183,12 @@ def record_path(weights: Path) -> Path:
 def _from_export(path: Path, shown: Config | None) -> Encoder:
     """Load what `fastsuncet export` wrote. Raises CheckpointError for a file that its record does not describe."""
     try:
-        record = json.loads(record_path(path).read_bytes())
-        digest, cost = record["sha256"], record["encoder"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        record = json.loads(atomic_files.read_bytes(record_path(path), RECORD_BYTES))
+        digest, cost, classes = record["sha256"], dict(record["encoder"]), record["classes"]
+        if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+            raise ValueError("its classes are no list of names")
+        dict(record["config"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{record_path(path)} is no record of `fastsuncet export`: {error!r}"
         ) from error
@@ -182,7 +202,8 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         )
     config = _trained(str(path), record, shown)
     weights = read_weights_of(config.model.name, path)
-    return _of_run(config, weights, str(path), cost, tuned=cost.get("tuned"))
+    known = {"tuned": cost.get("tuned"), "classes": tuple(classes)}
+    return _of_run(config, weights, str(path), cost, **known)
 
 
 def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
@@ -215,8 +236,12 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
     classifier = None
     if f"{CLASSIFIER}weight" in tensors:
         classifier = tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"]
-    weights = Weights(config.model.name, config.model.stem, encoder, classifier)
-    return _of_run(config, weights, source, cost, tuned=None if started is None else loaded.step)
+    weights = Weights(config.model.name, config.model.stem, encoder, classifier, *heads(tensors))
+    known = {
+        "tuned": None if started is None else loaded.step,
+        "classes": tuple(loaded.meta.get("classes", ())),
+    }
+    return _of_run(config, weights, source, cost, **known)
 
 
 def _normalization(config: Config) -> str:

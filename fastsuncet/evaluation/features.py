@@ -30,7 +30,7 @@ def view_size(size: int) -> tuple[int, int]:
 def evaluation_view(config: Config) -> Center:
     """Return the view that every evaluation of `config` sees: one center crop, normalized as in training."""
     a = config.data.augmentation
-    return Center(*view_size(a.size), a.mean, a.std)
+    return Center(*view_size(a.size), a.mean, a.std, config.data.exif_orientation)
 
 
 def outputs(
@@ -70,7 +70,7 @@ def embed_views(
     Colors are not changed. A view is drawn from (meta.seed, its number, the image's position in `indices`), so it is
     the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
     """
-    crop = replace(config.data.augmentation, jitter=0.0, grey=0.0, blur=0.0)
+    crop = replace(config.data.augmentation, jitter=0.0, gray=0.0, blur=0.0)
     return _forward(network, index, indices, (crop,) * views, config, place, max(1, batch // views))
 
 

@@ -20,6 +20,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import view_size
+from fastsuncet.evaluation.frozen import Frozen, measure_frozen
 from fastsuncet.evaluation.scoring import (
     accuracies,
     class_names,
@@ -37,11 +38,22 @@ from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import DataError
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
+LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: few labels make short epochs
+# Accuracies of the frozen encoder in a record, and their names in its line.
+FROZEN = {"linear": "linear", "knn": "k-NN", "knn_random_crops": "k-NN of random crops"}
+LEARNED = 0.9  # of the training crops: with fewer right, the training has not fitted the labels
 SAVES = 20  # per fine-tuning, at most: a kill then costs a twentieth of it
 REMEDY = "Set these back, or keep both: finetune.write_tag=ANOTHER_NAME. To begin again, remove that folder."
 # What decides the weights. batch_size and lr are resolved: they can depend on the number of processes.
 KEYS = (
-    *("finetune.epochs", "finetune.batch_size", "finetune.lr", "finetune.momentum", "finetune.nesterov"),
+    *(
+        "finetune.head",
+        "finetune.epochs",
+        "finetune.batch_size",
+        "finetune.lr",
+        "finetune.momentum",
+        "finetune.nesterov",
+    ),
     *("finetune.weight_decay", "finetune.accumulate", "finetune.crop_scale"),
     *("data.augmentation.size", "data.augmentation.flip", "data.augmentation.crop_ratio"),
     *("data.augmentation.mean", "data.augmentation.std", "meta.seed", "meta.precision"),
@@ -66,6 +78,7 @@ def fit_settings(config: Config, images: Images, place: Place) -> FitSettings:
     f, a = config.finetune, config.data.augmentation
     batch = resolve_batch(config, "finetune", count, "", place.world_size, f.accumulate)
     steps = f.epochs * (count // batch)
+    steps = max(steps, LEAST_UPDATES) if f.head == "linear" else steps
     size, resize = view_size(a.size)
     return FitSettings(
         steps=steps,
@@ -128,10 +141,13 @@ class FineTuningJob:
         def make() -> dict[str, Any]:
             for line in heading:
                 say(line)
-            where = (self.place, self.folder, self.config)
-            task = FineTuning(self.encoder, *train, self.settings, *where, identity, REMEDY)
+            where, frozen = (self.place, self.folder, self.config), None
+            if self.config.finetune.head == "linear":
+                network = self.encoder.module.to(self.place.device)
+                frozen = measure_frozen(network, images, truth, self.config, self.place)
+            task = FineTuning(self.encoder, *train, self.settings, *where, identity, REMEDY, frozen)
             logits, trainer = fit(task, validation, np.arange(len(truth)), signals)
-            return {"validation": fingerprint, "record": self._record(logits, truth, trainer)}
+            return {"validation": fingerprint, "record": self._record(logits, truth, trainer, frozen)}
 
         def usable(kept: dict[str, Any]) -> bool:
             return "record" in kept and kept.get("validation") == fingerprint
@@ -146,7 +162,9 @@ class FineTuningJob:
             written = write_result(self.config.run_folder, record) if self.place.first else None
         return record, written, new
 
-    def _record(self, logits: Tensor, truth: Tensor, trainer: Trainer) -> dict[str, Any]:
+    def _record(
+        self, logits: Tensor, truth: Tensor, trainer: Trainer, frozen: Frozen | None
+    ) -> dict[str, Any]:
         s = self.settings
         metrics = accuracies(logits[own_rows(self.place)], truth, self.place)
         if s.num_classes <= 5:
@@ -168,6 +186,7 @@ class FineTuningJob:
                 "train_accuracy": trainer.means[1],
                 "ledger": trainer.ledger.record(),
             },
+            **({} if frozen is None else {"frozen": {key: getattr(frozen, key) for key in FROZEN}}),
             "run": self.config.run_folder.name,
             "versions": versions(),
         }
@@ -215,13 +234,15 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
     decay = f"weight decay {s.weight_decay:g}" if s.weight_decay else "no weight decay"
     momentum = f"{'Nesterov ' if s.nesterov else ''}momentum {s.momentum:g}"
     macs = classifier_macs(encoder.name, encoder.stem, s.size, encoder.width, s.num_classes)
-    epochs = job.config.finetune.epochs
+    epochs = s.steps / (count // s.batch)
+    start = "the linear classifier of the frozen features; the result is the mean of first and last weights"
     cost = petaflops(macs, s.steps * s.batch)
     return [
         *lines,
         f"labels   {job.images.split}",
         f"batch    {s.batch:,} images on {ranks}{passes}; BatchNorm over {s.batch // parts:,} of them",
-        f"steps    {count // s.batch:,} an epoch{over}, {s.steps:,} in {epochs} epochs",
+        f"steps    {count // s.batch:,} an epoch{over}, {s.steps:,} in {epochs:.4g} epochs",
+        *([f"start    {start}"] if job.config.finetune.head == "linear" else []),
         f"SGD      lr {s.lr:g} to 0 along half a cosine, {momentum}, {decay}",
         f"compute  {cost:.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image",
         f"device   {device_name(place)}, {job.config.meta.precision}, torch {torch.__version__}",
@@ -244,15 +265,30 @@ def unlabeled_classes(job: FineTuningJob) -> list[str]:
     ]
 
 
-def accuracy_line(record: dict[str, Any]) -> str:
-    """Return a record's accuracy as one line."""
+def accuracy_lines(record: dict[str, Any]) -> list[str]:
+    """Return a record's accuracy, those of the frozen encoder on the same images, and what to change if it is poor."""
     metrics, images, tuned = record["metrics"], record["images"], record["finetuned"]
     error = standard_error(metrics["top1"], images)
     parts = [f"{100 * metrics['top1']:.2f} % of {images:,} images, standard error {100 * error:.2f}"]
     if "top5" in metrics:
         parts.append(f"top 5 {100 * metrics['top5']:.2f} %")
     parts.append(f"on the training crops {100 * tuned['train_accuracy']:.1f} %")
-    return f"top 1    {'; '.join(parts)}"
+    lines = [f"top 1    {'; '.join(parts)}"]
+    if (frozen := record.get("frozen")) is None:
+        return lines
+    others = ", ".join(f"{name} {100 * frozen[key]:.2f} %" for key, name in FROZEN.items())
+    lines.append(f"frozen   {others}, on the same images")
+    if metrics["top1"] < frozen["linear"]:
+        lines.append(
+            "note     fine-tuning lost against the linear classifier, which `fastsuncet predict` takes. A lower "
+            "finetune.lr or a larger lower bound of finetune.crop_scale keeps more of it"
+        )
+    if tuned["train_accuracy"] < LEARNED:
+        lines.append(
+            f"note     less than {100 * LEARNED:.0f} % of the training crops are right at the end: raise "
+            "finetune.epochs, finetune.lr, or the lower bound of finetune.crop_scale"
+        )
+    return lines
 
 
 def accuracy_table(records: Sequence[dict[str, Any]]) -> list[str]:

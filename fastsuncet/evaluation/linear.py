@@ -1,7 +1,8 @@
 """The linear protocol: multinomial logistic regression on frozen representations of the labeled images.
 
 The fit is full batch, by torch's L-BFGS, and ends at the optimum: there is no learning rate, number of epochs or seed
-to choose or to report. Its tests compare it with scikit-learn's.
+to choose or to report. The L2 penalty is chosen by cross-validation on the labeled images, or given. The tests compare
+both with scikit-learn's.
 
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
@@ -22,6 +23,9 @@ from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, suppor
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
 HISTORY = 20  # gradients that L-BFGS keeps: 2 x 20 x C x E float64, 0.7 GB for ImageNet
+STRENGTHS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)  # that linear.strength=auto chooses from
+FOLDS = 5
+MANY = 10_000  # above this number of labeled images one fold measures: 2,000 images and more
 ROWS = 16_384  # images in a piece: its features and logits as float64 are 0.4 GB for ImageNet
 
 
@@ -54,6 +58,7 @@ def fit_linear(
     *,
     strength: float = 1.0,  # inverse of the L2 penalty, scikit-learn's C
     max_iterations: int = 1000,
+    tolerance: float = TOLERANCE,
 ) -> LinearFit:
     """Minimize mean cross-entropy + |W|^2 / (2 strength N) from zero, as scikit-learn does; the bias is free.
 
@@ -76,7 +81,7 @@ def fit_linear(
         lr=1,
         max_iter=max_iterations,
         max_eval=2 * max_iterations,
-        tolerance_grad=TOLERANCE,
+        tolerance_grad=tolerance,
         tolerance_change=0,  # a small step is not yet an optimum
         history_size=HISTORY,
         line_search_fn="strong_wolfe",
@@ -102,6 +107,33 @@ def fit_linear(
     return LinearFit(weight, bias, mean, spread, optimizer.state[weight]["n_iter"], largest)
 
 
+def folds(labels: Tensor, seed: int = 0) -> Tensor:
+    """Return the fold of each image, (N,) int64 in [0, FOLDS): drawn at random from `seed`, and stratified."""
+    drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
+    order = drawn[labels[drawn].argsort(stable=True)]
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device) % FOLDS)
+
+
+def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float:
+    """Return the element of STRENGTHS that classifies most of the left-out images right, of equal ones the smallest.
+
+    `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the
+    choice takes one fit for each strength and not FOLDS.
+    """
+    right = torch.zeros(len(STRENGTHS))
+    for fold in range(FOLDS if len(labels) <= MANY else 1):
+        left_out = folds(labels) == fold
+        if left_out.all() or not left_out.any():
+            continue  # of fewer than FOLDS images
+        x, truth = features[~left_out], labels[~left_out]
+        # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
+        options = {"max_iterations": 200, "tolerance": 1e-4}
+        for i, strength in enumerate(STRENGTHS):
+            fit = fit_linear(x, truth, num_classes, strength=strength, **options)
+            right[i] += (fit.scores(features[left_out]).argmax(1) == labels[left_out]).sum().item()
+    return STRENGTHS[int(right.argmax())]
+
+
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
     """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
 
@@ -112,7 +144,12 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     features = outputs(network, images.train, chosen, config, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
-    strength, most = config.linear.strength, config.linear.max_iterations
+    setting, strength, most = config.linear.model_dump(), config.linear.strength, config.linear.max_iterations
+    notes: tuple[str, ...] = ()
+    if strength == "auto":
+        found = choose_strength(features, labels, len(images.train.classes)) if place.first else 0.0
+        strength = setting["chosen_strength"] = broadcast_json(found)
+        notes = (f"strength {strength:g}, by cross-validation from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}",)
     # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
     options = {"strength": strength, "max_iterations": most if place.first else 0}
     fit = fit_linear(features, labels, len(images.train.classes), **options)
@@ -120,11 +157,10 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
         broadcast(tensor)
     fit = replace(fit, **broadcast_json({"iterations": fit.iterations, "gradient": fit.gradient}))
     metrics = accuracies(fit.scores(queries[own_rows(place)]), truth, place)
-    setting = {"strength": strength, "max_iterations": most}
     if fit.converged:
-        return Measured(metrics, len(truth), setting, (f"fitted in {fit.iterations:,} iterations",))
+        return Measured(metrics, len(truth), setting, (*notes, f"fitted in {fit.iterations:,} iterations"))
     note = (
         f"NOT fitted: after {fit.iterations:,} iterations the largest gradient is {fit.gradient:.1e}, not "
         f"{TOLERANCE:.0e}. Raise linear.max_iterations, or lower linear.strength"
     )
-    return Measured(metrics, len(truth), setting | {"converged": False}, (note,))
+    return Measured(metrics, len(truth), setting | {"converged": False}, (*notes, note))

@@ -5,6 +5,8 @@ From appendix G of the paper, with p of section 3.
 Shapes: N labeled support views, Q query images, E the width of the encoder's output, C classes.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -49,23 +51,30 @@ def npi_probabilities(
 
 
 def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Compute the top-1 and top-5 accuracy of `npi_probabilities` on the validation images, from h of `network`.
+    """Compute the top-1 and top-5 accuracy of `npi_probabilities` on the validation images, from the rows of `network`.
 
-    `network` (B, 3, S, S) -> (B, E). Supports are npi.views random crops of each labeled image, queries are single
-    center crops. The temperature is npi.temperature, or training's where that is not given.
+    `network` (B, 3, S, S) -> (B, E), an encoder with or without its projection head (npi.features). Supports are
+    npi.views random crops of each labeled image, or its center crop; queries are single center crops. The temperature
+    is npi.temperature, or training's where that is not given.
     """
     chosen, truth = supports(images, config), true_labels(images, place)
-    setting = {
+    count = config.npi.views
+    setting: dict[str, Any] = {
         "temperature": config.npi.temperature or config.criterion.temperature,
-        "views": config.npi.views,
+        "views": count,
     }
-    views = embed_views(network, images.train, chosen, config.npi.views, config, place)
+    if config.npi.features != "encoder":
+        setting["features"] = config.npi.features
+    if count:
+        views = embed_views(network, images.train, chosen, count, config, place)
+    else:
+        views = outputs(network, images.train, chosen, config, place)[:, None]
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
     scores = npi_probabilities(
         queries[own_rows(place)],
         views.flatten(0, 1),
-        labels.repeat_interleave(config.npi.views),
+        labels.repeat_interleave(views.shape[1]),
         len(images.train.classes),
         setting["temperature"],
     )

@@ -78,7 +78,7 @@ def true_labels(images: Images, place: Place) -> Tensor:
 
 
 def supports(images: Images, config: Config) -> np.ndarray:
-    """Return the labeled training images that can be read, int64 ascending: at least one of each class to recognize.
+    """Return the labeled training images that can be read, int64 ascending: one or more of each class to recognize.
 
     Raises ConfigErrors where the config selects no labeled images, DataError for a class without one.
     """
@@ -88,7 +88,10 @@ def supports(images: Images, config: Config) -> np.ndarray:
             "this evaluation learns from labeled training images, and the config selects none. Set "
             "data.split.kind=all to use every training image, or the split of the runs to compare with",
         )
-    chosen, truth, classes = labeled(images), images.validation.labels, len(images.train.classes)
+    chosen, classes = labeled(images), len(images.train.classes)
+    if images.held_out is None:
+        return chosen
+    truth = images.validation.labels
     learned = np.bincount(images.train.labels[chosen], minlength=classes)
     asked = np.bincount(truth[truth >= 0], minlength=classes)
     empty = np.flatnonzero((learned == 0) & (asked > 0))

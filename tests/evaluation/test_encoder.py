@@ -105,22 +105,6 @@ def test_load_encoder_refuses_a_run_of_another_version(tmp_path, config):
         load_encoder(tmp_path, config)
 
 
-def test_load_encoder_checkpoint_with_a_removed_key(tmp_path, config):
-    """model.batchnorm_communicator was removed: shared is what every run does now, own is refused by name."""
-    save_run(tmp_path, config, 1)
-    good = manager.load(tmp_path / "checkpoints" / "step_00000001")
-    stored = config.canonical()
-    meta = {key: good.meta[key] for key in ("ledger", "world_size")} | {"config": stored}
-    for step, value in enumerate(("shared", "own"), 2):
-        stored["model"]["batchnorm_communicator"] = value
-        manager.save(tmp_path / "checkpoints", step, model=good.model, state={}, meta=meta, keep=9)
-    assert load_encoder(tmp_path / "checkpoints" / "step_00000002", config).step == 2
-    with pytest.raises(
-        CheckpointError, match=r"\n  model.batchnorm_communicator is own, and .* use the version that"
-    ):
-        load_encoder(tmp_path / "checkpoints" / "step_00000003", config)
-
-
 def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
     save_run(tmp_path, config, 1, model=trained("resnet_tiny", "cifar"))
     with pytest.raises(CheckpointError, match=r"conv1\.weight is \(16, 3, 3, 3\), expected \(16, 3, 7, 7\)"):
@@ -295,6 +279,10 @@ SPOILED = {
     ),
     "complex": (changed(lambda x: x * 1j), r"bn1\.weight \(torch\.complex64\)"),
     "int8": (changed(lambda x: x.to(torch.int8)), r"bn1\.weight \(torch\.int8\)"),
+    "expanded": (
+        changed(lambda x: torch.ones(1).expand(1 << 36)),
+        r"bn1\.weight \(expanded from fewer values to 274\.9 GB\)",
+    ),
     "two networks": (
         lambda s: wrapped(s, "encoder_q.") | wrapped(s, "encoder_k."),
         r"holds 2 networks, under encoder_q\., encoder_k\.",
@@ -315,7 +303,7 @@ def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     assert str(tmp_path / "weights.pth") in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["no values", "sparse", "quantized", "complex", "int8"])
+@pytest.mark.parametrize("what", ["no values", "sparse", "quantized", "complex", "int8", "expanded"])
 def test_read_weights_of_a_timm_network_refuses_what_is_no_weight(tmp_path, what):
     spoil, said = SPOILED[what]
     state = build_model("timm/test_resnet").encoder.state_dict()

@@ -77,7 +77,7 @@ class Extremes(nn.Module):
 def test_embed_views_does_not_change_colors(tmp_path):
     """Each pixel of a crop lies between the darkest and brightest of its image, which is not so after a jitter."""
     index = write_pictures(tmp_path / "pictures", count=4, side=40)
-    config = small_config(tmp_path, "data.augmentation.strength=1.0", "data.augmentation.grey=1.0")
+    config = small_config(tmp_path, "data.augmentation.strength=1.0", "data.augmentation.gray=1.0")
     crops = embed_views(Extremes(), index, np.arange(4), 8, config, ALONE)  # (4, 8, 6)
     for i in range(4):
         pixels = np.asarray(Image.open(index.path(i))).reshape(-1, 3) / 255

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fastsuncet.evaluation import linear as module
-from fastsuncet.evaluation.linear import TOLERANCE, fit_linear
+from fastsuncet.evaluation.linear import FOLDS, STRENGTHS, TOLERANCE, choose_strength, fit_linear, folds
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -50,3 +50,36 @@ def test_fit_linear_reports_that_it_ran_out_of_iterations():
 def test_fit_linear_is_deterministic():
     features, labels = drawn(60, 8), torch.arange(60) % 3
     assert torch.equal(fit_linear(features, labels, 3).weight, fit_linear(features, labels, 3).weight)
+
+
+@pytest.mark.parametrize(("n", "noise"), [(100, 1.0), (203, 6.0)])
+def test_choose_strength_agrees_with_scikit_learn(n, noise, monkeypatch):
+    """The best strength is inside the grid; five strengths share it with the lower noise."""
+    pytest.importorskip("sklearn")
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, PredefinedSplit
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    labels = torch.arange(n) % 5
+    features = drawn(n, 30) * noise + 5 * torch.eye(30)[labels]
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=10_000, tol=1e-6))
+    grid = {"logisticregression__C": STRENGTHS}
+    oracle = GridSearchCV(pipeline, grid, cv=PredefinedSplit(folds(labels).numpy())).fit(
+        features.numpy(), labels.numpy()
+    )
+    best = oracle.best_params_["logisticregression__C"]
+    assert STRENGTHS[0] < best < STRENGTHS[-1]
+    assert choose_strength(features, labels, 5) == best
+    monkeypatch.setattr(module, "MANY", n - 1)
+    assert choose_strength(features, labels, 5) in STRENGTHS
+    assert choose_strength(features[:3], labels[:3], 5) in STRENGTHS
+    assert choose_strength(features[:1], labels[:1], 5) == STRENGTHS[0]
+
+
+@pytest.mark.parametrize("n", [5, 97, 200])
+def test_folds_spread_each_class_evenly(n):
+    labels = torch.arange(n).square() % 7
+    counts = torch.zeros(7, FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
+    assert ((counts.amax(1) - counts.amin(1)) <= 1).all()
+    assert counts.sum(0).max() - counts.sum(0).min() <= 1

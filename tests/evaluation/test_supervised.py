@@ -105,7 +105,7 @@ def run(
 
 
 def stream_of(folder: Path, index: ImageIndex, indices: np.ndarray, batch: int, **normalization):
-    view = Augmentation(size=8, crop_scale=(0.3, 1.0), jitter=0, grey=0, blur=0, **normalization)
+    view = Augmentation(size=8, crop_scale=(0.3, 1.0), jitter=0, gray=0, blur=0, **normalization)
     sizes = {"batch": batch, "passes": 1, "multi_label": False}
     return FineTuningStream(index, indices, view, config_in(folder), ALONE, **sizes)
 

@@ -23,6 +23,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.frozen import Frozen
 from fastsuncet.evaluation.supervised.identity import refuse_changed
 from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step, set_batchnorm_momentum
 from fastsuncet.evaluation.supervised.stream import ROLE, FineTuningStream
@@ -34,6 +35,9 @@ from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center
 
+# A classifier of features h that starts from a linear fit needs rates below about 1 / mean of |h|^2: at larger ones it
+# forgets the fit in its first updates. That is so for any unit of the features.
+STABLE = 1.0
 LINES = 100  # of metrics per fit, at most: a transfer grid has dozens of fits
 REMEDY = "Set these back to continue it, or remove that folder to begin again."
 
@@ -71,6 +75,8 @@ def resolve_batch(config: Config, section: str, images: int, of: str, world_size
     asked = getattr(config, section).batch_size
     batch = asked.per_rank * world_size if isinstance(asked, PerRank) else asked
     parts = world_size * passes
+    if section == "finetune" and config.finetune.head == "linear":
+        batch = min(batch, images // parts * parts)
     if batch >= 1 and batch % parts == 0 and batch <= images:
         return batch
     sharing = "1 process" if world_size == 1 else f"{world_size} processes"
@@ -113,11 +119,14 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         config: Config,  # how to compute, and to read and normalize pixels: meta, data, logging
         identity: dict[str, Any],  # of `fit_identity`: what must not change in `folder`
         remedy: str = REMEDY,
+        frozen: Frozen | None = None,  # the classifier starts from its weights; None: at zero
     ):
         self.encoder, self.settings, self.place, self.config = encoder, settings, place, config
         self.folder, self.identity, self.remedy = folder, identity, remedy
+        self.classes = list(train.classes)
         s = settings
-        self.model = Classifier(encoder.module, encoder.width, s.num_classes)
+        head = None if frozen is None else (frozen.weight, frozen.bias)
+        self.model = Classifier(encoder.module, encoder.width, s.num_classes, head)
         if s.bn_momentum is not None:
             set_batchnorm_momentum(self.model, s.bn_momentum)
         layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
@@ -139,8 +148,12 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         self.network = parallel(
             self.model, place, compiled=config.meta.compile, static_graph=False, blank_pass=blank
         )
+        # Averaged with the last weights (`after_step`). None: the last weights stay.
+        self.start = None if frozen is None else [x.clone() for x in self.averaged()]
+        # The features' scale decides the bound, so a resume must not measure it anew: the optimizer's state keeps it.
+        scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * s.lr))
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(),
+            [{"params": list(self.model.parameters()), "scale": scale}],
             lr=s.lr,
             momentum=s.momentum,
             nesterov=s.nesterov,
@@ -150,7 +163,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         )
         shown = {"size": s.size, "crop_scale": s.crop_scale, "crop_ratio": s.crop_ratio, "flip": s.flip}
         a = config.data.augmentation
-        view = Augmentation(**shown, jitter=0.0, grey=0.0, blur=0.0, mean=a.mean, std=a.std)
+        view = Augmentation(**shown, jitter=0.0, gray=0.0, blur=0.0, mean=a.mean, std=a.std)
         multi_label, sizes = s.loss == "sigmoid", {"batch": s.batch, "passes": s.accumulate}
         self.stream = FineTuningStream(train, indices, view, config, place, multi_label=multi_label, **sizes)
         self.steps, self.steps_per_epoch = s.steps, self.stream.steps_per_epoch
@@ -174,6 +187,21 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             self.network, self.optimizer, self.scaler, self.autocast, loss, batch, passes, lr
         )
 
+    def averaged(self) -> list[Tensor]:
+        """Return the weights and the BatchNorm statistics of the network."""
+        return [x.detach() for x in self.model.state_dict().values() if x.is_floating_point()]
+
+    @torch.no_grad()
+    def after_step(self, step: int, values: Tensor) -> str | None:
+        """After the last update average the weights with those of the start, if that was the linear classifier.
+
+        Few labels train the network away from features that were better, and the mean keeps them. Half of each is what
+        WiSE-FT recommends (Wortsman et al. 2022, 2109.01903).
+        """
+        if self.start is not None and step + 1 == self.steps:
+            for now, start in zip(self.averaged(), self.start, strict=True):
+                now.lerp_(start, 0.5)
+
     def cost(self, step: int) -> tuple[int, int]:
         return self.settings.batch, self.macs
 
@@ -188,6 +216,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             "config": config,
             "ledger": self.encoder.ledger,
             "epoch": self.encoder.epoch,
+            "classes": self.classes,
             "encoder": self.encoder.record(),
             "fit": self.identity,
         }

@@ -12,19 +12,21 @@ from torch.nn import functional as F
 
 
 class Classifier(nn.Module):
-    """Images (m, 3, S, S) to logits (m, C): `encoder`, then one linear layer that begins at zero.
+    """Images (m, 3, S, S) to logits (m, C): `encoder`, then one linear layer that begins at zero, or at `head`.
 
     Weight and bias begin at 0, so all classes begin equally likely (paper, appendix B). The authors' first release does
     not mention the bias and leaves it at torch's random initial value.
     """
 
-    def __init__(self, encoder: nn.Module, width: int, classes: int):
+    def __init__(
+        self, encoder: nn.Module, width: int, classes: int, head: tuple[Tensor, Tensor] | None = None
+    ):
         super().__init__()
         self.encoder = encoder
         # Without skip_init torch would draw random numbers.
         self.classifier = nn.utils.skip_init(nn.Linear, width, classes)
-        for parameter in self.classifier.parameters():
-            nn.init.zeros_(parameter)
+        for number, parameter in enumerate(self.classifier.parameters()):
+            nn.init.zeros_(parameter) if head is None else parameter.data.copy_(head[number])
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classifier(self.encoder(images))
@@ -73,7 +75,7 @@ def finetune_step(
     Gradients of all passes add up, and ranks exchange them in the last pass only. No host sync.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("scale", 1.0)
     total = torch.zeros(())
     ddp = network if isinstance(network, nn.parallel.DistributedDataParallel) else None
     for part, (images, targets) in enumerate(batch):

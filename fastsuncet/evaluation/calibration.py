@@ -1,0 +1,40 @@
+"""Probabilities that are as often right as they say: one temperature for all logits (Guo et al. 2017, 1706.04599).
+
+Shapes: N images with a label that the classifier has not learned from, C classes.
+"""
+
+from torch import Tensor
+
+BINS, IN_BIN = 15, 20  # of the calibration error: at most so many bins, and at least so many images in each
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return the T that minimizes the mean cross-entropy of softmax(logits / T); logits (N, C), labels int64 (N,).
+
+    The targets hold one more image that is of each class alike. Without it, T would fall to 0 where all N images are
+    classified right, and a hundred labels would make every probability 1.
+    """
+    logits = logits.double()
+    n = len(labels)
+    target = (logits.gather(1, labels[:, None])[:, 0] * n + logits.mean(1)) / (n + 1)
+    low, high = 1 / HOTTEST, 1 / COLDEST
+    # The loss is convex in 1 / T, so its derivative has at most one sign change.
+    for _ in range(60):
+        inverse = (low * high) ** 0.5
+        slope = ((inverse * logits).softmax(1) * logits).sum(1) - target
+        low, high = (inverse, high) if slope.mean() < 0 else (low, inverse)
+    return 1 / (low * high) ** 0.5
+
+
+def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the expected calibration error of `probabilities` (N, C): mean of |confidence - accuracy| over bins.
+
+    Images are sorted by their highest probability and cut into BINS bins of equal numbers, fewer where a bin would hold
+    fewer than IN_BIN images: small bins differ from their confidence by chance alone.
+    """
+    confidence, predicted = probabilities.double().max(1)
+    order = confidence.argsort(stable=True)
+    gap = (confidence - (predicted == labels).double())[order]
+    bins = gap.tensor_split(max(1, min(BINS, len(gap) // IN_BIN)))
+    return float(sum(part.sum().abs() for part in bins) / len(gap))
