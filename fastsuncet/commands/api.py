@@ -1,29 +1,132 @@
-"""Functions for notebooks and other programs: train a config, load an encoder, embed a folder of images."""
+"""Functions for notebooks and other programs: make a config, train it, load an encoder, embed images."""
 
+import io
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import PIL.Image
 from torch import nn
 
-from fastsuncet.commands import embed as command
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.commands import predict as predict_command
 from fastsuncet.commands import train as train_command
-from fastsuncet.config import Config
+from fastsuncet.commands.folder_pass import rows_of
+from fastsuncet.commands.predict import Prediction
+from fastsuncet.config import Config, load_config
 from fastsuncet.distributed import launch
+from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import encoder as encoders
-from pipelines.datasets.folders import image_tree
+from pipelines.data_errors import DataError
+from pipelines.datasets.folders import image_list, image_tree
+from pipelines.datasets.index import ImageIndex, save_index
+from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Center
 
+# A folder, files, files with their classes, or pixels (N, H, W, 3) uint8.
+Images = str | Path | Sequence[str | Path] | Mapping[str, Any] | np.ndarray
 
-def train(config: Config) -> Path:
+
+def init_config(
+    folder: str | Path,
+    labels: str | Path | None = None,
+    *,
+    hours: float = 1.0,
+    weights: str | None = None,
+    output: str | Path | None = None,
+) -> Config:
+    """Return a config for the images in `folder`, chosen by the rules of `fastsuncet init`, whose options these are.
+
+    With `output` it is written to that new file, in which each choice has its reason. Prints what it sees. Raises as
+    the command: ConfigError for an output that exists and for what no config fits, DataError for wrong images or
+    labels.
+    """
+    from fastsuncet.commands import init  # with it timm, which takes a second
+
+    table = None if labels is None else Path(labels)
+    if output is None:
+        made = init.make(Path(folder), table, hours, weights, Path("run.yaml"))
+        return made.config
+    init.init(Path(folder), table, hours, weights, Path(output))
+    return load_config(output)
+
+
+def train(config: Config, images: Images | None = None, labels: Sequence[Any] | None = None) -> Path:
     """Train as `config` says, or continue its run, and return the run's folder.
+
+    With `images` it trains on these instead of the images of the config: files with `labels`, a class (a name or a
+    number) or None for each; a dictionary of files and their classes; or pixels, (N, H, W, 3) uint8, which are kept as
+    PNG files in the run's folder. Later commands on the run find the same images.
 
     This process is the only rank, on one GPU where there is one; under torchrun or Slurm it joins the others. It must
     be the main thread, because SIGTERM and Ctrl-C then save the run and raise Preempted. Raises ConfigErrors,
     ConfigError, DataError, NumericalError and CheckpointError, as `fastsuncet train` tells them.
     """
-    train_command.train_here(config)
+    if images is not None:
+        config = _with_images(config, images, labels)
+    elif labels is not None:
+        raise ConfigError("labels are of images: pass both")
+    with handlers_restored():
+        train_command.train_here(config)
     return config.run_folder
+
+
+def _with_images(config: Config, images: Images, labels: Sequence[Any] | None) -> Config:
+    """Return the config of the same run with other training images, whose index is written to the run's folder."""
+    if isinstance(images, Mapping):
+        images, labels = list(images), list(images.values())
+    folder, upright = config.run_folder, config.data.exif_orientation
+    if isinstance(images, np.ndarray):
+        images = _written(images, folder / "images")
+    index = _index(images, upright)
+    given = (
+        [None] * len(index) if labels is None else [None if label is None else str(label) for label in labels]
+    )
+    if len(given) != len(index):
+        raise DataError(
+            f"{len(given)} labels were given for {len(index)} images: give one, or None, for each"
+        )
+    classes = sorted({label for label in given if label is not None})
+    numbers = np.array([-1 if label is None else classes.index(label) for label in given], np.int64)
+    save_index(replace(index, labels=numbers, classes=tuple(classes), folders=None), folder / "images.npz")
+    values = {
+        "kind": "image_folder",
+        "root": str(index.root),
+        "train": ".",
+        "index": str(folder / "images.npz"),
+    }
+    values |= {"csv": None, "pack": None, "split.file": None}
+    if config.data.split.kind in ("csv", "names"):
+        values["split.kind"] = "all"
+    return config.with_values({f"data.{key}": value for key, value in values.items()})
+
+
+def _index(images: str | Path | Collection[str | Path], upright: bool) -> ImageIndex:
+    if isinstance(images, (str, Path)):
+        return image_tree(images, upright=upright)
+    return image_list(list(images), upright=upright)
+
+
+def _written(pixels: np.ndarray, folder: Path) -> list[Path]:
+    """Write images as PNG files, those that are there already not again: their times would change."""
+    require_pixels(pixels)
+    atomic_files.make_folder(folder)
+    paths = [folder / f"{i:08d}.png" for i in range(len(pixels))]
+    for path, image in zip(paths, pixels):
+        stream = io.BytesIO()
+        PIL.Image.fromarray(image).save(stream, "PNG")
+        if not path.is_file() or path.read_bytes() != stream.getvalue():
+            atomic_files.replace(path, stream.getvalue())
+    return paths
+
+
+def require_pixels(pixels: np.ndarray) -> None:
+    """Raise DataError for an array that is not (N, H, W, 3) uint8."""
+    if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8 or not pixels.size:
+        raise DataError(f"images in an array are (N, H, W, 3) uint8, not {pixels.shape} {pixels.dtype}")
 
 
 def load_encoder(path: str | Path) -> nn.Module:
@@ -42,20 +145,44 @@ def load_encoder(path: str | Path) -> nn.Module:
 
 
 def embed(
-    encoder: nn.Module, folder: str | Path, *, view: Center | None = None, batch: int = 256
+    encoder: nn.Module, images: Images, *, view: Center | None = None, batch: int = 256
 ) -> tuple[list[str], np.ndarray]:
-    """Return (file names, features (N, width) float32) of the N images below `folder`, in order of their names.
+    """Return (names, features (N, width) float32) of N images: files in their order, or those below a folder by name.
 
-    Computed on the encoder's device without gradients, with the code of `fastsuncet evaluate`: the center crop `view`
-    (by default `encoder.view`) and BatchNorm in eval mode. `fastsuncet embed` does the same into a file and can be
-    continued. Raises ConfigError for an encoder without a view, DataError for no images or a bad one.
+    `images` is a folder, files, or pixels (N, H, W, 3) uint8, whose names are "0", "1", ... Computed on the encoder's
+    device without gradients, with the code of `fastsuncet evaluate`: the center crop `view` (by default `encoder.view`)
+    and BatchNorm in eval mode. `fastsuncet embed` does the same into a file and can be continued. Raises ConfigError
+    for an encoder without a view, DataError for no images or a bad one.
     """
     view = view or getattr(encoder, "view", None)
     if view is None:
         raise ConfigError(
             "nothing says which pixels this encoder expects: pass view=Center(size, resize, mean, std)"
         )
-    index = image_tree(folder)
+    if isinstance(images, np.ndarray):
+        require_pixels(images)
+        sizes = np.tile(np.array(images.shape[1:3], np.int32), (len(images), 1))
+        names = Names.of(map(str, range(len(images))))
+        index = ImageIndex(None, names, np.full(len(images), -1), (), sizes, pixels=images)
+    else:
+        index = _index(images, view.upright)
     place = launch.Place(0, 1, 0, next(encoder.parameters()).device)
-    rows = [rows for _, rows in command.features(encoder, index, view, place, batch=batch)]
-    return [index.name(i) for i in range(len(index))], np.concatenate(rows)
+    rows = [rows for _, rows in rows_of(encoder, index, view, place, batch=batch)]
+    named = (
+        [index.name(i) for i in range(len(index))] if isinstance(images, (str, Path, np.ndarray)) else images
+    )
+    return [str(name) for name in named], np.concatenate(rows)
+
+
+def predict(
+    run: str | Path | Config, folder: str | Path, *, batch: int = 256, skip_bad: bool = False
+) -> list[Prediction]:
+    """Return the two most probable classes of each image below `folder`, in order of their names.
+
+    `run` is a config, a run's folder, one checkpoint or an export. The classifier is fitted to the run's labeled images
+    the first time and kept in the run. Each `Prediction` has file, label, probability, second_label and
+    second_probability; the probabilities are calibrated. `fastsuncet predict` does the same into a file and can be
+    continued. Raises ConfigError, and DataError for missing labels or a bad image, which `skip_bad` leaves out.
+    """
+    where = run if isinstance(run, Config) else Path(run)
+    return predict_command.predictions(where, Path(folder), batch=batch, skip_bad=skip_bad)

@@ -42,11 +42,7 @@ def describe(key: str) -> list[str]:
         hint = f"did you mean {words(near)}?" if near else "`fastsuncet config` lists the sections"
         raise ConfigError(f"a config has no key {key}; {hint}")
     above = f"{key}." if key else ""
-    return [
-        f"{above}{name:<24} {_meaning(above + name)}"
-        for name, field in CONFIG.sections[key].items()
-        if not field.exclude
-    ]
+    return [f"{above}{name:<24} {_meaning(above + name)}" for name in CONFIG.sections[key]]
 
 
 def json_schema() -> dict[str, Any]:

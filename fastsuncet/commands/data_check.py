@@ -46,7 +46,7 @@ def check_config(config: Config) -> None:
     options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
     options["megapixels"] = data.max_megapixels
     if data.pack is not None:
-        train, kept = packed_index(config), pack_index_path(config)
+        train, kept = packed_index(config, scan=True), pack_index_path(config)
         if not kept.exists():
             kept = None  # the pack holds its index; those of other programs' shards are kept here
     else:
@@ -54,7 +54,7 @@ def check_config(config: Config) -> None:
     # The index of a CSV's images is kept without its labels, which can change while the pixels do not.
     classes = with_labels(config, train).classes
     parts = [(train, kept)]
-    if data.validation is not None and data.root is not None and data.kind != "images":
+    if data.validation_folder is not None and data.root is not None and data.kind != "images":
         folder = image_root(config, train=False)
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
             validation = scanned(config, train=False)

@@ -66,7 +66,7 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
 
         picture, _ = draw_panel(arrange(curves)[0], "top1", folder, only="petaflops", name=f"demo_seed{seed}")
         say_line(f"curves   {picture}")
-        say_line(f"views    {preview(config, folder / 'views.png')}")
+        say_line(f"views    {preview(config, folder / 'views.png', force=True)}")
     say_line(f"took     {time.perf_counter() - began:.0f} s")
     return curves
 
@@ -81,7 +81,7 @@ def evaluate_checkpoints(config: Config, place: Place) -> Curve:
         model.load_state_dict(loaded.model)
         measured = linear(model.encoder, images, config, place)
         if "converged" in measured.setting:
-            say_line(f"{path.name}: {measured.notes[0]}")
+            say_line(f"{path.name}: {measured.notes[-1]}")
         costs = {"petaflops": loaded.meta["ledger"]["petaflops"]}
         points.append(Point(loaded.step, costs, {"top1": measured.metrics["top1"]}))
     what, supervised = Measurement("linear", "10 % labels"), config.criterion.supervised

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fastsuncet.checkpoint import same_start
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
@@ -16,6 +17,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.accuracy import accuracy
+from fastsuncet.evaluation.cross_validation import cross_validated
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.knn import knn
@@ -23,6 +25,8 @@ from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
 from fastsuncet.evaluation.scoring import Measured, labels_record, standard_error
 from fastsuncet.metrics.results import write_result
+from fastsuncet.models.pretrained_weights import fill
+from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.training.determinism import set_determinism
 
 KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
@@ -31,6 +35,8 @@ KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], s
     "linear": (linear, "linear classifier on frozen representations"),
     "accuracy": (accuracy, "the network's own classifier"),
 }
+
+WITHOUT_VALIDATION = ("knn", "linear")  # are cross-validated on the labels where data.validation is null
 
 
 def evaluate(
@@ -46,7 +52,7 @@ def evaluate(
     if launch.should_start_ranks(config.meta.device):
         # Nothing is resumed, so there is no status to read after a signal.
         return launch.start_ranks(arguments, Path(os.devnull))
-    with launch.join(config.meta.device, config.meta.timeout) as place:
+    with same_start.join(config) as place:
         set_determinism(config, place)
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
         measure(config, kind, chosen, place)
@@ -59,8 +65,9 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
     Raises what loading, reading and counting raise: ConfigError, CheckpointError, DataError.
     """
     first = load_encoder(chosen[0], config)
-    _network(first, kind)  # a wrong file is refused before a million images are opened
-    images = open_images(config, place, validation=True)
+    _network(first, kind, config)  # a wrong file is refused before a million images are opened
+    alone = kind in WITHOUT_VALIDATION and config.data.kind in FILES and config.data.validation is None
+    images = open_images(config, place, validation=not alone)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     written = []
     for path in chosen:
@@ -68,8 +75,9 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
         if encoder is None:
             continue
         # Torch's stubs lack memory_format together with a device.
-        network = _network(encoder, kind).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-        measured = KINDS[kind][0](network, images, config, place)
+        network = _network(encoder, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
+        what = (network, images, config, place)
+        measured = cross_validated(kind, *what) if alone else KINDS[kind][0](*what)
         if len(images.train.classes) <= 5:
             measured.metrics.pop("top5", None)  # it would always be 1
         if place.first:
@@ -83,8 +91,17 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
         say_line(f"written  {written[0] if len(chosen) == 1 else several}")
 
 
-def _network(encoder: Encoder, kind: str) -> nn.Module:
-    """Return what `kind` measures. Raises ConfigError for an accuracy without a classifier."""
+def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:
+    """Return what `kind` measures. Raises ConfigError where the encoder has no classifier or projection head for it."""
+    if kind == "npi" and config.npi.features == "projection":
+        head = projection_head_of(encoder.head)
+        if head is None:
+            text = (
+                f"projection cannot be compared: {encoder.source} holds no projection head; set it to encoder"
+            )
+            raise config.error("npi.features", text)
+        fill(head, encoder.head, encoder.source)
+        return nn.Sequential(encoder.module, head)
     if kind != "accuracy":
         return encoder.module
     if encoder.classifier is None:
@@ -100,7 +117,9 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
     a = config.data.augmentation
     size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
-    if config.data.kind in FILES:  # each validation folder has its own results
+    if (
+        config.data.kind in FILES and images.held_out is not None
+    ):  # each validation folder has its own results
         setting["validation"] = images.validation.fingerprint()[:12]
     if not _unnormalized(config):
         setting |= {"mean": list(a.mean), "std": list(a.std)}
@@ -126,13 +145,17 @@ def _unnormalized(config: Config) -> bool:
 
 def _heading(kind: str, measured: Measured, images: Images, config: Config, encoder: Encoder) -> list[str]:
     """Return what the numbers are of, in the columns of a run's summary."""
+    of_one = ("converged", "chosen_strength")  # of one checkpoint: its own line has them
     setting = [
-        f"{key.replace('_', ' ')} {value}" for key, value in measured.setting.items() if key != "converged"
+        f"{key.replace('_', ' ')} {value}" for key, value in measured.setting.items() if key not in of_one
     ]
     lines = [f"{kind:<9}{', '.join([KINDS[kind][1], *setting])}"]
     if kind != "accuracy":
         lines.append(f"labels   {images.split}")
-    lines.append(f"images   {measured.images:,} for validation, each once")
+    shown = "for validation, each once"
+    if images.held_out is None:
+        shown = "labeled ones, each left out once in every repeat; there are no validation images"
+    lines.append(f"images   {measured.images:,} {shown}")
     if encoder.step is None and _unnormalized(config):
         lines.append(
             "pixels   0 to 1; the weights of torchvision and timm expect data.augmentation.mean=[0.485,0.456,0.406] "

@@ -2,14 +2,16 @@
 
     RUN/export/torchvision.pth, timm.pth   a state_dict: torch.load, then load_state_dict(strict=True)
     RUN/export/safetensors/                a folder for timm.create_model("local-dir:...") and the Hugging Face hub
-    RUN/export/onnx.onnx                   images (B, 3, S, S) float32 -> features (B, width)
+    RUN/export/onnx.onnx                   images (B, 3, S, S) float32 -> features (B, width), or logits (B, classes)
 
-A JSON next to each (fastsuncet.json in the folder) has the config, the pixels that the encoder expects, the sha256 of
-the weights, what the training cost and its results. `fastsuncet.load_encoder` reads all but ONNX.
+A JSON next to each (fastsuncet.json in the folder) has the config, the pixels that the encoder expects, the names of
+the classes, the sha256 of the weights, what the training cost and its results. `fastsuncet.load_encoder` reads all but
+ONNX.
 """
 
+import contextlib
+import errno
 import hashlib
-import importlib.util
 import io
 import json
 import math
@@ -30,9 +32,9 @@ from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
-from fastsuncet.evaluation.encoder import WEIGHTS, Encoder, choose, load_encoder, record_path
+from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder, record_path
 from fastsuncet.metrics import results, writer
-from fastsuncet.models import timm_backbone
+from fastsuncet.models import export_formats, timm_backbone
 
 FOLDER = "export"  # in the run's folder
 FILES = {
@@ -42,8 +44,8 @@ FILES = {
     "onnx": "onnx.onnx",
 }
 ENDINGS = {"torchvision": (".pth", ".pt", ".bin"), "timm": (".pth", ".pt", ".bin"), "onnx": (".onnx",)}
+FOLDER_FILES = (WEIGHTS, "config.json", "README.md", record_path(Path(WEIGHTS)).name)  # of safetensors
 FORMAT = 1  # of the record
-ONNX = ("onnx", "onnxscript")
 
 
 def export(
@@ -52,13 +54,14 @@ def export(
     *,
     output: Path | None = None,  # a file, with safetensors a folder; None: in the run's folder
     step: int | None = None,
-    force: bool = False,  # replace what is at `output`
+    force: bool = False,  # replace what is at `output`, and what was changed since it was exported
 ) -> Path:
     """Write the encoder of the newest good checkpoint, or of `step`'s, and its record; return the file or folder.
 
     The encoder is in float32, without the projection head; a fine-tuned one keeps its classifier. What was there before
     stays whole until the new one is. Raises ConfigError for a format that cannot hold this network, for an `output`
-    that exists, has a record already or ends as no file of this format, CheckpointError for no good checkpoint or a
+    that exists, has a record already or ends as no file of this format, for files there that no export wrote or that
+    were changed since; CheckpointError for no good checkpoint, another process that exports to the same place, or a
     disk that refuses.
     """
     if output is not None:
@@ -69,18 +72,28 @@ def export(
             f"{where} is an export or another file of weights, and only a checkpoint can be exported. Give the folder "
             "of a run or of one of its checkpoints"
         )
-    encoder = load_encoder(found)
-    assert encoder.trained is not None, "the encoder is a checkpoint's"
-    check(encoder.trained, to)
     run = found.parent.parent if found.parent.name == manager.FOLDER else found.parent
+    try:
+        encoder = load_encoder(found)
+        assert encoder.trained is not None, "the encoder is a checkpoint's"
+        export_formats.check(encoder.trained, to)
+        record = _record(encoder, to, run)
+    except (FastSuncetError, FileNotFoundError):
+        if step is not None or found.exists():
+            raise
+        # Its run goes on, and checkpoint.keep has removed it: there is a newer one.
+        return export(where, to, output=output, force=force)
     target = output or run / FOLDER / FILES[to]
-    record = _record(encoder, to, run)
-    with disk_errors(target):
+    with disk_errors(target, "--output"):
         atomic_files.make_folder(target.parent)
-        replaced = " (replaced)" if os.path.lexists(target) else ""
-        _write_folder(target, encoder, record) if to == "safetensors" else _write_file(
-            target, encoder, record
-        )
+        with atomic_files.only_writer(target) as alone:
+            if not alone:
+                raise CheckpointError(f"another process is exporting to {target}: wait for its end")
+            _require_replaceable(target, force)
+            replaced = " (replaced)" if os.path.lexists(target) else ""
+            _write_folder(target, encoder, record) if to == "safetensors" else _write_file(
+                target, encoder, record
+            )
     say_line(f"exported {target}{replaced}: {encoder.name}, step {record['encoder']['step']:,}")
     return target
 
@@ -95,7 +108,7 @@ def export_at_end(config: Config, place: Place) -> None:
         folder = config.run_folder
         try:
             (newest,) = choose(folder) if config.checkpoint.export else (folder,)
-            for to in exports(config):
+            for to in export_formats.exports(config):
                 path = folder / FOLDER / FILES[to]
                 if not _is_of(newest, path / WEIGHTS if to == "safetensors" else path):
                     export(newest, to)
@@ -116,31 +129,6 @@ def next_commands(run: Path, config: Config) -> list[str]:
     return [f"fastsuncet {look}", f"fastsuncet embed {name} FOLDER --output features.npz"]
 
 
-def exports(config: Config) -> list[str]:
-    """Return the formats of `checkpoint.export`; torchvision has no network of timm's, whose state_dict is timm's."""
-    named = config.checkpoint.export
-    if config.model.name.startswith("timm/"):
-        return list(dict.fromkeys("timm" if to == "torchvision" else to for to in named))
-    return list(named)
-
-
-def check(config: Config, to: str) -> None:
-    """Raise ConfigError where the network of `config` cannot be exported to `to`, or a package is missing."""
-    m = config.model
-    if to == "torchvision" and m.name.startswith("timm/"):
-        raise ConfigError(f"torchvision does not load the weights of {m.name}: export it to timm")
-    if to in ("timm", "safetensors") and m.name == "resnet_tiny":
-        raise ConfigError(f"timm has no {m.name}: export it to torchvision, which is a plain state_dict")
-    if to == "safetensors" and m.stem == "cifar":
-        raise ConfigError(
-            "timm builds a network by its name, and no name stands for model.stem=cifar: export it to torchvision or "
-            "timm, and see docs/export.md for the two lines that change the stem"
-        )
-    missing = [name for name in ONNX if importlib.util.find_spec(name) is None] if to == "onnx" else []
-    if missing:
-        raise ConfigError(f"an export to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-
-
 def check_output(output: Path, to: str, force: bool) -> None:
     """Raise ConfigError where an export to `output` could not be loaded, or would replace what is there unasked."""
     if to in ENDINGS and output.suffix not in ENDINGS[to]:
@@ -156,6 +144,42 @@ def check_output(output: Path, to: str, force: bool) -> None:
             f"--output {output}: its record would replace {beside}, which can be that of another export. Choose "
             "another name, or add --force to replace it"
         )
+
+
+def _require_replaceable(target: Path, force: bool) -> None:
+    """Raise ConfigError where an export to `target` would replace files that no export wrote, or wrote otherwise.
+
+    --force replaces them, but removes nothing else from a folder, such as a .git.
+    """
+    names = _changed(target)
+    if force:
+        names = [name for name in names if target.is_dir() and name not in FOLDER_FILES]
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
+        remedy = "Move them away, or choose" if force else "Move them away, add --force, or choose"
+        raise ConfigError(
+            f"{target} is not replaced: no export wrote {shown}, or it was changed since. {remedy} another --output"
+        )
+
+
+def _changed(target: Path) -> list[str]:
+    """Return the names of the files at `target` that are not as an export wrote them."""
+    about = record_path(target / WEIGHTS if target.is_dir() else target)
+    # A kill can leave a file without its record.
+    paths = target.iterdir() if target.is_dir() else (target, about) if about.exists() else ()
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        content = atomic_files.read_bytes(about, RECORD_BYTES)
+        record = json.loads(content)
+        own = record.pop("record_sha256")
+        known = dict(record["files"])
+        if _sha256(atomic_files.as_json(record)) == own:
+            known[about.name] = _sha256(content)
+    return sorted(
+        path.name
+        for path in paths
+        if path.is_symlink() or not path.is_file() or _sha256(path.read_bytes()) != known.get(path.name)
+    )
 
 
 def _is_of(checkpoint: Path, weights: Path) -> bool:
@@ -188,9 +212,11 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
         "architecture": encoder.name,
         "stem": encoder.stem,
         "width": encoder.width,
-        "classes": None if encoder.classifier is None else encoder.classifier.out_features,
+        "classes": list(encoder.classes),
+        "classifier": encoder.classifier is not None,
         "image_size": view.size,
         "resize": view.resize,
+        "exif_orientation": view.upright,
         "mean": list(view.mean),
         "std": list(view.std),
         "encoder": encoder.record()
@@ -227,12 +253,12 @@ def _tensors(encoder: Encoder) -> dict[str, Tensor]:
 
 def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     if record["to"] == "onnx":
-        payload = _onnx(encoder)
+        payload = _onnx(encoder, record)
     else:
         stream = io.BytesIO()
         torch.save(_tensors(encoder), stream)
         payload = stream.getvalue()
-    files = {path: payload, record_path(path): atomic_files.as_json(record | _sums(payload))}
+    files = {path: payload, record_path(path): _sealed(record | _sums(payload), {path.name: payload})}
     temporaries = {name: name.with_name(f".tmp-{name.name}") for name in files}
     try:
         for name, content in files.items():
@@ -252,12 +278,9 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     payload = safetensors.torch.save(
         {key: x.contiguous() for key, x in _tensors(encoder).items()}, {"format": "pt"}
     )
-    files = {
-        WEIGHTS: payload,
-        "config.json": atomic_files.as_json(_timm_config(record)),
-        "README.md": _model_card(record).encode(),
-        record_path(path / WEIGHTS).name: atomic_files.as_json(record | _sums(payload)),
-    }
+    texts = atomic_files.as_json(_timm_config(record)), _model_card(record).encode()
+    files = dict(zip(FOLDER_FILES, (payload, *texts)))
+    files[FOLDER_FILES[-1]] = _sealed(record | _sums(payload), files)
 
     def write(folder: Path) -> None:
         atomic_files.remove(folder)  # of a killed export
@@ -265,12 +288,25 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         for name, content in files.items():
             atomic_files.write_synced(folder / name, content)
         atomic_files.sync(folder)
+        # Not after the rename: on a file system without locks another export could have removed these files.
+        if {each.name: each.read_bytes() for each in folder.iterdir()} != files:
+            raise OSError(errno.EIO, "what was written reads back otherwise", str(folder))
 
     atomic_files.replace_folder(path, write)
 
 
 def _sums(payload: bytes) -> dict[str, Any]:
-    return {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+    return {"bytes": len(payload), "sha256": _sha256(payload)}
+
+
+def _sealed(record: dict[str, Any], files: dict[str, bytes]) -> bytes:
+    """Return the JSON of a record with the sha256 of `files` and of itself, by which a later export knows its own."""
+    record = record | {"files": {name: _sha256(content) for name, content in files.items()}}
+    return atomic_files.as_json(record | {"record_sha256": _sha256(atomic_files.as_json(record))})
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +314,10 @@ def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
     size = record["image_size"]
     pixels = {"input_size": [3, size, size], "mean": record["mean"], "std": record["std"]}
     crop = {"crop_pct": size / record["resize"], "crop_mode": "center", "interpolation": "bilinear"}
-    classes = {"num_classes": record["classes"] or 0, "first_conv": "conv1", "classifier": "fc"}
-    shape = {"num_classes": record["classes"] or 0, "num_features": record["width"], "global_pool": "avg"}
+    names = record["classes"] if record["classifier"] else []
+    classes = {"num_classes": len(names), "first_conv": "conv1", "classifier": "fc"}
+    shape = {"num_classes": len(names), "num_features": record["width"], "global_pool": "avg"}
+    shape |= {"label_names": names} if names else {}
     name = record["architecture"]
     if not name.startswith("timm/"):
         return {"architecture": name, **shape, "pretrained_cfg": pixels | crop | classes}
@@ -294,9 +332,9 @@ def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
 def _model_card(record: dict[str, Any]) -> str:
     encoder, config = record["encoder"], record["config"]
     lines = [f"- {each['kind']}: {json.dumps(each['metrics'])}" for each in record["results"]]
-    kept = (
-        f"with a classifier of {record['classes']} classes" if record["classes"] else "without a classifier"
-    )
+    count, output = len(record["classes"]), "logits" if record["classifier"] else "features"
+    kept = f"with a classifier of {count} classes" if record["classifier"] else "without a classifier"
+    named = "model.pretrained_cfg['label_names'][logits.argmax()]  # the class by name\n"
     return f"""\
 ---
 library_name: timm
@@ -312,8 +350,8 @@ import timm
 
 model = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:" and the path of this folder
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-features = model(transform(image).unsqueeze(0))  # (1, {record["classes"] or record["width"]})
-```
+{output} = model(transform(image).unsqueeze(0))  # (1, {count if record["classifier"] else record["width"]})
+{named if record["classifier"] else ""}```
 
 Pixels: shorter side {record["resize"]}, center crop {record["image_size"]}, mean {record["mean"]}, std {record["std"]}.
 
@@ -322,12 +360,16 @@ Results:
 """
 
 
-def _onnx(encoder: Encoder) -> bytes:
-    """Return the encoder as ONNX: input "images" (B, 3, S, S), output "features", of any B."""
+def _onnx(encoder: Encoder, record: dict[str, Any]) -> bytes:
+    """Return the encoder as ONNX: input "images" (B, 3, S, S), output "features", of any B.
+
+    With a classifier the output is "logits". The metadata has class names, sizes, mean and std, each as JSON.
+    """
     assert encoder.view is not None, "the encoder is a checkpoint's"
     parts = [encoder.module] if encoder.classifier is None else [encoder.module, encoder.classifier]
     images = torch.zeros(2, 3, encoder.view.size, encoder.view.size)
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["features"]}
+    output = "features" if encoder.classifier is None else "logits"
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": [output]}
     with warnings.catch_warnings():  # of the exporter, on its own code
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -339,4 +381,7 @@ def _onnx(encoder: Encoder) -> bytes:
             **names,
         )
     assert program is not None, "dynamo=True without a file returns the program"
-    return program.model_proto.SerializeToString()
+    model = program.model_proto
+    for key in ("classes", "image_size", "resize", "mean", "std"):
+        model.metadata_props.add(key=key, value=json.dumps(record[key]))
+    return model.SerializeToString()

@@ -9,7 +9,7 @@ A finished folder is not trained again, only printed. One that was stopped is co
 import hashlib
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint import atomic_files, same_start
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
@@ -21,7 +21,7 @@ from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning import (
     FineTuningJob,
-    accuracy_line,
+    accuracy_lines,
     accuracy_table,
     fit_settings,
     heading,
@@ -48,7 +48,7 @@ def finetune(
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, status)
-    with launch.join(config.meta.device, config.meta.timeout) as place, SignalFlag() as signals:
+    with same_start.join(config) as place, SignalFlag() as signals:
         set_determinism(config, place)
         config, _ = resolve_precision(config, place.device)
         if place.first:
@@ -82,7 +82,9 @@ def finetune_all(
         job = FineTuningJob(config, place, images, encoder, settings, several=every)
         record, written, new = job.run(truth, signals, heading(job, brief=bool(records)), say)
         records.append(record)
-        say(accuracy_line(record) + ("" if new else " (done before)"))
+        accuracy, *more = accuracy_lines(record)
+        for line in (accuracy + ("" if new else " (done before)"), *more):
+            say(line)
         say(f"written  {written}\n")
     if len(records) > 1:
         for line in accuracy_table(records):

@@ -29,11 +29,13 @@ checkpoints; torch.save or .safetensors)."""
 EVALUATED = f"""\
 {ENCODER} It also takes the folder of a fine-tuning.
 
-Each validation image is counted once, on any number of processes. Each result is a file in
+Each validation image is counted once, on any number of processes. With data.validation=null, knn
+and linear are cross-validated on the labeled images: 5 folds, 5 times, with a 95 % interval. Each result is a file in
 <logging.folder>/<logging.write_tag>/results; repeating an evaluation replaces its file."""
 
 # Command -> its summary for the list of commands.
 COMMANDS = {
+    "init": "look at your images and this machine, and write a config",
     "train": "pre-train, or continue a run where it stopped",
     "tune": "find what makes a run faster on this machine",
     "finetune": "train the encoder and a classifier on the labeled images",
@@ -44,6 +46,7 @@ COMMANDS = {
     "evaluate accuracy": "accuracy of a network that already has a classifier",
     "export": "write the encoder for torchvision, timm, Hugging Face or ONNX",
     "embed": "write the features of every image below a folder",
+    "predict": "the class of every image below a folder, with a probability",
     "sweep": "several runs, and several commands on each, from one file",
     "preview": "draw the augmented views of a config as a picture",
     "data check": "decode every image once and name the bad ones",
@@ -59,6 +62,23 @@ COMMANDS = {
 }
 
 TEXTS = {
+    "init": """\
+Looks at the images below FOLDER (number, sizes, classes, labels, bad files) and at this machine
+(GPU, memory, cores, one timed step), and writes a config in which every choice has its reason:
+method, network, image size, batch, length for the hours given, optimizer, fine-tuning. Prints the
+plan, the predicted hours and the next command. It replaces no file.
+
+FOLDER holds train/CLASS/IMAGE or CLASS/IMAGE (the folders are the classes), or any tree of images
+with --labels, a CSV whose first line is `file,label`; or tar shards. Without labels the method is
+SimCLR. The network starts from the weights that timm has published; --weights none, or no network
+connection the first time, trains from scratch.
+
+examples:
+  fastsuncet init photos --labels labels.csv
+  fastsuncet init photos --labels labels.csv --hours 0.5 --weights none
+  fastsuncet init shards --output shards.yaml
+  fastsuncet init photos --weights convnext_tiny
+  fastsuncet init photos --weights runs/mine --output again.yaml""",
     "train": """\
 Pre-trains the encoder that CONFIG describes. The run's folder is
 <logging.folder>/<logging.write_tag>, by default runs/ and the name of the config file. The same
@@ -76,26 +96,33 @@ examples:
   fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
   torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct
 
---dry-run prints all keys, with their values in this run.""",
+--dry-run --show-config prints the plan, and then all keys with their values in this run.""",
     "tune": """\
-Tries the switches of speed that CONFIG does not write, one on top of the other, on this machine and
-on the run's own batches: fused BatchNorm, CUDA graph, torch.compile, threads, read-ahead, the pixel
-operator. Each is tried in a process of its own with a time limit. It must first prove that it
-computes what plain computes. It stays if it is 3 % faster, and faster than plain in any turn.
+Times whole steps of CONFIG on this machine with what could make them faster and is not written in
+it: a CUDA graph, torch.compile, threads, read-ahead, the hardware JPEG decoder. Each is tried on
+top of those that won, in a process of its own. It must first prove that it computes the same, and
+wins if it is 3 % faster, and faster than the noise.
 
-Prints a table, draws it, writes the same numbers as JSON beside the picture, and keeps the choice
-for new runs (meta.speed: fixed, or auto in long runs) on this machine, with these versions and the
-same config. On several GPUs it starts one process for each, as `train` does.
+Writes a config with CONFIG as its base and the keys that won, each with its times. It replaces no
+file. Kernels that are right and not slower need no tuning: every run uses them. On several GPUs it
+starts one process for each, as `train` does.
 
 examples:
-  fastsuncet tune digits_demo
-  fastsuncet tune in1k_10pct data.root=/data/imagenet --all --minutes 30
-  fastsuncet train in1k_10pct data.root=/data/imagenet meta.speed=fixed""",
+  fastsuncet tune digits_demo --output fast.yaml --minutes 3
+  fastsuncet tune in1k_10pct data.root=/data/imagenet --output fast.yaml
+
+`fastsuncet train fast.yaml` then trains with them, with the same changes behind it.""",
     "finetune": f"""\
 Fine-tunes a pre-trained encoder on the labeled images of data.split and measures the accuracy on
-all validation images (paper, appendix B). The projection head is dropped, a linear classifier
-starts at zero, and all weights are trained by SGD with Nesterov momentum on random crops and flips.
-The settings are in the config's section finetune.
+all validation images (paper, appendix B). The projection head is dropped, and all weights
+are trained by SGD with Nesterov momentum on random crops and flips. The settings are in the config's
+section finetune.
+
+With finetune.head=linear, the default, the classifier starts as the linear fit on the frozen
+features, the learning rate is bounded by their scale, and the result is the mean of the first and
+the last weights: few labels then do not undo the pre-training. There are at least 300 updates, with
+batches of at most all labels. The accuracies of the frozen encoder are printed beside the new one.
+finetune.head=zero is the paper's: the configs of the paper have it.
 
 {ENCODER}
 
@@ -161,7 +188,8 @@ examples:
     "evaluate linear": f"""\
 The linear protocol: logistic regression on the frozen representations of the labeled training
 images, fitted until it converges. linear.strength is the inverse of the L2 penalty (scikit-learn's
-C). With data.split.kind=all it is the usual protocol on all training images.
+C): a number, or auto, which chooses it by 5-fold cross-validation on the labeled images. With
+data.split.kind=all it is the usual protocol on all training images.
 
 {EVALUATED}
 
@@ -211,6 +239,25 @@ is at --output stays, unless --force is given. A bad image ends the command with
 examples:
   fastsuncet embed runs/in1k_10pct ~/photos --output photos.npz
   fastsuncet embed encoder/torchvision.pth /data/imagenet/val --output val.parquet""",
+    "predict": """\
+Writes the class of every image below FOLDER, at any depth, to one file, with columns file, class,
+probability, second_class and second_probability. The classifier is linear, fitted to the labeled
+images of the run (data.split; all that have a label where that is none) and kept in RUN/classifier:
+the next call takes it from there. A fine-tuned run or export uses its own classifier.
+
+Probabilities are calibrated: one temperature is fitted to the labels by cross-validation. The
+command prints how many predictions should be right, by how much the probabilities are off, and how
+many images are below 0.5. Take the config as RUN to use labels that its CSV has by now.
+
+The same command continues one that was stopped. The file exists only once it is complete, and what
+is at --output stays, unless --force is given. A bad image ends the command with its name; with
+--skip-bad it is printed and has empty cells. --page also writes an HTML file that any browser opens
+without a network: of each class the surest and the least sure pictures, and those between two
+classes. A .parquet file needs pip install pyarrow.
+
+examples:
+  fastsuncet predict mine.yaml ~/photos --output predictions.csv --page
+  fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad""",
     "sweep": """\
 Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
 one after the other, each in its own process on all GPUs of this machine. All configs are checked

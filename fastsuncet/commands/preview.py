@@ -5,6 +5,7 @@ back-end from the same draw, so that a difference between DALI and torchvision s
 at the steps that learn from them.
 """
 
+import io
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -12,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.launch import Place
-from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.errors import ConfigError
 from fastsuncet.versions import drawing_problem
 from pipelines.backend import dali_problem
-from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader
 from pipelines.sampling.step_plan import BatchDraws, Plan
@@ -31,17 +33,18 @@ NAMES = {"dali": "DALI", "torchvision": "torchvision"}
 Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 
 
-def preview(config: Config, path: Path, *, step: int = 0) -> Path:
+def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -> Path:
     """Draw part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; return `path`.
 
-    Raises ConfigError for a name that is not a picture's, and without matplotlib; CheckpointError where it cannot be
-    written.
+    Raises ConfigError for a name that is not a picture's, for a file that is there, unless with `force`, and without
+    matplotlib; CheckpointError where it cannot be written.
     """
     if problem := drawing_problem():
         raise ConfigError(problem)
     from matplotlib.figure import Figure
 
     require_picture(path)
+    refuse_existing(path, force)
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
     figure = Figure(figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), layout="constrained")
@@ -54,11 +57,11 @@ def preview(config: Config, path: Path, *, step: int = 0) -> Path:
             axis.set_title(caption, fontsize=7, pad=2)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise CheckpointError(f"the picture {path} cannot be written: {error.strerror or error}") from error
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format=path.suffix.lower().removeprefix("."))
+    with disk_errors(path, "--output"):
+        atomic_files.make_folder(path.parent)
+        atomic_files.replace(path, picture.getvalue())
     return path
 
 
@@ -103,7 +106,7 @@ def _unlabeled(
     seen = {backend: _views(config, index, first, backend, step) for backend in backends}
     draws = seen[backends[0]][1]
     numbers = draws.indices.tolist()
-    stored = [read_rgb(index.content(i)) if index.pixels is None else index.pixels[i] for i in numbers]
+    stored = [index.rgb(i) for i in numbers]
     rows = [("images", [(pixels / 255, short_name(index.name(i))) for i, pixels in zip(numbers, stored)])]
     for view in range(len(plan.augmentations)):
         for backend in backends:
@@ -117,7 +120,7 @@ def _labeled(config: Config, index: ImageIndex, stream: PairedStream, step: int)
     plan, classes = stream.plan(LABELED, 0), stream.arithmetic.classes_per_batch
     # The batch is interleaved (a, b, c, a, b, c); the picture shows pairs.
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
-    (pictures,), draws = _views(config, index, SomeRows(plan, pairs), config.data.backend, step)
+    (pictures, *_), draws = _views(config, index, SomeRows(plan, pairs), config.data.backend, step)
     return [(picture, index.classes[label]) for picture, label in zip(pictures, draws.labels)]
 
 

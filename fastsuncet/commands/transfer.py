@@ -9,7 +9,7 @@ the best cell is retrained on training and validation images and evaluated once 
 
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint import atomic_files, same_start
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
@@ -39,7 +39,7 @@ def transfer(
     status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
     if launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, status)
-    with launch.join(config.meta.device, config.meta.timeout) as place, SignalFlag() as signals:
+    with same_start.join(config) as place, SignalFlag() as signals:
         set_determinism(config, place)
         config, _ = resolve_precision(config, place.device)
         run_status = RunStatus(status, place)

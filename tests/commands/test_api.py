@@ -1,27 +1,41 @@
 """The public names of `import fastsuncet`: they exist, work together, and cost nothing before they are used."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
 
 import fastsuncet
 from fastsuncet import losses
-from fastsuncet.errors import ConfigError
+from fastsuncet.commands import train as train_command
+from fastsuncet.errors import ConfigError, Preempted
+from pipelines.data_errors import DataError
+from tests.support.pictures import write_images
 from tests.support.runs import small_config
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_import_fastsuncet_imports_nothing_else():
-    code = "import sys, fastsuncet; print(*sorted(m for m in sys.modules if m.split('.')[0] in sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "fastsuncet", "pipelines", "torch", "numpy", "pydantic", "yaml"]
-    out = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert out.split() == ["fastsuncet"]
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("fastsuncet", "fastsuncet.config pipelines torch numpy pydantic yaml"),
+        # Together they took as long as torch itself. A network of torchvision or timm imports its own library.
+        ("fastsuncet.commands.train", "torch._dynamo torchvision timm nvidia sklearn matplotlib"),
+        ("fastsuncet.commands.train", "fastsuncet.commands.export fastsuncet.evaluation"),
+    ],
+)
+def test_import_leaves_out_what_is_slow_and_needed_later(module, absent):
+    code = f"import sys, {module}; print(*(name for name in sys.argv[1:] if name in sys.modules))"
+    words = [sys.executable, "-c", code, *absent.split()]
+    assert subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "\n"
 
 
 def test_every_public_name_exists():
@@ -34,6 +48,14 @@ def test_every_public_name_exists():
 
 @pytest.mark.slow
 def test_train_load_encoder_and_embed_work_together(tmp_path):
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            train_command, "start", lambda *_: signal.raise_signal(signal.SIGINT) or mock.Mock(step=0)
+        )
+        with pytest.raises(Preempted, match="SIGINT"):
+            fastsuncet.train(small_config(tmp_path))
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
     run = fastsuncet.train(small_config(tmp_path))
     encoder = fastsuncet.load_encoder(str(run))
     assert not encoder.training and encoder.view.size == 16
@@ -44,3 +66,65 @@ def test_train_load_encoder_and_embed_work_together(tmp_path):
     assert files == ["a.jpg", "b.png", "deep/c.png"] and rows.shape == (3, 64)
     with pytest.raises(ConfigError, match="pass view=Center"):
         fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path / "images")
+
+
+@pytest.mark.slow
+def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
+    """A run on pixels, one on their files with labels and one on a dictionary are the same run; it can be continued."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), np.uint8)
+    labels = [("cat", "dog", None)[i % 3] for i in range(12)]
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    files = [folder / f"{i:02}.png" for i in range(12)]
+    for file, image in zip(files, pixels):
+        PIL.Image.fromarray(image).save(file)
+    small = (
+        "data.validation=null",
+        "evaluation.knn_every_epochs=null",
+        "optimization.steps=2",
+        "data.split.kind=all",
+    )
+    small += ("criterion.unsupervised_batch_size=4", "criterion.classes_per_batch=2", "checkpoint.export=[]")
+    small += ("criterion.supervised_imgs_per_class=2", "data.split.fraction=null", "optimization.warmup=0")
+    weights = []
+    for name, images, given in (
+        ("array", pixels, labels),
+        ("files", files, labels),
+        ("mapping", dict(zip(map(str, files), labels)), None),
+    ):
+        config = small_config(tmp_path / name, *small)
+        run = fastsuncet.train(config, images, given)
+        weights.append(fastsuncet.load_encoder(run).state_dict())
+        assert fastsuncet.train(config, images, given) == run
+    for other in weights[1:]:
+        assert all(torch.equal(value, other[key]) for key, value in weights[0].items())
+    encoder = fastsuncet.load_encoder(run)
+    names, rows = fastsuncet.embed(encoder, files)
+    assert names == [str(file) for file in files]
+    assert fastsuncet.embed(encoder, pixels)[0] == [str(i) for i in range(12)]
+    assert np.array_equal(rows, fastsuncet.embed(encoder, pixels)[1])
+    assert np.array_equal(rows, fastsuncet.embed(encoder, folder)[1])
+
+
+def test_train_and_embed_refuse_images_that_are_none(tmp_path):
+    config = small_config(tmp_path)
+    for images, labels, said in (
+        ([], None, "no images were given"),
+        (np.zeros((2, 8, 8), np.uint8), None, r"\(N, H, W, 3\) uint8, not \(2, 8, 8\) uint8"),
+        (np.zeros((2, 8, 8, 3), np.float32), None, "not .* float32"),
+        (np.zeros((2, 8, 8, 3), np.uint8), ["cat"], "1 labels were given for 2 images"),
+        (["a.jpg", "a.jpg"], None, "given more than once"),
+    ):
+        with pytest.raises(DataError, match=said):
+            fastsuncet.train(config, images, labels)
+    with pytest.raises(ConfigError, match="pass both"):
+        fastsuncet.train(config, labels=["cat"])
+
+
+def test_init_config_returns_or_writes_a_config(tmp_path):
+    write_images(tmp_path / "photos", *(f"{i}.jpg" for i in range(8)))
+    made = fastsuncet.init_config(tmp_path / "photos", hours=0.1, weights="none")
+    assert made.data.kind == "images" and made.data.root == str(tmp_path / "photos")
+    file = tmp_path / "mine.yaml"
+    written = fastsuncet.init_config(tmp_path / "photos", hours=0.1, weights="none", output=file)
+    assert written.data == made.data and written.logging.write_tag == "mine"

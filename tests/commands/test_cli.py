@@ -36,7 +36,7 @@ def trainer(monkeypatch):
     module = types.ModuleType("fastsuncet.commands.train")
     module.calls, module.code, module.error = [], 0, None
 
-    def run(config, arguments, *, dry_run):
+    def run(config, arguments, *, dry_run, show_config):
         module.calls.append((config, arguments, dry_run))
         if module.error is not None:
             raise module.error
@@ -139,6 +139,8 @@ def test_train_returns_the_exit_code_of_the_run(trainer):
 
 
 TWO_CONFIGS = "expected one config, not 2 (a.yaml, b.yaml). Write changes to it as section.key=value"
+TOO_LONG = "argument --output: a name has at most 240 bytes, none of them zero"
+GPUS = "a command uses all GPUs that it sees, and CUDA_VISIBLE_DEVICES=0,1 shows it these two"
 CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
 EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "npi", "linear", "accuracy"))
 
@@ -160,6 +162,8 @@ EVALUATIONS = " or ".join(f"`fastsuncet evaluate {kind}`" for kind in ("knn", "n
         ("train run.yaml --dry-run=stp", "unknown argument --dry-run=stp; did you mean --dry-run=step?", "train"),
         (f"train run.yaml --dry-run=\\{'z' * 30}", f"unknown argument --dry-run=\\\\{'z' * 30}", "train"),
         ("train run.yaml --zzz", "unknown argument --zzz", "train"),
+        ("train run.yaml --gpus=1", f"unknown argument --gpus=1; {GPUS}", "train"),
+        (f"embed a b --output {241 * 'x'}", TOO_LONG, "embed"),
         ("train run.yaml --lr 3", "unknown argument --lr; write optimization.lr=3 or finetune.lr=3", "train"),
         ("train run.yaml --warm-up=3", "unknown argument --warm-up=3; write optimization.warmup=3", "train"),
         ("train run.yaml --model.stem", "unknown argument --model.stem; write model.stem=VALUE", "train"),
@@ -223,12 +227,24 @@ def test_version_has_one_fact_on_a_line(capsys):
     assert cli.main(["--version"]) == 0
 
 
+def test_every_path_of_a_command_line_takes_a_tilde():
+    """argparse hands on `--output=~/x.pth` as it is, and a shell does not expand it."""
+    for name in cli.RUN:
+        for action in cli.Parser(name)._actions:
+            if action.metavar in ("FILE", "PATH", "DIR", "FOLDER", "RUN") and action.type is not None:
+                assert action.type("~/x.pth") == Path.home() / "x.pth", (name, action.dest)
+
+
 # ------------------------------------------------------------------------------------------------------ how it ends
 def os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number), "runs/x/meta.json")
 
 
 FOLDER = "runs/x/meta.json. Check the owner and mode of the folder, or choose another folder"
+LOST = (
+    "runs/x/meta.json. The disk, the file server or its mount failed: see the system's log (dmesg), or choose another "
+    "folder"
+)
 FULL = "No space left on device: runs/x/meta.json. Free some disk space, or choose another folder"
 
 
@@ -244,6 +260,8 @@ FULL = "No space left on device: runs/x/meta.json. Free some disk space, or choo
         (os_error(errno.EACCES), 5, f"Permission denied: {FOLDER}"),
         (os_error(errno.EROFS), 5, f"Read-only file system: {FOLDER}"),
         (os_error(errno.ENOSPC), 5, FULL),
+        (os_error(errno.EIO), 5, f"Input/output error: {LOST}"),
+        (os_error(errno.ESTALE), 5, f"Stale file handle: {LOST}"),
     ],
 )
 def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, capsys, monkeypatch):
@@ -258,7 +276,9 @@ def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, 
     assert traced.startswith("Traceback") and traced.endswith(f"\n[rank 3] error: {said}\n")
 
 
-@pytest.mark.parametrize("error", [IndexError("a bug"), OSError(errno.EIO, "Input/output error", "runs/x")])
+@pytest.mark.parametrize(
+    "error", [IndexError("a bug"), OSError(errno.EBADF, "Bad file descriptor", "runs/x")]
+)
 def test_main_keeps_the_traceback_of_a_bug(error, trainer):
     trainer.error = error
     with pytest.raises(type(error)):

@@ -33,7 +33,6 @@ def test_config_of_a_key(capsys):
 def test_config_of_a_section_lists_its_keys():
     assert [line.split()[0] for line in describe("linear")] == ["linear.strength", "linear.max_iterations"]
     assert {line.split()[0] for line in describe("")} == set(CONFIG.sections[""])
-    assert not any("batchnorm_communicator" in line for line in describe("model"))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,28 @@ def test_doctor_goes_on_after_an_examination_that_fails():
 
 
 @pytest.mark.parametrize(
+    ("card", "state"),
+    [
+        ((7, 0), "problem"),
+        ((7, 5), "ok"),
+        ((8, 9), "ok"),
+        ((9, 0), "ok"),
+        ((10, 3), "problem"),
+        ((13, 0), "ok"),
+    ],
+)
+def test_cards_are_those_that_torch_has_code_for(monkeypatch, card, state):
+    """Machine code runs on newer cards of its generation, portable code on all newer ones."""
+    properties = SimpleNamespace(name="a card", total_memory=8e10, major=card[0], minor=card[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a", "compute_120"])
+    found = page.cards()
+    assert found.state == state and (state == "ok" or "no code for a card, " in found.facts)
+
+
+@pytest.mark.parametrize(
     ("version", "state", "facts"),
     [
         ("2.11.0", "ok", "2.11.0"),

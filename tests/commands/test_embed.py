@@ -1,6 +1,8 @@
 """Features of a folder: those of the evaluation, complete or absent, continued to the same bits."""
 
 import json
+import os
+import resource
 import sys
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from fastsuncet import cli
 from fastsuncet.commands import embed as command
+from fastsuncet.commands import folder_pass
 from fastsuncet.commands.embed import embed
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -52,7 +55,7 @@ def test_embed_writes_the_features_of_the_evaluation(run, tmp_path, capsys):
 
 
 def test_embed_continues_after_an_interruption_to_the_same_bits(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(command.SAVE_EVERY, "cpu", 1)
+    monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
     embed(run, tmp_path / "images", tmp_path / "whole.npz", batch=6)
     calls = []
 
@@ -62,7 +65,7 @@ def test_embed_continues_after_an_interruption_to_the_same_bits(run, tmp_path, c
             raise KeyboardInterrupt
         return outputs(*arguments, **options)
 
-    monkeypatch.setattr(command, "outputs", stopped)
+    monkeypatch.setattr(folder_pass, "outputs", stopped)
     output = tmp_path / "part.npz"
     with pytest.raises(KeyboardInterrupt):
         embed(run, tmp_path / "images", output, batch=6)
@@ -72,8 +75,89 @@ def test_embed_continues_after_an_interruption_to_the_same_bits(run, tmp_path, c
     np.testing.assert_array_equal(np.load(output)["features"], np.load(tmp_path / "whole.npz")["features"])
 
 
+def begin(run, output, patch) -> None:
+    """Stop after 12 of 20 images."""
+    patch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
+
+    def stopped(*arguments, **options):
+        if arguments[2][0] == 12:
+            raise KeyboardInterrupt
+        return outputs(*arguments, **options)
+
+    with patch.context() as inner:
+        inner.setattr(folder_pass, "outputs", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            embed(run, run.parent / "images", output, batch=6)
+
+
+CHANGES = {
+    "negative": {"done": -6},
+    "too many": {"done": 999},
+    "no number": {"done": True},
+    "fewer": {"done": 6},
+    "other skipped": {"skipped": [[3, "bad"]]},
+}
+STATES = {"no JSON": b"{", "a list": b"[]", "deep": b"[" * 100_000, "text": b'{"identity": 1, "done": "12"}'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [*STATES, *CHANGES, "pipe", "bit", "short", "gone"])
+def test_embed_starts_over_where_what_was_begun_is_damaged(run, tmp_path, capsys, monkeypatch, harm):
+    output, part = tmp_path / "features.npz", tmp_path / ".features.npz.part"
+    begin(run, output, monkeypatch)
+    state, rows = part / "state.json", part / "rows"
+    saved = json.loads(state.read_bytes())
+    for name, change in CHANGES.items():
+        if harm == name:
+            state.write_text(json.dumps(saved | change))
+    if harm in STATES:
+        state.write_bytes(STATES[harm])
+    elif harm == "pipe":
+        state.unlink()
+        os.mkfifo(state)
+    elif harm == "bit":
+        content = bytearray(rows.read_bytes())
+        content[500] ^= 1
+        rows.write_bytes(content)
+    elif harm == "short":
+        os.truncate(rows, 1000)
+    elif harm == "gone":
+        rows.unlink()
+    embed(run, tmp_path / "images", output, batch=6)
+    assert f"starting over: what was begun in {part} is damaged" in capsys.readouterr().out
+    embed(run, tmp_path / "images", tmp_path / "whole.npz", batch=6)
+    np.testing.assert_array_equal(np.load(output)["features"], np.load(tmp_path / "whole.npz")["features"])
+
+
+@pytest.mark.slow
+def test_embed_on_a_full_disk_keeps_what_is_done(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
+    output, limits = tmp_path / "features.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_pass, "set_determinism", lambda *_: resource.setrlimit(  # for what is written from here on
+            resource.RLIMIT_FSIZE, (4 * 64 * 14, limits[1])))  # fmt: skip
+        try:
+            with pytest.raises(CheckpointError, match=r"features\.npz cannot be written.*File too large"):
+                embed(run, tmp_path / "images", output, batch=6)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    embed(run, tmp_path / "images", output, batch=6)
+    assert "continuing after 12 of 20 images" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_embed_never_replaces_a_file_that_appears_while_it_runs(run, tmp_path, monkeypatch):
+    output, save = tmp_path / "features.npz", command._save
+    monkeypatch.setattr(command, "_save", lambda *given: save(*given) or output.write_text("mine"))
+    with pytest.raises(ConfigError, match=r"features\.npz exists"):
+        embed(run, tmp_path / "images", output)
+    assert output.read_text() == "mine"
+    embed(run, tmp_path / "images", output, force=True)
+    assert np.load(output)["features"].shape == (20, 64)
+
+
 def test_embed_starts_over_for_other_images(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(command.SAVE_EVERY, "cpu", 1)
+    monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
     output = tmp_path / "features.npz"
     with monkeypatch.context() as patch:
         patch.setattr(command, "_save", lambda *_: sys.exit("killed"))
@@ -81,7 +165,7 @@ def test_embed_starts_over_for_other_images(run, tmp_path, capsys, monkeypatch):
             embed(run, tmp_path / "images", output)
     hidden = (tmp_path / "images" / "part0" / "0.png").rename(tmp_path / "0.png")
     with monkeypatch.context() as patch:
-        patch.setattr(command, "outputs", lambda *_, **__: sys.exit("killed before the first save"))
+        patch.setattr(folder_pass, "outputs", lambda *_, **__: sys.exit("killed before the first save"))
         with pytest.raises(SystemExit):
             embed(run, tmp_path / "images", output)
     assert "has other images" in capsys.readouterr().out
@@ -94,7 +178,7 @@ def test_embed_starts_over_for_other_images(run, tmp_path, capsys, monkeypatch):
 def test_embed_writes_parquet(run, tmp_path, monkeypatch):
     images = tmp_path / "images"
     with monkeypatch.context() as patch:
-        patch.setattr(command, "find_spec", lambda name: None)
+        patch.setattr(folder_pass, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="needs pyarrow: pip install pyarrow"):
             embed(run, images, tmp_path / "features.parquet")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -105,6 +189,12 @@ def test_embed_writes_parquet(run, tmp_path, monkeypatch):
     table, arrays = parquet.read_table(tmp_path / "features.parquet"), np.load(tmp_path / "features.npz")
     assert table["file"].to_pylist() == list(arrays["files"])
     np.testing.assert_array_equal(np.array(table["features"].to_pylist(), np.float32), arrays["features"])
+
+
+def test_embed_refuses_names_that_make_a_huge_array(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "MOST_NAMES", 4 * 20 * 12 - 1)
+    with pytest.raises(ConfigError, match=r"20 names of up to 12 characters take .* write a \.parquet file"):
+        embed(run, tmp_path / "images", tmp_path / "features.npz")
 
 
 def test_embed_refuses_what_it_cannot_do(run, tmp_path):

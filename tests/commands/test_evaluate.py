@@ -5,11 +5,14 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from PIL import Image
 
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
+from fastsuncet.data.dataset import open_images
+from fastsuncet.distributed.launch import Place
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from tests.support.ranks import run_ranks
@@ -66,6 +69,31 @@ def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     assert result["setting"]["size"] == result["setting"]["resize"] == 16
     right = result["metrics"]["top1"] * 355
     assert right == pytest.approx(round(right), abs=1e-9) and 0 < right < 355
+
+
+def test_evaluate_npi_on_the_projection_takes_center_crops(folder, capsys):
+    """PAWS's evaluation: the same as by hand."""
+    code, out, err = evaluate(folder, capsys, "npi", "npi.features=projection", "npi.views=0")
+    assert (code, err) == (0, "") and "features projection" in out
+    (result,) = (one for one in read_results(folder / "digits_demo") if one["setting"].get("views") == 0)
+    config = small_config(folder)
+    images = open_images(config, Place(0, 1, 0, torch.device("cpu")), validation=True)
+    model = build_model("resnet_tiny", stem=config.model.stem, seed=20).eval()
+
+    def rows(pixels) -> torch.Tensor:
+        shown = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
+        with torch.no_grad():
+            return F.normalize(model(F.interpolate(shown, size=16, mode="bilinear")))
+
+    labeled = images.split.indices
+    p = (rows(images.validation.pixels) @ rows(images.train.pixels[labeled]).T / 0.2).softmax(1)
+    by_class = p @ F.one_hot(torch.from_numpy(images.train.labels[labeled])).float()
+    right = (by_class.argmax(1) == torch.from_numpy(images.validation.labels)).float().mean().item()
+    assert result["metrics"]["top1"] == pytest.approx(right, abs=2.5 / 355)  # another interpolation
+    code, _, err = evaluate(
+        folder, capsys, "npi", "npi.features=projection", "--encoder", str(folder / "tiny.pth")
+    )
+    assert code == 2 and "holds no projection head" in " ".join(err.split())
 
 
 def test_evaluate_every_checkpoint_writes_one_file_for_each(folder, capsys):
@@ -148,7 +176,7 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, caps
 @pytest.mark.parametrize(
     ("word", "code", "said"),
     [
-        ("data.validation=null", 2, "the name of their folder"),
+        ("data.validation=null", 2, "measured on validation images: set their folder"),
         ("data.validation=nowhere", 3, "no data folder FOLDER/nowhere"),
         ("--encoder=FOLDER", 5, "holds no checkpoint that can be used"),
     ],
@@ -157,16 +185,20 @@ def test_evaluate_refuses_wrong_input_and_writes_nothing(folder, capsys, tmp_pat
     """Further faults of images and labels are in tests/evaluation/test_scoring.py and tests/pipelines/datasets."""
     write_pictures(tmp_path)
     words = [f"--encoder={folder / 'tiny.pth'}", word.replace("FOLDER", str(tmp_path))]
-    given = cli.main(["evaluate", "knn", str(tmp_path / "c.yaml"), *words])
+    given = cli.main(["evaluate", "npi", str(tmp_path / "c.yaml"), *words])
     out, err = capsys.readouterr()
     assert (given, out) == (code, "") and said.replace("FOLDER", str(tmp_path)) in err
     assert not (tmp_path / "runs" / "c").exists()
 
 
 def test_evaluate_reports_a_fit_that_did_not_converge(folder, capsys):
-    code, out, _ = evaluate(folder, capsys, "linear", "linear.max_iterations=2", "--step", "10")
+    code, out, _ = evaluate(
+        folder, capsys, "linear", "linear.max_iterations=2", "linear.strength=auto", "--step", "10"
+    )
     assert code == 0 and "NOT fitted: after 2 iterations" in out
-    assert results(folder)["linear 10"]["setting"]["converged"] is False
+    setting = results(folder)["linear 10"]["setting"]
+    assert setting["converged"] is False and setting["strength"] == "auto"
+    assert f"strength {setting['chosen_strength']:g}, by cross-validation from 1e-05 to 100" in out
 
 
 def evaluate_on_rank(rank: int, world_size: int, folder: str) -> int:

@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import PIL.Image
 import pytest
 import timm
 import torch
 import torchvision
+from torchvision.transforms import v2
 
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
@@ -21,12 +23,18 @@ from fastsuncet.commands import train as train_command
 from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
 from fastsuncet.config import load_config
+from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.evaluation import encoder as encoders
 from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.evaluation.features import outputs
+from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model
+from pipelines.datasets.folders import image_tree
 from tests.support.runs import CONFIGS, small_config, train
 
 IMAGES = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+CLASSES = [f"class {i}" for i in range(4)]
 NORMALIZED = ("data.augmentation.mean=[0.5, 0.4, 0.3]", "data.augmentation.std=[0.2, 0.3, 0.4]")
 SIZE = "data.augmentation.size=112"
 
@@ -46,12 +54,13 @@ def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch
     ledger = {"images": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
     meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}
     if classes:
+        meta["classes"] = CLASSES[:classes]
         meta["encoder"] = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": ledger}
     manager.save(folder / "checkpoints", 7, model=model.state_dict(), state={}, meta=meta, keep=9)
     return model.eval()
 
 
-LINES = [{"step": step, "kind": "knn", "knn_accuracy": step / 10, "rankme": None} for step in (6, 8)]
+LINES = [{"step": step, "kind": "knn", "knn_accuracy": step / 10, "rankme": None} for step in (6, 7, 8)]
 
 
 class Exported(NamedTuple):
@@ -109,9 +118,56 @@ def test_export_fine_tuned_network_keeps_its_classifier(tmp_path):
     folder = export(tmp_path / "run", "safetensors")
     assert torch.equal(features(timm.create_model(f"local-dir:{folder}", pretrained=True)), features(network))
     record = json.loads((folder / "fastsuncet.json").read_text())
-    assert record["classes"] == 4 and record["encoder"]["tuned"] == 7
+    assert record["classes"] == CLASSES and record["classifier"] and record["encoder"]["tuned"] == 7
     loaded = load_encoder(folder)
     assert torch.equal(loaded.classifier.weight, model.classifier.weight) and loaded.tuned == 7
+    assert loaded.classes == load_encoder(tmp_path / "run").classes == tuple(CLASSES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["timm", "onnxruntime"])
+def test_export_gives_the_logits_of_photos_with_its_library_alone(tmp_path, library):
+    """Names, preprocessing and logits are those of the evaluation, with the exported files and the library only."""
+    model = save_run(tmp_path / "run", "data.augmentation.size=96", classes=4)
+    for i in range(3):
+        PIL.Image.effect_noise((150, 120 + 20 * i), 90).convert("RGB").save(tmp_path / f"{i}.png")
+    encoder, place = load_encoder(tmp_path / "run"), Place(0, 1, 0, torch.device("cpu"))
+    network = torch.nn.Sequential(encoder.module, encoder.classifier)
+    expected = outputs(network, image_tree(tmp_path), np.arange(3), encoder.trained, place)
+    images = [PIL.Image.open(tmp_path / f"{i}.png").convert("RGB") for i in range(3)]
+    if library == "timm":
+        theirs = timm.create_model(
+            f"local-dir:{export(tmp_path / 'run', 'safetensors')}", pretrained=True
+        ).eval()
+        transform = timm.data.create_transform(**timm.data.resolve_model_data_config(theirs))
+        names = theirs.pretrained_cfg["label_names"]
+        with torch.no_grad():
+            found = theirs(torch.stack([transform(image) for image in images]))
+    else:
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            pytest.importorskip(package, reason=f"{package} is not installed")
+        import onnxruntime
+
+        path = export(tmp_path / "run", "onnx")
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        about = {key: json.loads(x) for key, x in session.get_modelmeta().custom_metadata_map.items()}
+        names = about["classes"]
+        assert [each.name for each in session.get_outputs()] == ["logits"]
+        pixels = v2.Compose(
+            [
+                v2.Resize(about["resize"]),
+                v2.CenterCrop(about["image_size"]),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(about["mean"], about["std"]),
+            ]
+        )
+        (logits,) = session.run(
+            ["logits"], {"images": torch.stack([pixels(each) for each in images]).numpy()}
+        )
+        found = torch.from_numpy(logits)
+    assert list(names) == CLASSES and model.classifier.out_features == 4
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.slow
@@ -169,7 +225,7 @@ def test_export_record_describes_the_weights_that_load_encoder_reads(exported):
     path = exported.paths["torchvision"]
     record = json.loads(path.with_suffix(".json").read_text())
     assert record["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert record["metrics"] == {"knn": LINES[0]}
+    assert record["metrics"] == {"knn": LINES[1]}  # up to the step of the checkpoint, 7
     assert (record["mean"], record["std"]) == ([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
     assert (record["image_size"], record["resize"], record["width"]) == (112, 128, 512)
     assert record["config"]["model"]["name"] == "resnet18" and record["versions"]["fastsuncet"]
@@ -231,6 +287,54 @@ def test_export_interrupted_leaves_what_was_there(tiny, monkeypatch, to, call):
     load_encoder(path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["timm", "safetensors"])
+def test_export_of_two_processes_at_once_leaves_one_whole(tiny, monkeypatch, to):
+    """The second one, between any two files of the first, is refused and takes nothing away."""
+    path, write, refused = export(tiny, to), command.atomic_files.write_synced, []
+
+    def also_there(name, payload):
+        write(name, payload)
+        with monkeypatch.context() as other:
+            other.setattr(command.atomic_files, "write_synced", write)
+            with pytest.raises(CheckpointError, match="another process is exporting"):
+                export(tiny, to, output=path, force=True)
+        refused.append(name)
+
+    monkeypatch.setattr(command.atomic_files, "write_synced", also_there)
+    export(tiny, to, output=path, force=True)
+    assert len(refused) == {"timm": 2, "safetensors": 4}[to]
+    load_encoder(path)
+    assert not [name for name in os.listdir(path.parent) if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_export_keeps_files_that_no_export_wrote(tiny):
+    """In the run's folder too, where nobody named an output."""
+    folder, file = export(tiny, "safetensors"), export(tiny, "timm")
+    (folder / "README.md").write_text("my card")
+    with pytest.raises(ConfigError, match=r"safetensors is not replaced: no export wrote README\.md, or it"):
+        export(tiny, "safetensors")
+    (folder / ".git").mkdir()
+    (folder / "README.md").rename(folder / "mine.md")
+    for force in (False, True):
+        with pytest.raises(ConfigError, match=r"no export wrote \.git, mine\.md, or"):
+            export(tiny, "safetensors", force=force)
+    (folder / ".git").rmdir()
+    (folder / "mine.md").rename(folder / "README.md")
+    export(tiny, "safetensors", force=True)
+    assert "library_name: timm" in (folder / "README.md").read_text()
+    record = file.with_suffix(".json")
+    record.write_text(record.read_text().replace('"resize": 128', '"resize": 129'))
+    with pytest.raises(ConfigError, match=r"no export wrote timm\.json, or"):
+        export(tiny, "timm")
+    export(tiny, "timm", force=True)
+    file.write_text("other weights")
+    with pytest.raises(ConfigError, match=r"no export wrote timm\.pth, or"):
+        export(tiny, "timm")
+    assert file.read_text() == "other weights"
+
+
 def weights(path: Path) -> Path:
     return path / "model.safetensors" if path.is_dir() else path
 
@@ -243,6 +347,52 @@ def test_load_encoder_refuses_an_export_that_was_changed(tiny):
     path.with_suffix(".json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"timm\.json is no record"):
         load_encoder(path)
+
+
+GIANT = {"model": {"name": "timm/vit_giant_patch14_clip_224"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda record: "[" * 100_000, "is no record"),
+        (lambda record: record | {"encoder": [1]}, "is no record"),
+        (lambda record: record | {"classes": 3}, "is no record"),
+        (lambda record: record | {"classes": [3]}, "is no record"),
+        (lambda record: record | {"sha256": 1}, "was changed after it was exported"),
+        (lambda record: record | {"config": 3}, "is no record"),
+        (lambda record: record | {"config": record["config"] | GIANT}, "does not fit the network"),
+    ],
+)
+def test_load_encoder_refuses_a_record_that_no_export_wrote(tiny, monkeypatch, change, said):
+    """Without memory for a network that a record only claims."""
+    path, build = export(tiny, "timm"), encoders.build_model
+    record = change(json.loads(path.with_suffix(".json").read_text()))
+    path.with_suffix(".json").write_text(record if isinstance(record, str) else json.dumps(record))
+
+    def without_memory(*words, device="cpu", **options):
+        assert device == "meta"
+        return build(*words, device=device, **options)
+
+    monkeypatch.setattr(encoders, "build_model", without_memory)
+    with pytest.raises(CheckpointError, match=said):
+        load_encoder(path)
+
+
+def test_export_of_a_run_that_prunes_takes_a_newer_checkpoint(tiny, monkeypatch, capsys):
+    load, folder = command.load_encoder, tiny / "checkpoints"
+
+    def pruned(found):
+        monkeypatch.setattr(command, "load_encoder", load)
+        saved = manager.load(found)
+        meta = {key: saved.meta[key] for key in ("config", "ledger", "epoch", "world_size")}
+        manager.save(folder, 8, model=saved.model, state={}, meta=meta, keep=1)
+        return load(found)
+
+    monkeypatch.setattr(command, "load_encoder", pruned)
+    export(tiny, "timm")
+    assert "timm/test_resnet, step 8" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -263,7 +413,7 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
         ConfigError, match=r"no single classifier \(but \('head\.head\.l', 'head\.head_dist\.l'\)\)"
     ):
         export(tmp_path / "several", "timm")
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
         export(tmp_path / "tiny", "onnx")
 

@@ -10,6 +10,8 @@ import torch
 from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
 from fastsuncet.evaluation import finetuning
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.evaluation.supervised.fine_tuning import FineTuning
 from fastsuncet.evaluation.supervised.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
@@ -23,6 +25,7 @@ QUICK = (
     "data.backend=torchvision",
     "data.decode_threads=1",
     "meta.device=cpu",
+    "finetune.head=zero",
     "finetune.batch_size=64",
     "finetune.epochs=3",
     "finetune.crop_scale=[0.5,1.0]",
@@ -98,6 +101,8 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
     assert (record["encoder"]["step"], record["encoder"]["method"]) == (10, "SimCLR + SuNCEt")
     assert record["setting"]["lr"] == 0.05 * 64 / 256 and record["setting"]["batchnorm_images"] == 64
     assert record["finetuned"]["ledger"]["updates"] == 3 * (160 // 64)
+    for trained in (folder(runs), runs / "digits_demo"):
+        assert load_encoder(trained).classes == tuple("0123456789")
     assert run(runs, "--encoder", str(folder(runs)), command=("evaluate", "accuracy")) == 0
     assert f"{100 * record['metrics']['top1']:.2f} %" in capsys.readouterr().out
     for path in (runs / "digits_demo" / "results").glob("accuracy*"):
@@ -162,6 +167,71 @@ def test_finetune_stopped_anywhere_ends_with_the_same_result(whole, runs, monkey
     assert results(runs) == results(whole[0])
 
 
+@pytest.fixture
+def linear_head(monkeypatch) -> tuple[str, ...]:
+    """Overrides of a fine-tuning of four updates that starts from the linear classifier."""
+    monkeypatch.setattr(finetuning, "LEAST_UPDATES", 4)
+    return ("finetune.head=linear", "finetune.epochs=1", "finetune.batch_size=4096", "linear.strength=0.1")
+
+
+def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
+    runs, linear_head, monkeypatch, capsys
+):
+    seen = {}
+    after_step = FineTuning.after_step
+
+    def watched(task, step, values):
+        """Note the starting weights, and the last ones before and after the mean."""
+        seen.setdefault("scale", task.optimizer.param_groups[0]["scale"])
+        last = [x.clone() for x in task.averaged()]
+        message = after_step(task, step, values)
+        seen["means"] = [torch.allclose(x, (a + b) / 2) for x, a, b in zip(task.averaged(), last, task.start)]
+        seen["start"], seen["moved"] = task.start, not torch.equal(last[0], task.start[0])
+        return message
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FineTuning, "after_step", watched)
+        assert run(runs, *linear_head, "finetune.lr=1.0") == 0
+    printed = capsys.readouterr().out
+    (record,) = results(runs)
+    assert record["finetuned"]["ledger"]["updates"] == 4 and record["setting"]["batch_size"] == 160
+    assert "the linear classifier of the frozen features" in printed and "note     less than 90 %" in printed
+    assert all(seen["means"]) and seen["moved"] and seen["scale"] < 1
+    # The start is what `evaluate linear` measures, and k-NN what `evaluate knn` does.
+    assert run(runs, *linear_head, command=("evaluate", "linear")) == 0
+    assert run(runs, *linear_head, command=("evaluate", "knn")) == 0
+    measured = {
+        each["kind"]: each["metrics"]["top1"]
+        for each in read_results(runs / "digits_demo")
+        if "finetuned" not in each
+    }
+    assert record["frozen"]["linear"] == pytest.approx(measured["linear"], abs=1 / 355)
+    assert record["frozen"]["knn_random_crops"] == pytest.approx(measured["knn"], abs=1 / 355)
+    assert f"linear {100 * record['frozen']['linear']:.2f} %, k-NN " in printed
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
+    runs, tmp_path, linear_head, monkeypatch, at
+):
+    whole = Path(shutil.copytree(runs, tmp_path / "whole"))
+    assert run(whole, *linear_head) == 0
+    read = FineTuningStream.__call__
+
+    def interrupted(stream, step, part):
+        if step == at:
+            terminate()
+        return read(stream, step, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FineTuningStream, "__call__", interrupted)
+        assert run(runs, *linear_head) == 75
+    assert run(runs, *linear_head) == 0
+    assert results(runs) == results(whole)
+    ours, theirs = (manager.load_newest(folder(top) / "checkpoints") for top in (runs, whole))
+    assert all(torch.equal(x, theirs.model[name]) for name, x in ours.model.items())
+
+
 def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(runs, monkeypatch, capsys):
     fit, kept = finetuning.fit, runs / "digits_demo" / "checkpoints"
 
@@ -209,7 +279,7 @@ def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(runs,
     for code, message, *more in (
         (2, "160 labeled images do not fill a batch of 4,096: at most 160", "finetune.batch_size=4096"),
         (2, "3 passes each (finetune.accumulate): a multiple of 3 can", "finetune.accumulate=3"),
-        (2, "the name of their folder", *pictures[:2], "data.validation=null"),
+        (2, "validation images: set their folder", *pictures[:2], "data.validation=null"),
         (2, "fine-tuning learns from labeled training images", *UNLABELED),
         (3, "held out", *pictures),
         (3, "no labeled image to fine-tune on", "data.split.fraction=1e-9"),

@@ -7,7 +7,6 @@ from PIL import Image
 
 import fastsuncet.commands.preview as module
 from fastsuncet import versions
-from fastsuncet.commands import tune
 from fastsuncet.commands.preview import COLUMNS, preview, sheet, short_name
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
@@ -77,11 +76,16 @@ def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
     for name in ("", "views", "views.xyz"):
         with pytest.raises(ConfigError, match=r"png"):
             preview(config, tmp_path / name)
-        with pytest.raises(ConfigError, match=r"png"):  # before minutes of tuning
-            tune.run(config, [], 0, tmp_path / name, everything=False)
     (tmp_path / "views.png").mkdir()  # refused to any user, root too
-    with pytest.raises(CheckpointError, match=r"views.png cannot be written: Is a directory"):
+    with pytest.raises(ConfigError, match=r"views\.png exists\. Choose another name, or add --force"):
         preview(config, tmp_path / "views.png")
+    with pytest.raises(CheckpointError, match=r"views\.png cannot be written: .*Is a directory"):
+        preview(config, tmp_path / "views.png", force=True)
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patch:  # before the views are made
+        patch.setattr(module, "sheet", None)
+        with pytest.raises(CheckpointError, match=r"views\.png cannot be written: .*Not a directory"):
+            preview(config, tmp_path / "file" / "views.png")
     assert not list(tmp_path.glob("views.x*")) and not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
     monkeypatch.setattr(versions, "installed", lambda package: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):

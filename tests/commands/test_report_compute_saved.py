@@ -12,6 +12,8 @@ from fastsuncet.commands.report import paper
 from fastsuncet.commands.report.compute_saved import Saving, cell, crossing, savings
 from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point, arrange, join_lengths
 from fastsuncet.commands.report.tables import methods_tables, saved_plain
+from fastsuncet.config import load_config
+from fastsuncet.data.paired_stream import run_macs
 from fastsuncet.metrics.writer import csv_table
 from fastsuncet.models.flops import equivalent_epochs, network_cost, petaflops
 
@@ -198,6 +200,14 @@ def test_recipe_costs_are_those_of_the_papers_batches():
     assert OURS.costs(300)["petaflops"] == pytest.approx(petaflops(macs, OURS.samples(300)))
 
 
+def test_recipe_costs_of_paws_are_those_of_its_config():
+    config = load_config("in1k_10pct_paws", ["optimization.epochs=200"])
+    spent = petaflops(run_macs(config, config.resolve(8, paper.IMAGES)), 1)
+    for labels in ("10", "1"):
+        costs = paper.RECIPES["PAWS", labels].costs(200)
+        assert costs["updates"] == 200 * 312 and costs["petaflops"] == pytest.approx(spent)
+
+
 @pytest.mark.parametrize("figure", [paper.TEN, paper.ONE])
 @pytest.mark.parametrize("metric", ["top1", "top5"])
 def test_claims_table_is_what_the_rule_makes_of_the_papers_points(figure, metric):
@@ -246,7 +256,9 @@ def test_claims_explain_the_percentages_at_1_percent_labels():
 
 def test_paper_points_have_a_source_and_a_value_or_a_note():
     points = paper.load()
-    assert {p.row for p in points} == set(range(1, 29)), "every experiment of the paper"
+    assert {p.row for p in points} == set(range(1, 31)), (
+        "every experiment of the paper, and PAWS's two tables"
+    )
     assert all(p.source for p in points)
     assert all(p.note for p in points if p.value is None)
     drawn = [p for p in points if p.drawn]
@@ -268,6 +280,8 @@ ROW_21_VALUES = (68.8, 56.4, 71.5, 70.8, 66.7, 70.2, 65.6, 68.4)
         (11, {(None, 83.0)}),
         (21, set(zip(ROW_21_EPOCHS, ROW_21_VALUES))),
         (28, {(None, 51.8), (100, 64.4), (100, 75.6)}),
+        (29, {(100, 71.0), (200, 71.9), (300, 73.1), (100, 73.9), (200, 75.0), (300, 75.5)}),
+        (30, {(100, 61.5), (200, 63.2), (300, 64.2), (100, 63.8), (200, 66.1), (300, 66.5)}),
     ],
 )
 def test_paper_points_of_top1_are_the_papers(row, wanted):

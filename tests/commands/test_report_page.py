@@ -92,7 +92,23 @@ def test_page_killed_while_it_is_written_leaves_the_old_one(tmp_path, monkeypatc
     assert (run / page.NAME).read_bytes() == before and not list(run.glob(".tmp-*"))
 
 
-def test_page_of_an_earlier_version_or_of_a_run_that_has_not_begun(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_page_takes_text_for_numbers_and_no_picture_behind_a_link(run, tmp_path):
+    texts = dict.fromkeys((*TRAIN, *NEW, *KNN), EVIL)
+    write_lines(run, *({"step": 20, "kind": kind, **texts} for kind in ("train", "knn")))
+    (tmp_path / "secret.png").write_bytes((run / "views.png").read_bytes())
+    for spoil in (
+        lambda path: path.symlink_to(tmp_path / "secret.png"),
+        lambda path: path.write_text("secret"),
+    ):
+        (run / "views.png").unlink()
+        spoil(run / "views.png")
+        text = page.write_page(run).read_text()
+        assert "views.png is not shown: it is a link, or no PNG" in text and EVIL not in text
+        assert "data:image/png" not in text
+
+
+def test_page_of_a_run_that_has_not_begun(tmp_path, monkeypatch):
     run = make_run(tmp_path, "a")
     text = page.write_page(run).read_text()
     assert "not started" in text and "No metrics yet." in text and "No checkpoint yet." in text

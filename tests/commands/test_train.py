@@ -1,16 +1,45 @@
 """The step of a dry run, and what a run says at its end."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from fastsuncet import cli
+from fastsuncet.commands import train
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
-from tests.support.runs import SMALL
+from tests.support.runs import SMALL, small_config
 
+ROOT = Path(__file__).resolve().parents[2]
 DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
+
+
+@pytest.mark.slow
+def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monkeypatch, capsys):
+    """In the summary, config.yaml, the first metrics line and the checkpoint."""
+    asked = []
+
+    def settle(config, arithmetic, place, per_class, before, stopped):
+        asked.append(before)
+        return {"x.cu": None, "y.cu": "slower"}
+
+    monkeypatch.setattr(train.verdicts, "settle", settle)
+    config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
+    for _ in range(2):
+        train.train_here(config)
+    assert asked == [{}, {"x.cu": True, "y.cu": False}]
+    assert "speed    x.cu; not y.cu: slower; not torch.compile: " in capsys.readouterr().out
+    first = (config.run_folder / "metrics.jsonl").read_text().splitlines()[0]
+    assert (
+        '"paths": ["x.cu"]' in first
+        and '"paths": ["x.cu"]' in (config.run_folder / "config.yaml").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -19,7 +48,9 @@ def test_dry_run_step_makes_one_update_and_keeps_nothing(tmp_path, monkeypatch, 
     monkeypatch.setattr(LARS, "step", lambda *given: calls.append(given) or update(*given))
     assert cli.main(DRY) == 0
     plan, end = capsys.readouterr().out.rsplit("\n\n", 1)
+    paths, end = end.split("\n", 1)
     assert "steps    4 an epoch, 10 in all" in plan and len(calls) == 1
+    assert paths == "speed    PyTorch's operators, as on any CPU"
     numbers = re.match(
         r"dry run: one step took ([\d.]+) s \(([\d.]+) s of it waiting for images; .*\) and at most ([\d.]+) GB of "
         r"resident memory on a process; nt_xent ([\d.]+), suncet ([\d.]+)\. Nothing was saved",
@@ -44,3 +75,43 @@ def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, caps
     error = capsys.readouterr().err
     assert "command line: criterion.unsupervised_batch_size=360" in error
     assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
+
+
+AUDIT = """
+import json, os, sys
+seen = set()
+
+
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)) and arguments[2] & os.O_ACCMODE != os.O_WRONLY:
+        seen.add(os.path.abspath(os.fsdecode(arguments[0])))
+
+
+sys.addaudithook(hook)
+from fastsuncet import cli
+code = cli.main(sys.argv[1:])
+print("\\n" + json.dumps(sorted(seen)))
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_start_reads_nothing_that_could_change_the_experiment(tmp_path):
+    """Besides programs and the system, only the files of the run's own folder; the digits are in a package."""
+    # Without the view operator, which is compiled for minutes in an empty home.
+    quick = ("data.backend=torchvision", "optimization.steps=2", "optimization.warmup=0")
+    words = ["train", "digits_demo", *SMALL, *quick, f"logging.folder={tmp_path / 'runs'}"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("FASTSUNCET_CACHE", "XDG_CACHE_HOME")}
+    (temporary := tmp_path / "temporary").mkdir()
+    environment |= {"HOME": str(tmp_path), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-c", AUDIT, *words]
+    done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    seen = [path for path in json.loads(done.stdout.splitlines()[-1]) if not os.path.isdir(path)]
+    programs = tuple(
+        {sys.prefix, sys.base_prefix, str(ROOT), *("/usr", "/lib", "/etc", "/proc", "/sys", "/dev")}
+    )
+    own = str(tmp_path / "runs")
+    seen = [path for path in seen if not path.startswith((*programs, str(temporary)))]
+    # An editable installation looks for a file of that name.
+    assert [path for path in seen if not path.startswith(own) and not path.endswith("path_hook__")] == []
+    assert any(path.startswith(own) for path in seen)

@@ -84,7 +84,7 @@ def report(
         lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
     files = {"table.csv": table, "saved.csv": tables.saved_plain(saved)}
     files["points.csv"] = tables.points_plain([*curves, *published])
-    with disk_errors(output):
+    with disk_errors(output, "--output"):
         atomic_files.make_folder(output)
         pictures = [] if (problem := drawing_problem()) else _draw(panels, chosen, saved, claimed, output)
         for name, (head, rows) in files.items():

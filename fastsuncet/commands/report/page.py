@@ -32,6 +32,7 @@ from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
 
 NAME, VIEWS = "page.html", "views.png"  # in the run's folder
+PICTURE_BYTES = 16 << 20
 POINTS = 1000  # of a curve, at most
 EVERY = 10  # seconds: between two looks of `watch`, and until a browser reads the page again
 Record = dict[str, Any]
@@ -105,6 +106,9 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     config, status = load_config(run / "config.yaml"), read_status(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
     of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
+    # Another program can have written text where numbers belong.
+    of |= {kind: [_numbers(line) for line in of[kind]] for kind in ("train", "knn")}
+    of["knn"] = [line for line in of["knn"] if "knn_accuracy" in line]
     problem = ""
     try:
         meta = manager.newest_meta(run / manager.FOLDER) or {}
@@ -131,6 +135,10 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
     parts += [_section("Environment"), _table(_environment(meta, of["chosen"]))]
     return "\n".join([*parts, "</body>\n</html>\n"])
+
+
+def _numbers(line: Record) -> Record:
+    return {key: value for key, value in line.items() if value is None or type(value) in (int, float)}
 
 
 def _section(title: str) -> str:
@@ -218,7 +226,7 @@ def _curves(config: Config, train: list[Record], knn: list[Record]) -> str:
         }
         if curves := {label: points for label, points in curves.items() if points}:
             drawn.append((title, curves))
-    return draw_lines(drawn)
+    return draw_lines(drawn) if drawn else "<p>No metrics yet.</p>"
 
 
 def _results(run: Path) -> list[str]:
@@ -258,7 +266,16 @@ def _views(run: Path) -> str:
         config, views = (shlex.quote(f"{run}/{name}") for name in ("config.yaml", VIEWS))
         command = f"fastsuncet preview {config} --output {views}"
         return f"<p>None were saved. This draws them:</p><pre>{html.escape(command)}</pre>"
-    picture = base64.b64encode((run / VIEWS).read_bytes()).decode()
+    # The page goes to others: it must not hold a file of the user's that a link there names.
+    try:
+        content = b"" if (run / VIEWS).is_symlink() else atomic_files.read_bytes(run / VIEWS, PICTURE_BYTES)
+    except OSError:
+        content = b""
+    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return (
+            f"<p>{VIEWS} is not shown: it is a link, or no PNG of at most {PICTURE_BYTES / 1e6:.0f} MB.</p>"
+        )
+    picture = base64.b64encode(content).decode()
     return f'<img alt="augmented views" src="data:image/png;base64,{picture}">'
 
 
@@ -269,6 +286,5 @@ def _environment(meta: Record, chosen: Sequence[Mapping[str, Any]]) -> list[tupl
         rows.append(("processes", meta["world_size"]))
     for line in chosen[-1:]:
         rows.append(("precision", line.get("precision")))
-        rows.append(("kernels", ", ".join(line.get("kernels") or []) or "torch's own"))
-        rows.append(("speed", (line.get("speed") or {}).get("line", "plain")))
+        rows.append(("fast paths", ", ".join(line.get("paths") or []) or "none"))
     return rows or [("versions", "known from the first checkpoint on")]

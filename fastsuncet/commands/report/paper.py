@@ -47,9 +47,11 @@ class Recipe:
     unlabeled: int
     labeled: int = 0
     supervised_epochs: int = 0
+    small_crops: int = 0  # of 96 pixels, of each unlabeled image
+    head: tuple[int, int, bool, int, bool] = (2048, 128, False, 2, False)  # as ModelSection.head
 
     def samples(self, epochs: float) -> int:
-        """Return the views through the network in that many epochs."""
+        """Return the large views through the network in that many epochs."""
         steps = IMAGES // self.unlabeled
         return run_samples(
             round(epochs * steps), self.supervised_epochs * steps, self.unlabeled, self.labeled
@@ -57,9 +59,11 @@ class Recipe:
 
     def costs(self, epochs: float) -> dict[str, float]:
         """Return the costs that follow from the epochs; hours and joules were not published."""
-        macs = network_cost("resnet50", "imagenet", 224).macs
+        large, small = (network_cost("resnet50", "imagenet", size, *self.head).macs for size in (224, 96))
         updates = round(epochs * (IMAGES // self.unlabeled))
-        return {"epochs": epochs, "updates": updates, "petaflops": petaflops(macs, self.samples(epochs))}
+        spent = petaflops(large, self.samples(epochs))
+        spent += petaflops(small, self.small_crops * self.unlabeled * updates)
+        return {"epochs": epochs, "updates": updates, "petaflops": spent}
 
 
 # (method, labels in %) -> section 4.1: 64 x 64 images an update, or 64 x 44 and 64 x 40 labeled ones
@@ -68,6 +72,8 @@ RECIPES = {
     ("SimCLR", "1"): Recipe(BATCH),
     (SUNCET, "10"): Recipe(2_816, 2_560, 250),
     (SUNCET, "1"): Recipe(2_816, 2_560, 30),
+    # configs/in1k_10pct_paws.yaml: supports to the end
+    **{("PAWS", labels): Recipe(4_096, 6_720, 300, 6, (2048, 2048, True, 3, True)) for labels in ("10", "1")},
 }
 
 

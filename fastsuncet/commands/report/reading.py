@@ -21,7 +21,8 @@ from fastsuncet.training import methods
 from pipelines.data_errors import DataError
 
 FINETUNED, EXPORTS = "finetune", "export"  # the folders of a run's fine-tuned and of its exported encoders
-OUTCOMES = ("seed", "converged", "finetuned")  # in a result's "setting", but not chosen for the evaluation
+# In a result's "setting", but not chosen for the evaluation.
+OUTCOMES = ("seed", "converged", "chosen_strength", "finetuned")
 # May differ within a measurement, since it belongs to the encoder or the machine. A note names it.
 OWN = ("mean", "std", "temperature", "precision", "accumulate", "batchnorm_images", "processes")
 # Settings of a run that make no other experiment of it. (Other labels do.)
@@ -66,10 +67,9 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             for line in writer.read(run / writer.JSONL, KNN):
                 found = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
                 made = point(line["step"], line.get("epoch"), line, found)
-                number = line.get("knn_supports")  # earlier versions did not write it
                 # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
-                capped = number is not None and config.data.split.kind in ("none", "all")
-                counted = f"{number:,} supports" if capped else ""
+                drawn = config.data.split.kind not in ("none", "all")
+                counted = "" if drawn else f"{line['knn_supports']:,} supports"
                 evaluated.append((str(run), online._replace(variant=counted), made))
         for home, measurement, made in evaluated:
             by_step = points.setdefault((Path(home).resolve(), measurement), {})

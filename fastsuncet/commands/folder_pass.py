@@ -1,0 +1,244 @@
+"""The output of a network for every image below a folder, in one file: what `embed` and `predict` share.
+
+While it runs, what is done lies in a hidden folder next to the file, and the same command continues it:
+
+    .NAME.part/rows         the rows that are done, float32
+    .NAME.part/state.json   how many these are, which images were skipped, of which images and network, and a sha256
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from tqdm import tqdm
+
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
+from fastsuncet.config import Config
+from fastsuncet.console import say_line
+from fastsuncet.distributed import launch
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.evaluation.encoder import Encoder
+from fastsuncet.evaluation.features import outputs
+from fastsuncet.training.determinism import set_determinism
+from pipelines.data_errors import BadImage
+from pipelines.datasets.index import ImageIndex
+from pipelines.sampling.augmentation import Center
+
+# The evaluation's code reads its back-end and threads from a config; the pixels are the encoder's own.
+SETTINGS = Config.from_values(
+    {
+        "data": {"kind": "images", "root": "."},
+        "criterion": {"temperature": 0.1, "unsupervised_batch_size": 2},
+        "optimization": {"steps": 1, "lr": 1.0},
+    }
+)
+# Batches between two saves. Starting the decoder again costs about a second, and a stop the batches since the save.
+SAVE_EVERY = {"cpu": 4, "cuda": 64}
+ROW = np.dtype("<f4")
+Skipped = dict[int, str]  # number of an image -> why it has no row
+
+
+def check_output(output: Path, endings: tuple[str, ...], force: bool) -> None:
+    """Raise ConfigError for an output that exists, has another ending, or needs a package that is missing."""
+    if output.suffix not in endings:
+        raise ConfigError(f"--output {output} must end in {' or '.join(endings)}")
+    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
+        other = next(ending for ending in endings if ending != ".parquet")
+        raise ConfigError(f"a .parquet file needs pyarrow: pip install pyarrow, or write a {other} file")
+    refuse_existing(output, force)
+
+
+def known_view(encoder: Encoder) -> Center:
+    """Return the pixels that an encoder expects. Raises ConfigError for one that does not say it."""
+    if encoder.view is None:
+        raise ConfigError(
+            f"{encoder.source} does not say which pixels it expects. Give a run, a checkpoint or an export"
+        )
+    return encoder.view
+
+
+def one_process() -> launch.Place:
+    """Return this process as the only rank, on one GPU or the CPU, with the settings of an evaluation."""
+    place = launch.Place(0, 1, 0, launch.pick_device("auto", 0))
+    set_determinism(SETTINGS, place)
+    return place
+
+
+def rows_of(
+    network: nn.Module,  # (B, 3, S, S) -> (B, E), on the place's device
+    index: ImageIndex,
+    view: Center,
+    place: launch.Place,
+    *,
+    batch: int = 256,
+    first: int = 0,
+    skipped: Skipped | None = None,  # None: a bad image raises BadImage; else bad images are added to it
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (number of the first image, outputs (n, E) float32) of the images from `first` on, block by block.
+
+    Blocks begin at the same images in every call, so a continued pass has the bits of one that was not stopped. The row
+    of a skipped image is NaN.
+    """
+    count = batch * SAVE_EVERY[place.device.type]
+    for start in range(first, len(index), count):
+        numbers = np.arange(start, min(start + count, len(index)))
+        while True:
+            good = numbers if skipped is None else numbers[~np.isin(numbers, list(skipped))]
+            if not len(good):
+                found = np.empty((0, 1), np.float32)
+                break
+            try:
+                found = outputs(network, index, good, SETTINGS, place, batch=batch, view=view).cpu().numpy()
+                break
+            except BadImage as error:
+                if skipped is None:
+                    raise
+                number = {str(index.path(int(i))): int(i) for i in good}
+                skipped |= {number[path]: reason for path, reason in error.files}
+        if len(good) < len(numbers):
+            rows = np.full((len(numbers), found.shape[1]), np.nan, np.float32)
+            rows[good - start] = found
+            found = rows
+        yield start, found
+
+
+def write_pass(
+    output: Path,
+    network: nn.Module,  # (B, 3, S, S) -> (B, width), on the CPU
+    width: int,
+    index: ImageIndex,
+    view: Center,
+    place: launch.Place,
+    save: Callable[[Path, np.ndarray], None],  # writes the rows (N, width) to a path that ends as `output`
+    *,
+    batch: int = 256,
+    skip_bad: bool = False,
+    force: bool = False,  # replace a file that appears at `output` meanwhile
+) -> tuple[np.ndarray, Skipped]:
+    """Compute the rows of all images and write them by `save`; return them and the skipped images.
+
+    Continues what an earlier call has begun, if images and network are the same. Raises BadImage, ConfigError for
+    a file that appeared at `output`, CheckpointError for a disk that refuses or another process that writes there.
+    """
+    if not skip_bad or len(index.bad) == len(index):
+        index.require_good()
+    part = output.with_name(f".{output.name}.part")
+    with disk_errors(output, "--output"):
+        atomic_files.make_folder(part)
+        with atomic_files.exclusive(part / ".lock") as held:
+            if not held:
+                raise CheckpointError(
+                    f"another process is writing {output}: wait for it, or choose another --output"
+                )
+            skipped = dict(index.bad) if skip_bad else None
+            rows = _all_rows(network, width, index, view, place, part, batch, skipped)
+            temporary = part / output.name
+            save(temporary, rows)
+            atomic_files.sync(temporary)
+            refuse_existing(output, force)
+            os.replace(temporary, output)
+            atomic_files.sync(output.parent)
+        atomic_files.remove(part)
+    return rows, skipped or {}
+
+
+def _all_rows(
+    network: nn.Module,
+    width: int,
+    index: ImageIndex,
+    view: Center,
+    place: launch.Place,
+    part: Path,
+    batch: int,
+    skipped: Skipped | None,
+) -> np.ndarray:
+    """Return the rows of all images, (N, width), in a file in `part`; those that are done there are not computed."""
+    digest = hashlib.sha256()
+    for tensor in network.state_dict().values():
+        digest.update(tensor.contiguous().numpy().tobytes())
+    identity = {
+        "images": [index.fingerprint(), index.contents()],
+        "encoder": digest.hexdigest(),
+        "view": json.loads(json.dumps(astuple(view))),
+        "batch": batch,
+        "device": place.device.type,
+        "skip_bad": skipped is not None,
+    }
+    path, state = part / "rows", part / "state.json"
+    done, before, digest = _done(path, state, identity, len(index), width)
+    if skipped is not None:
+        skipped |= before
+    if done:
+        say_line(f"continuing after {done:,} of {len(index):,} images")
+    else:
+        atomic_files.remove(state)
+        atomic_files.remove(path)
+    # Written, not mapped into memory: on a full disk a map ends the process without a message (SIGBUS).
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    network = network.to(place.device)
+    # tqdm's own format would begin with "? images/s".
+    form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} images, {elapsed}"
+    with (
+        open(descriptor, "r+b") as file,
+        tqdm(total=len(index), initial=done, disable=None, bar_format=form) as bar,
+    ):
+        file.truncate(done * width * ROW.itemsize)
+        file.seek(0, os.SEEK_END)
+        for _, found in rows_of(network, index, view, place, batch=batch, first=done, skipped=skipped):
+            # A block of skipped images alone has one column.
+            content = np.broadcast_to(found, (len(found), width)).astype(ROW).tobytes()
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            digest.update(content)
+            done += len(found)
+            saved = {"identity": identity, "done": done, "skipped": list((skipped or {}).items())}
+            saved["sha256"] = _seal(saved, digest.hexdigest())
+            atomic_files.replace(state, json.dumps(saved).encode())
+            bar.update(len(found))
+            if bar.disable:
+                say_line(f"{done:,} of {len(index):,} images")
+    return np.memmap(path, ROW, "r", shape=(len(index), width))
+
+
+def _seal(saved: dict[str, Any], rows: str) -> str:
+    """Return the sha256 of a state and of the digest of its rows."""
+    return hashlib.sha256(json.dumps([saved, rows], sort_keys=True).encode()).hexdigest()
+
+
+def _done(
+    path: Path, state: Path, identity: dict[str, Any], images: int, width: int
+) -> tuple[int, Skipped, Any]:
+    """Return how many rows an earlier call has saved in `path`, what it skipped, and the running sha256 of the rows.
+
+    That is nothing where they are of other images, another network or other batches, or damaged; a line says which.
+    """
+    nothing, digest = (0, {}, hashlib.sha256()), hashlib.sha256()
+    why = "is damaged"
+    try:
+        saved = json.loads(atomic_files.read_bytes(state, 1 << 28))
+        seal, done = saved.pop("sha256"), saved["done"]
+        if saved["identity"] != identity:
+            why = "has other " + ", ".join(k for k in identity if saved["identity"].get(k) != identity[k])
+        elif type(done) is int and 0 < done <= images and path.is_file() and not path.is_symlink():
+            left = done * width * ROW.itemsize
+            with open(path, "rb") as file:
+                while block := file.read(min(left, 1 << 24)):
+                    digest.update(block)
+                    left -= len(block)
+            if not left and _seal(saved, digest.hexdigest()) == seal:
+                return done, dict(saved["skipped"]), digest
+    except FileNotFoundError:
+        return nothing
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # damaged
+    say_line(f"starting over: what was begun in {state.parent} {why}")
+    return nothing

@@ -1,0 +1,136 @@
+"""`fastsuncet init`: look at a folder of images and at the machine, and write a config of at most 40 lines."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.commands.init import survey
+from fastsuncet.commands.init.rules import Choice, Machine, Plan, Weights, choose
+from fastsuncet.config import Config, ConfigErrors
+from fastsuncet.config.messages import field_problems
+from fastsuncet.config.reader import as_yaml, parse
+from fastsuncet.console import say_line
+from fastsuncet.distributed.launch import expected_ranks
+from fastsuncet.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Made:
+    """A config that `init` has made."""
+
+    text: str
+    config: Config
+    plan: Plan
+    found: survey.Found
+
+
+def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:
+    """Write a config for the images in `folder` to the new file `output`; print the plan and the next command.
+
+    Nothing is written unless all of it is sound. Raises ConfigError for an output that exists and for hours, weights or
+    images that no config fits, DataError for images and labels that cannot be read.
+    """
+    if os.path.lexists(output):
+        raise ConfigError(f"{output} exists, and init replaces no file: name another with --output")
+    if output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--output {output} must end in .yaml")
+    if not output.parent.is_dir():
+        raise ConfigError(
+            f"the folder {output.parent} does not exist: make it first, or give another --output"
+        )
+    made = make(folder, labels, hours, weights, output)
+    with disk_errors(output):
+        atomic_files.replace(output, made.text.encode())
+    plan = made.plan
+    values = {choice.key: choice.value for choice in plan.choices}
+    start = "published weights" if values["model.init"] else "from scratch"
+    say_line(
+        f"{'method':<9}{plan.method}, {values['model.name']}, {start}, {values['data.augmentation.size']} pixels"
+    )
+    say_line(f"{'length':<9}{plan.updates:,} updates, about {plan.hours:.2g} hours here")
+    for note in plan.notes:
+        say_line(f"{'note':<9}{note}")
+    say_line(f"{'wrote':<9}{output}, {made.text.count(chr(10))} lines, each with its reason")
+    say_line(f"{'next':<9}fastsuncet train {shlex.quote(str(output))}")
+    if made.found.survey.labels:
+        skip = " --skip-bad" if made.found.survey.bad else ""
+        predict = f"fastsuncet predict {shlex.quote(str(output))} {shlex.quote(str(folder))}"
+        say_line(f"{'then':<9}{predict} --output predictions.csv{skip}")
+
+
+def make(
+    folder: Path,
+    labels: Path | None,
+    hours: float,
+    weights: str | None,
+    output: Path,
+    machine: Machine | None = None,
+) -> Made:
+    """Return the config for the images in `folder`, with paths relative to the folder of `output`."""
+    if not 0 < hours < 100_000:
+        raise ConfigError(f"--hours must be a number above 0, not {hours:g}")
+    found = survey.look(folder, labels)
+    for line in found.described:
+        say_line(line)
+    machine = machine or survey.machine()
+    speed = f"{machine.macs_per_second / 1e9:,.0f} GMAC a second in a timed step"
+    say_line(f"{'machine':<9}{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB; {speed}")
+    start, why = survey.weights(weights, machine.device == "cuda")
+    plan = choose(found.survey, machine, hours, start, why)
+    text = written(plan, found, start, output, hours)
+    return Made(text, check(text, output, found, expected_ranks("auto")), plan, found)
+
+
+def written(plan: Plan, found: survey.Found, start: Weights | None, output: Path, hours: float) -> str:
+    """Return the config as YAML: sections in the order of their first key, every choice with its reason."""
+    kind = {"csv": "labels in a file", "images": "no labels", "image_folder": "folders are classes"}
+
+    def relative(path: str) -> str:
+        return os.path.relpath(os.path.expanduser(path), output.parent or ".")
+
+    first = []
+    for key, value in found.places.items():
+        value = value if key in ("kind", "train") else relative(value)
+        first.append(Choice(f"data.{key}", value, kind[value] if key == "kind" else ""))
+    choices = [*first, *plan.choices]
+    if start is not None and start.init != "timm":
+        choices = [
+            Choice(c.key, relative(start.init), c.reason) if c.key == "model.init" else c for c in choices
+        ]
+    s = found.survey
+    lines = [
+        f"# {plan.method}: {s.images:,} images, {s.labels:,} labels, {hours:g} hours.",
+        "# Written by `fastsuncet init`. Change what you like; `fastsuncet config KEY` explains a key.",
+    ]
+    above: list[str] = []
+    for choice in choices:
+        *sections, name = choice.key.split(".")
+        for depth, section in enumerate(sections):
+            if sections[: depth + 1] != above[: depth + 1]:
+                lines.append(f"{'  ' * depth}{section}:")
+        above = sections
+        line = f"{'  ' * len(sections)}{name}: {as_yaml(choice.value)}"
+        lines.append(f"{line} # {choice.reason}" if choice.reason else line)
+    return "\n".join(lines) + "\n"
+
+
+def check(text: str, output: Path, found: survey.Found, world_size: int) -> Config:
+    """Return the config that `text` is, after the checks of `fastsuncet train --dry-run`. Raises ConfigErrors."""
+    document = parse(text, str(output)).with_whole_paths(os.path.dirname(output))
+    values: dict[str, Any] = document.values
+    values["logging"] = {"write_tag": output.stem}
+    try:
+        config = Config.from_values(values)
+    except ValidationError as error:
+        raise ConfigErrors(map(document.locate, field_problems(error, document))) from None
+    s, held_out = found.survey, config.data.validation
+    labels = s.labels - round(held_out * s.labels) if isinstance(held_out, float) else s.labels
+    images = s.images - (s.labels - labels)
+    config.resolve(1 if config.meta.device == "cpu" else world_size, images, s.classes, labels)
+    return config

@@ -1,0 +1,178 @@
+"""What `fastsuncet init` looks at: the images with their labels, the machine, and the weights that can be had."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fastsuncet.checkpoint.format import MEMORY
+from fastsuncet.commands.init.rules import IMAGENET, Machine, Survey, Weights
+from fastsuncet.data.cpu_count import cores
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.models import timm_backbone
+from fastsuncet.models.flops import network_cost
+from fastsuncet.models.resnet import WIDTHS, build_model
+from pipelines.data_errors import DataError
+from pipelines.datasets.folders import image_folder, image_tree, with_csv_labels
+from pipelines.datasets.image_headers import EXTENSIONS
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.pack import INDEX, open_pack
+
+VALIDATION = ("val", "valid", "validation", "test")
+SAMPLE = 12  # images that are decoded to time it
+
+
+@dataclass(frozen=True)
+class Found:
+    """The images of a folder, and where a config finds them."""
+
+    index: ImageIndex
+    survey: Survey
+    places: dict[str, str]  # key of the section data -> path or folder
+    described: list[str]  # lines for the reader
+
+
+def look(folder: Path, labels: Path | None) -> Found:
+    """Return what is in `folder`: shards, train/CLASS/IMAGE, CLASS/IMAGE, or any tree, with the labels of a CSV.
+
+    Raises DataError: no folder, no images, a wrong line of the CSV, only unreadable images.
+    """
+    if not folder.is_dir():
+        raise DataError(f"no data folder {folder.absolute()}" + (": it is a file" if folder.exists() else ""))
+    places, validation = {"kind": "images", "root": str(folder)}, None
+    if (folder / INDEX).is_file() or any(folder.glob("*.tar")):
+        index = open_pack(str(folder), upright=True)
+        places = {"kind": "image_folder" if index.classes else "images", "pack": str(folder)}
+    elif labels is None and (train := _class_folders(folder)) is not None:
+        index = image_folder(folder / train, upright=True)
+        validation = next(
+            (name for name in VALIDATION if train == "train" and (folder / name).is_dir()), None
+        )
+        places |= {"kind": "image_folder", "train": train}
+    else:
+        index = image_tree(folder, upright=True)
+    if labels is not None:
+        index = with_csv_labels(index, labels)
+        places |= {"kind": "csv", "csv": str(labels)}
+    good = np.setdiff1d(np.arange(len(index)), list(index.bad))
+    if not len(good):
+        raise DataError(f"none of the {len(index):,} images below {folder} can be read: {_first_bad(index)}")
+    counts = np.bincount(index.labels[good][index.labels[good] >= 0], minlength=len(index.classes))
+    sides = index.sizes[good].min(1)
+    survey = Survey(
+        kind=places["kind"],
+        images=len(index),
+        labels=int(counts.sum()),
+        classes=int((counts > 0).sum()),
+        side=int(np.median(sides)),
+        read_seconds=_read_seconds(index, good),
+        validation=validation,
+        bad=len(index.bad),
+    )
+    return Found(index, survey, places, _described(index, good, sides, counts))
+
+
+def _class_folders(folder: Path) -> str | None:
+    """Return "train" or "." where the folders below that one are classes: two or more, and no image beside them."""
+    for name in ("train", "."):
+        if not (folder / name).is_dir():
+            continue
+        with os.scandir(folder / name) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+        images = any(os.path.splitext(each.name)[1].lower() in EXTENSIONS for each in shown if each.is_file())
+        folders = [each.name for each in shown if each.is_dir()]
+        if name == "train" and folders and not images:
+            return name
+        if len(folders) > 1 and not images and not {"train", *VALIDATION} & set(folders):
+            return name
+    return None
+
+
+def _read_seconds(index: ImageIndex, good: np.ndarray) -> float:
+    """Return the seconds that one thread takes to decode an image; images that cannot be decoded do not count."""
+    times = []
+    for i in good[np.linspace(0, len(good) - 1, min(SAMPLE, len(good))).astype(int)].tolist():
+        began = time.perf_counter()
+        try:
+            index.rgb(i)
+        except RuntimeError:
+            continue
+        times.append(time.perf_counter() - began)
+    return float(np.mean(times)) if times else 0.0
+
+
+def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: np.ndarray) -> list[str]:
+    heights, widths = index.sizes[good].T
+    upright = np.mean(heights > widths)
+    size = f"shorter side {sides.min()} to {sides.max()} pixels, median {int(np.median(sides))}"
+    lines = [f"{'images':<9}{len(index):,} below {index.root}; {size}; {upright:.0%} upright"]
+    if counts.sum():
+        few, many = int(counts.min()), int(counts.max())
+        names = ", ".join(index.classes[:6]) + (", ..." if len(index.classes) > 6 else "")
+        text = f"{counts.sum():,} of {len(counts):,} classes ({names}), {few:,} to {many:,} in a class"
+    else:
+        text = "none"
+    lines.append(f"{'labels':<9}{text}")
+    if index.bad:
+        lines.append(f"{'bad':<9}{len(index.bad):,} files cannot be read: {_first_bad(index)}")
+    return lines
+
+
+def _first_bad(index: ImageIndex) -> str:
+    some = [f"{index.name(i)} ({reason})" for i, reason in list(index.bad.items())[:3]]
+    return ", ".join(some) + (", ..." if len(index.bad) > 3 else "")
+
+
+def machine() -> Machine:
+    """Return the GPUs of this machine or its CPU, with the speed of one timed step of a ResNet-18."""
+    if not torch.cuda.is_available():
+        return Machine("cpu", f"CPU, {cores()} cores", 1, MEMORY, cores(), _timed_step("cpu", 64, 16))
+    card = torch.cuda.get_device_properties(0)
+    speed = _timed_step("cuda", 224, 128)
+    return Machine("cuda", card.name, torch.cuda.device_count(), card.total_memory, cores(), speed)
+
+
+def _timed_step(device: Literal["cpu", "cuda"], size: int, images: int) -> float:
+    """Return the multiply-adds a second of the second of two forward and backward passes."""
+    network = build_model("resnet18").encoder.to(device).to(memory_format=torch.channels_last)
+    pixels = torch.zeros(images, 3, size, size, device=device).to(memory_format=torch.channels_last)
+    seconds = 1.0
+    for _ in range(2):
+        began = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            network(pixels).float().sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    return 3 * images * network_cost("resnet18", "imagenet", size).encoder_macs / seconds
+
+
+def weights(asked: str | None, gpu: bool) -> tuple[Weights | None, str]:
+    """Return the weights to start from, and why there are none.
+
+    `asked` is None (timm's published weights of the usual network, if they can be had), "none", a name of timm's or of
+    model.name, or a path that model.init takes. Raises ConfigError for a name or a path that cannot be had.
+    """
+    if asked == "none":
+        return None, "--weights none"
+    if asked is None:
+        try:
+            timm_backbone.published("resnet50" if gpu else "resnet18")
+        except ConfigError as error:
+            return None, str(error).split("\n")[0].removeprefix("model.init: ")
+        return Weights("timm"), ""
+    if not os.path.exists(os.path.expanduser(asked)):
+        name = asked if asked in WIDTHS else timm_backbone.PREFIX + asked.removeprefix(timm_backbone.PREFIX)
+        _, about = timm_backbone.published(name)
+        return Weights("timm", name, mean=about["mean"], std=about["std"]), ""
+    try:
+        encoder = load_encoder(Path(asked))
+    except CheckpointError as error:
+        raise ConfigError(f"--weights {asked}: {error}") from error
+    mean, std = (encoder.view.mean, encoder.view.std) if encoder.view else IMAGENET
+    return Weights(asked, encoder.name, encoder.stem, mean, std), ""

@@ -1,0 +1,194 @@
+"""`fastsuncet predict`: the class of every image below a folder, by name, with a calibrated probability."""
+
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
+from fastsuncet.commands.folder_pass import (
+    Skipped,
+    check_output,
+    known_view,
+    one_process,
+    rows_of,
+    write_pass,
+)
+from fastsuncet.commands.prediction_page import prediction_page
+from fastsuncet.config import Config
+from fastsuncet.console import say_line
+from fastsuncet.distributed.launch import Place
+from fastsuncet.evaluation.classifier import Classifier, describe, run_classifier
+from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from pipelines.datasets.folders import image_tree
+from pipelines.datasets.index import ImageIndex
+
+FORMATS = (".csv", ".parquet")
+UNSURE = 0.5  # below this probability a second class, or all others together, are as likely
+SHOWN = 20  # skipped images that are printed
+
+
+class Prediction(NamedTuple):
+    """The two most probable classes of an image, with calibrated probabilities from 0 to 1."""
+
+    file: str  # its path below the folder
+    label: str
+    probability: float
+    second_label: str
+    second_probability: float
+
+
+COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
+
+
+class TwoBest(nn.Module):
+    """Images (B, 3, S, S) to (B, 4) float32: number and probability of the most probable class, then of the second."""
+
+    def __init__(self, encoder: nn.Module, layer: nn.Linear):
+        super().__init__()
+        self.encoder, self.layer = encoder, layer
+
+    def forward(self, images: Tensor) -> Tensor:
+        probability, label = self.layer(self.encoder(images)).softmax(1).topk(2)
+        return torch.stack([label.float(), probability], 2).flatten(1)
+
+
+def predict(
+    where: Path | Config,
+    folder: Path,
+    output: Path,
+    *,
+    batch: int = 256,
+    force: bool = False,
+    skip_bad: bool = False,
+    page: bool = False,
+) -> None:
+    """Write the two most probable classes of each image below `folder` to `output`, by the run `where`.
+
+    `where` is a config, a run, a checkpoint or an export. Prints how often the predictions are expected to be right.
+    Continues what an earlier call has begun. With `skip_bad`, an image that cannot be decoded is printed, and its cells
+    but the first are empty. With `page`, `prediction_page` is written too, as `output` with the ending .html. Raises
+    ConfigError for an output that exists or has another ending than FORMATS, DataError for missing labels or a bad
+    image, CheckpointError for a disk that refuses.
+    """
+    check_output(output, FORMATS, force)
+    shown = output.with_suffix(".html")
+    if page:
+        refuse_existing(shown, force)
+    place = one_process()
+    encoder, classifier = _loaded(where, place)
+    index = image_tree(folder, upright=known_view(encoder).upright)
+
+    def save(path: Path, rows: np.ndarray) -> None:
+        _save(path, _predictions(rows, index, classifier.classes))
+
+    network = TwoBest(encoder.module, classifier.layer)
+    options = {"batch": batch, "skip_bad": skip_bad, "force": force}
+    rows, skipped = write_pass(output, network, 4, index, known_view(encoder), place, save, **options)
+    summary = _summary(rows)
+    for line in (*_skipped_lines(skipped, index), *summary):
+        say_line(line)
+    say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
+    if page:
+        found = [x for x in _predictions(rows, index, classifier.classes) if isinstance(x, Prediction)]
+        about = [*([] if classifier.worth is None else describe(classifier)), *summary]
+        with disk_errors(shown):
+            atomic_files.replace(shown, prediction_page(found, folder, about).encode())
+        say_line(f"wrote {shown}")
+
+
+def predictions(
+    where: Path | Config, folder: Path, *, batch: int = 256, skip_bad: bool = False
+) -> list[Prediction]:
+    """Return the predictions of `predict` without a file, those of skipped images left out."""
+    place = one_process()
+    encoder, classifier = _loaded(where, place)
+    index = image_tree(folder, upright=known_view(encoder).upright)
+    skipped: Skipped | None = dict(index.bad) if skip_bad else None
+    if skipped is None:
+        index.require_good()
+    network = TwoBest(encoder.module, classifier.layer).to(place.device)
+    blocks = rows_of(network, index, known_view(encoder), place, batch=batch, skipped=skipped)
+    rows = np.concatenate([rows for _, rows in blocks])
+    found = _predictions(rows, index, classifier.classes)
+    return [each for each in found if isinstance(each, Prediction)]
+
+
+def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
+    """Return the encoder in `where` and its classifier; print what this is worth."""
+    config = where if isinstance(where, Config) else None
+    encoder = load_encoder(where.run_folder if isinstance(where, Config) else where, config)
+    known_view(encoder)
+    if encoder.classifier is not None:
+        say_line(f"classifier   that of {encoder.source}, fine-tuned; its probabilities are not calibrated")
+        return encoder, Classifier(encoder.classifier, encoder.classes, None)
+    config = config or encoder.trained
+    assert config is not None, "an encoder with a view has the config that it was trained with"
+    classifier, path, new = run_classifier(encoder, config, place, _run_of(Path(encoder.source), config))
+    say_line(f"kept in      {path}" if new else f"from         {path}, fitted before")
+    for line in describe(classifier):
+        say_line(line)
+    return encoder, classifier
+
+
+def _run_of(source: Path, config: Config) -> Path:
+    """Return the run's folder that a checkpoint or an export lies in, or where the config has it."""
+    runs = (folder for folder in source.absolute().parents if (folder / manager.FOLDER).is_dir())
+    return next(runs, config.run_folder)
+
+
+def _predictions(rows: np.ndarray, index: ImageIndex, classes: tuple[str, ...]) -> Iterator[Prediction | str]:
+    """Yield the prediction of each image from its row of `TwoBest`; the file's name alone for a skipped one."""
+    for number, row in enumerate(rows.tolist()):
+        name, (first, probability, second, other) = index.name(number), row
+        skipped = math.isnan(first)
+        yield (
+            name
+            if skipped
+            else Prediction(name, classes[int(first)], probability, classes[int(second)], other)
+        )
+
+
+def _save(path: Path, found: Iterable[Prediction | str]) -> None:
+    """Write a line, or a row, for each image; the cells of a skipped one are empty but for the file."""
+    rows = [(each, None, None, None, None) if isinstance(each, str) else each for each in found]
+    if path.suffix == ".csv":
+        # File names are bytes: those that are not UTF-8 are written as they are.
+        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as stream:
+            lines = csv.writer(stream, lineterminator="\n")
+            lines.writerow(COLUMNS)
+            lines.writerows(
+                [f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in rows
+            )
+        return
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+
+    kinds = (pa.string(), pa.string(), pa.float32(), pa.string(), pa.float32())
+    columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
+    parquet.write_table(pa.table(columns, names=COLUMNS), path)
+
+
+def _summary(rows: np.ndarray) -> list[str]:
+    """Return how sure the predictions are."""
+    sure = rows[:, 1][~np.isnan(rows[:, 1])]
+    unsure = int((sure < UNSURE).sum())
+    share = f"{100 * unsure / len(sure):.0f} %"
+    return [
+        f"images       mean probability {100 * sure.mean():.1f} %; {unsure:,} of {len(sure):,} ({share}) below {UNSURE}"
+    ]
+
+
+def _skipped_lines(skipped: Skipped, index: ImageIndex) -> list[str]:
+    """Return the skipped images and why, the first SHOWN of them."""
+    if not skipped:
+        return []
+    lines = [f"skipped      {len(skipped):,} images that cannot be decoded; their cells are empty:"]
+    lines += [f"  {index.name(i)}: {reason}" for i, reason in sorted(skipped.items())[:SHOWN]]
+    return [*lines, *([f"  and {len(skipped) - SHOWN:,} more"] if len(skipped) > SHOWN else [])]

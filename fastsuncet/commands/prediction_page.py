@@ -1,0 +1,127 @@
+"""`fastsuncet predict --page`: one HTML file with the surest and the least sure pictures of each class.
+
+The file holds everything it shows: no script, no font and no picture of another file or host.
+"""
+
+import base64
+import html
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from PIL import Image, ImageOps
+
+from pipelines.datasets.image_headers import FORMATS
+
+SIDE = 160  # pixels of a thumbnail, of about 5 kB
+OF_CLASS = 8  # pictures of a class, the surest and as many of the least sure, at most
+THUMBNAILS = 1200  # in the parts by class, at most: 6 MB
+BETWEEN, GAP = 120, 0.2  # pictures between two classes, at most; how close their probabilities are
+
+STYLE = """\
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76em; margin: 1.5em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.15em; margin: 2em 0 .4em; border-bottom: 1px solid #8888; overflow-wrap: anywhere; }
+h3 { font-size: 1em; font-weight: 400; margin: .8em 0 .3em; color: #777; }
+nav a { margin-right: .8em; white-space: nowrap; }
+.row { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5em, 1fr)); gap: .7em; }
+figure { margin: 0; min-width: 0; }
+img { width: 100%; aspect-ratio: 1; object-fit: contain; background: #8882; border-radius: 4px; }
+figcaption { font-size: .8em; line-height: 1.3; overflow-wrap: anywhere; }
+small { color: #777; display: block; }
+"""
+
+
+class Predicted(Protocol):
+    """What the page shows of an image."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def probability(self) -> float: ...
+    @property
+    def second_label(self) -> str: ...
+    @property
+    def second_probability(self) -> float: ...
+
+
+def prediction_page(predictions: Sequence[Predicted], folder: Path, about: Iterable[str]) -> str:
+    """Return the page as HTML; `about` are lines to begin with, `folder` is where the images lie.
+
+    Of each class the surest and the least sure pictures, then those whose two best classes are closer than GAP, by
+    pairs of classes, the closest first. Long parts are cut, and say so.
+    """
+    by_class: dict[str, list[Predicted]] = defaultdict(list)
+    for each in sorted(predictions, key=lambda each: -each.probability):
+        by_class[each.label].append(each)
+    classes = sorted(by_class)
+    count = max(1, min(OF_CLASS, THUMBNAILS // (2 * max(1, len(classes)))))
+    parts = [_head(folder), *(f"<p>{html.escape(line)}</p>" for line in about)]
+    links = (
+        f'<a href="#c{i}">{html.escape(name)} ({len(by_class[name]):,})</a>' for i, name in enumerate(classes)
+    )
+    parts.append(f"<nav>{''.join(links)}<a href='#between'>between two classes</a></nav>")
+    for i, name in enumerate(classes):
+        found = by_class[name]
+        parts.append(f'<h2 id="c{i}">{html.escape(name)}, {len(found):,} images</h2>')
+        surest, rest = found[:count], found[count:]
+        parts.append(_row("surest", surest, folder))
+        if rest:
+            parts.append(_row("least sure", rest[::-1][:count], folder))
+    parts.append('<h2 id="between">Between two classes</h2>')
+    close = [each for each in predictions if each.probability - each.second_probability < GAP]
+    close.sort(key=lambda each: each.probability - each.second_probability)
+    cut = f", the closest {BETWEEN} of them" if len(close) > BETWEEN else ""
+    parts.append(
+        f"<p>{len(close):,} images whose two best classes are closer than {100 * GAP:.0f} points{cut}.</p>"
+    )
+    pairs: dict[str, list[Predicted]] = defaultdict(list)
+    for each in close[:BETWEEN]:
+        pairs[" or ".join(sorted((each.label, each.second_label)))].append(each)
+    parts += [_row(pair, pairs[pair], folder) for pair in sorted(pairs, key=lambda pair: -len(pairs[pair]))]
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _head(folder: Path) -> str:
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return f"""\
+<!doctype html>
+<html lang="en"><head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>Predictions of {html.escape(folder.name)}</title>
+<style>{STYLE}</style>
+</head><body>
+<h1>Predictions of {html.escape(str(folder))}</h1>"""
+
+
+def _row(title: str, found: Iterable[Predicted], folder: Path) -> str:
+    figures = "\n".join(_figure(each, folder) for each in found)
+    return f'<h3>{html.escape(title)}</h3>\n<div class="row">\n{figures}\n</div>'
+
+
+def _figure(each: Predicted, folder: Path) -> str:
+    name = html.escape(each.file, quote=True).encode(errors="replace").decode()
+    first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
+    second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
+    return (
+        f'<figure><img src="{_thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
+        f"<figcaption>{first}, {second}<small>{name}</small></figcaption></figure>"
+    )
+
+
+def _thumbnail(path: Path) -> str:
+    """Return a small upright JPEG of an image as a data URL."""
+    with Image.open(path, formats=FORMATS) as image:
+        image.draft("RGB", (SIDE, SIDE))
+        small = ImageOps.exif_transpose(image).convert("RGB")
+    small.thumbnail((SIDE, SIDE))
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=75)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

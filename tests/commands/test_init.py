@@ -1,0 +1,256 @@
+"""`fastsuncet init`: its rules on 30 situations, folders of every kind, and bad input."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from fastsuncet import cli
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.commands import init
+from fastsuncet.commands.init import survey
+from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
+from fastsuncet.config import load_config
+from fastsuncet.errors import ConfigError
+from fastsuncet.models import timm_backbone
+from tests.support.archives import tar_of
+from tests.support.pictures import write_image, write_images
+
+TIMM = Weights("timm")
+CPU = Machine("cpu", "CPU", 1, 16e9, 4, 1e11)
+SLOW, BIG = Machine("cpu", "CPU", 1, 4e9, 1, 1e10), Machine("cpu", "CPU", 1, 256e9, 64, 2e12)
+GPU = Machine("cuda", "GPU of 24 GB", 1, 24e9, 16, 2e13)
+H200, EIGHT = Machine("cuda", "H200", 1, 141e9, 16, 1e14), Machine("cuda", "H200", 8, 141e9, 128, 1e14)
+
+# kind, images, labels, classes, shorter side | machine | hours | weights | method
+SITUATIONS = [
+    ("csv 12 4 2 800", CPU, 1, None, "alone"),
+    ("csv 12 4 2 800", EIGHT, 1, TIMM, "alone"),
+    ("images 12 0 0 800", SLOW, 0.1, None, "SimCLR, without"),
+    ("images 12 0 0 800", EIGHT, 0.1, None, "SimCLR, without"),
+    ("csv 60 60 3 4000", CPU, 1, TIMM, "alone"),
+    ("image_folder 100 100 10 500", GPU, 1, TIMM, "alone"),
+    ("csv 150 2 2 224", SLOW, 0.2, None, "alone"),
+    ("csv 500 40 20 224", CPU, 1, TIMM, "alone"),
+    ("csv 2000 100 10 224", CPU, 0.5, None, "alone"),
+    ("csv 2000 100 10 224", CPU, 0.5, TIMM, "alone"),
+    ("csv 2000 100 10 224", H200, 1, None, "SimCLR + cross"),
+    ("csv 3068 300 10 224", SLOW, 0.2, None, "alone"),
+    ("csv 3068 300 10 3000", CPU, 10, TIMM, "SimCLR + cross"),
+    ("csv 3068 0 0 3000", CPU, 10, None, "SimCLR, without"),
+    ("image_folder 5000 5000 5 64", CPU, 2, None, "alone"),
+    ("image_folder 5000 5000 5 28", CPU, 2, TIMM, "alone"),
+    ("csv 10000 30 30 300", GPU, 4, None, "SimCLR + cross"),
+    ("csv 10000 900 30 300", GPU, 4, TIMM, "SimCLR + cross"),
+    ("csv 50000 500 10 32", GPU, 4, None, "SimCLR + cross"),
+    ("csv 50000 500 10 32", BIG, 48, None, "SimCLR + cross"),
+    ("csv 50000 500 10 32", SLOW, 1, TIMM, "alone"),
+    ("images 50000 0 0 32", SLOW, 1, None, "SimCLR, without"),
+    ("images 80000 0 0 500", EIGHT, 8, TIMM, "SimCLR, without"),
+    ("csv 99999 1000 500 500", EIGHT, 8, TIMM, "SimCLR + cross"),
+    ("csv 250000 2000 1000 500", EIGHT, 24, None, "SimCLR + SuNCEt"),
+    ("image_folder 1281167 128116 1000 400", EIGHT, 24, None, "SimCLR + SuNCEt"),
+    ("image_folder 1281167 1281167 1000 400", EIGHT, 24, None, "alone"),
+    ("csv 1281167 12811 1000 400", H200, 72, None, "SimCLR + SuNCEt"),
+    ("csv 1281167 12811 1000 400", CPU, 1, TIMM, "alone"),
+    ("csv 1300000 8000 2000 400", EIGHT, 100, TIMM, "SimCLR + SuNCEt"),
+]
+
+
+def surveyed(words: str, **more) -> Survey:
+    kind, *numbers = words.split()
+    return Survey(kind, *map(int, numbers), read_seconds=0.01, **more)
+
+
+@pytest.mark.parametrize(("words", "machine", "hours", "weights", "method"), SITUATIONS)
+def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
+    """The checks are those of `train --dry-run`, with as many processes as the machine has GPUs."""
+    s = surveyed(words)
+    plan = choose(s, machine, hours, weights)
+    found = survey.Found(mock.Mock(), s, {"kind": s.kind, "root": "photos", "csv": "l.csv"}, [])
+    if s.kind != "csv":
+        del found.places["csv"]
+    text = init.written(plan, found, weights, Path("mine.yaml"), hours)
+    config = init.check(text, Path("mine.yaml"), found, machine.count)
+    lines = text.splitlines()
+    assert method in plan.method and len(lines) <= 40 and max(map(len, lines)) <= 120
+    assert plan.hours <= 1.01 * hours or plan.notes
+    # Small data: AdamW unless the batch is one of a thousand images, crops from a fifth.
+    assert config.data.augmentation.crop_scale == (0.2, 1.0)
+    unlabeled = config.criterion.unsupervised_batch_size
+    assert (config.optimization.optimizer == "lars") == (unlabeled >= 1024 and weights is None)
+    assert config.finetune.batch_size <= max(machine.count, s.labels or 4096)
+    reasons = [line for line in lines if line.endswith(":") or " # " in line or line.startswith("#")]
+    assert len(lines) - len(reasons) <= 8
+
+
+def test_init_rules_hold_labels_out_where_there_are_enough():
+    def validation(words: str, **more):
+        choices = choose(surveyed(words, **more), CPU, 1, None).choices
+        return next(choice.value for choice in choices if choice.key == "data.validation")
+
+    assert [validation(f"csv 2000 {labels} 10 64") for labels in (99, 100)] == [None, 0.2]
+    assert validation("csv 2000 500 10 64", validation="val") == "val"
+    assert validation("csv 2000 400 90 64") is None
+
+
+def test_init_rules_refuse_what_cannot_be_learned():
+    for words, more, said in (
+        ("csv 9 9 1 64", {}, "all labels are of one class"),
+        ("images 9 0 0 64", {"bad": 7}, "2 usable images are too few"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            choose(surveyed(words, **more), CPU, 1, None)
+
+
+# ------------------------------------------------------------------------------------------- the command on folders
+@pytest.fixture
+def photos(tmp_path, monkeypatch) -> Path:
+    """Twelve photos in a flat folder, eight of them labeled; a machine whose speed is not measured."""
+    monkeypatch.setattr(survey, "machine", lambda: CPU)
+    names = [f"{i}.jpg" for i in range(12)]
+    write_images(tmp_path / "photos", *names)
+    rows = "".join(f"{name},{('cat', 'dog')[i % 2]}\n" for i, name in enumerate(names[:8]))
+    (tmp_path / "labels.csv").write_text(f"file,label\n{rows}")
+    return tmp_path / "photos"
+
+
+def run(*words: str) -> int:
+    return cli.main(["init", *words, "--weights", "none", "--hours", "0.1"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("flat", "kind: images"),
+        ("csv", "kind: csv"),
+        ("classes", "train: ."),
+        ("split", "validation: val"),
+        ("shards", "pack: ../photos"),
+        ("labeled shards", "kind: image_folder"),
+    ],
+)
+def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, layout, expected):
+    """It lies in another folder than the one that the command is started in, and than the images."""
+    labels = ["--labels", "labels.csv"] if layout == "csv" else []
+    if layout in ("classes", "split"):
+        for i, path in enumerate(sorted(photos.glob("*.jpg"))):
+            part = ("train", "train", "val")[i // 2 % 3] if layout == "split" else "."
+            write_image(photos / part / ("cat", "dog")[i % 2] / path.name)
+            path.unlink()
+    if "shards" in layout:
+        content = [(path.name, path.read_bytes()) for path in sorted(photos.glob("*.jpg"))]
+        if layout != "shards":
+            content += [(f"{name[:-4]}.cls", b"%d" % (i % 2)) for i, (name, _) in enumerate(content)]
+        for path in photos.glob("*.jpg"):
+            path.unlink()
+        tar_of(photos / "a.tar", *sorted(content))
+    Path("configs").mkdir()
+    assert run("photos", *labels, "--output", "configs/mine.yaml") == 0
+    said = capsys.readouterr().out
+    assert "next     fastsuncet train configs/mine.yaml" in said and "machine  1 x CPU" in said
+    text = Path("configs/mine.yaml").read_text()
+    assert expected in text
+    assert cli.main(["train", "configs/mine.yaml", "--dry-run", "data.backend=torchvision"]) == 0
+    assert (load_config("configs/mine.yaml").data.split.kind == "none") == (layout in ("flat", "shards"))
+
+
+def test_init_names_what_it_leaves_out(photos, capsys):
+    (photos / "broken.jpg").write_bytes(b"nothing")
+    (photos / "live.heic").write_text("")
+    assert run("photos", "--labels", "labels.csv") == 0
+    said = capsys.readouterr().out
+    assert "1 .heic files below photos are not read" in said
+    assert "bad      1 files cannot be read: broken.jpg (not an image: no known header)" in said
+    assert "fastsuncet predict mine.yaml photos --output predictions.csv --skip-bad" in said
+    assert load_config("mine.yaml").data.bad_images == 1
+    before = Path("mine.yaml").read_text()
+    assert run("photos") == 2 and Path("mine.yaml").read_text() == before  # never replaced
+
+
+TABLES = {
+    "one class": ("file,label\n0.jpg,cat\n1.jpg,cat\n", 2, "all labels are of one class"),
+    "no lines": ("file,label\n", 3, "labels no image"),
+    "missing file": ("file,label\ngone.jpg,cat\n", 3, "line 2: no image gone.jpg under"),
+    "two labels": ("file,label\n0.jpg,cat\n0.jpg,dog\n", 3, "0.jpg is labeled 'dog', but 'cat' on line 2"),
+    "semicolons": ("file;label\n0.jpg;cat\n", 3, "separate them by commas, not semicolons"),
+    "no header": ("0.jpg,cat\n1.jpg,dog\n", 3, "the first line must be `file,label`"),
+    "three columns": ("file,label\n0.jpg,cat,dog\n", 3, "3 columns instead of file,label"),
+    "above": ("file,label\n../labels.csv,cat\n", 3, "paths must lead downwards"),
+    "latin-1": ("file,label\n0.jpg,caf\xe9\n", 3, "not a CSV in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_init_refuses_a_wrong_table_and_writes_nothing(photos, capsys, name):
+    table, code, said = TABLES[name]
+    Path("labels.csv").write_bytes(table.encode("latin-1"))
+    assert run("photos", "--labels", "labels.csv") == code
+    assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
+
+
+def test_init_takes_a_byte_order_mark_and_repeated_lines(photos):
+    rows = Path("labels.csv").read_text()
+    Path("labels.csv").write_text(f"\ufeff{rows}0.jpg,cat\n", encoding="utf-8")
+    assert run("photos", "--labels", "labels.csv") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "code", "said"),
+    [
+        ("", "gone", 3, "no data folder HERE/gone"),
+        ("", "labels.csv", 3, "it is a file"),
+        ("", "photos --labels gone.csv", 3, "cannot read the labels gone.csv"),
+        ("", "photos --output gone/mine.yaml", 2, "the folder gone does not exist"),
+        ("", "photos --output mine.txt", 2, "must end in .yaml"),
+        ("", "photos --hours 0", 2, "--hours must be a number above 0"),
+        ("", "photos --hours nan", 2, "--hours must be a number above 0"),
+        ("", "photos --weights resnet_tiny", 2, "no published weights of resnet_tiny"),
+        ("empty", "photos", 3, "holds no image"),
+        ("broken", "photos", 3, "none of the 12 images below photos can be read: 0.jpg (an empty file)"),
+        ("newline", "photos", 3, "a name has a line break in it"),
+    ],
+)
+def test_init_refuses_bad_input_and_writes_nothing(photos, tmp_path, capsys, change, words, code, said):
+    for path in photos.iterdir() if change in ("empty", "broken") else ():
+        path.unlink() if change == "empty" else path.write_bytes(b"")
+    if change == "newline":
+        write_image(photos / "a\nb.jpg")
+    assert cli.main(["init", "--weights", "none", *words.split()]) == code
+    assert said in capsys.readouterr().err.replace(str(tmp_path), "HERE") and not Path("mine.yaml").exists()
+
+
+def test_init_on_a_full_disk_leaves_no_file(photos, capsys, monkeypatch):
+    monkeypatch.setattr(
+        atomic_files.os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device"))
+    )
+    assert run("photos") == 5
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["labels.csv", "photos"]
+
+
+def test_init_weights(photos, monkeypatch, capsys):
+    """Published weights by default; from scratch, with the reason, where they cannot be had."""
+    about = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)}
+    monkeypatch.setattr(timm_backbone, "published", lambda name: ({}, about))
+    photo = write_image(photos / "0.jpg", 300, 200)
+    for i in range(1, 12):
+        (photos / f"{i}.jpg").write_bytes(photo.read_bytes())
+    assert cli.main(["init", "photos", "--labels", "labels.csv"]) == 0
+    config = load_config("mine.yaml")
+    assert (config.model.name, config.model.init) == ("resnet18", "timm")
+    assert cli.main(["init", "photos", "--weights", "convnext_tiny", "--output", "b.yaml"]) == 0
+    config = load_config("b.yaml")
+    assert (config.model.name, config.data.augmentation.std) == ("timm/convnext_tiny", (0.2, 0.2, 0.2))
+    offline = ConfigError("model.init: timm's published weights of resnet18 cannot be downloaded\nConnect")
+    monkeypatch.setattr(timm_backbone, "published", mock.Mock(side_effect=offline))
+    assert cli.main(["init", "photos", "--output", "c.yaml"]) == 0
+    said = "from scratch: timm's published weights of resnet18 cannot be downloaded"
+    assert load_config("c.yaml").model.init is None and said in Path("c.yaml").read_text()
+
+
+def test_init_times_a_step(monkeypatch):
+    monkeypatch.setattr(survey.torch.cuda, "is_available", lambda: False)
+    found = survey.machine()
+    assert found.device == "cpu" and 1e8 < found.macs_per_second < 1e14 and found.memory > 1e9
