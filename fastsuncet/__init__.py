@@ -4,30 +4,33 @@
     run = fastsuncet.train(config)
     encoder = fastsuncet.load_encoder(run)
     files, features = fastsuncet.embed(encoder, "photos")
+    predictions = fastsuncet.predict(run, "photos")
 
 `import fastsuncet` imports nothing else: each name below is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
-    from fastsuncet.commands.api import embed, load_encoder, train
+    from fastsuncet.commands.api import embed, init_config, load_encoder, predict, train
     from fastsuncet.config import Config, load_config
-    from fastsuncet.losses import cross_entropy, nt_xent, suncet, sup_con, swav
-    from fastsuncet.optim import LARS, LARSSettings, parameter_groups, warmup_cosine
+    from fastsuncet.losses import cross_entropy, nt_xent, paws, suncet, sup_con, swav
+    from fastsuncet.optim import LARS, parameter_groups, warmup_cosine
+    from fastsuncet.versions import __version__
 
 __all__ = [
     "LARS",
     "Config",
-    "LARSSettings",
+    "__version__",
     "cross_entropy",
     "embed",
+    "init_config",
     "load_config",
     "load_encoder",
     "nt_xent",
     "parameter_groups",
+    "paws",
+    "predict",
     "suncet",
     "sup_con",
     "swav",
@@ -35,10 +38,11 @@ __all__ = [
     "warmup_cosine",
 ]
 _MODULES = {
-    "fastsuncet.commands.api": ("embed", "load_encoder", "train"),
+    "fastsuncet.commands.api": ("embed", "init_config", "load_encoder", "predict", "train"),
     "fastsuncet.config": ("Config", "load_config"),
-    "fastsuncet.losses": ("cross_entropy", "nt_xent", "sup_con", "suncet", "swav"),
-    "fastsuncet.optim": ("LARS", "LARSSettings", "parameter_groups", "warmup_cosine"),
+    "fastsuncet.losses": ("cross_entropy", "nt_xent", "paws", "sup_con", "suncet", "swav"),
+    "fastsuncet.optim": ("LARS", "parameter_groups", "warmup_cosine"),
+    "fastsuncet.versions": ("__version__",),
 }
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from fastsuncet import __version__
 from fastsuncet.commands import help as texts
 from fastsuncet.console import say_line, typed_path
 from fastsuncet.distributed.signals import end_with_parent
@@ -33,6 +32,7 @@ OVERRIDE = re.compile(r"[^=/\\]*=")  # a path can hold a = after its first slash
 # OS errors that the user must fix: disk full, permission denied.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
+LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)  # a disk, a file server, a mount
 
 
 class UsageError(FastSuncetError):
@@ -136,6 +136,10 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown argument {match[1]}"
             if near:
                 message += f"; did you mean {near[0]}?"
+            elif match[1].partition("=")[0] in ("--gpus", "--num-gpus", "--devices", "--nproc-per-node"):
+                message += (
+                    "; a command uses all GPUs that it sees, and CUDA_VISIBLE_DEVICES=0,1 shows it these two"
+                )
             elif settings := self._settings(match[1]):
                 message += f"; write {settings}"
         raise UsageError(f"{message}\nSee `{self.prog} --help`")
@@ -167,6 +171,14 @@ def _path(text: str) -> Path:
     return typed_path(text)
 
 
+def _output(text: str) -> Path:
+    path = _path(text)
+    # While it is written, something hidden with a longer name is next to it, and names end at 255 bytes.
+    if "\0" in text or len(os.fsencode(path.name)) > 240:
+        raise argparse.ArgumentTypeError("a name has at most 240 bytes, none of them zero")
+    return path
+
+
 def _load(name: str | Path, overrides: Sequence[str] = ()) -> "Config":
     from fastsuncet.config import load_config
 
@@ -184,12 +196,24 @@ def _is_config(where: Path) -> bool:
 _encoder = option(
     "--encoder",
     metavar="PATH",
-    type=Path,
+    type=_path,
     help="a run, one of its checkpoints, or a file of weights (default: the config's run)",
 )
 _step = option("--step", metavar="N", type=_count, help="this checkpoint of the run (default: the newest)")
 _every = flag("--every-checkpoint", dest="every", help="every good checkpoint of the run")
 _force = flag("--force", help="replace what is at --output")
+
+
+@command("init")
+@option("folder", metavar="FOLDER", type=_path, help="images: class folders, any tree, or tar shards")
+@option("--labels", metavar="FILE", type=_path, help="a CSV of lines file,label")
+@option("--hours", metavar="H", type=float, default=1.0, help="for the training (default: 1)")
+@option("--weights", metavar="W", help="a file or a run, a network of timm's, or none (default: timm's)")
+@option("--output", metavar="FILE", type=_path, default="mine.yaml", help="(default: mine.yaml)")
+def _init(parser: Parser, options: argparse.Namespace) -> None:
+    from fastsuncet.commands.init import init
+
+    init(**vars(options))
 
 
 @command("train", takes="CONFIG")
@@ -202,8 +226,11 @@ _force = flag("--force", help="replace what is at --output")
     const="step",
     help="the same, then make one real step; print its time and memory, keep nothing",
 )
+@flag("--show-config", help="print all keys behind the plan of a dry run, with their values in this run")
 def _train(parser: Parser, options: argparse.Namespace) -> int:
     if not options.dry_run:  # which prints a plan without data too
+        if options.show_config:
+            parser.error("--show-config goes with --dry-run")
         options.config.require_data()
     from fastsuncet.commands.train import run
 
@@ -211,9 +238,10 @@ def _train(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("tune", takes="CONFIG")
-@flag("--all", dest="everything", help="also try what no run tries itself")
-@option("--minutes", metavar="M", type=float, default=10.0, help="start nothing after this (default: 10)")
-@option("--output", metavar="FILE", type=Path, default="speed.png", help="the picture (default: speed.png)")
+@option("--minutes", metavar="M", type=float, default=20.0, help="start nothing after this (default: 20)")
+@option(
+    "--output", metavar="FILE", type=_output, required=True, help="the config to write, such as fast.yaml"
+)
 def _tune(parser: Parser, options: argparse.Namespace) -> int:
     from fastsuncet.commands.tune import run
 
@@ -246,15 +274,18 @@ def _transfer(parser: Parser, options: argparse.Namespace) -> int:
 @_step
 @_every
 def _evaluate(parser: Parser, options: argparse.Namespace) -> int:
-    options.config.require_data(validation=True)
+    kind = parser.name.split()[1]
+    options.config.require_data(
+        validation=kind not in ("knn", "linear")
+    )  # which can do with the labels alone
     from fastsuncet.commands.evaluate import evaluate
 
-    return evaluate(kind=parser.name.split()[1], arguments=parser.words, **vars(options))
+    return evaluate(kind=kind, arguments=parser.words, **vars(options))
 
 
 @command("export", takes="RUN or CONFIG")
 @option("--to", metavar="FORMAT", required=True, choices=texts.EXPORTS, help=", ".join(texts.EXPORTS))
-@option("--output", metavar="PATH", type=Path, help="the file or folder (default: one in RUN/export)")
+@option("--output", metavar="PATH", type=_output, help="the file or folder (default: one in RUN/export)")
 @_step
 @_force
 def _export(parser: Parser, options: argparse.Namespace) -> None:
@@ -271,7 +302,7 @@ def _export(parser: Parser, options: argparse.Namespace) -> None:
 @command("embed")
 @option("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
 @option("folder", metavar="FOLDER", type=_path, help="any tree of images")
-@option("--output", metavar="FILE", type=_path, required=True, help="a .npz or .parquet file")
+@option("--output", metavar="FILE", type=_output, required=True, help="a .npz or .parquet file")
 @option("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
 @_force
 def _embed(parser: Parser, options: argparse.Namespace) -> None:
@@ -283,6 +314,24 @@ def _embed(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.embed import embed
 
     embed(where, **vars(options))
+
+
+@command("predict")
+@option("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
+@option("folder", metavar="FOLDER", type=_path, help="any tree of images")
+@option("--output", metavar="FILE", type=_output, required=True, help="a .csv or .parquet file")
+@option("--batch", metavar="N", type=_count, default=256, help="images at a time (default: 256)")
+@flag("--page", help="also write a page of pictures: the name of --output, ending in .html")
+@flag("--skip-bad", help="go on without the images that cannot be decoded, and list them")
+@_force
+def _predict(parser: Parser, options: argparse.Namespace) -> None:
+    if not options.batch:
+        parser.error("argument --batch: must be 1 or more")
+    run = vars(options).pop("run")
+    where = _load(run) if _is_config(run) else run
+    from fastsuncet.commands.predict import predict
+
+    predict(where, **vars(options))
 
 
 @command("sweep", takes="SWEEP")
@@ -298,13 +347,16 @@ def _sweep(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @command("preview", takes="CONFIG")
-@option("--output", metavar="FILE", type=Path, default="views.png", help="the picture (default: views.png)")
+@option(
+    "--output", metavar="FILE", type=_output, default="views.png", help="the picture (default: views.png)"
+)
 @option("--step", metavar="N", type=_count, default=0, help="draw the views of this step (default: 0)")
+@_force
 def _preview(parser: Parser, options: argparse.Namespace) -> None:
     options.config.require_data()
     from fastsuncet.commands.preview import preview
 
-    print(f"wrote {preview(options.config, options.output, step=options.step)}")
+    print(f"wrote {preview(options.config, options.output, step=options.step, force=options.force)}")
 
 
 @command("data check", takes="FOLDER or CONFIG")
@@ -319,7 +371,7 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("data pack", takes="CONFIG")
-@option("--output", metavar="FOLDER", type=Path, help="the pack (default: data.pack)")
+@option("--output", metavar="FOLDER", type=_output, help="the pack (default: data.pack)")
 def _pack(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.data_pack import pack
 
@@ -329,7 +381,9 @@ def _pack(parser: Parser, options: argparse.Namespace) -> None:
 @command("demo")
 @option("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
 @option("--seed", metavar="N", type=_count, default=0, help="of both runs (default: 0)")
-@option("--folder", metavar="DIR", type=Path, default="runs/demo", help="for all files (default: runs/demo)")
+@option(
+    "--folder", metavar="DIR", type=_output, default="runs/demo", help="for all files (default: runs/demo)"
+)
 def _demo(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands.demo import demo
 
@@ -337,9 +391,9 @@ def _demo(parser: Parser, options: argparse.Namespace) -> None:
 
 
 @command("report")
-@option("runs", nargs="*", metavar="RUN", type=Path, help="the folder of a run, of any seed and method")
+@option("runs", nargs="*", metavar="RUN", type=_path, help="the folder of a run, of any seed and method")
 @option(
-    "--baseline", metavar="RUN", type=Path, help="compare with this run (default: the one without labels)"
+    "--baseline", metavar="RUN", type=_path, help="compare with this run (default: the one without labels)"
 )
 @option(
     "--metric",
@@ -350,7 +404,7 @@ def _demo(parser: Parser, options: argparse.Namespace) -> None:
 )
 @option("--paper", metavar="FIGURE", nargs="?", const="", help="also draw the points of the paper")
 @flag("--lengths", help="merge runs that differ only in length into one curve")
-@option("--output", metavar="DIR", type=Path, default="report", help="for all files (default: report)")
+@option("--output", metavar="DIR", type=_output, default="report", help="for all files (default: report)")
 @flag("--page", help="write RUN/page.html instead: one run's curves, settings, weights")
 @flag("--watch", help="the same, and anew while the run goes on")
 def _report(parser: Parser, options: argparse.Namespace) -> None:
@@ -393,7 +447,9 @@ def _page(parser: Parser, options: argparse.Namespace) -> None:
 
 @command("configs")
 @option("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
-@option("--copy", metavar="FILE", type=Path, nargs="?", const="", help="write it to FILE (default: its name)")
+@option(
+    "--copy", metavar="FILE", type=_output, nargs="?", const="", help="write it to FILE (default: its name)"
+)
 def _configs(parser: Parser, options: argparse.Namespace) -> None:
     from fastsuncet.commands import configs
 
@@ -448,7 +504,7 @@ def _doctor(parser: Parser, options: argparse.Namespace) -> int:
 
 @command("version")
 def _version(parser: Parser, options: argparse.Namespace) -> None:
-    from fastsuncet.versions import DALI, installed
+    from fastsuncet.versions import DALI, __version__, installed
 
     print(f"fastsuncet {__version__}\npython {sys.version.split()[0]}")
     for name in ("torch", "torchvision", "timm", *DALI, "numpy"):
@@ -541,11 +597,12 @@ def main(arguments: list[str] | None = None) -> int:
         _print_error(str(error))
         return error.exit_code
     except OSError as error:
-        if error.errno not in (*DISK_FULL, *PERMISSION):
+        if error.errno not in (*DISK_FULL, *PERMISSION, *LOST):
             raise
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        full = error.errno in DISK_FULL
-        fix = "Free some disk space" if full else "Check the owner and mode of the folder"
+        fix = "Free some disk space" if error.errno in DISK_FULL else "Check the owner and mode of the folder"
+        if error.errno in LOST:
+            fix = "The disk, the file server or its mount failed: see the system's log (dmesg)"
         _print_error(f"{what}. {fix}, or choose another folder")
         return CheckpointError.exit_code
 

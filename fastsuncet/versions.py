@@ -1,7 +1,10 @@
-"""Look up the installed version of a package without importing it: importing DALI alone takes a second."""
+"""Which versions and sources run, without an import of the packages: importing DALI alone takes a second."""
 
+import hashlib
 from importlib import metadata
+from pathlib import Path
 
+__version__ = "0.1.0"
 DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda130")  # two builds of one Python package: one is installed
 
 
@@ -16,6 +19,16 @@ def installed(package: str) -> str | None:
 def dali() -> str | None:
     """Return the version of DALI, of either build, None if it is not installed."""
     return installed(DALI[0]) or installed(DALI[1])
+
+
+def digest_of_sources() -> str:
+    """Return the sha256 of this program's sources, kernels included."""
+    digest, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for folder in ("fastsuncet", "pipelines"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".cc", ".h"):
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def drawing_problem() -> str:

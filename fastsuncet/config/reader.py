@@ -21,12 +21,24 @@ from typing import Any, ClassVar
 import yaml
 
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem, shorten, words
-from fastsuncet.config.schema import CONFIG, Schema
+from fastsuncet.config.schema import CONFIG, Schema, is_table
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 5_000
 MAX_DEPTH = 16
 MAX_BASES = 8
+
+# Keys whose values are paths of what a run reads; logging.folder, where it writes, is taken as written.
+INPUTS = (
+    "data.root",
+    "data.csv",
+    "data.index",
+    "data.pack",
+    "data.split.file",
+    "data.validation",
+    "model.init",
+    "transfer.root",
+)
 
 # Folder of the configs that are installed with the package: in a checkout the link `fastsuncet/configs`.
 SHIPPED = (Path(__file__).resolve().parents[1] / "configs").resolve()
@@ -113,9 +125,27 @@ class Document:
         """Lay `over` on this document: sections are merged key by key, other values are replaced."""
         self.values, self.origins = _merged(self.values, over.values), self.origins | over.origins
 
+    def with_whole_paths(self, folder: str) -> "Document":
+        """Make the relative paths of INPUTS whole, as seen from `folder` ("": the working directory); return itself."""
+        for key in INPUTS:
+            *above, name = key.split(".")
+            section: Any = self.values
+            for each in above:
+                section = section.get(each) if isinstance(section, dict) else None
+            path: Any = section.get(name) if isinstance(section, dict) else None
+            # data.validation is a folder below data.root, unless it is a table.
+            written = isinstance(path, str) and path and (key != "data.validation" or is_table(path))
+            written = written and (key, path) != ("model.init", "timm")
+            if written and not path.startswith("~"):
+                section[name] = os.path.abspath(os.path.join(folder, path))
+        return self
+
     def locate(self, problem: Problem) -> Problem:
         """Return the problem at the line of its key or, where that is not written, of the nearest key above it."""
         key = problem.key
+        if key.partition(".")[0] not in self.schema.sections:
+            # Of a section that does not exist, an override has only the origin of a key below it.
+            key = next((each for each in self.origins if f"{each}.".startswith(f"{key}.")), key)
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         origin = self.origins.get(key, Origin(self.file))
@@ -255,7 +285,9 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
         else:
             document = parse(raw.decode("utf-8"), shown, schema)
             if isinstance(document.values, dict):
-                return document
+                # A config of the package is used from anywhere.
+                shipped = path.resolve().is_relative_to(SHIPPED)
+                return document.with_whole_paths("" if shipped else os.path.dirname(path))
             names = words(schema.sections[""], "and")
             key, text, origin = "", f"must be lines `key: value` with the keys {names}", Origin(shown, 1)
     except FileNotFoundError:
@@ -299,7 +331,7 @@ def read_config(
         document.lay(over)
     for argument in overrides:
         try:
-            document.lay(parse_override(argument, places.get(argument)))
+            document.lay(parse_override(argument, places.get(argument)).with_whole_paths(""))
         except ConfigErrors as error:  # noqa: PERF203
             problems += error.problems
     logging = document.values.setdefault("logging", {})

@@ -22,6 +22,7 @@ Rule = tuple[Sequence[str], Callable[[Values, str], bool], str]
 CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 FILES, CIFAR = ("image_folder", "images", "csv"), ("cifar10", "cifar100")
 ROOT = "it is the folder that holds the images"
+SMALL_CROPS, WITH_SMALL_CROPS = ["swav.small_crops", "swav.small_size", "swav.small_scale"], ("swav", "paws")
 
 
 def changed(v: Values, key: str) -> bool:
@@ -50,7 +51,16 @@ READ_ONLY_WITH = [
     (["data.split.seed"], "data.split.kind", ("bernoulli", "stratified")),
     (["criterion.plateau_epochs", "criterion.plateau_gain"], "criterion.supervised_epochs", ("plateau",)),
     (["criterion.labeled_share"], "criterion.instance", ("nt_xent",)),
-    ([key for key in CONFIG.values if key.startswith("swav.")], "criterion.instance", ("swav",)),
+    (
+        [key for key in CONFIG.values if key.startswith("swav.") and key not in SMALL_CROPS],
+        "criterion.instance",
+        ("swav",),
+    ),
+    (SMALL_CROPS, "criterion.instance", WITH_SMALL_CROPS),
+    ([key for key in CONFIG.values if key.startswith("paws.")], "criterion.instance", ("paws",)),
+    (["model.prediction_head"], "criterion.instance", ("paws",)),
+    (["optimization.trust_coefficient", "optimization.lr_in_momentum"], "optimization.optimizer", ("lars",)),
+    (["optimization.nesterov"], "optimization.optimizer", ("lars", "sgd")),
 ]
 
 # A key that must be written, the key that decides it, its values with which it must, and what to write.
@@ -67,7 +77,7 @@ def _least(v: Values) -> int:
     """Return how many classes a labeled batch needs, and how many images of each."""
     if v["criterion.supervised_epochs"] == 0:
         return 0
-    return 1 if v["criterion.supervision"] == "cross_entropy" else 2
+    return 2 if v["criterion.supervision"] in ("suncet", "sup_con") else 1
 
 
 RULES: list[Rule] = [
@@ -91,8 +101,7 @@ RULES: list[Rule] = [
     # ---- data
     (
         ["data.train"],
-        # "train" was the default of older versions, whose configs can be read.
-        lambda v, key: v["data.kind"] not in FILES and v[key] not in (None, "train"),
+        lambda v, key: v["data.kind"] not in FILES and v[key] is not None,
         f"is read only with data.kind: {words(FILES)}, and that is %(data.kind)s; remove it or set it to null",
     ),
     (
@@ -126,23 +135,28 @@ RULES: list[Rule] = [
     (
         ["evaluation.knn_every_epochs"],
         lambda v, key: v[key] is not None and v["data.validation"] is None,
-        "needs data.validation, the folder of images to classify; null turns it off",
+        "needs data.validation, the images to classify; null turns it off",
     ),
     (
-        ["model.init_sha256"],
-        lambda v, key: v[key] is not None and v["model.init"] is None,
+        ["model.init_sha256", "model.init_heads"],
+        lambda v, key: changed(v, key) and v["model.init"] is None,
         "is read only with model.init, the file that it is of; remove it or write model.init",
     ),
     (
-        ["model.library", "model.stem", "model.fused_batchnorm"],
+        ["model.library", "model.stem"],
         lambda v, key: v["model.name"].startswith("timm/") and changed(v, key),
         "must be %(default)s with model.name: %(model.name)s, which is built as timm builds it",
+    ),
+    (
+        ["model.stem"],
+        lambda v, key: v["model.name"] == "wide_resnet28w2" and v[key] != "cifar",
+        "must be cifar with model.name: wide_resnet28w2, which is for small images",
     ),
     # ---- batches
     (
         ["swav.small_size"],
         lambda v, key: (
-            v["criterion.instance"] == "swav"
+            v["criterion.instance"] in WITH_SMALL_CROPS
             and v["swav.small_crops"] != 0
             and v[key] >= v["data.augmentation.size"]
         ),
@@ -160,9 +174,12 @@ RULES: list[Rule] = [
             # Not for {per_rank: N}, which depends on the processes.
             lambda v, key, least=least: _least(v) == least and isinstance(v[key], int) and v[key] < least,
             f"must be {least} or more while supervised_epochs is %(criterion.supervised_epochs)s: "
-            f"%(criterion.supervision)s {why}. For SimCLR alone write supervised_epochs: 0",
+            f"{why}. For SimCLR alone write supervised_epochs: 0",
         )
-        for least, why in ((1, "needs labeled images"), (2, "contrasts classes, and images of one class"))
+        for least, why in (
+            (1, "%(criterion.instance)s with supervision %(criterion.supervision)s needs labeled images"),
+            (2, "%(criterion.supervision)s contrasts classes, and images of one class"),
+        )
     ),
     *(
         (
@@ -175,8 +192,15 @@ RULES: list[Rule] = [
     # ---- supervision
     (
         ["criterion.supervised_epochs"],
-        lambda v, key: v["criterion.instance"] == "none" and v[key] != "all",
-        "must be all while criterion.instance is none, not %(criterion.supervised_epochs)s: no other loss is left",
+        lambda v, key: v["criterion.instance"] in ("none", "paws") and v[key] != "all",
+        "must be all while criterion.instance is %(criterion.instance)s, not %(criterion.supervised_epochs)s: without "
+        "labeled images no loss is left",
+    ),
+    (
+        ["criterion.supervision"],
+        lambda v, key: v[key] == "none" and v["criterion.instance"] != "paws",
+        "none is only with criterion.instance: paws, and that is %(criterion.instance)s; for no supervision write "
+        "supervised_epochs: 0",
     ),
     (
         ["criterion.labeled_share"],
@@ -187,7 +211,7 @@ RULES: list[Rule] = [
     *(
         (
             ["criterion.micro_batch"],
-            lambda v, key, other=other: v[key] is not None and v[other],
+            lambda v, key, other=other: v[key] is not None and v[other] is True,
             f"has not been tried with {other}: true; remove it, or set {other} to false",
         )
         for other in ("meta.compile", "meta.cuda_graph")
@@ -195,12 +219,17 @@ RULES: list[Rule] = [
     # ---- model
     (
         ["model.fused_batchnorm"],
-        lambda v, key: v[key] and v["meta.compile"],
+        lambda v, key: v[key] is True and v["model.name"].startswith("timm/"),
+        "must be auto or false with model.name: %(model.name)s, which is built as timm builds it",
+    ),
+    (
+        ["model.fused_batchnorm"],
+        lambda v, key: v[key] is True and v["meta.compile"],
         "has no effect with meta.compile: true, which fuses BatchNorm itself; set one of the two to false",
     ),
     (
         ["model.fused_batchnorm"],
-        lambda v, key: v[key] and not v["meta.channels_last"],
+        lambda v, key: v[key] is True and not v["meta.channels_last"],
         "has no effect with meta.channels_last: false, because its kernels read NHWC; change one of the two",
     ),
     # ---- optimization
@@ -248,7 +277,7 @@ def broken(v: Values) -> list[Problem]:
         try:
             settings = {each.name: v[f"data.augmentation.{each.name}"] for each in fields(Augmentation)}
             Augmentation(**settings)
-            if v["criterion.instance"] == "swav" and v["swav.small_crops"]:
+            if v["criterion.instance"] in WITH_SMALL_CROPS and v["swav.small_crops"]:
                 Augmentation(**settings | {"size": v["swav.small_size"]})
         except SettingsConflict as conflict:
             problems.append(Problem(f"data.augmentation.{conflict.key}", conflict.text))

@@ -6,8 +6,9 @@ differs on purpose: batch sizes count images over all processes, so that a confi
 and on 64 (`{per_rank: 44}` is accepted as well).
 
 A default is neutral, or the paper's value for both of its data sets. What differs between experiments (temperature,
-batch size, learning rate) has no default: it must be written. Paths are relative to the working directory, and `~` is
-the home folder. What settings mean together is in `rules.py`.
+batch size, learning rate) has no default: it must be written. Paths of images, lists and weights are relative to the
+file that they are written in, those on the command line and logging.folder to the working directory; `~` is the home
+folder. What settings mean together is in `rules.py`.
 
 Values are validated in pydantic's strict mode: `epochs: true` is not 1, and `lr: "fast"` is not a number. Lists become
 tuples, so that a frozen config cannot change anywhere.
@@ -19,10 +20,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from typing_extensions import Self
+from typing_extensions import Self, TypeIs
 
 from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
 
@@ -43,6 +44,11 @@ class Section(BaseModel):
 def described(words: str) -> Allowed:
     """Return the words for a type that needs no check beyond pydantic's."""
     return Allowed(lambda _: True, words)
+
+
+def is_table(value: object) -> TypeIs[str]:
+    """Return whether a value of data.validation is the path of a CSV."""
+    return isinstance(value, str) and value.lower().endswith(".csv")
 
 
 def matching(pattern: str, words: str) -> Allowed:
@@ -73,6 +79,7 @@ Epochs = Annotated[
     described("a whole number of epochs, 0 or more, or all or plateau"),
 ]
 Positive = Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a number above 0")]
+Strength = Annotated[Positive | Literal["auto"], described("a number above 0, or auto")]
 NotNegative = Annotated[float, Allowed(lambda x: 0 <= x < math.inf, "a number, 0 or more")]
 Share = Annotated[float, Allowed(lambda x: 0 < x <= 1, "a share above 0 and up to 1, such as 0.1")]
 PartialShare = Annotated[
@@ -93,11 +100,14 @@ Exports = Annotated[
     described("a list of torchvision, timm, safetensors and onnx, or []"),
 ]
 Backbone = Annotated[
-    Literal["resnet50", "resnet34", "resnet18", "resnet_tiny"]
+    Literal["resnet50", "resnet34", "resnet18", "wide_resnet28w2", "resnet_tiny"]
     | Annotated[str, matching(r"timm/[A-Za-z0-9_]{1,99}", "timm/NAME")],
-    described("resnet50, resnet34, resnet18 or resnet_tiny, or timm/NAME with a name of timm's"),
+    described(
+        "resnet50, resnet34, resnet18, wide_resnet28w2 or resnet_tiny, or timm/NAME with a name of timm's"
+    ),
 ]
 Switch = Annotated[bool, described("true or false")]
+AutoSwitch = Annotated[bool | Literal["auto"], described("true, false or auto")]
 Text = Annotated[str, matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits in small letters")]
 # A run's name becomes a folder's name. It cannot climb out of `logging.folder`, hide, or look like an option.
@@ -110,6 +120,10 @@ Name = Annotated[
 ]
 BELOW = r"(?![/~])(?!(.*/)?\.\.(/|$))[^\\]+"  # a path that stays below its folder
 Below = Annotated[Text, matching(BELOW, "a folder below data.root, without a leading / and without ..")]
+Validation = Annotated[
+    PartialShare | Text,
+    described("a folder, a .csv file of lines file,label, or a share of the labels to hold out (0.2)"),
+]
 
 
 # ---------------------------------------------------------------------------------------------------------- sections
@@ -128,8 +142,10 @@ class MetaSection(Section):
     """keep images in NHWC memory format"""
     compile: Switch = False
     """torch.compile of the network; the first step then takes minutes"""
-    cuda_graph: Switch = False
-    """run the step as one CUDA graph; off until measured on a GPU"""
+    cuda_graph: AutoSwitch = "auto"
+    """run the step as one CUDA graph. auto: where a process has 256 views an update or fewer, and a trial on this
+    machine has shown that a graph computes the same bits and is not slower
+    """
     deterministic: Switch = True
     """false: fastest kernels; a resumed run differs in its last bits"""
     autotune: Switch | None = None
@@ -138,10 +154,6 @@ class MetaSection(Section):
     """
     threads: Count | None = None
     """threads of torch on a CPU; null: torch decides"""
-    speed: Literal["auto", "plain", "fixed"] = "auto"
-    """How a new run chooses the switches of speed that are not written. auto: it proves and times them first, in at
-    most 0.5 % of its time; plain: it keeps the defaults; fixed: it uses what `fastsuncet tune` chose.
-    """
     timeout: Count = 1800
     """seconds that ranks wait for one that hangs before the job ends; longer than a save, and than the first scan
     of the data
@@ -182,9 +194,6 @@ class SyntheticSection(Section):
 class AugmentationSection(Augmentation):
     """The training view: the settings of the pixels' own class."""
 
-    color: Literal["exact"] = Field(default="exact", exclude=True)
-    """configs of older versions have this key; all runs now do what exact did"""
-
     def __post_init__(self) -> None:
         """Leave conflicts between settings to `rules.py`, which reports them with the other problems."""
 
@@ -200,8 +209,11 @@ class DataSection(Section):
     """folder that holds the images"""
     train: Below | None = None
     """folder of the training images, below root; null: train with image_folder, else root itself"""
-    validation: Below | None = "val"
-    """folder of the validation images, below root; null: none"""
+    validation: Validation | None = "val"
+    """validation images. A folder with a folder for each class, below root or with its whole path; FILE.csv: the
+    training images that its lines file,label name; a share, such as 0.2: that many of the labeled images, drawn in each
+    class. The last two are kept out of the training. null: none
+    """
     csv: Text | None = None
     """csv: a file of lines file,label"""
     synthetic: SyntheticSection = SyntheticSection()
@@ -217,6 +229,10 @@ class DataSection(Section):
     """how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
     (unlabeled, labeled), counted anew when the run is started again
     """
+    exif_orientation: Switch = True
+    """turn and mirror images as the EXIF tag of phones and cameras says, in training and evaluation; false: as they are
+    stored, which torchvision's folders and the paper's code show
+    """
     max_megapixels: Annotated[float, Allowed(lambda x: 0 < x <= 100, "a number above 0 and up to 100")] = (
         100.0
     )
@@ -228,7 +244,7 @@ class DataSection(Section):
     color_operator: Literal["auto", "graph", "plugin"] = "auto"
     """what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this
     project's operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the
-    plugin where it can be built and the pixels are made on a CPU
+    plugin where it can be built, on a GPU for training only, and if it passes a trial there
     """
     decode_threads: Count | None = None
     """of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
@@ -247,6 +263,16 @@ class DataSection(Section):
     """
     augmentation: AugmentationSection = AugmentationSection()
 
+    @property
+    def validation_table(self) -> str | None:
+        """The CSV that names the validation images, if one does."""
+        return self.validation if is_table(self.validation) else None
+
+    @property
+    def validation_folder(self) -> str | None:
+        """The folder of the validation images, if they have one."""
+        return self.validation if isinstance(self.validation, str) and not is_table(self.validation) else None
+
 
 class ModelSection(Section):
     """The encoder and its projection head: 2048-2048-128 without BatchNorm in the paper."""
@@ -259,42 +285,57 @@ class ModelSection(Section):
     """cifar: first convolution 3x3, stride 1; no max-pool"""
     init: Text | None = None
     """weights that the encoder starts from: a file of torchvision, timm or the authors, an export, or the folder of
-    a run or checkpoint; null: drawn from meta.seed. They are read when a run starts, and never when it is
+    a run or checkpoint; timm: timm's published weights of this network, which timm downloads the first time; null:
+    drawn from meta.seed. They are read when a run starts, and never when it is
     continued
     """
     init_sha256: Sha256 | None = None
-    """of the file in init; null: the checkpoints record it"""
+    """of the file in init, or of timm's tensors; null: the checkpoints record it"""
+    init_heads: Switch = False
+    """take the projection and the prediction head from init too"""
     hidden: Count = 2048
     """width of the projection head's hidden layers"""
     output: Count = 128
     """width of the embedding that the losses see"""
     head_batchnorm: Switch = False
     """BatchNorm in the projection head"""
+    head_layers: Literal[2, 3] = 2
+    """linear layers of the projection head; PAWS has 3"""
+    prediction_head: Switch = False
+    """PAWS: a head on the projection, output -> output / 4 -> output with BatchNorm, whose outputs predict"""
     sync_batchnorm: Switch = True
     """BatchNorm statistics over all processes"""
-    fused_batchnorm: Switch = False
-    """BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; off until
-    it has been measured on a GPU; no effect on a CPU
+    fused_batchnorm: AutoSwitch = "auto"
+    """BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; no effect on a
+    CPU. auto: where a trial on this machine has shown that they are right and not slower
     """
-    batchnorm_communicator: Literal["shared"] = Field(default="shared", exclude=True)
-    """configs of older versions have this key; all runs now do what shared did"""
+
+    @property
+    def head(self) -> tuple[int, int, bool, int, bool]:
+        """The heads' settings, in the order of `models.resnet.build_model`'s arguments."""
+        return self.hidden, self.output, self.head_batchnorm, self.head_layers, self.prediction_head
 
 
 class CriterionSection(Section):
     """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
-    instance: Literal["nt_xent", "swav", "none"] = "nt_xent"
-    """loss of unlabeled images; none: learn from labeled images alone"""
-    supervision: Literal["suncet", "cross_entropy", "sup_con"] = "suncet"
-    """loss of labeled images; sup_con: L_sup_out of the paper"""
+    instance: Literal["nt_xent", "swav", "paws", "none"] = "nt_xent"
+    """loss of unlabeled images; paws: their classes by the labeled images near them; none: learn from labeled images
+    alone
+    """
+    supervision: Literal["suncet", "cross_entropy", "sup_con", "none"] = "suncet"
+    """loss of labeled images; sup_con: L_sup_out of the paper; none: only with instance: paws, and the default there
+    """
     temperature: Positive
-    """tau of all contrastive losses and of SwAV"""
+    """tau of all contrastive losses, of SwAV and of PAWS"""
     unsupervised_batch_size: Images
     """unlabeled images over all processes; 0 with none"""
     classes_per_batch: CountOrZero = 0
-    """classes in a labeled batch, the same on all processes"""
+    """classes in a labeled batch over all processes"""
     supervised_imgs_per_class: Images = 0
     """labeled images of each class over all processes"""
+    supervised_views: Count = 1
+    """random views of each labeled image in an update"""
     supervised_epochs: Epochs = 0
     """supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of
     its loss stop falling (plateau_epochs, plateau_gain)
@@ -323,19 +364,28 @@ class CriterionSection(Section):
     fp16, whose outputs have 7 or 10 bits; behind fp32 it is fp32. Sums are always float32
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _supervision_of_paws(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("instance") == "paws":
+            return {"supervision": "none", **values}
+        return values
+
     @property
     def supervised(self) -> bool:
-        """Whether supervision is on for at least one step."""
+        """Whether there are labeled images in at least one step."""
         return self.supervised_epochs != 0
 
     @property
     def contrasts_labels(self) -> bool:
         """Whether labeled images are contrasted with each other, so that each needs a positive."""
-        return self.supervised and self.supervision != "cross_entropy"
+        return self.supervised and self.supervision in ("suncet", "sup_con")
 
 
 class SwavSection(Section):
-    """Read with criterion.instance: swav. The two large crops are data.augmentation's; the defaults are SwAV's."""
+    """Read with criterion.instance: swav, the small crops also with paws. The two large crops are data.augmentation's;
+    the defaults are SwAV's.
+    """
 
     prototypes: Prototypes = 3000
     """number of prototypes"""
@@ -353,9 +403,26 @@ class SwavSection(Section):
     """area of a small crop, as a share of the image's"""
 
 
-class OptimizationSection(Section):
-    """LARS and its schedule. The defaults are the paper's: every parameter is scaled and decayed alike."""
+class PawsSection(Section):
+    """Read with criterion.instance: paws. The defaults are PAWS's; its small crops are those of swav."""
 
+    sharpen: Share = 0.25
+    """temperature T that sharpens a target; 1: as it is"""
+    smoothing: Momentum = 0.1
+    """share of a label that is spread over all classes"""
+    me_max: Switch = True
+    """push the mean of the sharpened predictions to the prior"""
+    prior: Literal["uniform", "labels"] = "uniform"
+    """share of each class among the unlabeled images; labels: that among the labeled ones, for unbalanced classes"""
+
+
+class OptimizationSection(Section):
+    """The optimizer and its schedule. The defaults are the paper's: LARS scales and decays every parameter alike."""
+
+    optimizer: Literal["lars", "adamw", "sgd"] = "lars"
+    """lars: for batches of thousands; adamw: for smaller ones and for timm's transformers, with lr near 0.001 and a
+    weight decay of 0.01 to 0.1, which lr scales; sgd: with momentum. adamw and sgd are torch's fused ones
+    """
     epochs: Count | None = None
     """passes over the unlabeled images"""
     steps: Count | None = None
@@ -371,17 +438,19 @@ class OptimizationSection(Section):
     legacy_schedule: Switch = False
     """the authors' first release: lr rises again at the end"""
     momentum: Momentum = 0.9
-    """momentum of SGD"""
+    """momentum; of adamw: beta 1, with a beta 2 of 0.999"""
     weight_decay: NotNegative = 1e-6
-    """added to the gradient before LARS scales it"""
+    """lars: added to the gradient before it is scaled; sgd: added to the gradient; adamw: lr times it is taken off the
+    weight
+    """
     trust_coefficient: Positive = 0.001
-    """LARS' local learning rate"""
+    """lars: its local learning rate"""
     nesterov: Switch = False
-    """Nesterov momentum"""
+    """lars, sgd: Nesterov momentum"""
     lr_in_momentum: Switch = False
-    """true: the learning rate is inside the momentum buffer"""
+    """lars: true: the learning rate is inside the momentum buffer"""
     exclude_bias_and_norm: Switch = False
-    """true: SGD without weight decay for biases and BatchNorm"""
+    """true: no weight decay for biases and normalization layers; lars updates them by plain SGD"""
 
 
 class LoggingSection(Section):
@@ -426,6 +495,12 @@ class EvaluationSection(Section):
 class FinetuneSection(Section):
     """`fastsuncet finetune`: encoder and new classifier on the labeled images (paper, App. B, 10 % of ImageNet)."""
 
+    head: Literal["linear", "zero"] = "linear"
+    """what the classifier starts from. zero: zeros, as in the paper; linear: the linear fit on the frozen features
+    (Kumar et al. 2022, 2202.10054). The rate is then bounded by the features' scale, a batch has at most all labels,
+    there are at least 300 updates, and the result is the mean of the first and the last weights (Wortsman et al. 2022,
+    2109.01903)
+    """
     epochs: Count = 30
     """passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90"""
     batch_size: Images = 4096
@@ -449,8 +524,8 @@ class FinetuneSection(Section):
 class LinearSection(Section):
     """`fastsuncet evaluate linear`: logistic regression on frozen features."""
 
-    strength: Positive = 1.0
-    """inverse of the L2 penalty"""
+    strength: Strength = "auto"
+    """inverse of the L2 penalty; auto: chosen by cross-validation on the labeled images"""
     max_iterations: Count = 1000
     """iterations of L-BFGS at most"""
 
@@ -460,8 +535,10 @@ class NpiSection(Section):
 
     temperature: Positive | None = None
     """null: criterion.temperature"""
-    views: Count = 1
-    """random crops of each labeled image that join the supports"""
+    views: CountOrZero = 1
+    """random crops of each labeled image that join the supports; 0: its center crop, as PAWS has it"""
+    features: Literal["encoder", "projection"] = "encoder"
+    """what is compared; projection: the projection head's output, as PAWS has it"""
 
 
 class TransferSection(Section):
@@ -505,6 +582,7 @@ class Sections(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     swav: SwavSection = SwavSection()
+    paws: PawsSection = PawsSection()
     finetune: FinetuneSection = FinetuneSection()
     linear: LinearSection = LinearSection()
     npi: NpiSection = NpiSection()
@@ -549,3 +627,9 @@ DEFAULTS: dict[str, Any] = {
     for key, field in CONFIG.values.items()
     if not field.is_required()
 }
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` of dotted keys with the defaults of all others."""
+    of_paws = {"criterion.supervision": "none"} if values.get("criterion.instance") == "paws" else {}
+    return {**DEFAULTS, **of_paws, **values}

@@ -133,6 +133,5 @@ class RunCost:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's `state`."""
         self.images, self.updates, self.seconds = state["images"], state["updates"], state["seconds"]
-        # The first checkpoints have petaFLOPs only.
-        self.macs = state["macs"] if "macs" in state else round(state["petaflops"] * 1e15 / FLOP_PER_MAC)
+        self.macs = state["macs"]
         self.joules = state.get("joules") if self.meter else None

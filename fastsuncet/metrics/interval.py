@@ -131,12 +131,8 @@ class MetricsInterval:
         return Reading(sums, first_bad, *most.amax(0).tolist())
 
     def restore(self, sums: Tensor, steps: int, rank: int, ranks: int) -> None:
-        """Continue an interval from the (W', V) sums in a checkpoint. With another world size, use their mean.
-
-        Norms that an earlier version did not save are NaN in this interval.
-        """
-        own = sums[rank] if len(sums) == ranks else sums.mean(0)
-        self.sums.fill_(torch.nan)[: len(own)] = own
+        """Continue an interval from the (W', V) sums in a checkpoint. With another world size, use their mean."""
+        self.sums.copy_(sums[rank] if len(sums) == ranks else sums.mean(0))
         self.steps = steps
 
 

@@ -15,6 +15,7 @@ from fastsuncet.console import printable, say_line, survive_lost_output
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "nt_xent": (".4f", lambda loss: f"nt_xent {loss:.2f}"),
     "swav": (".4f", lambda loss: f"swav {loss:.2f}"),
+    "paws": (".4f", lambda loss: f"paws {loss:.2f}"),
     "suncet": (".4f", lambda loss: f"suncet {loss:.2f}"),
     "cross_entropy": (".4f", lambda loss: f"cross-entropy {loss:.2f}"),
     "sup_con": (".4f", lambda loss: f"L_sup_out {loss:.2f}"),

@@ -12,7 +12,7 @@ from fastsuncet.errors import ConfigError
 
 
 class Tracker(Protocol):
-    """What MetricsWriter calls."""
+    """What MetricsWriter calls, with at least one scalar. What a call raises ends the tracker and no run."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def flush(self) -> None: ...
@@ -91,7 +91,7 @@ class MLflow:
         except ImportError as error:
             raise _missing(f"logging.mlflow is {experiment!r}", "mlflow", error) from error
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        self._client, self._metric, self._say = MlflowClient(tracking_uri=uri), Metric, say
+        self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment)
         mark = _run_id(folder)
@@ -114,14 +114,10 @@ class MLflow:
         """Do nothing: a checkpoint must not wait for a server."""
 
     def close(self) -> None:
-        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
-
-        try:
-            for sent in self._sent:
-                sent.wait()
-            self._client.set_terminated(self._id)
-        except MlflowException as error:
-            self._say(f"MLflow did not get all metrics ({error}); metrics.jsonl has them")
+        """Wait until all is sent. Raises MlflowException for what could not be sent."""
+        for sent in self._sent:
+            sent.wait()
+        self._client.set_terminated(self._id)
 
 
 def _run_id(folder: Path) -> str:

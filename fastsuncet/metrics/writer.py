@@ -14,18 +14,19 @@ Floats are written with the digits that give the same float back. JSON has no Na
 "nonfinite": {"suncet": "nan"} keeps it; the table has nan, inf and -inf. `read` restores them.
 """
 
+import contextlib
 import csv
 import io
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import Say, say_line
-from fastsuncet.errors import CheckpointError
+from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.metrics.trackers import MLflow, TensorBoard, Tracker, WeightsAndBiases
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
@@ -38,7 +39,8 @@ class MetricsWriter:
     files continue from there: lines of later steps, and a line cut by a kill, are moved aside, and one line reports it.
     If that step is not `evaluated`, so is the line of its evaluation, which will be written again. None is a fresh
     start: all lines are moved aside. `tensorboard`, `wandb` (a project's name) and `mlflow` (an experiment's) add
-    those trackers; ConfigError if their packages are missing. Raises CheckpointError if the disk is full.
+    those trackers; ConfigError if their packages are missing. A tracker that fails is left out from then on, and a line
+    says why: no run ends for it. Raises CheckpointError if the disk is full.
     """
 
     def __init__(
@@ -55,21 +57,23 @@ class MetricsWriter:
     ):
         self.folder = Path(folder)
         self.columns = tuple(columns)
+        self._say = say
         self._trackers: list[Tracker] = []
         try:
             atomic_files.make_folder(self.folder)
             # Before the files change: a missing package must not leave a run half set back.
-            if tensorboard:
-                self._trackers.append(TensorBoard(self.folder, resume_step))
-            if wandb:
-                self._trackers.append(WeightsAndBiases(wandb, self.folder, say))
-            if mlflow:
-                self._trackers.append(MLflow(mlflow, self.folder, say))
+            with self._surviving(TensorBoard):
+                self._trackers += [TensorBoard(self.folder, resume_step)] if tensorboard else []
+            with self._surviving(WeightsAndBiases):
+                self._trackers += [WeightsAndBiases(wandb, self.folder, say)] if wandb else []
+            with self._surviving(MLflow):
+                self._trackers += [MLflow(mlflow, self.folder, say)] if mlflow else []
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
-            self._jsonl = open(self.folder / JSONL, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
-            self._csv = open(self.folder / CSV, "ab", buffering=0)  # noqa: SIM115
+            self._jsonl, self._csv = (
+                os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC) for name in (JSONL, CSV)
+            )
         except OSError as error:
             raise self._refusal(error) from error
 
@@ -93,24 +97,46 @@ class MetricsWriter:
         except OSError as error:
             raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
-        for tracker in self._trackers:
-            tracker.write(record["step"], scalars)
+        if scalars:
+            self._tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
     def sync(self) -> None:
         """Wait until every line is on the disk. Call it before a checkpoint, which promises them."""
         try:
-            os.fsync(self._jsonl.fileno())
-            os.fsync(self._csv.fileno())
+            os.fsync(self._jsonl)
+            os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        for tracker in self._trackers:
-            tracker.flush()
+        self._tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""
-        for resource in (self._jsonl, self._csv, *self._trackers):
-            resource.close()
+        os.close(self._jsonl)
+        os.close(self._csv)
+        self._tell(lambda tracker: tracker.close())
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        """Call `call` with every tracker, and keep those with which it succeeds."""
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            with self._surviving(type(tracker)):
+                call(tracker)
+                self._trackers.append(tracker)
+
+    @contextlib.contextmanager
+    def _surviving(self, tracker: type[Tracker]) -> Iterator[None]:
+        """Print an error of a tracker inside in place of raising it: the files here have all that it gets."""
+        try:
+            yield
+        except ConfigError:  # a missing package
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self._say(
+                f"{tracker.__name__} failed and gets no more numbers ({type(error).__name__}: {reason}); "
+                f"{JSONL} has them all"
+            )
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -171,7 +197,7 @@ def _move_later_lines(
     if moved:
         # Write them there before removing them here: a kill in between leaves them twice, and loses none.
         with open(folder / SUPERSEDED, "ab", buffering=0) as stream:
-            _append(stream, b"".join(moved))
+            _append(stream.fileno(), b"".join(moved))
             os.fsync(stream.fileno())
         start = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
         note = f", {cut} of them cut off" if cut else ""
@@ -180,10 +206,10 @@ def _move_later_lines(
     return kept
 
 
-def _append(stream: BinaryIO, payload: bytes) -> None:
+def _append(descriptor: int, payload: bytes) -> None:
     rest = memoryview(payload)
     while rest:  # a full disk takes a part, and the next call raises
-        rest = rest[stream.write(rest) :]
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> bytes:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from fastsuncet.errors import ConfigError
 from fastsuncet.models.resnet import build_model
@@ -28,7 +27,7 @@ _BATCH = 2  # images of the counted pass: BatchNorm in the head needs more than 
 class NetworkCost:
     """What one image costs in a forward pass, and what the network holds."""
 
-    macs: int  # encoder and head
+    macs: int  # encoder and heads
     encoder_macs: int
     parameters: int
     cast_parameters: int  # of convolutions and linear layers: autocast copies them to 16 bits
@@ -38,7 +37,14 @@ class NetworkCost:
 
 @functools.cache
 def network_cost(
-    name: str, stem: str, size: int, hidden: int = 2048, output: int = 128, head_batchnorm: bool = False
+    name: str,
+    stem: str,
+    size: int,
+    hidden: int = 2048,
+    output: int = 128,
+    head_batchnorm: bool = False,
+    head_layers: int = 2,
+    prediction_head: bool = False,
 ) -> NetworkCost:
     """Count one forward pass of `build_model`'s network on images of `size` pixels, on the meta device.
 
@@ -46,7 +52,10 @@ def network_cost(
     and its head have 4.0871 + 0.0045 GMAC at 224 px, 1.2978 + 0.0045 at 32 px with the CIFAR stem. Raises ConfigError
     for a network that does not take this size.
     """
-    model = build_model(name, "torchvision", stem, hidden, output, head_batchnorm, device="meta")
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
+    head = (hidden, output, head_batchnorm, head_layers, prediction_head)
+    model = build_model(name, "torchvision", stem, *head, device="meta")
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
@@ -133,10 +142,12 @@ def memory_estimate(
     size: int,
     hidden: int,
     output: int,
+    head_batchnorm: bool = False,
+    head_layers: int = 2,
+    prediction_head: bool = False,
     *,
     samples: int,
     precision: str = "bf16",
-    head_batchnorm: bool = False,
 ) -> Memory:
     """Return the bytes that one rank needs to train on `samples` samples (views and labeled images) per step.
 
@@ -145,7 +156,7 @@ def memory_estimate(
     with gradient_as_bucket_view the buckets are the gradients; without, add their size again.
     """
     half = {"bf16": True, "fp16": True, "fp32": False}[precision]
-    cost = network_cost(name, stem, size, hidden, output, head_batchnorm)
+    cost = network_cost(name, stem, size, hidden, output, head_batchnorm, head_layers, prediction_head)
     parameters = 4 * cost.parameters
     kept = cost.activations * (2 if half else 4) + 8 * cost.indices
     images = 3 * size**2 * 4 if half else 0  # in float32 the batch is what the first convolution keeps

@@ -6,10 +6,11 @@ blurred: timm's resnetaa and resnetblur look like a plain ResNet. Only tensors a
 code in the file is run.
 """
 
+import hashlib
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ from fastsuncet.models.resnet import WIDTHS, build_model
 # Where trainers put the network in their files: the authors, torchvision's references and timm, many others.
 WRAPPINGS = ("encoder", "state_dict", "model", "model_state_dict", "state_dict_ema", "model_ema")
 TRUNK = re.compile(r"(conv1|bn1|layer\d+)\.")
-HEADS = re.compile(r"(fc|pred|head|classifier|prototypes|projection_head)\.")  # on top of the trunk
+HEADS = re.compile(r"(fc|pred|predictor|head|classifier|prototypes|projection_head)\.")  # on top of the trunk
+# The layers of PAWS's heads in its authors' files -> here.
+PAWS_HEAD = {"fc1": "0", "bn1": "1", "fc2": "3", "bn2": "4", "fc3": "6"}
+PAWS_PREDICTOR = {"bn1": "0", "fc1": "1", "bn2": "2", "fc2": "4"}
+MOST_BYTES = 20 << 30  # of a file of weights; torch.load reads it whole
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STATISTICS = ("running_mean", "running_var")
 KNOWN = f"fastsuncet has {', '.join(WIDTHS)}, as torchvision builds them"
@@ -42,6 +47,8 @@ class Weights:
     stem: str  # "imagenet" or "cifar"
     encoder: dict[str, Tensor]  # torchvision's names, without fc
     classifier: tuple[Tensor, Tensor] | None  # fc: weight (C, width), bias (C,); None: no or another head
+    head: dict[str, Tensor] = field(default_factory=dict)  # of the projection head; empty: none
+    predictor: dict[str, Tensor] = field(default_factory=dict)  # of PAWS's prediction head
 
 
 def read_weights(path: Path) -> Weights:
@@ -59,7 +66,7 @@ def read_weights(path: Path) -> Weights:
     _refuse_odd(path, tensors)
     name = _name_of(path, trunk)
     stem = "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
-    return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]))
+    return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]), *heads(tensors))
 
 
 def read_weights_of(name: str, path: Path) -> Weights:
@@ -85,14 +92,22 @@ def read_weights_of(name: str, path: Path) -> Weights:
     trunk = {key: x for key, x in tensors.items() if key not in (f"{head}.weight", f"{head}.bias")}
     weight, bias = tensors.get(f"{head}.weight"), tensors.get(f"{head}.bias")
     classifier = None if weight is None or bias is None else (weight.float(), bias.float())
-    return Weights(name, "imagenet", trunk, classifier)
+    return Weights(name, "imagenet", trunk, classifier, *heads(tensors))
 
 
 def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Load `tensors` into `encoder`, all of them or none.
+    """Load `tensors` into `encoder`, all of them or none. Raises as `require_fit`, and for values not finite."""
+    require_fit(encoder, tensors, source)
+    broken = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
+    if broken:
+        raise CheckpointError(f"{source} has weights that are not finite numbers: {_first(broken)}")
+    encoder.load_state_dict({**encoder.state_dict(), **tensors})
 
-    num_batches_tracked can be missing, as in files from before it existed: nothing here reads it. Raises
-    CheckpointError with every key that does not fit.
+
+def require_fit(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise CheckpointError with every key of `tensors` that does not fit `encoder`, which needs no memory.
+
+    num_batches_tracked can be missing, as in files from before it existed: nothing here reads it.
     """
     own = encoder.state_dict()
     missing = [key for key in own if key not in tensors and not key.endswith("num_batches_tracked")]
@@ -112,10 +127,6 @@ def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None
     problems += other_shapes[:_SHOWN]
     if problems:
         raise CheckpointError("\n  ".join([f"{source} does not fit the network:", *problems]))
-    broken = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
-    if broken:
-        raise CheckpointError(f"{source} has weights that are not finite numbers: {_first(broken)}")
-    encoder.load_state_dict({**own, **tensors})
 
 
 _SHOWN = 4  # keys named in a message; the rest are counted
@@ -126,6 +137,19 @@ def _first(keys: Iterable[str]) -> str:
     keys = list(keys)
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more
+
+
+def digest_of(path: Path) -> str:
+    """Return the sha256 of a file of weights. Raises CheckpointError for one that is larger than any network."""
+    if path.stat().st_size > MOST_BYTES:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size / 1e9:,.0f} GB, and files of weights have at most {MOST_BYTES / 1e9:,.0f}"
+        )
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> Any:
@@ -188,7 +212,24 @@ def _network(path: Path, content: Any) -> dict[str, Tensor]:
             f"{path} holds {len(prefixes)} networks, under {_first(prefixes)}. Write the one you want to its own file"
         )
     (prefix,) = prefixes
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    # The heads of this project's checkpoints are beside the encoder.
+    return found | {key: x for key, x in tensors.items() if key.startswith(("head.", "predictor."))}
+
+
+def heads(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of the projection head and of the prediction head, by the keys of `Model.head`, `.predictor`.
+
+    They are `head.0.weight` in this project, `fc.0.weight` in SuNCEt's first release, `fc.fc1.weight` in PAWS's.
+    """
+    projection, prediction = {}, {}
+    for key, tensor in tensors.items():
+        part, layer, name = (*key.split(".", 2), "", "")[:3]
+        if part in ("fc", "head") and name:
+            projection[f"{PAWS_HEAD.get(layer, layer)}.{name}"] = tensor
+        elif part in ("pred", "predictor") and name:
+            prediction[f"{PAWS_PREDICTOR.get(layer, layer)}.{name}"] = tensor
+    return projection, prediction
 
 
 def _refuse_odd(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -205,6 +246,8 @@ def _odd(tensor: Tensor) -> str:
         return "without values, on the device meta"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return "quantized" if tensor.is_quantized else str(tensor.layout)
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        return f"expanded from fewer values to {tensor.nbytes / 1e9:,.1f} GB"
     counts = tensor.ndim == 0 and tensor.dtype == torch.int64  # num_batches_tracked
     return "" if counts or tensor.dtype in FLOATS else str(tensor.dtype)
 
@@ -221,7 +264,9 @@ def _structure(keys: Iterable[str]) -> tuple[tuple[int, ...], bool]:
 def _name_of(path: Path, trunk: Mapping[str, Tensor]) -> str:
     """Return the name of the network with this structure; `fill` then compares every shape."""
     for name in WIDTHS:
-        if _structure(build_model(name, device="meta").encoder.state_dict()) == _structure(trunk):
+        if _structure(build_model(name, stem="cifar", device="meta").encoder.state_dict()) == _structure(
+            trunk
+        ):
             return name
     blocks, bottleneck = _structure(trunk)
     raise CheckpointError(

@@ -2,19 +2,18 @@
 
 Shapes: B images of (3, S, S) -> encoder output h (B, width) -> head output z (B, output). The losses use z;
 everything after pre-training (fine-tuning, linear classifier, nearest neighbors) uses h and drops the head.
-Two methods have one more layer: cross-entropy a classifier on h, SwAV prototypes on z.
+Some methods have one more part: cross-entropy a classifier on h, SwAV prototypes on z, PAWS a prediction head on z.
 
 The encoder's state_dict has torchvision's names for both libraries, so its weights load wherever those of a
 `torchvision.models.resnet50` without `fc` do.
 """
 
 import math
+from collections.abc import Mapping
 
-import timm
 import torch
-import torchvision
+import torch.nn.functional as F
 from torch import nn
-from torchvision.models.resnet import BasicBlock
 
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import timm_backbone
@@ -27,8 +26,8 @@ class Model(nn.Module):
     """An encoder and a projection head (paper section 4; 23,508,032 + 4,458,624 parameters for a ResNet-50).
 
     `encoder` maps (B, 3, S, S) to (B, width); its keys are torchvision's, `fc` is an identity. `head` is
-    Linear - ReLU - Linear with keys 0.* and 2.*. Move the model to its device and to channels-last before you
-    build an optimizer, whose state copies the layout that it finds.
+    Linear - ReLU - Linear with keys 0.* and 2.*, or has one more layer. Move the model to its device and to
+    channels-last before you build an optimizer, whose state copies the layout that it finds.
     """
 
     def __init__(
@@ -38,6 +37,7 @@ class Model(nn.Module):
         width: int,
         classifier: nn.Linear | None = None,  # (B, width) -> (B, C), SimCLR + cross-entropy
         prototypes: nn.Linear | None = None,  # (B, output) -> (B, K) without bias, SwAV
+        predictor: nn.Module | None = None,  # (B, output) -> (B, output), PAWS
     ):
         super().__init__()
         self.encoder = encoder
@@ -45,14 +45,39 @@ class Model(nn.Module):
         self.width = width
         self.classifier = classifier
         self.prototypes = prototypes
+        self.predictor = predictor
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Map images (B, 3, S, S) to representations h (B, width), which are kept after pre-training."""
         return self.encoder(images)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images (B, 3, S, S) to projections z (B, output), not normalized: the losses take the cosine."""
-        return self.head(self.encoder(images))
+        """Map images (B, 3, S, S) to projections z (B, output), with a predictor to predictions (B, output).
+
+        They are not normalized: the losses take the cosine.
+        """
+        z = self.head(self.encoder(images))
+        return z if self.predictor is None else self.predictor(z)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut: torchvision's block, with its keys, without the import of torchvision."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = None if inputs == outputs else _shortcut(inputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, inputs, S, S) to (B, outputs, S, S), or to half the side where the widths differ."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(x.add_(shortcut))
 
 
 class TinyResNet(nn.Module):
@@ -68,8 +93,8 @@ class TinyResNet(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool: nn.Module = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         self.layer1 = nn.Sequential(BasicBlock(16, 16))
-        self.layer2 = nn.Sequential(BasicBlock(16, 32, stride=2, downsample=_shortcut(16, 32)))
-        self.layer3 = nn.Sequential(BasicBlock(32, 64, stride=2, downsample=_shortcut(32, 64)))
+        self.layer2 = nn.Sequential(BasicBlock(16, 32))
+        self.layer3 = nn.Sequential(BasicBlock(32, 64))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Identity()
 
@@ -85,7 +110,55 @@ def _shortcut(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
 
 
-WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "resnet_tiny": 64}  # of h
+class WideResNet(nn.Module):
+    """WRN-28-2 as PAWS has it for CIFAR-10: three stages of four pre-activation blocks; 128-wide output.
+
+    facebookresearch/suncet 731547d, without its biases of convolutions: a BatchNorm behind each takes them away. As
+    there, the second convolution of a block has the stride.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = _convolution(3, 16)
+        self.layer1 = nn.Sequential(WideBlock(16, 32), *(WideBlock(32, 32) for _ in range(3)))
+        self.layer2 = nn.Sequential(WideBlock(32, 64, stride=2), *(WideBlock(64, 64) for _ in range(3)))
+        self.layer3 = nn.Sequential(WideBlock(64, 128, stride=2), *(WideBlock(128, 128) for _ in range(3)))
+        self.bn1 = nn.BatchNorm2d(128)
+        self.relu = nn.ReLU(inplace=True)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Identity()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (B, 3, S, S) to (B, 128)."""
+        x = self.layer3(self.layer2(self.layer1(self.conv1(images))))
+        return self.fc(self.avgpool(self.relu(self.bn1(x))).flatten(1))
+
+
+class WideBlock(nn.Module):
+    """A residual block whose BatchNorms and ReLUs are before its convolutions."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.conv1 = _convolution(inputs, outputs)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.conv2 = _convolution(outputs, outputs, stride)
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
+        inner = self.conv1(F.relu(self.bn1(x)))
+        return self.conv2(F.relu(self.bn2(inner))) + self.shortcut(x)
+
+
+def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+
+
+# Of h.
+WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "wide_resnet28w2": 128, "resnet_tiny": 64}
+OWN = ("resnet_tiny", "wide_resnet28w2")  # in neither library
 
 
 def width_of(name: str) -> int:
@@ -96,11 +169,17 @@ def width_of(name: str) -> int:
 def _encoder(name: str, library: str, stem: str) -> nn.Module:
     if name.startswith(timm_backbone.PREFIX):
         return timm_backbone.create(name, "meta")
+    if name == "wide_resnet28w2":
+        return WideResNet()
     if name == "resnet_tiny":
         encoder = TinyResNet()
     elif library == "timm":
+        import timm
+
         encoder = timm.create_model(name, pretrained=False, num_classes=0)
     else:
+        import torchvision  # seconds, and torch._dynamo with it
+
         encoder = torchvision.models.get_model(name, weights=None)
         encoder.fc = nn.Identity()
     if stem == "cifar":
@@ -111,11 +190,35 @@ def _encoder(name: str, library: str, stem: str) -> nn.Module:
     return encoder
 
 
-def _projection_head(width: int, hidden: int, output: int, batchnorm: bool) -> nn.Sequential:
-    # Appendix H says only "before the final layer"; SimCLR and SwAV have it before the ReLU. The keys become
+def _projection_head(width: int, hidden: int, output: int, batchnorm: bool, layers: int) -> nn.Sequential:
+    # Appendix H says only "before the final layer"; SimCLR, SwAV and PAWS have it before the ReLU. The keys become
     # 0.*, 1.* (BatchNorm) and 3.*, so neither head can be loaded into the other by mistake.
-    norm = [nn.BatchNorm1d(hidden)] if batchnorm else []
-    return nn.Sequential(nn.Linear(width, hidden), *norm, nn.ReLU(inplace=True), nn.Linear(hidden, output))
+    inner: list[nn.Module] = []
+    for inputs in [width, *[hidden] * (layers - 2)]:
+        norm = [nn.BatchNorm1d(hidden)] if batchnorm else []
+        inner += [nn.Linear(inputs, hidden), *norm, nn.ReLU(inplace=True)]
+    return nn.Sequential(*inner, nn.Linear(hidden, output))
+
+
+def projection_head_of(tensors: Mapping[str, torch.Tensor]) -> nn.Sequential | None:
+    """Return a projection head, not filled, whose state_dict has these keys and shapes; None if no such head has."""
+    weights = [tensor for _, tensor in sorted(tensors.items()) if tensor.ndim == 2]
+    if len(weights) not in (2, 3):
+        return None
+    (hidden, width), output = weights[0].shape, len(weights[-1])
+    return _projection_head(width, hidden, output, "1.running_mean" in tensors, len(weights))
+
+
+def _prediction_head(output: int) -> nn.Sequential:
+    """Return PAWS's: it begins with a BatchNorm and is a fourth as wide inside."""
+    narrow = max(1, output // 4)
+    return nn.Sequential(
+        nn.BatchNorm1d(output),
+        nn.Linear(output, narrow),
+        nn.BatchNorm1d(narrow),
+        nn.ReLU(inplace=True),
+        nn.Linear(narrow, output),
+    )
 
 
 @torch.no_grad()
@@ -150,7 +253,10 @@ def build_model(
     hidden: int = 2048,
     output: int = 128,
     head_batchnorm: bool = False,
+    head_layers: int = 2,
+    prediction_head: bool = False,
     *,
+    predicts: bool = False,
     classes: int | None = None,
     prototypes: int | None = None,
     seed: int = 0,
@@ -158,10 +264,13 @@ def build_model(
 ) -> Model:
     """Build the paper's network in float32: encoder `name` from `library`, and its projection head.
 
-    name: resnet50 (the paper's), resnet34, resnet18, resnet_tiny (TinyResNet, for tests and the demo), or timm/NAME.
+    name: resnet50 (the paper's), resnet34, resnet18, wide_resnet28w2 (PAWS's for CIFAR-10, whose stem is "cifar"),
+        resnet_tiny (TinyResNet, for tests and the demo), or timm/NAME.
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
-    head_batchnorm adds one before the ReLU (paper Appendix H, where L_sup_out did not converge without).
+    head_batchnorm adds one before the ReLU (paper Appendix H, where L_sup_out did not converge without);
+    head_layers: 2, or 3 with one more Linear(hidden, hidden) - ReLU.
+    prediction_head: PAWS's, on z; predicts: without such a head z itself predicts.
     classes: outputs of a linear classifier on h; prototypes: outputs of a bias-free one on z; None: no such layer.
 
     The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
@@ -176,18 +285,23 @@ def build_model(
         raise ConfigError(f"model.library: {library!r} is not one of {', '.join(LIBRARIES)}")
     if stem not in STEMS:
         raise ConfigError(f"model.stem: {stem!r} is not one of {', '.join(STEMS)}")
-    if name == "resnet_tiny" and library != "torchvision":
-        raise ConfigError(f"model.library: {library} has no resnet_tiny; set model.library to torchvision")
+    if name in OWN and library != "torchvision":
+        raise ConfigError(f"model.library: {library} has no {name}; set model.library to torchvision")
+    if name == "wide_resnet28w2" and stem != "cifar":
+        raise ConfigError(
+            f"model.stem: wide_resnet28w2 is for small images, and has no {stem}; set it to cifar"
+        )
 
     # Shapes only: the libraries would draw weights, which costs seconds and moves the global random state.
     with torch.device("meta"):
         width = width_of(name)
         model = Model(
             _encoder(name, library, stem),
-            _projection_head(width, hidden, output, head_batchnorm),
+            _projection_head(width, hidden, output, head_batchnorm, head_layers),
             width,
             None if classes is None else nn.Linear(width, classes),
             None if prototypes is None else nn.Linear(output, prototypes, bias=False),
+            _prediction_head(output) if prediction_head else nn.Identity() if predicts else None,
         )
     if torch.device(device).type == "meta":
         return model

@@ -1,14 +1,18 @@
 """Backbones of timm by name: `model.name: timm/NAME`, any network that maps images to one vector.
 
-Nothing is downloaded. Networks that can take images of any size by resampling their position embedding do so.
+Only `published` downloads anything. Networks that can take images of any size by resampling their position embedding
+do so.
 """
 
 import functools
+import socket
+import urllib.parse
+import urllib.request
 from difflib import get_close_matches
 from typing import Any
 
-import timm
 import torch
+from huggingface_hub import constants
 from torch.nn.modules.dropout import _DropoutNd
 
 from fastsuncet.errors import ConfigError
@@ -24,6 +28,8 @@ def create(name: str, device: str, seed: int = 0) -> Any:
     Weights are timm's own initialization, drawn on the CPU from `seed` without the global random state; on "meta" there
     are none. Raises ConfigError for a name that timm does not have, with the nearest ones.
     """
+    import timm  # seconds, only where a network is timm's
+
     known = timm.list_models()
     short = name.removeprefix(PREFIX)
     if short not in known:
@@ -43,6 +49,45 @@ def create(name: str, device: str, seed: int = 0) -> Any:
             if isinstance(getattr(module, rate, None), float):
                 setattr(module, rate, 0.0)
     return network
+
+
+def published(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return timm's published weights of "timm/NAME" or a ResNet of the same name, and timm's record of them.
+
+    The weights are those of the encoder, on the CPU, by timm's names, which for a ResNet are torchvision's. timm
+    downloads them the first time and keeps them. Raises ConfigError for a network without published weights, and where
+    they cannot be had.
+    """
+    import timm
+
+    short = name.removeprefix(PREFIX)
+    if not timm.is_model(short) or not timm.models.is_model_pretrained(short):
+        raise ConfigError(f"model.init: timm {timm.__version__} has no published weights of {short}")
+    # Without a network the downloader tries for a minute, though it may have the file.
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE or not _reachable()
+    try:
+        network: Any = timm.create_model(short, pretrained=True, num_classes=0)
+    except Exception as error:  # of the network, the disk, timm and the hub, which have no common type
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ConfigError(
+            f"model.init: timm's published weights of {short} cannot be downloaded from {constants.ENDPOINT}: "
+            f"{type(error).__name__}: {reason}\nConnect this machine once, or write a file of weights or null in "
+            "model.init"
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+    return network.state_dict(), network.pretrained_cfg
+
+
+def _reachable() -> bool:
+    if urllib.request.getproxies():
+        return True
+    host = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((host.hostname, host.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

@@ -19,31 +19,36 @@ from fastsuncet.console import typed_path
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
-from fastsuncet.models.pretrained_weights import fill, read_weights_of
+from fastsuncet.models import timm_backbone
 
+PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
 Record = dict[str, str]  # path, sha256, and what was loaded and what was not
 
 
-def load(config: Config, encoder: nn.Module, place: Place) -> Record | None:
-    """Fill `encoder` with the weights in model.init, on every rank with what rank 0 reads; return the record.
+def load(config: Config, model: nn.Module, place: Place) -> Record | None:
+    """Fill `model` with the weights in model.init, on every rank with what rank 0 reads; return the record.
 
-    None without model.init. Projection head, classifier and prototypes stay as drawn. Raises ConfigErrors for a path
-    that does not exist, another network than the config's, or another sha256 than model.init_sha256; CheckpointError
-    for a file that cannot be used.
+    None without model.init. Classifier and prototypes stay as drawn, and the heads without model.init_heads. Raises
+    ConfigErrors for a path that does not exist, another network than the config's, or another sha256 than
+    model.init_sha256; CheckpointError for a file that cannot be used.
     """
     if config.model.init is None:
         return None
-    record = on_rank_0(place, lambda: _fill(config, encoder))
+    record = on_rank_0(place, lambda: _fill(config, model))
     with torch.no_grad():
-        for tensor in (*encoder.parameters(), *encoder.buffers()) if place.world_size > 1 else ():
+        for tensor in (*model.parameters(), *model.buffers()) if place.world_size > 1 else ():
             tensor.copy_(broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
     return record
 
 
-def _fill(config: Config, encoder: nn.Module) -> Record:
+def _fill(config: Config, model: nn.Module) -> Record:
+    from fastsuncet.models.pretrained_weights import digest_of, fill, read_weights_of
+
     m = config.model
+    if m.init == PUBLISHED:
+        return _fill_published(config, model.get_submodule("encoder"))
     path = _file(config, typed_path(m.init))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = digest_of(path)
     if m.init_sha256 not in (None, digest):
         raise config.error("model.init_sha256", f"is not the sha256 of {path}, which is {digest}")
     weights = read_weights_of(m.name, path)
@@ -52,13 +57,52 @@ def _fill(config: Config, encoder: nn.Module) -> Record:
             "model.init",
             f"{path} holds a {weights.name}, stem {weights.stem}; model.name is {m.name}, model.stem {m.stem}",
         )
-    fill(encoder, weights.encoder, str(path))
-    left = [f"the classifier of {len(weights.classifier[0])} classes"] if weights.classifier else []
-    note = f"encoder from {path} ({len(weights.encoder)} tensors, sha256 {digest[:12]})"
-    note += (
-        "; not loaded: " + " and ".join([*left, "any projection head"]) + "; the head is drawn from meta.seed"
-    )
+    fill(model.get_submodule("encoder"), weights.encoder, str(path))
+    what, left = "encoder", []
+    if weights.classifier:
+        left.append(f"the classifier of {len(weights.classifier[0])} classes")
+    if m.init_heads:
+        if not weights.head or (m.prediction_head and not weights.predictor):
+            raise config.error(
+                "model.init_heads", f"{path} does not hold the heads of this config; set it to false"
+            )
+        fill(model.get_submodule("head"), weights.head, str(path))
+        if m.prediction_head:
+            fill(model.get_submodule("predictor"), weights.predictor, str(path))
+        what = "encoder and heads"
+    else:
+        left.append("any projection head")
+    note = f"{what} from {path} ({len(weights.encoder)} tensors of the encoder, sha256 {digest[:12]})"
+    if left:
+        note += "; not loaded: " + " and ".join(left)
+    if not m.init_heads:
+        note += "; the head is drawn from meta.seed"
     return {"path": str(m.init), "sha256": digest, "note": note}
+
+
+def _fill_published(config: Config, encoder: nn.Module) -> Record:
+    from fastsuncet.models.pretrained_weights import fill
+
+    m, a = config.model, config.data.augmentation
+    if m.init_heads:
+        raise config.error(
+            "model.init_heads", "must be false with model.init: timm, which has no projection heads"
+        )
+    tensors, about = timm_backbone.published(m.name)
+    source = f"timm's published weights {about['architecture']}.{about.get('tag') or 'default'}"
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.contiguous().numpy().tobytes())
+    if m.init_sha256 not in (None, digest.hexdigest()):
+        raise config.error(
+            "model.init_sha256", f"is not the sha256 of {source}, which is {digest.hexdigest()}"
+        )
+    fill(encoder, tensors, source)
+    note = f"encoder from {source} ({len(tensors)} tensors, sha256 {digest.hexdigest()[:12]})"
+    note += "; the head is drawn from meta.seed"
+    if (a.mean, a.std) != (about["mean"], about["std"]):
+        note += f"; they were trained with data.augmentation.mean {about['mean']} and std {about['std']}"
+    return {"path": PUBLISHED, "sha256": digest.hexdigest(), "note": note}
 
 
 def _file(config: Config, path: Path) -> Path:
@@ -77,7 +121,7 @@ def _file(config: Config, path: Path) -> Path:
 
 def check(config: Config, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's `meta` says that its run began with other weights than `config` says."""
-    m, begun = config.model, meta.get("init")
+    m, begun = config.model, meta["init"]
     other = "Give the new run another logging.write_tag"
     if (begun is None) != (m.init is None):
         started = f"from {begun['path']}" if begun else "without model.init"

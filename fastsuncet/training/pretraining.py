@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from fastsuncet.config import Arithmetic, Config
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream, update_macs
 from fastsuncet.distributed.collectives import broadcast
@@ -33,7 +32,6 @@ SIZES = {
 # Why a setting cannot change, in the message that refuses it.
 NOTES = {
     "meta.precision": " (auto chooses by the hardware; write the checkpoint's to continue on other hardware)",
-    "meta.cuda_graph": " (no GPU has shown yet that a replayed step has the bits of a launched one)",
 }
 
 
@@ -56,12 +54,12 @@ class Pretraining(TrainingTask[Batch]):
         images: Images,
         # `online_knn`: this folder imports nothing of evaluation
         evaluate_online: Callable[..., dict[str, float]],
-        asked: Config | None = None,  # `config` before its switches of speed were chosen
-        speed: dict[str, Any] | None = None,  # the record of that choice, as `tuning.record` makes it
+        asked: Config | None = None,  # `config` before its "auto" was resolved
+        paths: kernel_choice.Paths | None = None,  # as `tuning.verdicts` has settled them
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.evaluate_online = stream, images, evaluate_online
-        self.asked, self.speed = asked or config, speed
+        self.asked, self.paths = asked or config, paths or {}
         o, a = config.optimization, arithmetic
         self.steps, self.steps_per_epoch = a.steps, a.steps_per_epoch
         self.lr = partial(
@@ -78,14 +76,11 @@ class Pretraining(TrainingTask[Batch]):
         self.save_every = tuple(every for every in saves if every)
         self.keep = self.keep_at_end = config.checkpoint.keep
         self.evaluate_every = (config.evaluation.knn_every_epochs or 0) * a.steps_per_epoch
-        own = kernel_choice.prove(config, arithmetic, place.device)
-        self.kernels = kernel_choice.agree(place, own)  # source -> None, or why no rank uses it
-        kernel_choice.check_int32(config, arithmetic, place.device, self.kernels)
         self.model, self.network, self.optimizer, self.setting = build(
-            config, place, len(images.train.classes)
+            config, place, len(images.train.classes), images.split.per_class.tolist()
         )
         self.scaler = self.setting.scaler
-        self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph)
+        self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph is True)
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.terms = methods.terms(config)
         losses = [term for term in self.terms if term != "none"]
@@ -132,20 +127,15 @@ class Pretraining(TrainingTask[Batch]):
         return {
             "config": self.asked.canonical(),
             "epoch": epoch,
+            "classes": list(self.images.train.classes),
             "images": self.fingerprint,
             "sizes": self.sizes,
             "init": self.init,
             **self.contents,
-            **({} if self.speed is None else {"speed": self.speed}),
+            "paths": {path: reason is None for path, reason in self.paths.items()},
         }
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
-        chosen = [(speed or {}).get("chosen", {}) for speed in (meta.get("speed"), self.speed)]
-        if chosen[0] != chosen[1]:
-            raise CheckpointError(
-                f"this run was started with the switches of speed {chosen[0]}, and it would go on with {chosen[1]}: "
-                "continue it by `fastsuncet train`, which reads them from the checkpoint"
-            )
         changed = self.asked.changed_keys(meta["config"])
         if changed:
             lines = [
@@ -163,10 +153,8 @@ class Pretraining(TrainingTask[Batch]):
                 "removed, resized or labeled otherwise). Bring them back, or give the new run another "
                 "logging.write_tag."
             )
-        train, known = self.images.train, self.contents | meta  # earlier versions saved no contents
-        changed = (
-            known["contents"] != self.contents["contents"] or known["changed"] < self.contents["changed"]
-        )
+        train, now = self.images.train, self.contents
+        changed = meta["contents"] != now["contents"] or meta["changed"] < now["changed"]
         if changed and not self.config.data.changed_images:
             which = f"{len(train.changed)} of {len(train)} training images ({train.some(train.changed)})"
             raise CheckpointError(
@@ -174,7 +162,7 @@ class Pretraining(TrainingTask[Batch]):
                 "Bring the files back, set data.changed_images=true to continue on the new ones, or give the new run "
                 "another logging.write_tag."
             )
-        before = meta.get("sizes", self.sizes)  # earlier versions saved none
+        before = meta["sizes"]
         lines = [
             f"{text}: {before[name]:,} in the checkpoint, {self.sizes[name]:,} now"
             for name, text in SIZES.items()
@@ -193,22 +181,16 @@ class Pretraining(TrainingTask[Batch]):
         self.update.close()
 
     def begin(self) -> None:
-        self.init = initial_weights.load(self.config, self.model.get_submodule("encoder"), self.place)
+        self.init = initial_weights.load(self.config, self.model, self.place)
 
     def state(self) -> dict[str, Any]:
-        kernels = {source: reason is None for source, reason in self.kernels.items()}
-        return {"supervision": self.supervision.state(), "kernels": kernels, "init": self.init}
+        return {"supervision": self.supervision.state(), "init": self.init}
 
     def restore(self, values: dict[str, Any]) -> None:
-        self.supervision.restore(values.get("supervision", {}))
-        self.init = values.get("init")
-        before = values.get("kernels", {})  # earlier versions saved none
-        self.kernels, lost = kernel_choice.obey(self.kernels, before, self.place.device)
-        if lost and self.place.first:
-            say_line(f"{', '.join(lost)}: used before and not here, so results are equal up to rounding only")
+        self.supervision.restore(values["supervision"])
+        self.init = values["init"]
 
     @property
     def chosen(self) -> dict[str, Any]:
-        used = [source for source, reason in self.kernels.items() if reason is None]
-        speed = self.speed and {name: value for name, value in self.speed.items() if name != "key"}
-        return {"precision": self.config.meta.precision, "kernels": used, "speed": speed}
+        used = [path for path, reason in self.paths.items() if reason is None]
+        return {"precision": self.config.meta.precision, "paths": used}

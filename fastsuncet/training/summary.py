@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from fastsuncet.config import Arithmetic, Config
@@ -34,14 +35,20 @@ def summary(
     if a.small_views:
         parts = [f"({a.large_views} + {a.small_views} small) x {a.global_unlabeled:,} unlabeled"]
     if a.supervised_steps:
-        parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled")
+        several = f" x {a.labeled_views} views" if a.labeled_views > 1 else ""
+        parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled{several}")
     ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
     view = f"6 x {macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
     update = petaflops(update_macs(config, a, a.supervised_steps > 0), 1)
     epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a), 1)
     memory = step_memory(config, a)
+    feed = feed_memory(config, a, None if images is None else images.train.sizes)
     size = f"{memory.total / 1e9:.3g} GB ({memory.activations / 1e9:.3g} GB of it activations)"
     loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
+    if c.instance == "paws":
+        p = config.paws
+        loss = f"temperature {c.temperature:g}, targets sharpened by {p.sharpen:g}, labels smoothed by {p.smoothing:g}"
+        loss += f", me-max with a prior that is {p.prior}" if p.me_max else ""
     pieces = len(a.pieces(a.supervised_steps > 0))
     part, twice = "the whole batch", ""
     if pieces > 1:
@@ -57,7 +64,10 @@ def summary(
             "compute",
             f"{view}: {update:.4g} petaFLOPs an update{twice}, {epoch:.4g} an epoch, {whole:.4g} the run",
         ),
-        ("memory", f"about {size} a process for the step (an estimate)"),
+        (
+            "memory",
+            f"about {size} a process for the step, and {feed / 1e9:.3g} GB for the images read ahead (estimates)",
+        ),
         ("norm", describe(a.world_size, shared=config.model.sync_batchnorm, part=part)),
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
@@ -76,9 +86,9 @@ def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
     small = a.small_views * unlabeled
 
     def estimate(size: int, samples: int) -> Memory:
-        network = (m.name, m.stem, size, m.hidden, m.output)
-        precision, batchnorm = config.meta.precision, m.head_batchnorm
-        return memory_estimate(*network, samples=samples, precision=precision, head_batchnorm=batchnorm)
+        return memory_estimate(
+            m.name, m.stem, size, *m.head, samples=samples, precision=config.meta.precision
+        )
 
     size = config.data.augmentation.size
     large = estimate(size, a.large_views * unlabeled + labeled)
@@ -91,7 +101,34 @@ def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
     # Under DDP the sum over pieces is a copy beside the buckets.
     copies = 2 if more and a.world_size > 1 else 1
     activations += large.activations + 12 * waiting
-    return replace(large, activations=activations, gradients=copies * large.gradients)
+    moments = 2 if config.optimization.optimizer == "adamw" else 1
+    gradients, momentum = copies * large.gradients, moments * large.momentum
+    return replace(large, activations=activations, gradients=gradients, momentum=momentum)
+
+
+def feed_memory(config: Config, arithmetic: Arithmetic, sizes: np.ndarray | None) -> int:
+    """Return about how many bytes one process's images take before the step, where they are decoded.
+
+    `sizes` are the heights and widths of all images, (N, 2); None: ImageNet's mean. Each of the steps read ahead, and
+    the one that is worked on, holds the decoded images and the views in uint8 and float32.
+    """
+    a, side = arithmetic, config.data.augmentation.size
+    decoded = 3 * int(500 * 400 if sizes is None else sizes.prod(1, dtype=np.int64).mean())
+    view = 15 * side**2
+    views = a.large_views * view + a.small_views * 15 * config.swav.small_size**2
+    labeled = a.local_labeled if a.supervised_steps else 0
+    step = a.local_unlabeled * (decoded + views) + labeled * (decoded + view)
+    return (config.data.prefetch + 1) * step
+
+
+def check_memory(config: Config, arithmetic: Arithmetic, memory: int) -> None:
+    """Raise ConfigError for a step that a card of `memory` bytes cannot hold, by far more than the estimate is off."""
+    needed = step_memory(config, arithmetic).total
+    if needed > 1.5 * memory:
+        key = "unsupervised_batch_size" if arithmetic.views else "supervised_imgs_per_class"
+        text = f"a step of one process needs about {needed / 1e9:,.0f} GB, and the GPU has {memory / 1e9:,.0f} GB"
+        fix = "Set criterion.micro_batch=512 to pass the batch in pieces (docs/speed.md), use more GPUs, or lower it"
+        raise config.error(f"criterion.{key}", f"{text}. {fix}")
 
 
 def tf32_note(config: Config, place: Place) -> str:

@@ -152,7 +152,8 @@ class Trainer:
             return
         # Before the first step: a disk that is full at the first save would cost the hours until then.
         weights = sum(x.nbytes for x in task.model.state_dict().values())
-        momentum = sum(x.nbytes for x in task.model.parameters())
+        moments = 2 if "betas" in task.optimizer.defaults else 1
+        momentum = moments * sum(x.nbytes for x in task.model.parameters())
         room = partial(manager.require_room, self.folder / manager.FOLDER, weights + momentum)
         on_rank_0(self.place, room)
         settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
@@ -380,14 +381,12 @@ class Trainer:
         self.task.optimizer.load_state_dict(loaded.state["optimizer"])
         self.task.scaler.load_state_dict(loaded.state["scaler"])
         self.ledger.restore(loaded.meta[self.task.ledger_key])
-        # "window" and "reached" are the names in checkpoints of earlier versions; the first ones have no "extra".
-        interval = loaded.state.get("interval") or loaded.state["window"]
-        extra = loaded.state.get("extra", {})
+        interval, extra = loaded.state["interval"], loaded.state["extra"]
         self.interval.restore(interval["sums"], interval["steps"], self.place.rank, now)
         self.step = loaded.step
-        self.replaced.update(extra.get("replaced", []))
-        self.evaluated = extra.get("evaluated", True)
-        self.means = extra.get("means") or extra.get("reached", self.means)
+        self.replaced.update(extra["replaced"])
+        self.evaluated = extra["evaluated"]
+        self.means = extra["means"]
         self.task.restore(extra)
 
     def require_finite(self, first_bad: Tensor) -> None:

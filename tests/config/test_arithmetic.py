@@ -34,7 +34,20 @@ def test_arithmetic_same_experiment_on_any_number_of_processes():
         "criterion.supervised_imgs_per_class={per_rank: 2}",
     )
     every = load(GOOD, *SUPERVISED, *per_rank, "criterion.supervised_epochs=50").resolve(64, IMAGENET, 1000)
-    assert every == sizes and (every.local_unlabeled, every.local_images_per_class) == (44, 2)
+    assert every == sizes and (every.local_unlabeled, every.local_labeled) == (44, 40)
+
+
+def test_arithmetic_classes_can_be_shared_in_place_of_images():
+    """PAWS's 960 classes x 7 supports on 64 processes: 105 on each. Two views of each are two supports."""
+    labels = (*SUPERVISED, "criterion.classes_per_batch=960", "criterion.supervised_imgs_per_class=7")
+    config = load(GOOD, *labels, "criterion.supervised_epochs=all", "criterion.supervised_views=2")
+    sizes = config.resolve(64, IMAGENET, 1000)
+    assert (sizes.global_labeled, sizes.local_labeled) == (2 * 6720, 2 * 105)
+    assert sizes.samples(0) == 2 * 256 + 2 * 6720
+    text = (
+        "7 of each of 960 classes cannot be shared by 256. Either make it 4 or 8, or use 240 or 280 processes"
+    )
+    assert text in " ".join(refused(config, 256, IMAGENET, 1000).split())
 
 
 def test_arithmetic_switch_off():
@@ -60,6 +73,13 @@ def refused(config: Config, *sizes) -> str:
     return str(caught.value).split("\n\n", 1)[1]
 
 
+def test_arithmetic_one_class_is_too_few_at_once():
+    """It was first refused with "at most 1", and then with "2 or more"."""
+    labels = ("criterion.supervised_imgs_per_class=2", "criterion.supervised_epochs=50")
+    text = refused(load(GOOD, *SUPERVISED, *labels), 1, IMAGENET, 1)
+    assert "must be 2 or more, and only 1 class has a labeled image" in " ".join(text.split())
+
+
 def test_arithmetic_indivisible_sizes():
     config = load(
         GOOD,
@@ -75,7 +95,8 @@ def test_arithmetic_indivisible_sizes():
       counts images over all processes, and 2,816 cannot be shared by 3. Either make it 2,814 or 2,817, or
       use 2 or 4 processes
   command line: criterion.supervised_imgs_per_class=2
-      counts images over all processes, and 2 cannot be shared by 3. Either make it 3, or use 2 processes
+      counts images over all processes, and 2 of each of 20 classes cannot be shared by 3. Either make it
+      3, or use 2 or 4 processes
   command line: criterion.classes_per_batch=20
       must be at most 10: that many classes have a labeled image"""
     )
@@ -164,7 +185,7 @@ def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epoch
     assert 0 <= sizes.warmup_steps < sizes.steps
     assert 0 <= sizes.supervised_steps <= sizes.steps
     assert sizes.local_unlabeled * world_size == sizes.global_unlabeled
-    assert sizes.local_images_per_class * world_size == sizes.global_images_per_class
+    assert sizes.local_labeled * world_size == sizes.global_labeled
     # The total in closed form is the sum over the steps.
     on, off = sizes.supervised_steps, sizes.steps - sizes.supervised_steps
     last = sizes.samples(sizes.steps - 1)

@@ -92,37 +92,3 @@ def test_config_key_newer_than_the_checkpoint_counts_as_its_default():
         ("meta.gone", 3, None),
         ("optimization.nesterov", False, True),
     ]
-    del saved["data"]["augmentation"]["color_order"]  # it was fixed then
-    assert load().changed_keys(saved)[0] == ("data.augmentation.color_order", "fixed", "random")
-
-
-def test_config_run_older_than_tf32_products():
-    """Without criterion.products a run used float32; it continues with fp32 only, unless its network was in fp32."""
-
-    def saved(*overrides: str) -> dict:
-        old = load(GOOD, *overrides).canonical()
-        del old["criterion"]["products"]
-        return old
-
-    assert load().changed_keys(saved()) == [("criterion.products", "fp32", "tf32")]
-    assert load(GOOD, "criterion.products=fp32").changed_keys(saved()) == []
-    assert load(GOOD, "meta.precision=fp32").changed_keys(saved("meta.precision=fp32")) == []
-
-
-def test_config_removed_key():
-    """A run with a key that was removed since continues if it had the value that all runs have now."""
-    config = load()
-    saved = config.canonical()
-    saved["model"]["batchnorm_communicator"] = "shared"
-    assert config.changed_keys(saved) == []
-    assert Config.from_checkpoint(saved) == config
-    assert Config.from_checkpoint(config.canonical()) == config
-    # As in an older run's config.yaml.
-    assert load(GOOD + "model: {batchnorm_communicator: shared}\n") == config
-    saved["model"]["batchnorm_communicator"] = "own"
-    assert config.changed_keys(saved) == [("model.batchnorm_communicator", "own", "shared")]
-    with pytest.raises(
-        ConfigErrors,
-        match=r"batchnorm_communicator\n +is own, and must be shared: use the version",
-    ):
-        Config.from_checkpoint(saved)

@@ -129,6 +129,23 @@ def test_reader_base_of_a_base_up_to_eight():
     assert config.where("model.output").startswith("b7.yaml:2")
 
 
+def test_reader_paths_are_relative_to_the_file_that_has_them(tmp_path, monkeypatch):
+    """Those of overrides, of the package's configs and logging.folder are relative to the working directory."""
+    write("lists/base.yaml", GOOD.replace("/images", "../photos") + "model: {init: w/a.pth}\n")
+    write(
+        "mine/run.yaml", "base: ../lists/base.yaml\ndata: {csv: a.csv, kind: csv}\nlogging: {folder: all}\n"
+    )
+    config = load_config("mine/run.yaml", ["data.index=i.npz", "transfer={root: ~/c}"])
+    assert [config.data.root, config.data.csv, config.data.index, config.model.init] == [
+        f"{tmp_path}/{path}" for path in ("photos", "mine/a.csv", "i.npz", "lists/w/a.pth")
+    ]
+    assert (config.transfer.root, config.logging.folder) == ("~/c", "all")
+    write("run/config.yaml", config.to_yaml())
+    monkeypatch.chdir("mine")
+    assert load_config("../run/config.yaml") == config
+    assert load_config("cifar10_simclr").data.root == f"{tmp_path}/mine/data/cifar10"
+
+
 def test_reader_problems_in_a_base_name_its_file():
     write("configs/base.yaml", GOOD.replace("lr: 1.0", "lr: -1"))
     write("configs/run.yaml", "base: base.yaml\n\nmeta: {sed: 3}\ncriterion: {unsupervised_batch_size: 1}\n")

@@ -76,7 +76,7 @@ def test_shipped_config_hyper_parameters_are_the_papers(name):
     a, m = config.data.augmentation, config.model
     assert (a.size, a.strength, a.blur) == ((224, 1.0, 0.5) if imagenet else (32, 0.5, 0.0))
     assert (a.crop_scale, a.crop_ratio, a.flip) == ((0.08, 1.0), (3 / 4, 4 / 3), 0.5)
-    assert (a.jitter, a.grey, a.blur_sigma) == (0.8, 0.2, (0.1, 2.0))
+    assert (a.jitter, a.gray, a.blur_sigma) == (0.8, 0.2, (0.1, 2.0))
     assert (a.mean, a.std) == ((0.0,) * 3, (1.0,) * 3)
     assert (m.name, m.stem) == ("resnet50", "imagenet" if imagenet else "cifar")
     assert (m.hidden, m.output, m.head_batchnorm, m.sync_batchnorm) == (2048, 128, False, True)
@@ -102,7 +102,7 @@ def test_shipped_config_batches_are_the_papers(
     assert (sizes.steps_per_epoch, sizes.supervised_steps) == (steps, off * steps)
     assert (sizes.warmup_steps, sizes.steps) == (10 * steps, 500 * steps)
     if images == IMAGENET and labeled:
-        assert (sizes.classes_per_batch, sizes.local_images_per_class) == (20, 2)
+        assert (sizes.classes_per_batch, sizes.global_images_per_class) == (20, 2 * 64)
 
 
 def test_shipped_config_imagenet_switch_off_does_not_move_with_the_length():
@@ -132,7 +132,7 @@ def test_shipped_config_demo_gives_both_methods_the_same_compute():
     assert suncet.total_samples() == simclr.total_samples()
     assert (suncet.supervised_steps, simclr.supervised_steps) == (600, 0)
     # It runs on two processes too.
-    assert shipped("digits_demo").resolve(2, DIGITS).local_images_per_class == 3
+    assert shipped("digits_demo").resolve(2, DIGITS).local_labeled == 30
 
 
 @pytest.mark.parametrize("names", [("in1k_simclr", "in1k_10pct"), ("cifar10_simclr", "cifar10_suncet")])

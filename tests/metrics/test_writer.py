@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.metrics import trackers
 from fastsuncet.metrics.writer import MetricsWriter, read
 
 COLUMNS = ("nt_xent", "suncet", "lr")
@@ -334,5 +335,55 @@ def test_trackers_mlflow_continues_one_run_and_reports_what_was_not_sent(tmp_pat
     assert ("run0", "knn/accuracy", 3 / 7, 3) in logged and client.set_terminated.call_count == 2
     client.log_batch.return_value.wait.side_effect = mlflow.MlflowException("no answer")
     said = run(tmp_path / "b", 0, 1, mlflow="experiment")
-    assert said[-1] == "MLflow did not get all metrics (no answer); metrics.jsonl has them"
+    assert said[-1] == FAILED.format("MLflow", "MlflowException: no answer")
     assert client.create_run.call_count == 2
+
+
+FAILED = "{} failed and gets no more numbers ({}); metrics.jsonl has them all"
+
+
+@pytest.mark.parametrize("call", ["__init__", "write", "flush", "close"])
+def test_trackers_that_fail_are_left_out_and_end_nothing(tmp_path, monkeypatch, call):
+    """The others, and the files, get every line."""
+    for each in ("__init__", "write", "flush", "close"):
+        monkeypatch.setattr(trackers.TensorBoard, each, mock.Mock(return_value=None), raising=False)
+        monkeypatch.setattr(trackers.MLflow, each, mock.Mock(return_value=None))
+    monkeypatch.setattr(trackers.TensorBoard, call, mock.Mock(side_effect=OSError(28, "No space left")))
+    said = []
+    with MetricsWriter(tmp_path, COLUMNS, say=said.append, tensorboard=True, mlflow="experiment") as writer:
+        for step in (1, 2):
+            writer.write(record(step))
+            writer.sync()
+    assert said == [FAILED.format("TensorBoard", "OSError: [Errno 28] No space left")]
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert trackers.MLflow.write.call_count == trackers.MLflow.flush.call_count == 2
+    assert trackers.MLflow.close.call_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
+def test_trackers_real_packages_take_a_whole_run_offline(tmp_path, monkeypatch, name):
+    """From its first line, which has no number, to one that is continued."""
+    pytest.importorskip(name)
+    for variable in ("MLFLOW_TRACKING_URI", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    option = {name: True if name == "tensorboard" else "project"}
+    for first, last in ((0, 3), (3, 4)):
+        said = []
+        with MetricsWriter(tmp_path, COLUMNS, say=said.append, resume_step=first or None, **option) as writer:
+            if not first:
+                writer.write({"step": 0, "kernels": [], "precision": "fp32"}, kind="chosen")
+            for step in range(first + 1, last + 1):
+                writer.write(record(step))
+                writer.sync()
+        assert not [line for line in said if "failed" in line]
+    if name == "mlflow":
+        client = pytest.importorskip("mlflow").MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+        (found,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+        assert [each.step for each in client.get_metric_history(found.info.run_id, "train/lr")] == [
+            1,
+            2,
+            3,
+            4,
+        ]
+        assert found.info.status == "FINISHED"

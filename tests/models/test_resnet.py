@@ -1,15 +1,17 @@
 """The network is the paper's: shapes, names and initial distribution; only the arguments decide its weights."""
 
+import copy
 import json
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 
 from fastsuncet.errors import ConfigError
-from fastsuncet.models.resnet import WIDTHS, build_model, initialize
+from fastsuncet.models.resnet import WIDTHS, BasicBlock, build_model, initialize
 from tests.support.vectors import FOLDER
 
 both = pytest.mark.parametrize("library", ["torchvision", "timm"])
@@ -127,7 +129,7 @@ def test_forward_is_the_head_on_what_encode_returns(name):
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_encoder_has_its_width(name):
-    model = build_model(name, device="meta")
+    model = build_model(name, stem="cifar", device="meta")
     assert model.encode(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, WIDTHS[name])
 
 
@@ -142,6 +144,35 @@ def test_tiny_network_halves_twice_and_has_three_blocks(size):
     assert count(model.encoder) == 77_392
 
 
+@pytest.mark.parametrize("widths", [(8, 8), (8, 16)])
+def test_tiny_networks_block_is_torchvisions(widths):
+    own, shortcut = BasicBlock(*widths), {}
+    if own.downsample is not None:
+        shortcut = {"stride": 2, "downsample": copy.deepcopy(own.downsample)}
+    theirs = torchvision.models.resnet.BasicBlock(*widths, **shortcut)
+    theirs.load_state_dict(own.state_dict())
+    assert list(own.state_dict()) == list(theirs.state_dict())
+    images = torch.randn(2, 8, 6, 6)
+    assert torch.equal(own(images.clone()), theirs(images.clone()))
+
+
+def test_wide_network_halves_twice_and_normalizes_before_its_convolutions():
+    model = build_model("wide_resnet28w2", stem="cifar", hidden=128, head_batchnorm=True, head_layers=3)
+    seen = []
+    for name, stage in model.encoder.named_children():
+        stage.register_forward_hook(lambda _, __, output, name=name: seen.append((name, tuple(output.shape))))
+    model.encoder(torch.randn(2, 3, 32, 32))
+    sides = [(f"layer{n}", (2, 32 * 2 ** (n - 1), 2 ** (6 - n), 2 ** (6 - n))) for n in (1, 2, 3)]
+    assert seen[1:4] == sides and seen[4] == ("bn1", (2, 128, 8, 8))
+    # 28 layers: 25 convolutions of 3 x 3, 3 of 1 x 1 on shortcuts; the authors' has 2,032 biases more.
+    assert count(model.encoder) == 1_466_320
+    block = model.encoder.layer2[0].double()
+    x = torch.randn(4, 32, 8, 8, dtype=torch.float64)
+    inner = block.conv1(F.batch_norm(x, None, None, training=True).relu())
+    expected = block.conv2(F.batch_norm(inner, None, None, training=True).relu()) + block.shortcut(x)
+    torch.testing.assert_close(block(x), expected)
+
+
 def test_head_batchnorm_sits_before_the_relu_and_changes_the_keys():
     with_norm = build_model("resnet_tiny", stem="cifar", head_batchnorm=True).head
     assert [type(layer).__name__ for layer in with_norm] == ["Linear", "BatchNorm1d", "ReLU", "Linear"]
@@ -149,8 +180,20 @@ def test_head_batchnorm_sits_before_the_relu_and_changes_the_keys():
     assert list(plain.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def test_every_parameter_gets_a_gradient():
-    model = build_model("resnet_tiny", stem="cifar")
+def test_heads_of_paws_have_their_layers_and_parameters():
+    """On ImageNet: 2048-2048-2048-2048 with BatchNorm, and a prediction head 2048-512-2048 that begins with one."""
+    model = build_model(output=2048, head_batchnorm=True, head_layers=3, prediction_head=True, device="meta")
+    names = ["Linear", "BatchNorm1d", "ReLU"]
+    assert [type(layer).__name__ for layer in model.head] == [*names, *names, "Linear"]
+    assert [type(layer).__name__ for layer in model.predictor] == ["BatchNorm1d", *names, "Linear"]
+    assert count(model.head) == 3 * (2048**2 + 2048) + 2 * 2 * 2048
+    assert count(model.predictor) == 2 * 2048 + (2048 * 512 + 512) + 2 * 512 + (512 * 2048 + 2048)
+    assert shapes(model.predictor)["1.weight"] == (512, 2048)
+
+
+@pytest.mark.parametrize("prediction_head", [False, True])
+def test_every_parameter_gets_a_gradient(prediction_head):
+    model = build_model("resnet_tiny", stem="cifar", prediction_head=prediction_head)
     model(torch.randn(4, 3, 16, 16)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 

@@ -13,7 +13,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.models.sync_batchnorm import RankBatchNorm
-from fastsuncet.optim import LARS, LARSSettings, parameter_groups
+from fastsuncet.optim import LARS, parameter_groups
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 
 WEIGHTS = torchvision.models
@@ -70,7 +70,7 @@ def test_timm_backbone_of_one_size_refuses_another(name):
 def test_timm_backbone_groups_keep_norms_and_biases_out_of_lars():
     model = build_model("timm/test_convnext", hidden=8, output=4)
     groups = parameter_groups(model, exclude_bias_and_norm=True)
-    text = describe_groups(LARS(groups, torch.zeros(()), LARSSettings()))
+    text = describe_groups(LARS(groups, torch.zeros(())))
     plain = {id(p) for p in groups[1]["params"]}
     norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
     assert norms and all(id(p) in plain for m in norms for p in m.parameters())

@@ -80,7 +80,7 @@ def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96
     return image_folder(root)
 
 
-def write_kinds(root: Path, height: int, width: int) -> ImageIndex:
+def write_kinds(root: Path, height: int, width: int, *, upright: bool = False) -> ImageIndex:
     """Write one class of one picture in every kind of file: JPEG of all kinds, PNG, gray of 16 bits."""
     root = root / "kinds"
     root.mkdir(parents=True)
@@ -96,4 +96,4 @@ def write_kinds(root: Path, height: int, width: int) -> ImageIndex:
     deep = Image.fromarray(np.random.default_rng(0).integers(0, 2**16, (height, width), np.uint16))
     deep.save(root / "deep.png")
     deep.save(root / "deep.tif")
-    return image_folder(root.parent)
+    return image_folder(root.parent, upright=upright)

@@ -81,10 +81,10 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
 
 
 def shorten_tuning(patch: pytest.MonkeyPatch) -> None:
-    """Let the children of a tuning take three short turns. All else of them is real."""
+    """Let the children of a tuning time short windows. All else of them is real."""
     code = (
         "import sys; from fastsuncet import cli; from fastsuncet.tuning import child; "
-        "child.TURN, child.ROUNDS = 0.02, 3; sys.exit(cli.main(sys.argv[1:]))"
+        "child.SECONDS = 0.02; sys.exit(cli.main(sys.argv[1:]))"
     )
     words, before = processes.child_command, len(cli_command())
     patch.setattr(

@@ -16,6 +16,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.training.step import build, train_step
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
+from tests.training.test_methods import METHODS
 from tools.bench.dispatch_counter import tensors
 from tools.scaling import scaling_model
 from tools.scaling.scaling_model import Network, largest, predict
@@ -48,6 +49,8 @@ CASES = {
     "swav_without_small_crops": ((*SWAV[:2], "swav.small_crops=0", "swav.iterations=2"), 6),
     "swav_suncet": (SWAV, 6),
     "swav_cross_entropy": ((*SWAV, NOT_CONTRASTED), 6),
+    "paws": (METHODS["PAWS"], 6),
+    "paws_suncet": (METHODS["PAWS + SuNCEt"], 6),
 }
 FEW = ("suncet", "swav_suncet")  # over four ranks, which are slow on two cores
 
@@ -74,7 +77,7 @@ def record_a_step(rank: int, world_size: int, folder: str, cases: tuple[str, ...
 def _record(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...], labeled: int) -> list:
     config = small_config(folder, *overrides)
     place = Place(rank, world_size, rank, torch.device("cpu"))
-    _, network, optimizer, setting = build(config, place, CLASSES)
+    _, network, optimizer, setting = build(config, place, CLASSES, range(1, CLASSES + 1))
     draw = torch.Generator().manual_seed(rank)
     shown = tuple(torch.rand(IMAGES, 3, v.size, v.size, generator=draw) for v in views(config))
     images = torch.rand(labeled, 3, 16, 16, generator=draw)
@@ -124,11 +127,13 @@ def test_messages_on_a_gpu_have_no_shapes_and_scatter_what_gloo_reduces():
     assert [x.bytes for x in cpu if "as keys" in x.what] == scattered
 
 
-def test_messages_of_resnet50_have_53_norms_and_28_million_gradients():
-    config = load_config(IMAGENET)
+@pytest.mark.parametrize(("fused", "count"), [("auto", 49), ("false", 53)])
+def test_messages_of_resnet50_have_53_norms_and_28_million_gradients(fused, count):
+    """Fused, each of four shortcuts shares its messages with its block's last layer."""
+    config = load_config(IMAGENET, [f"model.fused_batchnorm={fused}"])
     for ranks in (2, 4096):  # two numbers a channel and a count, in float64, whatever the number of ranks
         norms = bytes_of(messages(config, ranks, 44, 40), "BatchNorm, statistics")
-        assert len(norms) == 53 and sum(norms) == 8 * (53 + 2 * 26_560)
+        assert len(norms) == count and sum(norms) == 8 * (53 + 2 * 26_560)
     gradients = Message("gradients of the weights", "all_reduce", 4 * 27_966_656)
     assert messages(config, 8, 44, 40)[-1] == gradients
 
@@ -142,7 +147,7 @@ def test_one_gpu_sends_nothing_and_loses_nothing():
 
 def test_swav_small_crops_are_a_second_pass_of_the_encoders_norms():
     found = messages(load_config(SWAV_CONFIG), 8, 64, 0)
-    assert len(bytes_of(found, "BatchNorm, statistics")) == 2 * 53 + 1  # and the head's own
+    assert len(bytes_of(found, "BatchNorm, statistics")) == 2 * 49 + 1  # and the head's own
     codes = next(x for x in found if x.what.startswith("codes"))
     assert (codes.bytes, codes.calls) == (8 * 4 * 2 * 3000, 3)
     assert not any(x.what.startswith(("rows", "labels", "gradient of the")) for x in found)

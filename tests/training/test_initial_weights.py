@@ -1,9 +1,11 @@
 """`model.init`: what the encoder starts from is loaded once, recorded, and not exchanged when the run continues."""
 
 import hashlib
+from unittest import mock
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 import torchvision
 
@@ -12,8 +14,10 @@ from fastsuncet.commands.export import export
 from fastsuncet.commands.train import plan
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.launch import Place
-from fastsuncet.errors import CheckpointError
-from fastsuncet.models.resnet import build_model
+from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.models import timm_backbone
+from fastsuncet.models.resnet import build_model, projection_head_of
 from fastsuncet.training import initial_weights
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
@@ -31,8 +35,8 @@ def weights(tmp_path):
 
 def loaded(config) -> tuple[torch.nn.Module, dict]:
     m = config.model
-    model = build_model(m.name, m.library, m.stem, m.hidden, m.output)
-    record = initial_weights.load(config, model.encoder, PLACE)
+    model = build_model(m.name, m.library, m.stem, *m.head)
+    record = initial_weights.load(config, model, PLACE)
     assert record is not None
     return model, record
 
@@ -45,14 +49,60 @@ def test_initial_weights_fill_the_encoder_and_leave_the_head(tmp_path, weights):
     assert torch.equal(model.head[0].weight, drawn.head[0].weight)
     assert record["sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
     assert "not loaded: any projection head" in record["note"] and str(weights) in record["note"]
-    assert initial_weights.load(small_config(tmp_path), model.encoder, PLACE) is None
+    assert initial_weights.load(small_config(tmp_path), model, PLACE) is None
 
 
 def on_a_rank(rank: int, world_size: int, folder, weights) -> dict:
     config = small_config(folder, f"model.init={weights if rank == 0 else folder / 'only rank 0 reads it'}")
-    encoder = build_model("resnet_tiny").encoder.to(memory_format=torch.channels_last)
-    initial_weights.load(config, encoder, Place(rank, world_size, rank, torch.device("cpu")))
-    return dict(encoder.state_dict())
+    model = build_model("resnet_tiny").to(memory_format=torch.channels_last)
+    initial_weights.load(config, model, Place(rank, world_size, rank, torch.device("cpu")))
+    return dict(model.encoder.state_dict())
+
+
+# As PAWS's authors name the layers of their heads, and as this project's checkpoints do.
+AUTHORS = {
+    **{f"head.{n}.": f"fc.{name}." for n, name in {0: "fc1", 1: "bn1", 3: "fc2", 4: "bn2", 6: "fc3"}.items()},
+    **{f"predictor.{n}.": f"pred.{name}." for n, name in {0: "bn1", 1: "fc1", 2: "bn2", 4: "fc2"}.items()},
+    "encoder.": "",
+}
+
+
+@pytest.mark.parametrize("of", ["the authors", "this project"])
+def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
+    heads = ("head_batchnorm=true", "head_layers=3", "prediction_head=true", "hidden=24", "output=8")
+    paws = ("criterion.instance=paws", "criterion.supervised_epochs=all", "swav.small_size=8")
+    words = [
+        *paws,
+        *(f"model.{key}" for key in (*heads, "init_heads=true")),
+        f"model.init={tmp_path / 'w.pth'}",
+    ]
+    theirs = build_model("resnet_tiny", "torchvision", "imagenet", 24, 8, True, 3, True, seed=5).state_dict()
+    found = theirs
+    if of == "the authors":  # paws_imgnt_300ep.pth.tar
+        named = {
+            next(key.replace(a, b, 1) for a, b in AUTHORS.items() if key.startswith(a)): x
+            for key, x in theirs.items()
+        }
+        assert {
+            "fc.fc3.bias",
+            "fc.bn2.running_var",
+            "pred.fc2.weight",
+            "layer1.0.conv1.weight",
+        } <= named.keys()
+        found = {"encoder": {f"module.{key}": x for key, x in named.items()}, "epoch": 300}
+    torch.save(found, tmp_path / "w.pth")
+    model, record = loaded(small_config(tmp_path, *words))
+    assert_equal_to_the_bit(dict(model.state_dict()), dict(theirs))
+    assert record["note"].startswith("encoder and heads from") and "not loaded" not in record["note"]
+    assert record["note"].count("drawn") == 0
+    encoder = load_encoder(tmp_path / "w.pth")
+    head = projection_head_of(encoder.head)
+    assert {key: x.shape for key, x in head.state_dict().items()} == {
+        key: x.shape for key, x in encoder.head.items()
+    }
+    torch.save({key: x for key, x in theirs.items() if key.startswith("encoder")}, tmp_path / "w.pth")
+    with pytest.raises(ConfigErrors, match=r"does\s+not\s+hold\s+the\s+heads"):
+        loaded(small_config(tmp_path, *words))
 
 
 @pytest.mark.slow
@@ -75,11 +125,45 @@ def test_initial_weights_of_torchvision_say_what_is_not_loaded(tmp_path):
         loaded(small_config(tmp_path, words[-1]))
 
 
+@pytest.mark.parametrize("name", ["resnet18", "timm/test_vit"])
+def test_initial_weights_published_by_timm(tmp_path, monkeypatch, name):
+    """The tests are offline, so timm gives weights of another seed as its published ones."""
+    network = timm.create_model(name.removeprefix("timm/"), num_classes=0)
+    given = mock.Mock(return_value=network)
+    words = [f"model.name={name}", "model.stem=imagenet", "model.init=timm", "data.augmentation.size=32"]
+    config = small_config(tmp_path, *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(timm, "create_model", given)
+        tensors, about = timm_backbone.published(name)
+    assert given.call_args.kwargs["pretrained"] and about["architecture"] == name.removeprefix("timm/")
+    monkeypatch.setattr(timm_backbone, "published", lambda name: (tensors, about))
+    model, record = loaded(config)
+    assert_equal_to_the_bit(dict(model.encoder.state_dict()), dict(network.state_dict()))
+    assert record["path"] == "timm" and "timm's published weights" in record["note"]
+    assert f"they were trained with data.augmentation.mean {about['mean']}" in record["note"]
+    with pytest.raises(ConfigErrors, match=r"is\s+not\s+the\s+sha256\s+of"):
+        loaded(small_config(tmp_path, *words, f"model.init_sha256={'a' * 64}"))
+
+
+def test_initial_weights_of_timm_without_a_network(monkeypatch):
+    monkeypatch.setattr(timm, "create_model", mock.Mock(side_effect=OSError("no route to host\nmore")))
+    with pytest.raises(
+        ConfigError, match=r"resnet18 cannot be downloaded .*OSError: no route to host\nConnect"
+    ):
+        timm_backbone.published("resnet18")
+    with pytest.raises(ConfigError, match="no published weights of resnet_tiny"):
+        timm_backbone.published("resnet_tiny")
+
+
 def test_initial_weights_refuse_a_wrong_path_or_sha256(tmp_path, weights):
     with pytest.raises(ConfigErrors, match=r"is\s+no\s+file\s+of\s+weights"):
         loaded(small_config(tmp_path, f"model.init={tmp_path / 'nothing'}"))
     with pytest.raises(ConfigErrors, match=r"is\s+not\s+the\s+sha256\s+of"):
         loaded(small_config(tmp_path, f"model.init={weights}", f"model.init_sha256={'a' * 64}"))
+    with open(tmp_path / "huge.pth", "wb") as file:
+        file.truncate(50 << 30)
+    with pytest.raises(CheckpointError, match=r"huge\.pth has 54 GB, and files of weights have at most 21"):
+        loaded(small_config(tmp_path, f"model.init={tmp_path / 'huge.pth'}"))
     with pytest.raises(ConfigErrors, match=r"is\s+read\s+only\s+with\s+model\.init"):
         small_config(tmp_path, f"model.init_sha256={'a' * 64}")
 
@@ -93,6 +177,8 @@ def test_initial_weights_of_a_run_are_read_once(tmp_path, weights):
     train(whole)
     train(stopped, stop_at=4)
     weights.rename(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(CheckpointError, match="this run was started from"):
+        train(small_config(tmp_path / "stopped"))
     train(stopped)
     assert_equal_to_the_bit(final_state(stopped), final_state(whole))
     meta = manager.load_newest(whole.run_folder / "checkpoints").meta
@@ -110,7 +196,7 @@ def test_initial_weights_check_refuses_other_weights_on_resume(tmp_path, weights
     initial_weights.check(small_config(tmp_path, *moved, f"model.init_sha256={'a' * 64}"), begun)
     for words, meta, said in (
         ([], begun, "was started from .*, and model.init is None now"),
-        (moved, {}, "was started without model.init, and model.init is .*moved now"),
+        (moved, {"init": None}, "was started without model.init, and model.init is .*moved now"),
         (moved, begun, f"set model.init_sha256={'a' * 64} if the file was only moved"),
         ([*moved, f"model.init_sha256={'b' * 64}"], begun, "from weights with the sha256 a+, and"),
     ):

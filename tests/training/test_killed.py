@@ -17,14 +17,15 @@ def main(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_runs_killed_at_random_end_bit_identical(ranks, tmp_path):
+@pytest.mark.parametrize(("config", "ranks"), [("digits_demo", 1), ("digits_demo", 2), ("digits_paws", 2)])
+def test_runs_killed_at_random_end_bit_identical(config, ranks, tmp_path):
     """tools/kills.py tells more, and does it a thousand times."""
     write_pictures(tmp_path / "images", count=44, classes=4, side=24)
     # A server that has torch and DALI imported forks the tool.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    words = [str(tmp_path), "--images", str(tmp_path / "images"), "--kills", "6", "--ranks", str(ranks)]
+    words = [str(tmp_path), "--images", str(tmp_path / "images"), "--kills", "6"]
+    words += ["--ranks", str(ranks), "--config", config]
     tool = context.Process(target=main, args=(words,))
     tool.start()
     tool.join()

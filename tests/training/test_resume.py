@@ -1,10 +1,8 @@
 """A run that was stopped and continued is the run that was not, to the bit: weights, momentum, metrics, pixels."""
 
-import copy
 import json
-import math
 import re
-import tarfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +10,12 @@ import pytest
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
-from fastsuncet.config import load_config
 from fastsuncet.distributed.launch import join
 from fastsuncet.errors import CheckpointError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.metrics.writer import MetricsWriter
 from tests.support.checkpoints import steps
+from tests.support.power_cut import watch
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     Killed,
@@ -54,43 +52,17 @@ def test_run_stopped_by_a_signal_continues_to_the_same_bits(stops, undisturbed, 
     assert steps(config.run_folder / "checkpoints") == [3, 6, 9, 10]  # none of a stop
 
 
-def test_run_continues_from_a_checkpoint_of_an_earlier_version(undisturbed, tmp_path):
-    """It has no sizes in its meta, and other names for the sums and means of the metrics interval, without norms."""
-    config = small_config(tmp_path)
-    train(config, stop_at=4)
-    folder = config.run_folder / "checkpoints"
-    old = manager.load_newest(folder)
-    meta = {key: value for key, value in old.meta.items() if key != "sizes"}
-    state = {**old.state, "window": dict(old.state["interval"]), "extra": dict(old.state["extra"])}
-    state["window"]["sums"] = state["window"]["sums"][:, :2].clone()
-    state["extra"]["reached"] = state["extra"].pop("means")
-    del state["interval"]
-    manager.save(folder, old.step, model=old.model, state=state, meta=meta, keep=1)
-    train(config)
-    ours, theirs = final_state(config), copy.deepcopy(undisturbed[2])
-    assert [line["suncet_gradient"] > 0 for line in theirs[2]] == [True] * 3
-    for key in ("nt_xent_gradient", "suncet_gradient"):  # of the interval that was interrupted
-        assert ours[2][1].pop(key) is None and theirs[2][1].pop(key)
-    assert ours[2][1].pop("nonfinite")
-    assert_equal_to_the_bit(ours, theirs)
-
-
-# Runs stopped after four updates of six, written by the program of that commit, with weights that compress well.
-EARLIER = sorted((Path(__file__).parent / "earlier").glob("*.tar.xz"))
-
-
-@pytest.mark.parametrize("path", EARLIER, ids=[path.name.split(".")[0] for path in EARLIER])
-def test_run_of_an_earlier_version_continues_by_its_own_config(path, tmp_path):
-    with tarfile.open(path) as archive:
-        archive.extractall(tmp_path / "digits_demo", filter="data")
-    # The order of the color operations was not a setting then, and its default today is another.
-    overrides = [f"logging.folder={tmp_path}", "data.augmentation.color_order=fixed"]
-    config = load_config(tmp_path / "digits_demo" / "config.yaml", overrides)
-    assert sorted(train(config)) == [4, 5]
-    lines = metrics(config.run_folder, "train")
-    assert [(line["step"], line["updates"], line["images"]) for line in lines] == [(3, 3, 2280), (6, 6, 4560)]
-    assert all(math.isfinite(line["loss"]) for line in lines)
-    assert saved_steps(config) == [4, 6]
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_run_of_torchs_optimizer_continues_to_the_same_bits(optimizer, tmp_path):
+    options = [f"optimization.optimizer={optimizer}", "optimization.lr=0.01", "meta.precision=fp16"]
+    straight, stopped = (small_config(tmp_path / name, *options) for name in ("straight", "stopped"))
+    train(straight)
+    train(stopped, stop_at=0)
+    train(stopped, stop_at=4)
+    train(stopped)
+    assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+    with pytest.raises(CheckpointError, match=r"optimization.optimizer: .* in the checkpoint, 'lars' now"):
+        train(small_config(tmp_path / "straight", options[1], options[2]))
 
 
 def test_run_that_died_before_its_first_checkpoint_starts_over(undisturbed, tmp_path, monkeypatch):
@@ -105,6 +77,28 @@ def test_run_that_died_before_its_first_checkpoint_starts_over(undisturbed, tmp_
             train(config)
     assert min(train(config)) == 0
     assert_equal_to_the_bit(final_state(config), undisturbed[2])
+
+
+def test_power_cut_leaves_every_line_up_to_the_newest_checkpoint(tmp_path):
+    """A checkpoint promises the metrics lines up to its step: a continued run does not write them again."""
+    config, disks, seen = small_config(tmp_path / "runs"), tmp_path / "disks", set()
+    disks.mkdir()
+    config.run_folder.mkdir(parents=True)
+
+    def look(watched):
+        for _, disk in watched.disks(disks) if watched.calls[-1] in ("rename", "replace") else ():
+            loaded = manager.load_newest(disk / "checkpoints", say=pytest.fail)
+            step = 0 if loaded is None else loaded.step
+            seen.add(step)
+            if promised := [line for line in (4, 8, 10) if line <= step]:
+                rows = [row.split(",")[0] for row in (disk / "metrics.csv").read_text().splitlines()]
+                assert [line["step"] for line in metrics(disk)][: len(promised)] == promised
+                assert rows[1 : len(promised) + 1] == list(map(str, promised))
+            shutil.rmtree(disk)
+
+    with watch(config.run_folder, look):
+        train(config)
+    assert seen == {0, 3, 6, 9, 10}
 
 
 def test_finished_run_reads_no_image_and_changes_nothing(undisturbed):

@@ -42,7 +42,7 @@ def counted(
     config: Config, labeled: int = S, place: Place | None = None, spoil=lambda setting: None, counts=Counter
 ) -> Counter:
     """Return what the third step of a run does: the first ones create momentum and, on several ranks, buckets."""
-    _, network, optimizer, setting = build(config, place or Place(0, 1, 0, CPU), 10)
+    _, network, optimizer, setting = build(config, place or Place(0, 1, 0, CPU), 10, range(1, 11))
     spoil(setting)
     batch, interval = batch_of(config, labeled), MetricsInterval(CPU, 4)
     for _ in range(2):

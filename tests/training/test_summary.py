@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,19 +26,31 @@ def test_pixel_source_says_why_it_is_not_dali(monkeypatch, asked, problem, why):
     assert summary.pixel_source(stream, asked) == f"torchvision on the CPU ({why})"
 
 
+class Images:
+    """1,281,167 images, of one size, without files."""
+
+    sizes = np.full((7, 2), (400, 500))
+
+    def __len__(self) -> int:
+        return 1_281_167
+
+
 def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
     """4,096 images on one process: 364 GB at once, the memory of 512 views and all pixels in pieces."""
     found = {}
     for name, asked in (("whole", ()), ("pieces", ("criterion.micro_batch=512",))):
         config = load_config(CONFIGS / "in1k_simclr.yaml", ["data.root=none", "meta.precision=bf16", *asked])
         sizes = config.resolve(1, 1_281_167)
-        images = SimpleNamespace(train=range(1_281_167), split="none")
+        images = SimpleNamespace(train=Images(), split="none")
         lines = summary.summary(config, Place(0, 1, 0, torch.device("cpu")), images, sizes, None)
         found[name] = dict(line.split(maxsplit=1) for line in lines), summary.step_memory(config, sizes)
     (whole, memory), (pieces, less) = found["whole"], found["pieces"]
     assert whole["norm"] == "statistics of the whole batch"
     assert pieces["norm"] == "statistics of each of 16 pieces, at most 512 views (criterion.micro_batch)"
     assert ", a quarter of it for a second forward pass, " in pieces["compute"]
+    # Two steps ahead and one at work: the decoded image and two views, uint8 and float32.
+    ahead = 3 * 4096 * (3 * 400 * 500 + 2 * 15 * 224**2)
+    assert f"and {ahead / 1e9:.3g} GB for the images read ahead" in whole["memory"]
     pixels = 12 * 224**2
     assert less.activations == memory.activations // 16 + 15 * 512 * pixels
     assert memory.total / 1e9 == pytest.approx(364, abs=1) and less.total / 1e9 == pytest.approx(28, abs=1)
