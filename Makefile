@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DOCS := $(VENV)/ready-docs
 
-.PHONY: demo test test-fast results docs docs-serve lint format pins clean help
+.PHONY: demo test test-fast mutants results docs docs-serve lint format pins clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -34,6 +34,9 @@ test: $(READY)  ## the whole test suite, CPU only
 
 test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra processes, under a minute
 	$(PYTEST) -m "not slow" --durations=10
+
+mutants: $(READY)  ## break a copy of the code in many places, one at a time, and name the test that notices: an hour
+	$(BIN)/python tools/mutations.py
 
 results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
 	@for points in docs/results/*/points.csv; do folder=$$(dirname $$points); if [ -e $$folder/rules.md ]; \

@@ -26,7 +26,7 @@ from tools.bench import harness
 def training_flops(config: Config, *, image_gradient: bool = False) -> int:
     """Return torch's count of one view's forward and backward pass."""
     m, size = config.model, config.data.augmentation.size
-    network = build_model(m.name, m.library, m.stem, m.hidden, m.output, m.head_batchnorm, device="meta")
+    network = build_model(m.name, m.library, m.stem, *m.head, device="meta")
     # Two images, because BatchNorm in the head needs more than one.
     images = torch.empty(2, 3, size, size, device="meta", requires_grad=image_gradient)
     with FlopCounterMode(display=False) as counter:
@@ -37,7 +37,7 @@ def training_flops(config: Config, *, image_gradient: bool = False) -> int:
 def network_table(config: Config) -> dict:
     """Return the table of one view's cost."""
     m, size = config.model, config.data.augmentation.size
-    macs = network_cost(m.name, m.stem, size, m.hidden, m.output, m.head_batchnorm).macs
+    macs = network_cost(m.name, m.stem, size, *m.head).macs
     points = [
         {"name": "GMAC, forward", "count": macs},
         {"name": "GFLOP, forward and backward, torch's count", "count": training_flops(config)},

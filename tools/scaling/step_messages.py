@@ -6,13 +6,16 @@
     BatchNorm, forward       all-reduce      8 (1 + 2 C) bytes, once a layer and pass; float64
     rows, forward            all-gather      4 D (2 U) and 4 D S of each rank; 8 S of labels
     codes, forward           all-gather      4 (2 K) of each rank, once an iteration of Sinkhorn's (SwAV)
-    rows, backward           reduce-scatter  4 D W (2 U) and 4 D W S: the gradient of the keys of all ranks' anchors
+    supports, forward        all-gather      4 D S of each rank, twice: predictions and targets; 8 S of labels (PAWS)
+    me-max, forward          all-gather      4 W S of each rank: its mean prediction; with paws.prior: labels 4 S more
+    rows, backward           reduce-scatter  4 D W (2 U) and 4 D W S: the gradient of the keys of all ranks' anchors;
+                                             with PAWS 4 D W S and 4 W W S
     BatchNorm, backward      all-reduce      4 (2 C), once a layer and pass
     weights, backward        all-reduce      4 P, in buckets
 
-SwAV's small crops are a second pass through the encoder, so each of its BatchNorms sends twice. SwAV and cross-entropy
-gather no rows: prototypes and classifier are on every rank. A BatchNorm of one rank sends nothing, and DDP sends no
-buffers.
+Small crops are a second pass through the encoder, so each of its BatchNorms sends twice, and with PAWS those of the
+heads too. SwAV and cross-entropy gather no rows: prototypes and classifier are on every rank. A BatchNorm of one rank
+sends nothing, and DDP sends no buffers.
 
 `tests/tools/test_scaling_model.py` compares this with the collectives of real steps over 2, 4 and 8 ranks.
 """
@@ -20,9 +23,11 @@ buffers.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.config import Config
+from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.methods import has_classifier
 
@@ -56,24 +61,28 @@ def messages(
     if ranks == 1:
         return []
     c, m = config.criterion, config.model
-    swav, classifier = c.instance == "swav", has_classifier(config)
+    swav, paws, classifier = c.instance == "swav", c.instance == "paws", has_classifier(config)
     network = build_model(
         m.name,
         m.library,
         m.stem,
-        m.hidden,
-        m.output,
-        m.head_batchnorm,
+        *m.head,
+        predicts=paws,
         classes=classes if classifier else None,
         prototypes=config.swav.prototypes if swav else None,
         device="meta",
     )
-    passes = 2 if swav and config.swav.small_crops else 1
-    norms = []
-    for part in (*[network.encoder] * passes, network.head) if m.sync_batchnorm else ():
-        norms += [module.num_features for module in part.modules() if isinstance(module, _BatchNorm)]
+    passes = 2 if (swav or paws) and config.swav.small_crops else 1
+    heads = [network.head] if network.predictor is None else [network.head, network.predictor] * passes
+    # "auto": on a GPU that proved the kernels.
+    if m.fused_batchnorm is True or (m.fused_batchnorm == "auto" and device == "cuda"):
+        network = fuse(network, shared=True)
+    norms: list[tuple[int, ...]] = []
+    for part in (*[network.encoder] * passes, *heads) if m.sync_batchnorm else ():
+        norms += channels_of_messages(part)
     found = [
-        Message("BatchNorm, statistics", "all_reduce", DOUBLE * (1 + 2 * channels)) for channels in norms
+        Message("BatchNorm, statistics", "all_reduce", DOUBLE * sum(1 + 2 * c for c in layers))
+        for layers in norms
     ]
 
     def add_shape(what: str) -> None:
@@ -85,6 +94,15 @@ def messages(
         add_shape("scores")
         size = ranks * FLOAT * CODE_CROPS * config.swav.prototypes
         found.append(Message("codes, Sinkhorn's sums", "all_gather", size, config.swav.iterations))
+    if paws:
+        add_shape("anchors")
+        add_shape("supports")
+        supports, columns = ranks * FLOAT * labeled * m.output, ranks * labeled
+        found.append(Message("rows of the supports", "all_gather", supports, calls=2))
+        found.append(Message("labels of the supports", "all_gather", INTEGER * columns))
+        found.append(Message("rows of the mean predictions", "all_gather", ranks * FLOAT * columns))
+        if config.paws.prior == "labels":
+            found.append(Message("rows of the prior", "all_gather", FLOAT * columns))
     if classifier:
         add_shape("logits")
     gathered = gathered_rows(config, images, labeled)
@@ -93,21 +111,35 @@ def messages(
         if what == "labeled images":
             found.append(Message("labels", "all_gather", ranks * INTEGER * rows))
         found.append(Message(f"rows of the {what}", "all_gather", ranks * FLOAT * rows * m.output))
+    # gloo has no reduce-scatter.
+    back = "all_reduce" if device == "cpu" else "reduce_scatter"
+    if paws:
+        found.append(Message("gradient of the mean predictions", back, ranks * FLOAT * ranks * labeled))
+        found.append(Message("gradient of the supports", back, ranks * FLOAT * labeled * m.output))
     if c.keys == "attached":
-        # gloo has no reduce-scatter.
-        back = "all_reduce" if device == "cpu" else "reduce_scatter"
         for what, rows in reversed(gathered.items()):
             found.append(Message(f"gradient of the {what} as keys", back, ranks * FLOAT * rows * m.output))
-    found += [Message("BatchNorm, gradients", "all_reduce", FLOAT * 2 * channels) for channels in norms]
+    found += [Message("BatchNorm, gradients", "all_reduce", FLOAT * 2 * sum(layers)) for layers in norms]
     weights = FLOAT * sum(p.numel() for p in network.parameters())
     return [*(x for x in found if x.bytes), Message("gradients of the weights", "all_reduce", weights)]
+
+
+def channels_of_messages(network: nn.Module) -> list[tuple[int, ...]]:
+    """Return the channels of the BatchNorms of each message: of one layer, or of the two that end a fused block."""
+    ends = [block.ends() for block in network.modules() if isinstance(block, FusedBlock)]
+    shortcuts = {last: norm for last, norm in ends if norm is not None}
+    alone = [
+        norm for norm in network.modules() if isinstance(norm, _BatchNorm) and norm not in shortcuts.values()
+    ]
+    together = [(norm, shortcuts.get(norm)) for norm in alone]
+    return [tuple(each.num_features for each in layers if each is not None) for layers in together]
 
 
 def gathered_rows(config: Config, images: int, labeled: int) -> dict[str, int]:
     """Return the rows of a rank, 0 if there are none, for each loss that compares rows of all ranks."""
     c = config.criterion
     found = {"views": 2 * images} if c.instance == "nt_xent" else {}
-    if c.supervision != "cross_entropy":
+    if c.supervision in ("suncet", "sup_con"):
         found["labeled images"] = labeled if c.supervised else 0
     return found
 
