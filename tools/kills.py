@@ -82,6 +82,7 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
     rank, at = int(environment.get("RANK", 0)), Trainer.at
     table[rank, PID], table[rank, SINCE] = os.getpid(), time.monotonic()
     enter(rank, 0)
+    torch.cuda.device_count = lambda: 0  # they are only counted to start the ranks
 
     def watched(trainer: Trainer, place: str) -> None:
         enter(rank, PHASE_OF.get(place, 1), trainer.step)

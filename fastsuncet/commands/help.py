@@ -30,8 +30,9 @@ EVALUATED = f"""\
 {ENCODER} It also takes the folder of a fine-tuning.
 
 Each validation image is counted once, on any number of processes. With data.validation=null, knn
-and linear are cross-validated on the labeled images: 5 folds, 5 times, with a 95 % interval. Each result is a file in
-<logging.folder>/<logging.write_tag>/results; repeating an evaluation replaces its file."""
+and linear are cross-validated on the labeled images: 5 folds, 5 times, with a 95 % interval. Each
+result is a file in <logging.folder>/<logging.write_tag>/results; repeating an evaluation replaces
+its file."""
 
 # Command -> its summary for the list of commands.
 COMMANDS = {
@@ -114,8 +115,8 @@ examples:
 `fastsuncet train fast.yaml` then trains with them, with the same changes behind it.""",
     "finetune": f"""\
 Fine-tunes a pre-trained encoder on the labeled images of data.split and measures the accuracy on
-all validation images (paper, appendix B). The projection head is dropped, and all weights
-are trained by SGD with Nesterov momentum on random crops and flips. The settings are in the config's
+all validation images (paper, appendix B). The projection head is dropped, and all weights are
+trained by SGD with Nesterov momentum on random crops and flips. The settings are in the config's
 section finetune.
 
 With finetune.head=linear, the default, the classifier starts as the linear fit on the frozen

@@ -126,7 +126,7 @@ def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
     encoder = load_encoder(where.run_folder if isinstance(where, Config) else where, config)
     known_view(encoder)
     if encoder.classifier is not None:
-        say_line(f"classifier   that of {encoder.source}, fine-tuned; its probabilities are not calibrated")
+        say_line("classifier   the layer that SOURCE was trained with; its probabilities are not calibrated")
         return encoder, Classifier(encoder.classifier, encoder.classes, None)
     config = config or encoder.trained
     assert config is not None, "an encoder with a view has the config that it was trained with"

@@ -86,7 +86,7 @@ def test_train_refuses_a_wrong_config_and_missing_data_before_torch_is_loaded():
         "      there is no such key; did you mean optimization.lr?\n"
     )
     for (key, (*_, word)), error in zip(MISSING.items(), data, strict=True):
-        assert key in error and f" {word.partition('=')[2]}" in error
+        assert key in error and word.partition("=")[2] in error
 
 
 def test_no_command_prints_the_overview_and_ends_with_2(capsys):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
     [
         ("fin", ["finetune"]),
         ("evaluate k", ["knn"]),
-        ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors"]),
+        ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors", "in1k_10pct_paws", "in1k_10pct_paws_small"]),
         ("train --dry", ["--dry-run", "--dry-run=step"]),
         ("evaluate knn --every", ["--every-checkpoint"]),
         ("train run.yaml optimization.trust", ["optimization.trust_coefficient="]),

@@ -128,14 +128,20 @@ def test_finetune_prints_a_finished_one_again_without_training(whole, tmp_path, 
     assert results(elsewhere) == before, "a run that was moved has its result twice"
 
 
+def times_of(folder: Path) -> dict[Path, int]:
+    """Return when each file was written, but for the lock that every command holds."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".running")
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
 def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, capsys):
     runs, _ = whole
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
+    before = times_of(runs)
     assert run(runs, "finetune.lr=0.5", "finetune.epochs=4") == 5
     error = capsys.readouterr().err
     assert "finetune.epochs: 3 there, 4 now" in error and "finetune.lr: 0.0125 there, 0.5 now" in error
     assert "finetune.write_tag=" in error
-    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()} == before
+    assert times_of(runs) == before
     copy = Path(shutil.copytree(runs, runs.with_name("copy")))
     assert run(copy, "finetune.lr=0.5", "finetune.write_tag=fast") == 0
     assert sorted(record["setting"]["lr"] for record in results(copy)) == [0.0125, 0.5]

@@ -46,7 +46,7 @@ def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch
     no_events = SimpleNamespace(restart=lambda: None)  # events ask the driver
     monkeypatch.setattr(interval, "DataTimer", lambda device: no_events)
     with fake_card():
-        model, network, optimizer, setting = build(config, HERE, 10)
+        model, network, optimizer, setting = build(config, HERE, 10, [4] * 10)
         sums = interval.MetricsInterval(CARD, 4)
         batch = spoil(batch_of(config, labeled), setting)
         step = Step(network, optimizer, setting, graphs=False)
