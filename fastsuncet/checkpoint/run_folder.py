@@ -7,16 +7,17 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
-from fastsuncet.distributed.collectives import broadcast_json
+from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from pipelines.data_errors import DataError
 
 Json = TypeVar("Json")
+T = TypeVar("T")
 LOCK = ".running"
 ERRORS = {kind.exit_code: kind for kind in (ConfigError, DataError, NumericalError, CheckpointError)}
 
@@ -39,6 +40,21 @@ def on_rank_0(place: launch.Place, function: Callable[[], Json]) -> Json:
         message, code = failure
         raise problem or ERRORS.get(code, CheckpointError)(message)
     return value
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Return each rank's own `function()`. An error on one rank is one of its exit code on the others. Collective."""
+    value, problem = None, None
+    try:
+        value = function()
+    except Exception as error:
+        problem = error
+    failures = gather_json(problem and [str(problem), getattr(problem, "exit_code", None)])
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            message, code = failure
+            raise problem or ERRORS.get(code, CheckpointError)(f"rank {rank}: {message}")
+    return cast(T, value)
 
 
 @contextlib.contextmanager

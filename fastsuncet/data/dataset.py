@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastsuncet.checkpoint.run_folder import on_rank_0
+from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
 from fastsuncet.checkpoint.same_start import require_same
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
@@ -59,11 +59,11 @@ def open_images(config: Config, place: Place, *, validation: bool) -> Images:
         raise config.error("data.kind", text)
     train = rank_0_first(place, lambda first: _open(config, train=True, scan=first))
     with _naming(config, "data.split.file" if config.data.split.file else "data.split.kind"):
-        split = labeled_split(train, **dict(config.data.split))
+        split = on_every_rank(lambda: labeled_split(train, **dict(config.data.split)))
     images = Images(train, split, None)
     if isinstance(config.data.validation, float) or config.data.validation_table:
         with _naming(config, "data.validation"):
-            images = _with_validation(config, train, split)
+            images = on_every_rank(lambda: _with_validation(config, train, split))
     elif validation:
         held_out = rank_0_first(place, lambda first: _open(config, train=False, scan=first))
         with _naming(config, "data.validation"):
@@ -92,7 +92,7 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
 
 
 def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
-    """Return `read(True)` on rank 0, then `read(False)` elsewhere. An error of rank 0 is raised on all ranks."""
+    """Return `read(True)` on rank 0, then `read(False)` elsewhere. An error on one rank is raised on all."""
     index = None
 
     def scan() -> None:
@@ -100,7 +100,7 @@ def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex
         index = read(True)
 
     on_rank_0(place, scan)
-    return read(False) if index is None else index
+    return on_every_rank(lambda: read(False) if index is None else index)
 
 
 @contextlib.contextmanager

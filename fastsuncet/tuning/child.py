@@ -91,6 +91,8 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
             kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
             first = (str(error).splitlines() or [""])[0]
             found = Report(problem=kind + first, final=isinstance(error, FastSuncetError))
+            say(vars(found))
+            os._exit(1)  # the parents then end the other ranks, which can be in a collective
         say(vars(found))
         if found.problem:
             os._exit(0)  # without the end of the process group, which waits for the others

@@ -45,7 +45,7 @@ def run_child(
 def run_children(
     request: Mapping[str, Any], seconds: float, stopped: Callable[[], bool]
 ) -> list[dict[str, Any]]:
-    """Return the last line of each rank's child, or {"problem": why there is none}. Collective.
+    """Return the last line of each rank's child, or why there is none, which another try can change. Collective.
 
     The children of all ranks form a group of their own. As soon as one fails, takes longer than `seconds` or is
     `stopped`, all are ended.
@@ -70,7 +70,9 @@ def run_children(
     lines, end = run_child(request, environment, all_go_on)
     if not over:  # this rank's did not start, and the others vote
         all_go_on(1)
-    return gather_json(lines[-1] if lines else {"problem": f"the process that tried it {end}"})
+    return gather_json(
+        lines[-1] if lines else {"problem": f"the process that tried it {end}", "final": False}
+    )
 
 
 def run_while(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from fastsuncet.config import Config, ConfigErrors, flat
-from fastsuncet.data.cpu_count import MOST, cores, decode_threads, processes_here
+from fastsuncet.data.cpu_count import MOST, cores_of_process, decode_threads
 from fastsuncet.distributed.ddp import require_compiler
 from fastsuncet.errors import ConfigError
 from fastsuncet.tuning.chooser import Rung
@@ -54,7 +54,7 @@ def _loader(config: Config, read_ahead: int, streams: int = 1) -> Iterator[Rung]
 
 def _around(now: int) -> list[int]:
     """Return other numbers of threads than `now`, up to one more than this process's share of the cores."""
-    share = max(1, cores() // processes_here())
+    share = max(1, cores_of_process())
     most = min(share + 1, 2 * MOST)
     tried = dict.fromkeys((share, most, share // 2, 1))
     return [count for count in tried if 1 <= count <= most and count != now]

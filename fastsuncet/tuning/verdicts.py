@@ -19,7 +19,7 @@ import torch
 from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.console import say_line
-from fastsuncet.distributed.collectives import broadcast_json, gather_json
+from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.training.kernel_choice import (
@@ -83,7 +83,7 @@ def settle(
     if paths[GRAPH] is None:
         fast = resolved(config, paths)
         paths[GRAPH] = _graph(fast, arithmetic, place, per_class, paths, machine, stopped)
-        if paths[GRAPH] and config.meta.cuda_graph is True and not stopped():
+        if paths[GRAPH] and config.meta.cuda_graph is True and not any_rank(stopped()):
             raise ConfigError(
                 f"meta.cuda_graph is true, and a process that tried it could not use it: {paths[GRAPH]}. Write auto"
             )

@@ -51,18 +51,20 @@ def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def with_other_lists(rank: int, folder: Path) -> list[str]:
-    """Open the same images from local lists: equal ones, other labels on rank 1, another split on rank 1."""
+    """Open the same images from local lists: equal ones, then lists that are other or wrong on rank 1."""
     place, found = Place(rank, 2, 0, torch.device("cpu")), []
     names = [f"{c}/{i}.png" for c in "rgb" for i in range(5)]
-    for case in ("equal", "labels", "split"):
+    for case in ("equal", "labels", "split", "no split", "no labels"):
         local = folder / f"{case}-{rank}"
         local.mkdir()
         labels = [name[0] for name in names]
         if case == "labels" and rank:
             labels[3] = "g"
         rows = "".join(f"{name},{label}\n" for name, label in zip(names, labels))
-        (local / "labels.csv").write_text(f"file,label\n{rows}")
+        (local / "labels.csv").write_text("" if case == "no labels" and rank else f"file,label\n{rows}")
         (local / "split.txt").write_text("\n".join(names[: 9 + (case == "split" and rank)]) + "\n")
+        if case == "no split" and rank:
+            (local / "split.txt").unlink()
         lists = ("data.kind=csv", f"data.csv={local}/labels.csv", "data.train=train", "data.validation=null")
         split = f"data.split={{kind: names, file: {local}/split.txt}}"
         config = load_config(folder / "colors.yaml", [*lists, split])
@@ -77,14 +79,17 @@ def with_other_lists(rank: int, folder: Path) -> list[str]:
 def test_ranks_started_differently_are_refused_before_the_first_step(tmp_path):
     write_colors(tmp_path / "colors")
     ranks = run_ranks(started_differently, 2, str(tmp_path))
-    assert ranks[0] == ranks[1]  # every rank ends, none waits
+    # Every rank ends, none waits.
+    assert ranks[0] == [found if found in ranks[0] else f"rank 1: {found}" for found in ranks[1]]
     host = socket.gethostname()
-    *configs, sources, equal, labels, split = ranks[0]
+    *configs, sources, equal, labels, split, no_split, no_labels = ranks[0]
     assert "digest of fastsuncet's sources:\n  'of rank 0' on rank 0" in sources
     for message, (key, ours, theirs) in zip(configs, OTHERS.values(), strict=True):
         assert f"{key}:\n  {ours!r} on rank 0, host {host}\n  {theirs!r} on rank 1, host {host}\n" in message
     assert equal == "" and "labels of the training images (1 more differ):" in labels
     assert "labeled split:" in split
+    assert no_split.startswith("rank 1: ") and "split.txt" in no_split
+    assert no_labels.startswith("rank 1: ") and "labels.csv" in no_labels
     assert not list(tmp_path.glob("*/status.json"))
 
 

@@ -170,7 +170,7 @@ def test_main_reports_an_error_of_any_kind(tmp_path, config, arithmetic, monkeyp
     monkeypatch.setattr(child.os, "_exit", sys.exit)
     monkeypatch.setattr(child, "end_with_parent", lambda by: None)
     (tmp_path / "request").write_text(json.dumps(asked(config, arithmetic)))
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="1"):
         child.main(str(tmp_path / "request"), str(tmp_path / "report"))
     found = json.loads((tmp_path / "report").read_text())
     assert (found["problem"], found["final"]) == (problem, final)

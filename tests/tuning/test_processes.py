@@ -86,6 +86,7 @@ def run_on_a_rank(rank, world_size, how):
         began = time.monotonic()
         found = processes.run_children({}, 60, lambda: how == "is stopped" and rank == 1)
         assert time.monotonic() - began < 30
+        assert not any(each["final"] for each in found)
         return [each["problem"] for each in found]
 
 
