@@ -73,16 +73,17 @@ def one_process() -> launch.Place:
 
 
 def rows_of(
-    network: nn.Module,  # (B, 3, S, S) -> (B, E), on the place's device
+    network: nn.Module,  # (B, 3, S, S) -> (B, width), on the place's device
     index: ImageIndex,
     view: Center,
     place: launch.Place,
     *,
     batch: int = 256,
     first: int = 0,
+    width: int = 0,  # for blocks of skipped images alone
     skipped: Skipped | None = None,  # None: a bad image raises BadImage; else bad images are added to it
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first image, outputs (n, E) float32) of the images from `first` on, block by block.
+    """Yield (number of the first image, outputs (n, width) float32) of the images from `first` on, block by block.
 
     Blocks begin at the same images in every call, so a continued pass has the bits of one that was not stopped. The row
     of a skipped image is NaN.
@@ -93,7 +94,7 @@ def rows_of(
         while True:
             good = numbers if skipped is None else numbers[~np.isin(numbers, list(skipped))]
             if not len(good):
-                found = np.empty((0, 1), np.float32)
+                found = np.empty((0, width), np.float32)
                 break
             try:
                 found = outputs(network, index, good, SETTINGS, place, batch=batch, view=view).cpu().numpy()
@@ -140,13 +141,17 @@ def write_pass(
                 )
             skipped = dict(index.bad) if skip_bad else None
             rows = _all_rows(network, width, index, view, place, part, batch, skipped)
+            if skipped and len(skipped) == len(index):
+                raise BadImage(
+                    [(str(index.path(i)), reason) for i, reason in sorted(skipped.items())], allowed=None
+                )
             temporary = part / output.name
             save(temporary, rows)
             atomic_files.sync(temporary)
             refuse_existing(output, force)
             os.replace(temporary, output)
             atomic_files.sync(output.parent)
-        atomic_files.remove(part)
+            atomic_files.remove(part)
     return rows, skipped or {}
 
 
@@ -192,9 +197,9 @@ def _all_rows(
     ):
         file.truncate(done * width * ROW.itemsize)
         file.seek(0, os.SEEK_END)
-        for _, found in rows_of(network, index, view, place, batch=batch, first=done, skipped=skipped):
-            # A block of skipped images alone has one column.
-            content = np.broadcast_to(found, (len(found), width)).astype(ROW).tobytes()
+        blocks = rows_of(network, index, view, place, batch=batch, first=done, width=width, skipped=skipped)
+        for _, found in blocks:
+            content = found.astype(ROW).tobytes()
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

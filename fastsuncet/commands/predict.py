@@ -50,6 +50,8 @@ COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
 class TwoBest(nn.Module):
     """Images (B, 3, S, S) to (B, 4) float32: number and probability of the most probable class, then of the second."""
 
+    width = 4
+
     def __init__(self, encoder: nn.Module, layer: nn.Linear):
         super().__init__()
         self.encoder, self.layer = encoder, layer
@@ -90,7 +92,9 @@ def predict(
 
     network = TwoBest(encoder.module, classifier.layer)
     options = {"batch": batch, "skip_bad": skip_bad, "force": force}
-    rows, skipped = write_pass(output, network, 4, index, known_view(encoder), place, save, **options)
+    rows, skipped = write_pass(
+        output, network, network.width, index, known_view(encoder), place, save, **options
+    )
     summary = _summary(rows)
     for line in (*_skipped_lines(skipped, index), *summary):
         say_line(line)
@@ -98,7 +102,7 @@ def predict(
     if page:
         found = [x for x in _predictions(rows, index, classifier.classes) if isinstance(x, Prediction)]
         about = [*([] if classifier.worth is None else describe(classifier)), *summary]
-        with disk_errors(shown):
+        with disk_errors(shown, "--output"):
             atomic_files.replace(shown, prediction_page(found, folder, about).encode())
         say_line(f"wrote {shown}")
 
@@ -114,7 +118,9 @@ def predictions(
     if skipped is None:
         index.require_good()
     network = TwoBest(encoder.module, classifier.layer).to(place.device)
-    blocks = rows_of(network, index, known_view(encoder), place, batch=batch, skipped=skipped)
+    blocks = rows_of(
+        network, index, known_view(encoder), place, batch=batch, width=network.width, skipped=skipped
+    )
     rows = np.concatenate([rows for _, rows in blocks])
     found = _predictions(rows, index, classifier.classes)
     return [each for each in found if isinstance(each, Prediction)]

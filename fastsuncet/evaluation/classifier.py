@@ -176,12 +176,14 @@ def _read(path: Path, identity: dict[str, Any]) -> Classifier | None:
         with safetensors.safe_open(path, "pt") as stream:
             about = json.loads(stream.metadata()["fastsuncet"])
             tensors = {key: stream.get_tensor(key) for key in ("weight", "bias")}
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
+        worth = about["worth"] | {
+            "interval": about["worth"]["interval"] and tuple(about["worth"]["interval"])
+        }
+        kept = Classifier(_layer(tensors), tuple(identity["classes"]), Worth(**worth))
+        return kept if about["identity"] == identity else None
+    # RuntimeError: the layer's own check of its shapes.
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError):
         return None
-    if about["identity"] != identity:
-        return None
-    worth = about["worth"] | {"interval": about["worth"]["interval"] and tuple(about["worth"]["interval"])}
-    return Classifier(_layer(tensors), tuple(identity["classes"]), Worth(**worth))
 
 
 def _layer(tensors: dict[str, Tensor]) -> nn.Linear:

@@ -206,7 +206,9 @@ def projection_head_of(tensors: Mapping[str, torch.Tensor]) -> nn.Sequential | N
     if len(weights) not in (2, 3):
         return None
     (hidden, width), output = weights[0].shape, len(weights[-1])
-    return _projection_head(width, hidden, output, "1.running_mean" in tensors, len(weights))
+    head = _projection_head(width, hidden, output, "1.running_mean" in tensors, len(weights))
+    shapes = ({key: x.shape for key, x in each.items()} for each in (head.state_dict(), tensors))
+    return head if next(shapes) == next(shapes) else None
 
 
 def _prediction_head(output: int) -> nn.Sequential:

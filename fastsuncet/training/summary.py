@@ -117,7 +117,7 @@ def feed_memory(config: Config, arithmetic: Arithmetic, sizes: np.ndarray | None
     view = 15 * side**2
     views = a.large_views * view + a.small_views * 15 * config.swav.small_size**2
     labeled = a.local_labeled if a.supervised_steps else 0
-    step = a.local_unlabeled * (decoded + views) + labeled * (decoded + view)
+    step = a.local_unlabeled * (decoded + views) + labeled // a.labeled_views * decoded + labeled * view
     return (config.data.prefetch + 1) * step
 
 

@@ -117,6 +117,14 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     with pytest.raises(BadImage):
         fastsuncet.predict(run, photos)
     assert len(fastsuncet.predict(run, photos, skip_bad=True)) == 11
+    for path in sorted(photos.rglob("red*.png")):  # a whole block, and then all
+        path.write_bytes(path.read_bytes()[:-40])
+    assert len(fastsuncet.predict(run, photos, skip_bad=True, batch=1)) == 8
+    for path in photos.rglob("*.png"):
+        path.write_bytes(whole[: len(whole) // 2])
+    assert cli.main([*words(run, "none.csv"), "--skip-bad"]) == 3 and not Path("none.csv").exists()
+    assert "13 images cannot be decoded" in capsys.readouterr().err
+    assert fastsuncet.predict(run, photos, skip_bad=True) == []
 
 
 @pytest.mark.slow

@@ -100,6 +100,8 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
     assert {key: x.shape for key, x in head.state_dict().items()} == {
         key: x.shape for key, x in encoder.head.items()
     }
+    last = max(key for key, x in encoder.head.items() if x.ndim == 2)
+    assert projection_head_of(encoder.head | {last: torch.zeros(3, 5)}) is None
     torch.save({key: x for key, x in theirs.items() if key.startswith("encoder")}, tmp_path / "w.pth")
     with pytest.raises(ConfigErrors, match=r"does\s+not\s+hold\s+the\s+heads"):
         loaded(small_config(tmp_path, *words))
