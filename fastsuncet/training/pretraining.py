@@ -77,7 +77,7 @@ class Pretraining(TrainingTask[Batch]):
         self.keep = self.keep_at_end = config.checkpoint.keep
         self.evaluate_every = (config.evaluation.knn_every_epochs or 0) * a.steps_per_epoch
         self.model, self.network, self.optimizer, self.setting = build(
-            config, place, len(images.train.classes), images.split.per_class.tolist()
+            config, place, len(images.train.classes), images.split.per_class.tolist(), arithmetic
         )
         self.scaler = self.setting.scaler
         self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph is True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fastsuncet.config import Config
+from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import OptimizationSection
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.ddp import parallel
@@ -106,7 +106,11 @@ class StepSettings:
 
 
 def build(
-    config: Config, place: Place, classes: int, per_class: Sequence[int] = ()
+    config: Config,
+    place: Place,
+    classes: int,
+    per_class: Sequence[int] = (),
+    sizes: Arithmetic | None = None,  # of the run that trains it; needed to compile one graph, not two
 ) -> tuple[resnet.Model, nn.Module, DeviceLR, StepSettings]:
     """Return the model, the network that trains it, its optimizer, the setting.
 
@@ -135,16 +139,19 @@ def build(
     setting = StepSettings(config, model, place.device, per_class)
     optimizer = build_optimizer(config.optimization, model, setting.lr)
 
+    micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
+    # torch.compile makes a graph for each shape, in minutes.
+    images, labeled = (sizes.local_unlabeled, sizes.local_labeled) if sizes and compiled else (1, 2)
+
     def blank(network: nn.Module) -> torch.Tensor:
         def zeros(count: int, size: int) -> torch.Tensor:
             return torch.zeros(count, 3, size, size, device=place.device)
 
-        unlabeled = tuple(zeros(1, view.size) for view in views(config))
+        unlabeled = tuple(zeros(images, view.size) for view in views(config))
         with setting.autocast():
-            out = network(unlabeled, zeros(2, config.data.augmentation.size))
+            out = network(unlabeled, zeros(labeled, config.data.augmentation.size))
         return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
-    micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
     whole = PiecewiseModel(model, micro_batch // place.world_size) if micro_batch else MultiViewModel(model)
     network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
     return model, network, optimizer, setting

@@ -116,7 +116,7 @@ class Bench:
         """Build a network and its step, on the weights that the run starts with."""
         self.use(config)
         counts = self.per_class
-        model, network, optimizer, setting = build(config, self.place, len(counts), counts)
+        model, network, optimizer, setting = build(config, self.place, len(counts), counts, self.arithmetic)
         return model, Step(network, optimizer, setting, graphs=config.meta.cuda_graph is True, say=_refuse)
 
     def stream(self, config: Config) -> PairedStream:

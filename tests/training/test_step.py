@@ -12,6 +12,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.models.resnet import Model, build_model
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import methods
+from fastsuncet.training import step as step_module
 from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import StepSettings, build, build_optimizer, in_float32, train_step
 from tests.support.runs import assert_equal_to_the_bit
@@ -50,6 +51,21 @@ def test_step_returns_each_loss_gradient_norm_and_changes_no_bit(tmp_path, metho
     assert tuple((values[2:] > 0).tolist()) == trained
     assert_equal_to_the_bit(values[:2], torch.stack([loss.detach() for loss in losses]))
     assert_equal_to_the_bit(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_first_passes_of_ddp_have_the_shape_of_a_step_where_it_compiles(tmp_path, monkeypatch, compiled):
+    config, shapes = small(tmp_path, "SimCLR + SuNCEt", f"meta.compile={compiled}"), []
+
+    def seen(views, labeled):
+        shapes.append([len(x) for x in (*views, labeled)])
+        return (labeled,)
+
+    monkeypatch.setattr(step_module, "parallel", lambda *_, blank_pass, **__: blank_pass(seen))
+    sizes = config.resolve(2, 1000, 10)
+    build(config, Place(0, 1, 0, CPU), 10, range(1, 11), sizes)
+    assert sizes.local_unlabeled > 2 < sizes.local_labeled
+    assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [1, 1, 2]]
 
 
 def transcribed(model: Model, batch: Batch) -> torch.Tensor:
