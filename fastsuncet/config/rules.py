@@ -7,11 +7,11 @@ about the default in its place.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import as_yaml
-from fastsuncet.config.schema import CONFIG, DEFAULTS
+from fastsuncet.config.schema import CONFIG, DEFAULTS, Contrast
 from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 # Values by dotted key, in the types of JSON, without those that are not valid.
@@ -77,7 +77,7 @@ def _least(v: Values) -> int:
     """Return how many classes a labeled batch needs, and how many images of each."""
     if v["criterion.supervised_epochs"] == 0:
         return 0
-    return 2 if v["criterion.supervision"] in ("suncet", "sup_con") else 1
+    return 2 if v["criterion.supervision"] in get_args(Contrast) else 1
 
 
 RULES: list[Rule] = [

@@ -18,13 +18,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from typing_extensions import Self, TypeIs
 
+from fastsuncet.config.problems import words
 from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
 
 
@@ -99,12 +100,10 @@ Exports = Annotated[
     tuple[Literal["torchvision", "timm", "safetensors", "onnx"], ...],
     described("a list of torchvision, timm, safetensors and onnx, or []"),
 ]
+Network = Literal["resnet50", "resnet34", "resnet18", "wide_resnet28w2", "resnet_tiny"]
 Backbone = Annotated[
-    Literal["resnet50", "resnet34", "resnet18", "wide_resnet28w2", "resnet_tiny"]
-    | Annotated[str, matching(r"timm/[A-Za-z0-9_]{1,99}", "timm/NAME")],
-    described(
-        "resnet50, resnet34, resnet18, wide_resnet28w2 or resnet_tiny, or timm/NAME with a name of timm's"
-    ),
+    Network | Annotated[str, matching(r"timm/[A-Za-z0-9_]{1,99}", "timm/NAME")],
+    described(f"{words(get_args(Network))}, or timm/NAME with a name of timm's"),
 ]
 Switch = Annotated[bool, described("true or false")]
 AutoSwitch = Annotated[bool | Literal["auto"], described("true, false or auto")]
@@ -316,6 +315,10 @@ class ModelSection(Section):
         return self.hidden, self.output, self.head_batchnorm, self.head_layers, self.prediction_head
 
 
+# Losses that contrast labeled images with each other, so that each needs a positive.
+Contrast = Literal["suncet", "sup_con"]
+
+
 class CriterionSection(Section):
     """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
@@ -323,7 +326,7 @@ class CriterionSection(Section):
     """loss of unlabeled images; paws: their classes by the labeled images near them; none: learn from labeled images
     alone
     """
-    supervision: Literal["suncet", "cross_entropy", "sup_con", "none"] = "suncet"
+    supervision: Literal[Contrast, "cross_entropy", "none"] = "suncet"
     """loss of labeled images; sup_con: L_sup_out of the paper; none: only with instance: paws, and the default there
     """
     temperature: Positive
@@ -379,7 +382,7 @@ class CriterionSection(Section):
     @property
     def contrasts_labels(self) -> bool:
         """Whether labeled images are contrasted with each other, so that each needs a positive."""
-        return self.supervised and self.supervision in ("suncet", "sup_con")
+        return self.supervised and self.supervision in get_args(Contrast)
 
 
 class SwavSection(Section):

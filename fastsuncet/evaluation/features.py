@@ -4,7 +4,6 @@ Shapes: N images in all, n of them on this rank, V views of each, E the width of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -70,7 +69,7 @@ def embed_views(
     Colors are not changed. A view is drawn from (meta.seed, its number, the image's position in `indices`), so it is
     the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
     """
-    crop = replace(config.data.augmentation, jitter=0.0, gray=0.0, blur=0.0)
+    crop = config.data.augmentation.uncolored
     return _forward(network, index, indices, (crop,) * views, config, place, max(1, batch // views))
 
 

@@ -50,14 +50,14 @@ def agrees(source: str, device: torch.device, prove: Proof) -> bool:
             reason = why_not(source, device, prove)
         except torch.OutOfMemoryError:
             reason = "the device has too little memory for its proof"
-        settle(source, device, reason)
+        switch(source, device, reason)
         if reason is not None:
             message = f"{source} is off on {device}, PyTorch's kernels are used: {reason}"
             warnings.warn(message, stacklevel=2)
     return _reasons[source, device] is None
 
 
-def settle(source: str, device: torch.device, reason: str | None) -> None:
+def switch(source: str, device: torch.device, reason: str | None) -> None:
     """Use the kernels of `source` on `device` from now on (`reason` is None), or not."""
     _reasons[source, device] = reason
 
@@ -90,9 +90,9 @@ def milliseconds(
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(1 + ROUNDS):
         for times, reason in zip(found, (None, "timed without them")):
-            settle(source, device, reason)
+            switch(source, device, reason)
             times.append(_seconds(work, device))
-    settle(source, device, None)
+    switch(source, device, None)
     ours, twins = (1e3 * median(times[1:]) for times in found)
     return ours, twins
 

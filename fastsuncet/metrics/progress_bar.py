@@ -4,7 +4,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -13,12 +14,6 @@ from fastsuncet.console import printable, say_line, survive_lost_output
 
 # Key of a metrics record -> the format of its value in a line, and its text in the bar.
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "nt_xent": (".4f", lambda loss: f"nt_xent {loss:.2f}"),
-    "swav": (".4f", lambda loss: f"swav {loss:.2f}"),
-    "paws": (".4f", lambda loss: f"paws {loss:.2f}"),
-    "suncet": (".4f", lambda loss: f"suncet {loss:.2f}"),
-    "cross_entropy": (".4f", lambda loss: f"cross-entropy {loss:.2f}"),
-    "sup_con": (".4f", lambda loss: f"L_sup_out {loss:.2f}"),
     "lr": (".4g", lambda lr: f"lr {lr:.3g}"),
     "views_per_second": (".1f", lambda rate: f"{_short(rate)} views/s"),
     "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # fraction of the time spent waiting for pixels
@@ -33,15 +28,16 @@ WIDE = 110  # columns from which a bar fits next to the numbers
 class ProgressBar:
     """`update(record)` shows a metrics line; `say(line)` prints anything else.
 
-    `record` is what MetricsWriter.write returned: "step" and any of FIELDS. The bar is drawn on standard error if that
-    is a terminal and no batch system started the run. Otherwise each record is a line of key=value pairs, in columns,
-    on standard output. `stream` replaces both.
+    `record` is what MetricsWriter.write returned: "step" and any of `losses` and FIELDS. The bar is drawn on standard
+    error if that is a terminal and no batch system started the run. Otherwise each record is a line of key=value pairs,
+    in columns, on standard output. `stream` replaces both.
     """
 
     def __init__(
         self,
         total: int,  # updates in the whole run
         start: int = 0,  # updates done before this process
+        losses: Sequence[str] = (),
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
@@ -51,6 +47,8 @@ class ProgressBar:
         self._pace, self._intervals = 0.0, 0  # seconds per update, smoothed over the intervals between lines
         self._widths: dict[str, int] = {}  # of each column of the lines so far
         self._bar: tqdm | None = None
+        of_loss = {loss: (".4f", partial("{} {:.2f}".format, loss)) for loss in losses}
+        self._fields: dict[str, tuple[str, Callable[[float], str]]] = of_loss | FIELDS
         terminal = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
         # A terminal without a width (docker run -t can give one) gets lines: tqdm would draw nothing.
@@ -73,7 +71,7 @@ class ProgressBar:
             self._draw(self._bar, record, left)
             return
         values = {"step": f"{record['step']}/{self.total}"}
-        for key, (form, _) in FIELDS.items():
+        for key, (form, _) in self._fields.items():
             if key in record:
                 values[key] = "-" if record[key] is None else format(record[key], form)
         cells = []
@@ -98,7 +96,7 @@ class ProgressBar:
 
     def _draw(self, bar: tqdm, record: dict[str, Any], left: str) -> None:
         wide = _width(self._stream) >= WIDE
-        shown = [show(record[key]) for key, (_, show) in FIELDS.items() if record.get(key) is not None]
+        shown = [show(record[key]) for key, (_, show) in self._fields.items() if record.get(key) is not None]
         bar.bar_format = ("{percentage:3.0f}%|{bar}| " if wide else "") + "{n_fmt}/{total_fmt} {desc}"
         bar.set_description_str(" ".join([f"left {left}" if wide else f"<{left}", *shown]), refresh=False)
         bar.n = record["step"]

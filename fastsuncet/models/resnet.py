@@ -158,7 +158,7 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 # Of h.
 WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "wide_resnet28w2": 128, "resnet_tiny": 64}
-OWN = ("resnet_tiny", "wide_resnet28w2")  # in neither library
+OWN = {"resnet_tiny": TinyResNet, "wide_resnet28w2": WideResNet}  # in neither library
 
 
 def width_of(name: str) -> int:
@@ -169,10 +169,8 @@ def width_of(name: str) -> int:
 def _encoder(name: str, library: str, stem: str) -> nn.Module:
     if name.startswith(timm_backbone.PREFIX):
         return timm_backbone.create(name, "meta")
-    if name == "wide_resnet28w2":
-        return WideResNet()
-    if name == "resnet_tiny":
-        encoder = TinyResNet()
+    if name in OWN:
+        encoder = OWN[name]()
     elif library == "timm":
         import timm
 
@@ -182,7 +180,7 @@ def _encoder(name: str, library: str, stem: str) -> nn.Module:
 
         encoder = torchvision.models.get_model(name, weights=None)
         encoder.fc = nn.Identity()
-    if stem == "cifar":
+    if stem == "cifar" and name != "wide_resnet28w2":  # which has no other
         # No stride and no max-pool: 32 px reach the first block as 32 px, not as 8.
         width = len(encoder.get_parameter("bn1.weight"))
         encoder.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)

@@ -122,7 +122,7 @@ def agree(place: Place, own: Paths) -> Paths:
     if APEX in joined and joined.get("lars.cu", "") is None:
         joined[APEX] = "lars.cu makes fewer passes over memory"
     for source, reason in joined.items():
-        self_test.settle(source, place.device, reason)
+        self_test.switch(source, place.device, reason)
     if joined.get(VIEW, "") is None:
         view_operator.proved.add(place.device.index)
     return joined
@@ -137,7 +137,7 @@ def obey(paths: Paths, before: Mapping[str, bool], device: torch.device) -> tupl
     for source, used in before.items():
         if not used and source != GRAPH:
             paths[source] = STAYS_OFF
-            self_test.settle(source, device, STAYS_OFF)
+            self_test.switch(source, device, STAYS_OFF)
     return paths, [path for path, used in before.items() if used and paths.get(path)]
 
 
@@ -252,7 +252,7 @@ def _lars_work(device: torch.device, sizes: list[int], without: str = "") -> Cal
     lr, settings = torch.zeros((), device=device), LARSSettings()
     fill(lr, 0.0)
     if without:
-        self_test.settle(without, device, "another implementation is timed")
+        self_test.switch(without, device, "another implementation is timed")
     return lambda: lars_auto(params, grads, buffers, lr, settings)
 
 

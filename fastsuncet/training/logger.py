@@ -19,6 +19,7 @@ class RunLogger(contextlib.ExitStack):
         config: Config,
         folder: Path,
         columns: tuple[str, ...],
+        losses: tuple[str, ...],
         steps: int,
         step: int,
         place: Place,
@@ -28,7 +29,7 @@ class RunLogger(contextlib.ExitStack):
         self.writer = self.progress = None
         if not place.first:
             return
-        self.progress = ProgressBar(steps, step)
+        self.progress = ProgressBar(steps, step, losses)
         self.writer = MetricsWriter(
             folder,
             columns,

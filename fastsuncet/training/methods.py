@@ -9,17 +9,11 @@
 Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. This module passes
 `criterion.temperature` to them. It divides the rows in `losses/contrast.py`, or in `losses/contrast_symmetric.py` where
 one CPU process has all rows.
-
-To add a loss:
-1. Write it in `fastsuncet/losses/` and export it there.
-2. Add a function and its name below; `CriterionSection.contrasts_labels` says whether it contrasts labeled images.
-3. Add the name to `criterion.instance` or `criterion.supervision` in `fastsuncet/config/schema.py`.
-4. Add the name to `FIELDS` in `fastsuncet/metrics/progress_bar.py`.
-5. Add a dense float64 twin to `tests/support/dense_losses.py`, and a row to `METHODS` in
-   `tests/training/test_methods.py`, which fails while one of these is missing.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +23,86 @@ from fastsuncet.config import Config
 from fastsuncet.losses.tf32 import products
 from fastsuncet.training.multi_view_model import Outputs
 
-INSTANCES = {"nt_xent": "SimCLR", "swav": "SwAV", "paws": "PAWS", "none": ""}
-SUPERVISIONS = {"suncet": "SuNCEt", "cross_entropy": "cross-entropy", "sup_con": "L_sup_out", "none": ""}
-
 Loss = Callable[[Outputs, Tensor], Tensor]
+
+
+def nt_xent(config: Config, out: Outputs, *_: object) -> Tensor:
+    """Contrast the two views of each unlabeled image with all others."""
+    c = config.criterion
+    with products(tf32(config)):
+        return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
+
+
+def swav(config: Config, out: Outputs, *_: object) -> Tensor:
+    """Predict the clusters of each unlabeled image's other views."""
+    assert out.scores is not None  # build() gives the model of this method prototypes
+    s, temperature = config.swav, config.criterion.temperature
+    options = {"epsilon": s.epsilon, "iterations": s.iterations}
+    return losses.swav(out.scores, temperature, crops=2 + s.small_crops, **options)
+
+
+def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None) -> Tensor:
+    """Predict the class of each unlabeled image's other views, which the labeled images near them give."""
+    assert out.predictions is not None  # build() gives the model of this method a predictor
+    p, views = config.paws, 2 + config.swav.small_crops
+    first, second = out.views.chunk(views)[:2]
+    anchors, supports = out.predictions.split([len(out.views), len(labels)])
+    prior = None
+    if p.prior == "labels":
+        assert per_class is not None
+        prior = per_class[labels]
+    cross_entropy, me_max = losses.paws(
+        anchors,
+        supports,
+        labels,
+        torch.cat([second, first]),  # each predicts the other
+        out.labeled,
+        views=views,
+        temperature=config.criterion.temperature,
+        sharpen=p.sharpen,
+        smoothing=p.smoothing,
+        prior=prior,
+    )
+    return cross_entropy + me_max if p.me_max else cross_entropy
+
+
+def contrast(loss: Callable[..., Tensor], config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
+    """Contrast the labeled images with each other."""
+    c = config.criterion
+    options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
+    with products(tf32(config)):
+        return loss(out.labeled, labels, c.temperature, **options)
+
+
+def cross_entropy(config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
+    """Classify the labeled images."""
+    if out.logits is None:  # SimCLR: supervision is never on, so there is no classifier
+        return out.labeled.sum() * 0
+    return losses.cross_entropy(out.logits, labels)
+
+
+def none(config: Config, out: Outputs, *_: object) -> Tensor:
+    """Return 0."""
+    return out.labeled.new_zeros(())
+
+
+class Method(NamedTuple):
+    """A loss: its method's name in the paper, and its value from config, outputs, labels (S,) and `per_class`."""
+
+    title: str
+    loss: Callable[[Config, Outputs, Tensor, Tensor | None], Tensor]
+
+
+# The values of criterion.instance and criterion.supervision.
+METHODS = {
+    "nt_xent": Method("SimCLR", nt_xent),
+    "swav": Method("SwAV", swav),
+    "paws": Method("PAWS", paws),
+    "suncet": Method("SuNCEt", partial(contrast, losses.suncet)),
+    "sup_con": Method("L_sup_out", partial(contrast, losses.sup_con)),
+    "cross_entropy": Method("cross-entropy", cross_entropy),
+    "none": Method("", none),
+}
 
 
 def instance_loss(config: Config, per_class: Tensor | None = None) -> Loss:
@@ -41,73 +111,14 @@ def instance_loss(config: Config, per_class: Tensor | None = None) -> Loss:
     It takes outputs and labels (S,). `per_class` (C,), floating and on the device, counts the labeled images of each
     class of the data set; PAWS reads it with `paws.prior: labels`.
     """
-    c, s, p = config.criterion, config.swav, config.paws
-
-    def nt_xent(out: Outputs, _: Tensor) -> Tensor:
-        with products(tf32(config)):
-            return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
-
-    def swav(out: Outputs, _: Tensor) -> Tensor:
-        assert out.scores is not None  # build() gives the model of this method prototypes
-        return losses.swav(
-            out.scores, c.temperature, crops=2 + s.small_crops, epsilon=s.epsilon, iterations=s.iterations
-        )
-
-    def paws(out: Outputs, labels: Tensor) -> Tensor:
-        assert out.predictions is not None  # build() gives the model of this method a predictor
-        views = 2 + s.small_crops
-        first, second = out.views.chunk(views)[:2]
-        anchors, supports = out.predictions.split([len(out.views), len(labels)])
-        prior = None
-        if p.prior == "labels":
-            assert per_class is not None
-            prior = per_class[labels]
-        cross_entropy, me_max = losses.paws(
-            anchors,
-            supports,
-            labels,
-            torch.cat([second, first]),  # each predicts the other
-            out.labeled,
-            views=views,
-            temperature=c.temperature,
-            sharpen=p.sharpen,
-            smoothing=p.smoothing,
-            prior=prior,
-        )
-        return cross_entropy + me_max if p.me_max else cross_entropy
-
-    def none(out: Outputs, _: Tensor) -> Tensor:
-        return out.views.new_zeros((), dtype=out.labeled.dtype)
-
-    return {"nt_xent": nt_xent, "swav": swav, "paws": paws, "none": none}[c.instance]
+    loss = METHODS[config.criterion.instance].loss
+    return lambda out, labels: loss(config, out, labels, per_class)
 
 
 def supervised_loss(config: Config) -> Loss:
     """Return the config's loss on labeled images, 0 where there are none; it takes outputs and labels (S,)."""
-    c = config.criterion
-
-    def contrastive(loss: Callable[..., Tensor]) -> Loss:
-        def contrast(out: Outputs, labels: Tensor) -> Tensor:
-            options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
-            with products(tf32(config)):
-                return loss(out.labeled, labels, c.temperature, **options)
-
-        return contrast
-
-    def cross_entropy(out: Outputs, labels: Tensor) -> Tensor:
-        if out.logits is None:  # SimCLR: supervision is never on, so there is no classifier
-            return out.labeled.sum() * 0
-        return losses.cross_entropy(out.logits, labels)
-
-    def none(out: Outputs, _: Tensor) -> Tensor:
-        return out.labeled.new_zeros(())
-
-    return {
-        "suncet": contrastive(losses.suncet),
-        "sup_con": contrastive(losses.sup_con),
-        "cross_entropy": cross_entropy,
-        "none": none,
-    }[c.supervision]
+    loss = METHODS[config.criterion.supervision].loss
+    return lambda out, labels: loss(config, out, labels, None)
 
 
 def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
@@ -137,7 +148,4 @@ def terms(config: Config) -> tuple[str, str]:
 
 def name(config: Config) -> str:
     """Return the method as the paper writes it: "SimCLR + SuNCEt"."""
-    parts = [INSTANCES[config.criterion.instance]]
-    if config.criterion.supervised:
-        parts.append(SUPERVISIONS[config.criterion.supervision])
-    return " + ".join(part for part in parts if part)
+    return " + ".join(METHODS[term].title for term in terms(config) if term != "none")

@@ -156,7 +156,7 @@ class Trainer:
         momentum = moments * sum(x.nbytes for x in task.model.parameters())
         room = partial(manager.require_room, self.folder / manager.FOLDER, weights + momentum)
         on_rank_0(self.place, room)
-        settings = (task.config, self.folder, task.columns, task.steps, self.step, self.place)
+        settings = (task.config, self.folder, task.columns, task.terms, task.steps, self.step, self.place)
         timeout = task.config.meta.timeout
         with (
             closing(task),

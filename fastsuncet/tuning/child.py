@@ -77,7 +77,7 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
     base, contender = (config.with_values(asked[side]) for side in ("base", "contender"))
     with join(config.meta.device) as place:
         for path, used in asked["paths"].items():
-            self_test.settle(path, place.device, None if used else "as the run does")
+            self_test.switch(path, place.device, None if used else "as the run does")
         try:
             bench = Bench(place, Arithmetic(**asked["arithmetic"]), asked["per_class"])
             problem = bench.problem(base, contender, exact=asked["exact"])

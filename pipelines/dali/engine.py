@@ -72,6 +72,7 @@ class DaliEngine:
         most = room_for_buffers(device_id, threads) if decoder_buffers == "largest" and device == "gpu" else 0
         self._stream = side_stream(device_id) if device == "gpu" else None
         self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
+        plugin = plugin and graphs.fits_plugin(augmentations)
         self._pipeline = graphs.views(
             source if isinstance(source, PackedImages) else lambda iteration: source(indices(iteration)),
             lambda iteration: graphs.view_arrays(augmentations, draws(first_step + iteration).views),

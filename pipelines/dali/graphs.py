@@ -30,6 +30,9 @@ from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, 
 # depend on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
 HW_DECODER_OFF = 0.0
 
+# The inputs of a view: of its crop, and those of the plug-in.
+OF_CROP, OF_PLUGIN = ("corner", "extent"), (*color.FACTORS, "order", "gray", "sigma", "flip")
+
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
 
 
@@ -98,8 +101,7 @@ def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype
 
 def by_plugin(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
     """The same by the plug-in's one operator. It makes the pixels of DALI's CPU operators, on a GPU too."""
-    of_crop = ("corner", "extent")
-    given = {name: getattr(view, name) for name in view_inputs(augmentation) if name not in of_crop}
+    given = {name: getattr(view, name) for name in view_inputs(augmentation) if name not in OF_CROP}
     if augmentation.blur:
         given["window"] = 0 if augmentation.blur_window == "auto" else augmentation.blur_window
     if image.device == "gpu":
@@ -173,6 +175,12 @@ def normalization(augmentation: Augmentation | Center, dtype: str) -> dict[str, 
     """Return the arguments of a normalization of levels from 0 to 255."""
     scaled = {name: [255 * value for value in getattr(augmentation, name)] for name in ("mean", "std")}
     return {**scaled, "dtype": DTYPES[dtype]}
+
+
+def fits_plugin(augmentations: Sequence[Augmentation | Center]) -> bool:
+    """Return whether the plug-in knows all that the views ask for."""
+    random = (each for each in augmentations if isinstance(each, Augmentation))
+    return all(view_inputs(each).keys() <= {*OF_CROP, *OF_PLUGIN} for each in random)
 
 
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:

@@ -8,11 +8,12 @@ the same numbers, and a global batch is the same however many ranks share it.
 import hashlib
 import itertools
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Predicate
+from typing_extensions import Self
 
 CROP_TRIES = 10  # torchvision's RandomResizedCrop gives up after ten boxes that do not fit
 # 20 for the tries, 2 for the corner, 10 for the rest: whole blocks of Philox's four words.
@@ -136,6 +137,11 @@ class Augmentation:
         """Pixels across the widest blur kernel of this augmentation."""
         window = self.blur_window
         return int(blur_windows(np.array(self.blur_sigma[1]))) if window == "auto" else window
+
+    @property
+    def uncolored(self) -> Self:
+        """The same crops and flips, and nothing else."""
+        return replace(self, jitter=0.0, gray=0.0, blur=0.0)
 
     @property
     def recolors(self) -> bool:

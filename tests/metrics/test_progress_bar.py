@@ -18,6 +18,7 @@ from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.training.logger import RunLogger
 from tests.support.runs import small_config
 
+LOSSES = ("nt_xent", "suncet")
 RECORD = {
     "step": 120,
     "nt_xent": 5.43217,
@@ -39,7 +40,7 @@ def no_batch_system(monkeypatch):
 
 def lines(*records: dict, total: int = 600, **options) -> list[str]:
     stream = io.StringIO()
-    shown = ProgressBar(total, stream=stream, **options)
+    shown = ProgressBar(total, losses=LOSSES, stream=stream, **options)
     for record in records:
         shown.update(record)
     shown.close()
@@ -79,7 +80,7 @@ def test_progress_lines_stay_in_columns():
     assert line.split() == ["step=5/600", "nt_xent=1.0000", "left=00:00"], "only what the record has"
     wide = RECORD | {"suncet": 123.4}
     shown = lines(wide, RECORD, RECORD | {"suncet": float("nan"), "lr": None})
-    for key in RECORD.keys() & progress.FIELDS.keys():
+    for key in RECORD.keys() & {*LOSSES, *progress.FIELDS}:
         assert len({line.index(key + "=") for line in shown}) == 1, key
     assert "suncet=nan" in shown[2]
     assert "lr=- " in shown[2]
@@ -99,7 +100,7 @@ def test_progress_time_left_follows_the_pace_and_forgets_the_start_up():
 @pytest.mark.parametrize(("width", "left"), [(120, "left 00:0"), (80, "<00:0")])
 def test_progress_at_a_terminal_is_one_bar_that_fits_and_is_drawn_over(width, left):
     def show(stream):
-        shown = ProgressBar(600, 100, stream=stream)
+        shown = ProgressBar(600, 100, LOSSES, stream=stream)
         shown.update(RECORD)
         shown.say("step 120: KNN 56.1 %")
         shown.update(RECORD | {"step": 240, "suncet": float("nan")})
@@ -125,12 +126,12 @@ def test_progress_at_a_terminal_is_one_bar_that_fits_and_is_drawn_over(width, le
 )
 def test_progress_in_a_batch_job_or_without_a_width_is_lines(monkeypatch, width, name, value):
     monkeypatch.setenv(name, value)
-    written = terminal(width, lambda stream: ProgressBar(600, stream=stream).update(RECORD))
+    written = terminal(width, lambda stream: ProgressBar(600, 0, LOSSES, stream=stream).update(RECORD))
     assert written.startswith("step=120/600 nt_xent=5.4322")
 
 
 def test_progress_lines_go_to_standard_output(capsys):
-    shown = ProgressBar(600)
+    shown = ProgressBar(600, 0, LOSSES)
     shown.update(RECORD)
     shown.say("hello")
     out, err = capsys.readouterr()
@@ -142,7 +143,7 @@ def test_progress_is_printed_by_the_first_rank_only(tmp_path, capsys):
     config = small_config(tmp_path)
     for rank in (0, 1, 2):
         with RunLogger(
-            config, tmp_path, ("loss",), 10, 0, Place(rank, 3, rank, torch.device("cpu"))
+            config, tmp_path, ("loss",), LOSSES, 10, 0, Place(rank, 3, rank, torch.device("cpu"))
         ) as logger:
             logger.say("suncet has plateaued")
     assert capsys.readouterr().out.count("suncet has plateaued") == 1

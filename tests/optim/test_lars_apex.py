@@ -157,7 +157,7 @@ def test_trials_and_verdicts_of_apex(apex, monkeypatch):
     """It is tried where it is installed and no graph is, timed without lars.cu, and used where lars.cu is not."""
     settled = {}
     monkeypatch.setattr(
-        kernel_choice.self_test, "settle", lambda path, device, why: settled.update({path: why})
+        kernel_choice.self_test, "switch", lambda path, device, why: settled.update({path: why})
     )
     model = torch.nn.Linear(3, 2)
     monkeypatch.setattr(kernel_choice, "_model", lambda config: model)

@@ -139,8 +139,8 @@ def gathered_rows(config: Config, images: int, labeled: int) -> dict[str, int]:
     """Return the rows of a rank, 0 if there are none, for each loss that compares rows of all ranks."""
     c = config.criterion
     found = {"views": 2 * images} if c.instance == "nt_xent" else {}
-    if c.supervision in ("suncet", "sup_con"):
-        found["labeled images"] = labeled if c.supervised else 0
+    if c.contrasts_labels:
+        found["labeled images"] = labeled
     return found
 
 

@@ -163,7 +163,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         )
         shown = {"size": s.size, "crop_scale": s.crop_scale, "crop_ratio": s.crop_ratio, "flip": s.flip}
         a = config.data.augmentation
-        view = Augmentation(**shown, jitter=0.0, gray=0.0, blur=0.0, mean=a.mean, std=a.std)
+        view = Augmentation(**shown, blur=0.0, mean=a.mean, std=a.std).uncolored
         multi_label, sizes = s.loss == "sigmoid", {"batch": s.batch, "passes": s.accumulate}
         self.stream = FineTuningStream(train, indices, view, config, place, multi_label=multi_label, **sizes)
         self.steps, self.steps_per_epoch = s.steps, self.stream.steps_per_epoch

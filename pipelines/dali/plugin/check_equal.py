@@ -20,7 +20,7 @@ from pipelines.sampling.augmentation import ORDERS, Augmentation
 Images = list[np.ndarray]  # each uint8 (H, W, 3)
 # One number for each image, by the names of `pipelines.dali.graphs.view_inputs`.
 Inputs = dict[str, np.ndarray]
-INPUTS = (*FACTORS, "order", "gray", "sigma", "flip")
+INPUTS = graphs.OF_PLUGIN
 # Normalized, because a wrong order of the channels would not show otherwise.
 EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), color_order="random")
 

@@ -1,0 +1,174 @@
+"""The recipes of CONTRIBUTING.md, followed in a copy of the code with a toy of each kind, which then runs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+LOSS = """
+def toy(z, labels, temperature, *, keys="attached", average="sample", chunk_size=None):
+    return z.square().mean() / temperature
+"""
+NETWORK = """class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, kernel_size=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.fc = nn.Identity()
+
+    def forward(self, images):
+        return self.fc(self.bn1(self.conv1(images)).mean((2, 3)))
+
+
+"""
+DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes))[::4]'
+# What is added -> file -> (what stands there, what is written before it); "" is the end of a file, or a new one.
+RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "loss": {
+        "fastsuncet/losses/toy.py": [("", LOSS)],
+        "fastsuncet/losses/__init__.py": [("", "from fastsuncet.losses.toy import toy\n")],
+        "fastsuncet/config/schema.py": [('"suncet", "sup_con"]', '"toy", ')],
+        "fastsuncet/training/methods.py": [
+            ('    "cross_entropy": Method(', '    "toy": Method("Toy", partial(contrast, losses.toy)),\n')
+        ],
+        "tests/support/dense_losses.py": [("", LOSS)],
+    },
+    "augmentation": {
+        "pipelines/sampling/augmentation.py": [
+            (
+                "    mean: Annotated[",
+                '    negative: Probability = setting(0.0, "probability of a negative")\n',
+            ),
+            ("jitter=0.0, gray=0.0", "negative=0.0, "),
+            ("    sigma: np.ndarray  #", "    negative: np.ndarray\n"),
+            ("        gray=gray <", f"        negative={DRAW} < augmentation.negative,\n"),
+        ],
+        "pipelines/dali/graphs.py": [
+            (
+                "    # The normalization flips",
+                "    if augmentation.negative:\n        image = negative(image, view)\n",
+            ),
+            (
+                "def by_plugin(",
+                "def negative(image, view):\n    if view.negative == 1:\n"
+                "        image = fn.cast(255 - image, dtype=types.UINT8)\n    return image\n\n\n",
+            ),
+            (
+                "    if augmentation.flip:",
+                "    if augmentation.negative:\n"
+                '        inputs["negative"] = lambda view: view.negative.astype(np.int32)\n',
+            ),
+        ],
+        "pipelines/torchvision_engine.py": [
+            (
+                "    return image\n\n\ndef jitter",
+                "    if view.negative[row]:\n        image = F.invert(image)\n",
+            )
+        ],
+        "tests/pipelines/test_negative.py": [
+            (
+                "",
+                """
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipelines.datasets.in_memory import digits
+from tests.support.streams import BACKENDS, SMALL, opened, unlabeled
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_negative_plus_view_is_white(backend):
+    given = [(replace(SMALL, negative=share),) for share in (0.0, 1.0)]
+    (view,), (negative,) = (opened(unlabeled(digits(), augmentations=a), backend)(0) for a in given)
+    torch.testing.assert_close(view + negative, torch.ones_like(view))
+""",
+            )
+        ],
+    },
+    "network": {
+        "fastsuncet/config/schema.py": [('"wide_resnet28w2", "resnet_tiny"]', '"toy", ')],
+        "fastsuncet/models/resnet.py": [
+            ("class WideResNet(", NETWORK),
+            ('"resnet_tiny": 64', '"toy": 8, '),
+            ('"resnet_tiny": TinyResNet', '"toy": Toy, '),
+        ],
+    },
+    "sub-command": {
+        "fastsuncet/commands/toy.py": [("", "def toy():\n    print('a toy')\n")],
+        "fastsuncet/commands/help.py": [('    "doctor": "show', '    "toy": "print a toy",\n')],
+        "fastsuncet/cli.py": [
+            (
+                '@command("doctor")',
+                '@command("toy")\ndef _toy(parser, options):\n'
+                "    from fastsuncet.commands.toy import toy\n\n    toy()\n\n\n",
+            )
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("what", RECIPES)
+def test_recipe_names_all_its_places_and_at_most_five(what):
+    (row,) = re.findall(rf"^\| an? {what}.*", CONTRIBUTING, re.M)
+    named = re.findall(r"`([\w/]+(?:/|\.py))`", row)
+    assert len(named) <= 5
+    for file in RECIPES[what]:
+        assert file in named or file[: file.rindex("/") + 1] in named, file
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """Return a copy of the code with all toys."""
+    folder = tmp_path_factory.mktemp("copy")
+    for part in ("fastsuncet", "pipelines", "tests", "configs"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for file, edits in (each for recipe in RECIPES.values() for each in recipe.items()):
+        path = folder / file
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        for before, added in edits:
+            assert not before or text.count(before) == 1, (file, before)
+            text = text.replace(before, added + before) if before else text + added
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def run(copy: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_recipes_sub_command_runs(copy):
+    assert run(copy, "fastsuncet", "toy") == "a toy\n"
+
+
+@pytest.mark.slow
+def test_recipes_loss_and_augmentation_are_compared_with_their_twins(copy):
+    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py")
+    named = "every_loss_of_the_schema or Toy and papers or negative"
+    run_tests = run(copy, "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
+    assert len(run_tests.split()[0]) == 4
+
+
+@pytest.mark.slow
+def test_recipes_loss_augmentation_and_network_train(copy):
+    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
+    changes = [*toys, "optimization.steps=2", "optimization.warmup=0", "logging.log_every=1"]
+    shown = run(copy, "fastsuncet", "train", "digits_demo", *changes, f"logging.folder={copy}/runs")
+    assert "SimCLR + Toy" in shown and "toy=" in shown
