@@ -212,14 +212,13 @@ def load_config(
     Raises ConfigErrors (exit code 2) with all problems, or with the first place that is not YAML.
     """
     document, problems = read_config(os.fspath(path), overrides, places or {})
-    if not problems:
-        with suppress(ValidationError, ConfigErrors):
-            config = Config.from_values(document.values)
-            config._document = document
-            return config
     found: list[Problem] = []
     try:
-        Sections.from_values(document.values)
+        with suppress(ConfigErrors):  # of the rules, which are checked again below
+            config = Config.from_values(document.values)
+            if not problems:
+                config._document = document
+                return config
     except ValidationError as error:
         found = field_problems(error, document)
     # Of a key that is wrong, and of the one that a misspelled key means, nothing more is said.

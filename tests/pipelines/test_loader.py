@@ -1,5 +1,6 @@
 """Streams of views: any step at any time, the same for any threads and ranks, and bad files by name."""
 
+import cProfile
 import os
 import re
 import shutil
@@ -52,6 +53,18 @@ def test_loader_views_are_channels_last_floats_one_per_augmentation(index, reade
         assert view.dtype == torch.float32 and not view.requires_grad
         assert view.is_contiguous(memory_format=torch.channels_last)
         assert 0 <= view.min() < 0.2 and 0.8 < view.max() <= 1
+
+
+@needs_dali
+def test_loader_makes_as_many_calls_for_many_images_as_for_few(index):
+    """Of Python functions in the thread that trains: a count is the same on every machine."""
+    calls = []
+    for batch in (2, 24):
+        loader, profiler = opened(unlabeled(index, batch), "dali", color_operator="graph"), cProfile.Profile()
+        loader(0)
+        profiler.runcall(loader, 1)
+        calls.append(sum(entry.callcount for entry in profiler.getstats()))
+    assert calls[0] < 2000 and calls[1] < 1.2 * calls[0]
 
 
 def test_loader_mean_std_and_half_precision_come_last(index, reader):

@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tools import results
 from tools.results import decision, decision_on_cost, interval
-from tools.stability import largest_eigenvalue, stable_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
@@ -88,26 +86,6 @@ def test_decision_follows_the_rule_of_the_interval(center, half, expected):
 )
 def test_decision_on_cost_follows_the_rule_of_the_plateau(center, half, arrived, expected):
     assert decision_on_cost(center, half, most_arrived=arrived) == expected
-
-
-@pytest.mark.parametrize(("share", "grows"), [(0.97, False), (1.03, True)])
-def test_stable_rate_is_where_fine_tunings_sgd_begins_to_grow(share, grows):
-    """From near a zero classifier, whose loss is a quadratic of the Hessian that the rate is derived from."""
-    features = torch.randn(64, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    labels = torch.arange(64) % 4
-    rate = share * stable_rate(largest_eigenvalue(features), 4, 0.9)
-    weight = torch.zeros(4, 5, dtype=torch.float64, requires_grad=True)
-    loss = torch.nn.functional.cross_entropy
-    hessian = torch.autograd.functional.hessian(lambda w: loss(features @ w.T, labels), weight)
-    hessian = hessian.reshape(20, 20)  # pyright: ignore[reportAttributeAccessIssue]
-    point = torch.full((20,), 1e-3, dtype=torch.float64) * torch.arange(20)
-    point.requires_grad_()
-    sgd = torch.optim.SGD([point], lr=rate, momentum=0.9, nesterov=True)
-    start = point.detach().norm()
-    for _ in range(1000):
-        point.grad = hessian @ point.detach()
-        sgd.step()
-    assert (point.detach().norm() > 10 * start) == grows
 
 
 def few_labels(folder, reach, ahead, seeds=range(5), last=8):
