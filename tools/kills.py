@@ -1,10 +1,11 @@
 """Kill training (kill -9) at random moments, continue it to its end, and compare it with a run that was left alone.
 
-    python tools/kills.py FOLDER --images DATA/train --kills 100 [--ranks 2] [--seed 0]
+    python tools/kills.py FOLDER --images DATA/train --kills 100 [--ranks 2] [--seed 0] [--pack] [section.key=value ...]
 
 One trial is one run. It is killed up to eight times: one rank, all ranks, or the agent that started them, while it
-starts, makes steps, saves, or evaluates. Then it is continued to its last step. Its weights, momentum, metrics lines
-without times, and the rest of its state must be those of the undisturbed run, to the bit.
+starts, makes steps, saves, evaluates, or exports. Then it is continued to its end. Its weights, momentum, metrics lines
+without times, the rest of its state and its export must be those of the undisturbed run, to the bit. With `--pack` it
+reads shards; the `section.key=value` are the config's, such as criterion.micro_batch=64.
 
 The command is the real one, with torchrun's agent, gloo, and DALI on JPEG files, of which some are copied from
 `--images`, a folder of classes. Only the imports are saved: the agent and its ranks are forked from this process.
@@ -39,7 +40,9 @@ import torch.distributed.launcher.api
 import fastsuncet.commands.train  # noqa: F401 - what the agent and the ranks would import
 import pipelines.dali.engine  # noqa: F401
 from fastsuncet import cli
-from fastsuncet.config import load_config
+from fastsuncet.commands import data_pack, export
+from fastsuncet.config import Config, load_config
+from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
 from tests.support.runs import assert_equal_to_the_bit, final_state
@@ -49,17 +52,17 @@ RUN = (
     *("data.kind=image_folder", "data.split.kind=all", "data.split.fraction=null"),
     *("data.augmentation.blur=0.5", "criterion.unsupervised_batch_size=10", "criterion.classes_per_batch=2"),
     *("criterion.supervised_imgs_per_class=4", "optimization.steps=18", "optimization.warmup=1"),
-    *("checkpoint.every=2", "checkpoint.export=[]", "logging.log_every=2"),
+    *("checkpoint.every=2", "logging.log_every=2"),
     *("evaluation.knn_every_epochs=1", "evaluation.knn_k=3"),
 )
-PHASES = ("start", "step", "save", "evaluation")
+PHASES = ("start", "step", "save", "evaluation", "export")
 PHASE_OF = {"saves": 2, "evaluates": 3}  # of Trainer.at; other places belong to a step
-MOST = (1, 24, 5, 5)  # kill at the first to this entry of a phase; a step has three
+MOST = (1, 24, 5, 5, 1)  # kill at the first to this entry of a phase; a step has three
 LIMIT = 900.0  # seconds from a kill to the end of every process; a busy machine is slow
-PID, PHASE, STEP, SINCE, ENTRIES, SECONDS = 0, 1, 2, 3, 4, 8  # columns of `table`
+PID, PHASE, STEP, SINCE, ENTRIES, SECONDS = 0, 1, 2, 3, 4, 9  # columns of `table`
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 # (rank, column) in memory that all processes share: what each rank does, as it was at its last moment.
-table = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.float64)[: 16 * 12].reshape(16, 12)
+table = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.float64)[: 16 * 14].reshape(16, 14)
 
 
 # ---------------------------------------------------------------------------------------------- in forked processes
@@ -79,7 +82,7 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
     for name in STOP_SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_DFL)
     os.environ.update(environment)
-    rank, at = int(environment.get("RANK", 0)), Trainer.at
+    rank, at, write = int(environment.get("RANK", 0)), Trainer.at, export.export_at_end
     table[rank, PID], table[rank, SINCE] = os.getpid(), time.monotonic()
     enter(rank, 0)
     torch.cuda.device_count = lambda: 0  # they are only counted to start the ranks
@@ -88,8 +91,14 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
         enter(rank, PHASE_OF.get(place, 1), trainer.step)
         at(trainer, place)
 
-    Trainer.at = watched
-    return cli.main(arguments)
+    def watched_export(config: Config, place: Place) -> None:
+        enter(rank, PHASES.index("export"), config.optimization.steps or 0)
+        write(config, place)
+
+    Trainer.at, export.export_at_end = watched, watched_export
+    code = cli.main(arguments)
+    enter(rank, 0)  # so that the last phase gets its time
+    return code
 
 
 def leave(function, *arguments) -> None:
@@ -131,23 +140,32 @@ def run_job(arguments: list[str], ranks: int, log: Path) -> int:
 class Runs:
     """Runs of one config in the folders of `top`, and the undisturbed one."""
 
-    def __init__(self, top: Path, images: Path, ranks: int, config: str):
-        self.top, self.ranks, self.name = top, ranks, config
+    def __init__(self, top: Path, images: Path, ranks: int, config: str, words: list[str], pack: bool):
+        self.top, self.ranks, self.name, self.words = top, ranks, config, words
         if not (top / "data").exists():
             copy_images(images, top / "data", train=8, validation=3)  # three steps an epoch
+        if pack:
+            data_pack.pack(self.config("packed"), top / "pack")
+            self.words = [*words, f"data.pack={top}/pack"]
         shutil.rmtree(top / "undisturbed", ignore_errors=True)
         status = self.continue_run("undisturbed", None)[0]
         if status != 0:
             raise SystemExit(f"the undisturbed run ended with {status}: {top / 'undisturbed' / 'log'}")
-        self.undisturbed = final_state(self.config("undisturbed"))
+        self.undisturbed = self.state("undisturbed")
         self.seconds = table[0, SECONDS:] / table[0, ENTRIES:SECONDS]  # of one entry of each phase
 
     def overrides(self, name: str) -> list[str]:
         folders = (f"data.root={self.top}/data", f"logging.folder={self.top}/{name}")
-        return [*RUN, *folders, f"data.index={self.top}/index"]
+        return [*RUN, *folders, f"data.index={self.top}/index", *self.words]
 
     def config(self, name: str):
         return load_config(self.name, self.overrides(name))
+
+    def state(self, name: str) -> tuple:
+        """Return what a run that ended has left: its state, and the tensors of its export."""
+        config = self.config(name)
+        exported = config.run_folder / export.FOLDER / export.FILES["torchvision"]
+        return *final_state(config), torch.load(exported, weights_only=True)
 
     def continue_run(self, name: str, draws: random.Random | None) -> tuple[int, dict | None, list[int]]:
         """Start or continue a run, and kill it if there are `draws`.
@@ -185,8 +203,8 @@ class Runs:
             kills.append({**kill, "code": code, "orphans": orphans})
         difference = None
         try:
-            assert_equal_to_the_bit(final_state(self.config(name)), self.undisturbed)
-        except AssertionError as error:
+            assert_equal_to_the_bit(self.state(name), self.undisturbed)
+        except (AssertionError, OSError) as error:
             difference = str(error).splitlines()[0]
         else:
             shutil.rmtree(self.top / name)
@@ -272,7 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--pack", action="store_true", help="read the images from shards")
+    options, words = parser.parse_known_args(arguments)
     top = options.folder.resolve()
     top.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -286,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
         if lines.exists()
         else []
     )
-    runs = Runs(top, options.images, options.ranks, options.config)
+    runs = Runs(top, options.images, options.ranks, options.config, words, options.pack)
     while sum(len(trial["kills"]) for trial in trials) < options.kills:
         number = len(trials)
         trial = runs.trial(f"trial_{number}", random.Random(f"{options.seed} {number}"))
