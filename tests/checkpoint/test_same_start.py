@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,4 +109,15 @@ def test_two_processes_with_different_overrides_end_with_code_2(tmp_path):
     errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], errors
     assert all(f"[rank {rank}] error: the ranks were not started alike" in errors[rank] for rank in range(2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_that_is_wrong_on_one_rank_only_ends_the_job(tmp_path):
+    """The other rank waits for all to start; torchrun ends it once this one has left."""
+    words = " ".join([*cli_command(), "train", "digits_demo", f"logging.folder={tmp_path}"])
+    each = f"exec {words} $([ $RANK = 1 ] && echo optimization.lr=-1)"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    job = subprocess.run([*torchrun, "bash", "-c", each], capture_output=True, text=True, timeout=300)
+    assert job.returncode != 0 and "exitcode  : 2" in job.stderr
+    assert "optimization.lr" in job.stderr and "must be" in job.stderr
     assert list(tmp_path.iterdir()) == []

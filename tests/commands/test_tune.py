@@ -8,6 +8,7 @@ import pytest
 from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
+from fastsuncet.data import cpu_count
 from fastsuncet.errors import ConfigError
 from fastsuncet.tuning.chooser import Rung, Verdict
 from fastsuncet.tuning.rungs import candidates
@@ -93,6 +94,17 @@ def test_candidates_are_what_is_not_written_and_can_run_here():
     # compile turns it off
     assert "meta.compile" not in keys("model.fused_batchnorm=true")
     assert not {"meta.cuda_graph", "meta.compile"} & keys("criterion.micro_batch=64")
+
+
+def test_candidates_of_a_slurm_task_stay_within_its_own_cores(monkeypatch):
+    """A task that is bound to its share of the node sees no other cores, and divides them by nothing."""
+    monkeypatch.setattr(cpu_count, "cores", lambda: 8)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    config = load_config("digits_demo")
+    counts = {rung.values.get("data.decode_threads") for rung in candidates(config, config, "cpu")}
+    assert counts - {None} == {1, 4, 9}  # 8 is what it has
 
 
 def test_no_compile_without_a_compiler(monkeypatch):

@@ -296,6 +296,26 @@ def test_first_rank_of_each_card_decides_and_all_ranks_agree(tmp_path, cards, tr
     assert found == [(count, reason, reason) for count in tried]
 
 
+def settle_while_one_rank_stops(rank, world_size, folder):
+    """A written graph whose trial is ended by a signal to rank 1."""
+    from pathlib import Path
+
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, Path(folder))
+        Children(patch, {"problem": "was stopped, or took too long", "final": False})
+        config, sizes = paper("meta.cuda_graph=true", world_size=world_size * 32)
+        place = Place(rank, world_size, 0, CARD)
+        paths = verdicts.settle(config, sizes, place, [128] * 1000, {}, lambda: rank == 1)
+        return paths[GRAPH]
+
+
+@pytest.mark.slow
+def test_stop_of_one_rank_is_no_failed_graph_on_another(tmp_path):
+    """Both ranks go on to the place where a run stops."""
+    first, second = run_ranks(settle_while_one_rank_stops, 2, str(tmp_path))
+    assert first == second == "was stopped, or took too long"
+
+
 def test_view_operator_is_on_if_it_passed(monkeypatch):
     from fastsuncet.training import kernel_choice
 
