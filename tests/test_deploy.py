@@ -16,33 +16,13 @@ from packaging.requirements import Requirement
 
 from pipelines.dali.plugin.build import PREBUILT
 from tests.support.plugin import needs_plugin
+from tests.support.scripts import calls, run_script, stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SBATCH, SWEEP = (ROOT / "tools" / "cluster" / f"{name}.sbatch" for name in ("train", "sweep"))
 INSTALL = ROOT / "tools" / "docker_install.sh"
 scripts = pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
-
-
-def stand_in(folder: Path, name: str, body: str) -> None:
-    """Write a program that appends its arguments to calls.txt, then runs `body`."""
-    path = folder / name
-    path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{folder}/calls.txt"\n{body}\n')
-    path.chmod(0o755)
-
-
-def run_script(
-    folder: Path, shell: str, script: Path, *words: str, cwd: Path | None = None, **variables: str
-):
-    """Run a script with the stand-ins of `folder` first in PATH."""
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
-    command = [shell, str(script), *words]
-    return subprocess.run(command, cwd=cwd or folder, env=environment, capture_output=True, text=True)
-
-
-def calls(folder: Path) -> list[str]:
-    path = folder / "calls.txt"
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def batch_job(script: Path, code: int, folder: Path) -> subprocess.CompletedProcess:

@@ -1,6 +1,7 @@
 """Imports only go down: a folder knows nothing of the folders that are built on it."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -83,3 +84,9 @@ def test_imports_of_modules_have_no_circle():
 
 def test_imports_every_row_names_a_folder_that_exists():
     assert {folder_of(module) for module in SOURCES} == set(FLOOR)
+
+
+def test_no_test_module_imports_another():
+    """What several need is in `tests.support`."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"^\s*from tests\.(\w+\.)*test_", path.read_text(encoding="utf-8"), re.M), path

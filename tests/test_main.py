@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.console import cli_command
+from tests.support.scripts import shadow
 
 ROOT = Path(__file__).parents[1]
-
-
-def shadow(folder: Path, *names: str) -> None:
-    """Put packages and modules into `folder` that raise at import."""
-    for name in names:
-        path = folder / (name if name.endswith(".py") else f"{name}/__init__.py")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("raise RuntimeError('imported from the working directory')")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
-from tests.commands.test_export import save_run
+from tests.support.exports import save_run
 
 TINY = ("model.name=resnet_tiny", "data.augmentation.size=32")
 

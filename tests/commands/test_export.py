@@ -29,35 +29,14 @@ from fastsuncet.evaluation import encoder as encoders
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.models import export_formats
-from fastsuncet.models.resnet import build_model
 from pipelines.datasets.folders import image_tree
-from tests.support.runs import CONFIGS, small_config, train
-
-IMAGES = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-CLASSES = [f"class {i}" for i in range(4)]
-NORMALIZED = ("data.augmentation.mean=[0.5, 0.4, 0.3]", "data.augmentation.std=[0.2, 0.3, 0.4]")
-SIZE = "data.augmentation.size=112"
+from tests.support.exports import CLASSES, IMAGES, save_run
+from tests.support.runs import small_config, train
 
 
 def features(module: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return module.eval()(IMAGES)
-
-
-def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch.nn.Module:
-    """Save one checkpoint in `folder` and return its model; with `classes` it is that of a fine-tuning."""
-    words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
-    config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
-    m = config.model
-    model = build_model(m.name, m.library, m.stem, 32, 16, classes=classes, seed=3)
-    model.train()(IMAGES)  # other BatchNorm statistics than the initial ones
-    ledger = {"images": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
-    meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}
-    if classes:
-        meta["classes"] = CLASSES[:classes]
-        meta["encoder"] = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": ledger}
-    manager.save(folder / "checkpoints", 7, model=model.state_dict(), state={}, meta=meta, keep=9)
-    return model.eval()
 
 
 LINES = [{"step": step, "kind": "knn", "knn_accuracy": step / 10, "rankme": None} for step in (6, 7, 8)]

@@ -14,7 +14,7 @@ from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from pipelines.data_errors import BadImage, DataError
-from tests.commands.test_export import save_run
+from tests.support.exports import save_run
 
 COLORS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fastsuncet.cli import main
 from fastsuncet.commands.report import page
-from tests.commands.test_report import LABELS, make_run, result
+from tests.support.reports import LABELS, make_run, result
 from tests.support.runs import Killed, kill
 
 EVIL = "<script>alert(1)<b>"

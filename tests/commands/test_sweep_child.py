@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.commands.sweep.child import Children
-from tests.test_main import shadow
+from tests.support.scripts import shadow
 
 READY = "pathlib.Path('ready').touch(); time.sleep(60)"
 

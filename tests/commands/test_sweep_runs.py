@@ -13,8 +13,8 @@ from fastsuncet.config import ConfigErrors
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
+from tests.support.scripts import calls, run_script, stand_in
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
-from tests.test_deploy import calls, run_script, stand_in
 
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 

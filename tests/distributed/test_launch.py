@@ -14,7 +14,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.errors import ConfigError, HungError
 from tests.support.ranks import PRELOADED
 from tests.support.runs import CONFIGS, SMALL
-from tests.test_main import shadow
+from tests.support.scripts import shadow
 
 pytestmark = pytest.mark.slow
 

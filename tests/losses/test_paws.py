@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastsuncet.losses import paws
-from tests.losses.test_swav import FAKE_CUDA
 from tests.support import dense_losses
+from tests.support.fake_cuda import FAKE_CUDA
 from tests.support.ranks import run_ranks
 from tests.support.vectors import load_vectors
 from tools.bench.dispatch_counter import Counter

@@ -12,6 +12,7 @@ from fastsuncet.losses import normalize_prototypes_, prototype_scores, swav
 from fastsuncet.losses.sinkhorn import sinkhorn
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
+from tests.support.fake_cuda import FAKE_CUDA
 from tests.support.vectors import load_vectors
 
 F64 = torch.float64
@@ -125,12 +126,6 @@ def test_swav_ignores_autocast():
     for a, b in zip(outside, inside, strict=True):
         assert a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
     assert torch.equal(swav(scores.half(), 0.1, crops=4), swav(scores.half().float(), 0.1, crops=4))
-
-
-FAKE_CUDA = pytest.mark.skipif(
-    torch.__version__ < (2, 7) and not torch.cuda.is_available(),
-    reason="fake CUDA tensors of torch 2.6 need a driver",
-)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=FAKE_CUDA), "cpu"])

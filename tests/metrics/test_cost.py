@@ -16,9 +16,9 @@ from fastsuncet.metrics.cost import EnergyMeter, RunCost, open_energy_meter
 from fastsuncet.models.flops import FLOP_PER_MAC
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.multi_view_model import MultiViewModel
+from tests.support.methods import small
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, small_config, train
-from tests.training.test_methods import small
 
 
 def counted(config, arithmetic, supervised: bool) -> int:

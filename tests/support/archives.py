@@ -4,6 +4,8 @@ import io
 import tarfile
 from pathlib import Path
 
+import numpy as np
+
 
 def tar_of(
     path: Path, *members: tuple[str, bytes], kind: int = tarfile.PAX_FORMAT, mode="w", **header
@@ -17,4 +19,11 @@ def tar_of(
             for key, value in header.items():
                 setattr(member, key, value)
             tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def rewritten(path: Path, **changes) -> Path:
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    np.savez(path, **{key: value for key, value in (arrays | changes).items() if value is not None})
     return path

@@ -14,9 +14,9 @@ from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.launch import Place
 from fastsuncet.training.step import build, train_step
+from tests.support.methods import METHODS
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
-from tests.training.test_methods import METHODS
 from tools.bench.dispatch_counter import tensors
 from tools.scaling import scaling_model
 from tools.scaling.scaling_model import Network, largest, predict

@@ -22,9 +22,9 @@ from fastsuncet.optim import LARS
 from fastsuncet.training import cuda_graph
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, capture_on_device
 from tests.support import runs
+from tests.support.methods import METHODS, small
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
-from tests.training.test_methods import METHODS, small
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.step import build
 from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
-from tests.training.test_methods import METHODS, small
+from tests.support.methods import METHODS, small
 from tools.bench import bench_step
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ from fastsuncet.training import methods
 from fastsuncet.training import step as step_module
 from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import StepSettings, build, build_optimizer, in_float32, train_step
+from tests.support.methods import METHODS, small
 from tests.support.runs import assert_equal_to_the_bit
-from tests.training.test_methods import METHODS, small
-from tests.training.test_step_syncs import CPU, S, U, batch_of
+from tests.support.steps import CPU, S, U, batch_of
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

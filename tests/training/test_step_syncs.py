@@ -8,24 +8,14 @@ import pytest
 import torch
 
 from fastsuncet.config import Config
-from fastsuncet.data.paired_stream import Batch, PairedStream, views
+from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training.step import build, train_step
+from tests.support.methods import METHODS, small
 from tests.support.ranks import run_ranks
-from tests.training.test_methods import METHODS, small
+from tests.support.steps import CPU, S, U, batch_of
 from tools.bench.dispatch_counter import Counter
-
-CPU = torch.device("cpu")
-U, S = 6, 8
-
-
-def batch_of(config: Config, labeled: int) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    shown = tuple(torch.rand(U, 3, v.size, v.size, generator=generator) for v in views(config))
-    size = config.data.augmentation.size
-    images = torch.rand(labeled, 3, size, size, generator=generator)
-    return Batch(0, shown, images, torch.arange(labeled) // 2)
 
 
 class RankCounter(Counter):

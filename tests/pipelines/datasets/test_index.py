@@ -17,6 +17,7 @@ from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
 from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
+from tests.support.archives import rewritten
 from tests.support.pictures import encoded, unusable_files, write_image
 
 letters = st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])
@@ -227,13 +228,6 @@ def test_require_good_names_all_bad_images():
 def kept(index, tmp_path) -> Path:
     save_index(index, tmp_path / "index.npz")
     return tmp_path / "index.npz"
-
-
-def rewritten(path: Path, **changes) -> Path:
-    with np.load(path) as archive:
-        arrays = dict(archive)
-    np.savez(path, **{key: value for key, value in (arrays | changes).items() if value is not None})
-    return path
 
 
 def test_load_index_gives_what_was_saved(index, tmp_path):

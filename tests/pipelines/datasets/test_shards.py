@@ -18,8 +18,7 @@ from pipelines.datasets.index import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
 from pipelines.datasets.string_table import Names
-from tests.pipelines.datasets.test_index import rewritten
-from tests.support.archives import tar_of
+from tests.support.archives import rewritten, tar_of
 from tests.support.pictures import encoded, write_image
 
 

@@ -1,0 +1,91 @@
+"""Every method of a run, small, and its network and losses in float64."""
+
+from typing import get_args
+
+import torch
+
+from fastsuncet.config import Config, load_config
+from fastsuncet.config.schema import Contrast
+from fastsuncet.data.paired_stream import views as shown_views
+from fastsuncet.models.resnet import build_model
+from fastsuncet.models.sync_batchnorm import synchronize
+from fastsuncet.training import methods
+from fastsuncet.training.multi_view_model import MultiViewModel
+from fastsuncet.training.step import in_float32
+from tests.support.runs import CONFIGS, small_config
+
+LABELS_ALONE = [
+    *("criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.supervised_epochs=all"),
+]
+SWAV = [
+    *("criterion.instance=swav", "swav.prototypes=12", "swav.small_crops=3", "swav.small_size=8"),
+    "swav.freeze_steps=4",
+]
+PAWS = [
+    *(
+        "criterion.instance=paws",
+        "criterion.supervised_epochs=all",
+        "swav.small_crops=3",
+        "swav.small_size=8",
+    ),
+    *("model.prediction_head=true", "model.head_batchnorm=true", "model.head_layers=3"),
+]
+METHODS = {
+    "SimCLR": ["criterion.supervised_epochs=0"],
+    "SimCLR + cross-entropy": ["criterion.supervision=cross_entropy"],
+    # Of each of them: L_sup_out, and what is added.
+    **{
+        f"SimCLR + {methods.METHODS[loss].title}": [f"criterion.supervision={loss}"]
+        for loss in get_args(Contrast)
+    },
+    "SuNCEt": LABELS_ALONE,
+    "L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
+    "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
+    "SwAV + SuNCEt": SWAV,
+    "PAWS": [*PAWS, "paws.prior=labels", "criterion.supervised_views=2"],
+    "PAWS + SuNCEt": [*PAWS[:2], "criterion.supervision=suncet", "swav.small_crops=0"],
+}
+U, CLASSES, PER_CLASS = 4, 3, 4  # images over all ranks
+PER_CLASS_IN_ALL = torch.tensor([4.0, 1.0, 5.0], dtype=torch.float64)  # labeled images of the data set
+TAU = 0.2
+
+
+def config_of(method: str) -> Config:
+    return load_config(CONFIGS / "digits_demo.yaml", METHODS[method])
+
+
+def small(folder, method: str, *overrides: str) -> Config:
+    """Return a run of ten steps of `method`."""
+    options = METHODS[method]
+    if LABELS_ALONE[0] in options:
+        options = [*options, "optimization.warmup=0"]
+    return small_config(folder, *options, *overrides)
+
+
+def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return a made-up global batch in float64: views, labeled images in the sampler's interleaved order, labels."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [view.size for view in shown_views(config)]
+    views = [torch.rand(U, 3, size, size, dtype=torch.float64, generator=generator) for size in sizes]
+    count = CLASSES * PER_CLASS if config.criterion.supervised else 0
+    labeled = torch.rand(count, 3, 16, 16, dtype=torch.float64, generator=generator)
+    return views, labeled, torch.arange(count) % CLASSES
+
+
+def network(config: Config) -> MultiViewModel:
+    """Return the model of a run, in float64."""
+    classes = CLASSES if methods.has_classifier(config) else None
+    prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
+    _, _, *head = config.model.head
+    model = build_model("resnet_tiny", "torchvision", "cifar", 16, 8, *head, classes=classes, prototypes=prototypes,
+                        predicts=config.criterion.instance == "paws")  # fmt: skip
+    return MultiViewModel(synchronize(model)).double()
+
+
+def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:
+    out = in_float32(network(views, labeled))
+    instance = methods.instance_loss(config, PER_CLASS_IN_ALL)
+    losses = instance(out, labels), methods.supervised_loss(config)(out, labels)
+    sum(losses).backward()
+    gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}
+    return torch.stack([loss.detach() for loss in losses]), gradients
