@@ -21,7 +21,7 @@ from fastsuncet.training import kernel_choice
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.summary import device_name
 from fastsuncet.tuning import processes, verdicts
-from fastsuncet.tuning.chooser import Report, Rung, Values, Verdict, climb
+from fastsuncet.tuning.chooser import Outcome, Rung, Values, climb
 from fastsuncet.tuning.rungs import candidates
 
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
@@ -50,13 +50,7 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
         per_class = images.split.per_class.tolist()
         paths = verdicts.settle(plain, arithmetic, place, per_class, {}, stopped)
         plain = kernel_choice.resolved(plain, paths)
-        used = {path: reason is None for path, reason in paths.items()}
-        request = {
-            "config": plain.canonical(),
-            "arithmetic": vars(arithmetic),
-            "per_class": per_class,
-            "paths": used,
-        }
+        request = processes.request_of(plain, arithmetic, per_class, paths)
         rungs = candidates(config, plain, place.device.type)
         ends = time.monotonic() + 60 * minutes
 
@@ -67,42 +61,39 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
         def time_is_left() -> bool:
             return broadcast_json(time.monotonic() < ends) and not any_rank(stopped())
 
-        def measure(rung: Rung, base: Values) -> list[Report]:
-            sides = {
-                "base": base,
-                "contender": {**base, **rung.values},
-                "clock": rung.clock,
-                "exact": rung.exact,
-            }
+        def compare(rung: Rung, base: Values) -> Outcome:
             seconds = min(CHILD, max(60.0, broadcast_json(ends - time.monotonic())))
-            return [Report(**each) for each in processes.run_children({**request, **sides}, seconds, stopped)]
+            return processes.compare(request, rung, base, seconds, stopped)
 
         say(f"speed    {kernel_choice.describe(plain, paths)}")
         say(
             f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(rung.name for rung in rungs)}"
         )
-        found = climb(rungs, measure, time_is_left, lambda verdict: say(line_of(verdict)))
+        found: list[Outcome] = []
+        for outcome in climb(rungs, compare, time_is_left):
+            say(line_of(outcome))
+            found.append(outcome)
         if any_rank(stopped()):
             raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
         if place.first:
             many = f", {place.world_size} processes" if place.world_size > 1 else ""
             write(output, config.file, found, f"{device_name(place)}{many}")
-            winners = sum(verdict.won for verdict in found)
+            winners = sum(outcome.won for outcome in found)
             say(
                 f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"
             )
     return 0
 
 
-def line_of(verdict: Verdict) -> str:
+def line_of(outcome: Outcome) -> str:
     """Return the line that is printed when a rung has been tried."""
-    word = "won" if verdict.won else "not usable" if verdict.problem else "no gain"
-    return f"{verdict.rung.name:<24} {word:<11} {verdict.problem or _times(verdict)}"
+    word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
+    return f"{outcome.rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}"
 
 
-def _times(verdict: Verdict) -> str:
-    before, after = (_milliseconds(seconds) for seconds in (verdict.base, verdict.contender))
-    return f"{before} -> {after} a step, {verdict.gain:.2f}x"
+def _times(outcome: Outcome) -> str:
+    before, after = (_milliseconds(seconds) for seconds in (outcome.base, outcome.contender))
+    return f"{before} -> {after} a step, {outcome.gain:.2f}x"
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:
@@ -111,7 +102,7 @@ def _milliseconds(seconds: Sequence[float]) -> str:
     return f"{middle:.4g} ms ({least:.4g} to {most:.4g})"
 
 
-def write(output: Path, source: Path, verdicts: Sequence[Verdict], card: str) -> None:
+def write(output: Path, source: Path, outcomes: Sequence[Outcome], card: str) -> None:
     """Write a config with `source` as its base and the keys that won, each with what it gained on `card`."""
     named = {path.resolve(): name for name, path in shipped().items()}
     base = named.get(source.resolve()) or os.path.relpath(source.resolve(), output.resolve().parent)
@@ -120,12 +111,12 @@ def write(output: Path, source: Path, verdicts: Sequence[Verdict], card: str) ->
         f"base: {as_yaml(base)}",
     ]
     sections: dict[str, list[str]] = {}
-    won: dict[str, tuple[Any, Verdict]] = {}
-    for verdict in (each for each in verdicts if each.won):
-        won |= {key: (value, verdict) for key, value in verdict.rung.values.items()}
-    for key, (value, verdict) in won.items():
+    won: dict[str, tuple[Any, Outcome]] = {}
+    for outcome in (each for each in outcomes if each.won):
+        won |= {key: (value, outcome) for key, value in outcome.rung.values.items()}
+    for key, (value, outcome) in won.items():
         section, _, name = key.rpartition(".")
-        text = [f"  # {verdict.rung.name}: {_times(verdict)}, {card}", f"  {name}: {as_yaml(value)}"]
+        text = [f"  # {outcome.rung.name}: {_times(outcome)}, {card}", f"  {name}: {as_yaml(value)}"]
         sections.setdefault(section, []).extend(text)
     for section, text in sections.items():
         lines += [f"{section}:", *text]

@@ -208,10 +208,9 @@ class Bench:
         before, _ = self._turn(base, clock)
         found, left = self._turn(contender, clock)
         after, _ = self._turn(base, clock)
-        views = self.arithmetic.update_samples(self.supervised)
-        return Report(base=before + after, contender=found, memory_left=left, views=views)
+        return Report(base=before + after, contender=found, memory_left=left)
 
-    def _turn(self, config: Config, clock: str) -> tuple[list[float], float | None]:
+    def _turn(self, config: Config, clock: str) -> tuple[list[float], float]:
         """Return the seconds of a step in each window, and the share of the card's memory that stays free."""
         cuda = self.place.device.type == "cuda"
         with self._side(config, clock) as call:
@@ -220,10 +219,10 @@ class Bench:
             # Equal on all ranks, whose steps wait for each other.
             steps = broadcast_json(max(1, min(50, round(SECONDS / self._seconds(call, 1)))))
             found = [self._seconds(call, steps) for _ in range(WINDOWS)]
-            free, total = torch.cuda.mem_get_info() if cuda else (0, 1)
+            free, total = torch.cuda.mem_get_info() if cuda else (1, 1)
         if cuda:
             torch.cuda.empty_cache()
-        return found, free / total if cuda else None
+        return found, free / total
 
     @contextlib.contextmanager
     def _side(self, config: Config, clock: str) -> Iterator[Callable[[], Any]]:

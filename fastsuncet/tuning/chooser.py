@@ -4,7 +4,7 @@ A rung is a set of config values. It is tried on top of what won before it, and 
 holds, and if it is faster than that by `MARGIN` and by more than the noise of this machine.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -33,12 +33,11 @@ class Report:
     final: bool = True  # False: another try can end otherwise, as after a lack of memory
     base: Sequence[float] = ()  # seconds a step, by window
     contender: Sequence[float] = ()
-    memory_left: float | None = None  # of the card, 0 to 1, while the contender trains
-    views: int = 0  # of a step, over all ranks
+    memory_left: float = 1.0  # of the card, 0 to 1, while the contender trains
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """What became of a rung."""
 
     rung: Rung
@@ -58,43 +57,36 @@ class Verdict:
         return not self.problem and self.gain >= MARGIN and median(self.contender) < min(self.base)
 
 
-def judge(rung: Rung, reports: Sequence[Report]) -> Verdict:
-    """Return the verdict on a rung from the reports of all ranks."""
+def judge(rung: Rung, reports: Sequence[Report]) -> Outcome:
+    """Return what became of a rung from the reports of all ranks."""
     # What was proved wrong before what merely ended: ranks end each other.
     failed = [(not r.final, rank, r.problem) for rank, r in enumerate(reports) if r.problem]
     if failed:
         ended, rank, problem = min(failed)
         where = f"rank {rank}: " if len(reports) > 1 else ""
-        return Verdict(rung, f"{where}{problem}", final=not ended)
-    left = min((each.memory_left for each in reports if each.memory_left is not None), default=1.0)
+        return Outcome(rung, f"{where}{problem}", final=not ended)
+    left = min(each.memory_left for each in reports)
     if left < MEMORY_LEFT:
-        return Verdict(
-            rung, f"leaves {left:.0%} of the memory free, {MEMORY_LEFT:.0%} are needed", final=False
-        )
+        problem = f"leaves {left:.0%} of the memory free, {MEMORY_LEFT:.0%} are needed"
+        return Outcome(rung, problem, final=False)
     # Ranks wait for each other, so a step takes as long as the slowest one's.
-    base, contender = (
-        [max(each) for each in zip(*times)]
-        for times in ([r.base for r in reports], [r.contender for r in reports])
-    )
-    return Verdict(rung, base=base, contender=contender)
+    base = [max(window) for window in zip(*(each.base for each in reports))]
+    contender = [max(window) for window in zip(*(each.contender for each in reports))]
+    return Outcome(rung, base=base, contender=contender)
 
 
 def climb(
     rungs: Iterable[Rung],
-    measure: Callable[[Rung, Values], Sequence[Report]],  # (rung, base) -> each rank's report
+    compare: Callable[[Rung, Values], Outcome],  # of a rung with a base
     time_is_left: Callable[[], bool],
-    say: Callable[[Verdict], None] = lambda verdict: None,
-) -> list[Verdict]:
-    """Try the rungs in order, each on top of those that won, and return the verdicts."""
+) -> Iterator[Outcome]:
+    """Try the rungs in order, each on top of those that won, and yield what became of each."""
     base: Values = {}
-    verdicts: list[Verdict] = []
     for rung in rungs:
         if time_is_left():
-            verdict = judge(rung, measure(rung, base))
+            outcome = compare(rung, base)
         else:
-            verdict = Verdict(rung, "not tried: no time left", final=False)
-        verdicts.append(verdict)
-        say(verdict)
-        if verdict.won:
+            outcome = Outcome(rung, "not tried: no time left", final=False)
+        if outcome.won:
             base |= rung.values
-    return verdicts
+        yield outcome

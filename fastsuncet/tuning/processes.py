@@ -8,12 +8,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from fastsuncet.config import Arithmetic, Config
 from fastsuncet.console import cli_command
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
+from fastsuncet.tuning.chooser import Outcome, Report, Rung, Values, judge
 
 POLL = 0.05  # seconds
 VOTE = 1.0  # seconds between two looks at the other ranks
@@ -40,6 +42,23 @@ def run_child(
         return lines, "was stopped, or took too long"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return lines, f"{how}: {last}"
+
+
+def request_of(
+    config: Config, arithmetic: Arithmetic, per_class: Sequence[int], paths: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """Return what a child must know of a run: its config, sizes, labeled images of each class, and fast paths."""
+    used = {path: reason is None for path, reason in paths.items()}
+    values = {"config": config.canonical(), "arithmetic": vars(arithmetic)}
+    return {**values, "per_class": list(per_class), "paths": used}
+
+
+def compare(
+    request: Mapping[str, Any], rung: Rung, base: Values, seconds: float, stopped: Callable[[], bool]
+) -> Outcome:
+    """Prove a rung and time it against `base`, in a child of every rank; `request` is `request_of`'s. Collective."""
+    sides = {"base": base, "contender": {**base, **rung.values}, "clock": rung.clock, "exact": rung.exact}
+    return judge(rung, [Report(**each) for each in run_children({**request, **sides}, seconds, stopped)])
 
 
 def run_children(

@@ -37,7 +37,7 @@ from fastsuncet.training.kernel_choice import (
 )
 from fastsuncet.training.summary import check_memory
 from fastsuncet.tuning import processes
-from fastsuncet.tuning.chooser import Report, Rung, judge
+from fastsuncet.tuning.chooser import Rung
 from fastsuncet.versions import digest_of_sources
 from pipelines import code_cache, cuda_compiler
 
@@ -156,20 +156,16 @@ def _graph(
     }
     step |= {"optimizer": config.optimization.optimizer, "sizes": sizes}
     nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    used = {path: reason is None for path, reason in paths.items()}
-    shapes = {"step": step, "paths": used, "nccl": nccl}
+    request = processes.request_of(config, arithmetic, per_class, paths)
+    shapes = {"step": step, "paths": request["paths"], "nccl": nccl}
     key = {"path": GRAPH, "shapes": shapes, **machine}
     kept = broadcast_json(read(key) if place.first else None)
     if kept is not None:
         return kept[0]
     if place.first:
         say_line(f"speed: tries a {GRAPH}, once for this machine and this step")
-    request = {"config": values, "arithmetic": vars(arithmetic), "per_class": list(per_class), "paths": used}
-    request |= {"base": {"meta.cuda_graph": False}, "contender": {"meta.cuda_graph": True}, "clock": "step"}
-    reports = [
-        Report(**each) for each in processes.run_children({**request, "exact": True}, SECONDS, stopped)
-    ]
-    found = judge(Rung(GRAPH, {}), reports)
+    rung = Rung(GRAPH, {"meta.cuda_graph": True}, exact=True)
+    found = processes.compare(request, rung, {"meta.cuda_graph": False}, SECONDS, stopped)
     reason = found.problem
     if reason and "other bits" in reason and place.world_size > 1:
         reason += "; NCCL's registered buffers can be why: set NCCL_GRAPH_REGISTER=0 and start again"

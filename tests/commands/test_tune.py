@@ -10,7 +10,7 @@ from fastsuncet.commands import tune
 from fastsuncet.config import load_config
 from fastsuncet.data import cpu_count
 from fastsuncet.errors import ConfigError
-from fastsuncet.tuning.chooser import Rung, Verdict
+from fastsuncet.tuning.chooser import Outcome, Rung
 from fastsuncet.tuning.rungs import candidates
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, shorten_tuning
@@ -24,7 +24,7 @@ def tune_on_a_rank(rank: int, world_size: int, folder: str) -> str:
     """Tune as the command does, and return what it prints."""
     words = [str(CONFIGS / "digits_demo.yaml"), *WRITTEN, *SMALL, f"logging.folder={folder}"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(tune.Verdict, "won", property(lambda verdict: verdict.problem is None))
+        patch.setattr(tune.Outcome, "won", property(lambda outcome: outcome.problem is None))
         shorten_tuning(patch)
         assert cli.main(["tune", *words, "--minutes", "20", "--output", f"{folder}/fast.yaml"]) == 0
     return printed.getvalue()
@@ -54,14 +54,14 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
     base.parent.mkdir()
     base.write_text("base: digits_demo\n")
 
-    def verdict(name: str, values: dict, seconds: float) -> Verdict:
-        return Verdict(Rung(name, values), base=[0.02, 0.021], contender=[seconds])
+    def outcome(name: str, values: dict, seconds: float) -> Outcome:
+        return Outcome(Rung(name, values), base=[0.02, 0.021], contender=[seconds])
 
     found = [
-        verdict("CUDA graph", {"meta.cuda_graph": True}, 0.01),
-        verdict("read-ahead: 3", {"data.prefetch": 3}, 0.019),
-        verdict("compile", {"meta.compile": True, "meta.cuda_graph": False}, 0.005),
-        verdict("slow", {"data.decode_threads": 9}, 0.03),
+        outcome("CUDA graph", {"meta.cuda_graph": True}, 0.01),
+        outcome("read-ahead: 3", {"data.prefetch": 3}, 0.019),
+        outcome("compile", {"meta.compile": True, "meta.cuda_graph": False}, 0.005),
+        outcome("slow", {"data.decode_threads": 9}, 0.03),
     ]
     tune.write(tmp_path / "new" / "fast.yaml", base, found, "a card")
     assert (tmp_path / "new" / "fast.yaml").read_text().splitlines()[1:] == [

@@ -1,4 +1,4 @@
-"""The choice is a function of proofs and times: fake reports in, verdicts out."""
+"""The choice is a function of proofs and times: fake reports in, outcomes out."""
 
 import pytest
 
@@ -11,7 +11,7 @@ NOISE = (1.0, 1.01, 0.99)
 def report(contender: float, base: float = 1.0, noise=NOISE, **more) -> Report:
     """Return a rank's report, with the same noise on both sides."""
     sides = {"base": [base * n for n in noise], "contender": [contender * n for n in noise]}
-    return Report(**sides, views=8, **more)
+    return Report(**sides, **more)
 
 
 ENDED = Report(problem="was killed by SIGKILL", final=False)
@@ -41,20 +41,20 @@ ENDED = Report(problem="was killed by SIGKILL", final=False)
     ],
 )
 def test_judge(reports, won, problem):
-    verdict = judge(COMPILE, reports)
-    assert (verdict.won, verdict.problem) == (won, problem)
+    outcome = judge(COMPILE, reports)
+    assert (outcome.won, outcome.problem) == (won, problem)
 
 
 def climbed(speeds: dict[str, float | str], time_is_left=lambda: True):
     """Climb with contenders that take so many seconds a step, or have that problem; record the bases."""
     asked = []
 
-    def measure(rung, base):
+    def compare(rung, base):
         asked.append((rung.name, dict(base)))
         seconds = speeds[rung.name]
-        return [Report(problem=seconds)] if isinstance(seconds, str) else [report(seconds)]
+        return judge(rung, [Report(problem=seconds) if isinstance(seconds, str) else report(seconds)])
 
-    return climb((GRAPH, COMPILE), measure, time_is_left), asked
+    return list(climb((GRAPH, COMPILE), compare, time_is_left)), asked
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def climbed(speeds: dict[str, float | str], time_is_left=lambda: True):
 )
 def test_climb_tries_each_rung_on_those_that_won(graph, won, base):
     found, asked = climbed({"graph": graph, "compile": 0.7})
-    assert [verdict.won for verdict in found] == won
+    assert [outcome.won for outcome in found] == won
     assert asked == [("graph", {}), ("compile", base)]
 
 

@@ -45,7 +45,7 @@ class Children:
     def __init__(self, patch: pytest.MonkeyPatch, graph=None, **found):
         self.found, self.tried = {path.replace("_", "."): what for path, what in found.items()}, []
         self.seconds = 0  # of a clock on which a process takes 10 to start and each path 5
-        self.graph = graph or {"base": [2.0] * 8, "contender": [1.0] * 4, "views": 168}
+        self.graph = graph or {"base": [2.0] * 8, "contender": [1.0] * 4}
         patch.setattr(processes, "run_child", self.run)
         patch.setattr(processes, "run_children", self.run_all)
 
