@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.tuning import processes
+from fastsuncet.tuning.chooser import Rung
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -74,6 +75,28 @@ def test_run_child_ends_at_once_on_a_stop_signal(monkeypatch):
     began = time.monotonic()
     assert child(monkeypatch, "import time; time.sleep(99)", 60, lambda: True)[0] == []
     assert time.monotonic() - began < 10
+
+
+def test_compare_asks_for_the_rung_on_top_of_its_base(monkeypatch):
+    asked = []
+
+    def run_children(request, seconds, stopped):
+        asked.append(request)
+        return [{"base": [2.0], "contender": [1.0]}, {"base": [2.0], "contender": [1.6]}]
+
+    monkeypatch.setattr(processes, "run_children", run_children)
+    base, rung = (
+        {"data.prefetch": 3, "meta.threads": 1},
+        Rung("threads", {"meta.threads": 2}, "loop", exact=True),
+    )
+    found = processes.compare({"config": {}}, rung, base, 60, lambda: False)
+    sides = {
+        "base": base,
+        "contender": {"data.prefetch": 3, "meta.threads": 2},
+        "clock": "loop",
+        "exact": True,
+    }
+    assert asked == [{"config": {}, **sides}] and found.won and found.gain == 2 / 1.6
 
 
 def run_on_a_rank(rank, world_size, how):
