@@ -87,6 +87,8 @@ def test_imports_every_row_names_a_folder_that_exists():
 
 
 def test_no_test_module_imports_another():
-    """What several need is in `tests.support`."""
+    """What several need is in `tests.support`, and `tools` needs nothing of the tests."""
     for path in (ROOT / "tests").rglob("*.py"):
         assert not re.search(r"^\s*from tests\.(\w+\.)*test_", path.read_text(encoding="utf-8"), re.M), path
+    for path in (ROOT / "tools").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\b", path.read_text(encoding="utf-8"), re.M), path

@@ -128,7 +128,7 @@ def test_recipe_names_all_its_places_and_at_most_five(what):
 def copy(tmp_path_factory) -> Path:
     """Return a copy of the code with all toys."""
     folder = tmp_path_factory.mktemp("copy")
-    for part in ("fastsuncet", "pipelines", "tests", "configs"):
+    for part in ("fastsuncet", "pipelines", "tests", "configs", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     for file, edits in (each for recipe in RECIPES.values() for each in recipe.items()):

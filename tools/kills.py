@@ -30,7 +30,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tests` can be imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
-from tests.support.runs import assert_equal_to_the_bit, final_state
+from tools.same_runs import assert_equal_to_the_bit, final_state
 from tools.soak import copy_images
 
 RUN = (

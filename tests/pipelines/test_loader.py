@@ -20,7 +20,6 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Backend, Loader
 from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.step_plan import Plan
-from tests.support import slow_files
 from tests.support.pictures import texture, unusable_files
 from tests.support.streams import (
     BACKENDS,
@@ -32,6 +31,7 @@ from tests.support.streams import (
     opened,
     unlabeled,
 )
+from tools.bench import slow_files
 
 ROOT = Path(__file__).resolve().parents[2]
 

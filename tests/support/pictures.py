@@ -8,20 +8,8 @@ from PIL import Image
 
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
-
-
-def texture(seed: int, height: int, width: int) -> np.ndarray:
-    """Return (height, width, 3) uint8: colored waves of many lengths, a hard edge, noise."""
-    rng = np.random.default_rng(seed)
-    y, x = np.mgrid[0:height, 0:width] / 64
-    pixels = np.full((height, width, 3), rng.uniform(80, 170, 3))
-    for octave in range(7):
-        fy, fx, phase = rng.normal(0, 2**octave, 3)
-        wave = np.sin(fy * y + fx * x + phase)[:, :, None]
-        pixels += wave * rng.uniform(-60, 60, 3) / 1.4**octave
-    pixels[height // 3 :, width // 2 :] *= rng.uniform(0.4, 1.4, 3)
-    pixels += rng.normal(0, 8, pixels.shape)
-    return pixels.clip(0, 255).astype(np.uint8)
+from tools.bench.pictures import texture
+from tools.bench.pictures import write_pictures as write_pictures
 
 
 def write_image(path: Path, width: int = 8, height: int = 6, **options) -> Path:
@@ -68,16 +56,6 @@ def unusable_files(jpeg: bytes) -> dict[str, bytes]:
         "page.jpg": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
         "gif.JPEG": encoded(image, "GIF"),
     }
-
-
-def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96) -> ImageIndex:
-    """Write an image folder of JPEGs of varied sizes, and return its index."""
-    for i in range(count):
-        height, width = side + 17 * (i % 4), side + 11 * (i % 5)
-        path = root / f"class_{i % classes}" / f"image {i:02}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(texture(i, height, width)).save(path, quality=92)
-    return image_folder(root)
 
 
 def write_kinds(root: Path, height: int, width: int, *, upright: bool = False) -> ImageIndex:

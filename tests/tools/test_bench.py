@@ -12,7 +12,6 @@ import torch
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.losses import nt_xent
 from fastsuncet.optim import LARS, lars_kernel
-from tests.support import slow_files
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
 from tools.bench import (
@@ -23,6 +22,7 @@ from tools.bench import (
     bench_start,
     bench_step,
     peers,
+    slow_files,
 )
 from tools.bench.bench_loss import OURS, contenders, forward_backward, inputs
 from tools.bench.dispatch_counter import Counter

@@ -3,7 +3,7 @@
     python tools/bench/bench_feed.py [--rounds R] [--json FILE] [--quick]
 
 The server is simulated: a library that is loaded before all others waits 3 ms when a file is opened, and 2 ms when an
-image is read from a pack (tests/support/slow_files.c). Contenders run in processes of their own, in turns.
+image is read from a pack (tools/bench/slow_files.c). Contenders run in processes of their own, in turns.
 
 "files" is the loader of training with 8 threads on small images, so that reading is what takes the time: reading files,
 or mapping them into memory, DALI's default. "256 images" is reading alone, of larger images, for a graph that does
@@ -30,10 +30,10 @@ from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
-from tests.support.pictures import write_pictures
-from tests.support.slow_files import preloaded
 from tools.bench import harness
+from tools.bench.pictures import write_pictures
 from tools.bench.processes import rates, time_batches_in_turns
+from tools.bench.slow_files import preloaded
 
 OPEN_US, PREAD_US, THREADS, BATCH, STEP = 3000, 2000, 8, 32, 256
 # More than a loader prepares while others have their turns.

@@ -34,9 +34,9 @@ from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, blur_windows
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
-from tests.support.pictures import write_pictures
 from tools.bench import harness
 from tools.bench.harness import ratios, spread, target
+from tools.bench.pictures import write_pictures
 from tools.bench.processes import rates, time_batches_in_turns
 
 WORKERS, SIGMA, BATCH = 2, (0.1, 2.0), 16

@@ -7,7 +7,7 @@ FOLDER is a checkout of the other commit. Contenders are processes, in turns. "i
 
 TREE/train is a folder of class folders. With it, also: a first index of it, once each; a start with that index;
 torchvision's ImageFolder, which lists the same tree; a start where each stat takes 0.4 ms
-(tests/support/slow_files.c); and `fastsuncet train in1k_10pct` on it with one update of a small network, with the kept
+(tools/bench/slow_files.c); and `fastsuncet train in1k_10pct` on it with one update of a small network, with the kept
 index. The seconds of the first four are those of opening the images, without imports.
 """
 
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-from tests.support.slow_files import preloaded
 from tools.bench import harness
+from tools.bench.slow_files import preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 STAT_US = 400
