@@ -1,0 +1,85 @@
+"""Which images to label next: typical and different ones while labels are few, then those between two classes.
+
+Shapes: N images, E features, C classes, n suggestions.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MOST_CLUSTERS = 500  # as in TypiClust
+NEIGHBORS = 20  # the same
+SMALLEST = 5  # images of a cluster worth a label, the same
+POOL = 100_000  # images that are clustered: more do not make better clusters
+ROWS = 4096  # of a table of distances
+ROUNDS = 30  # of k-means: later ones move few images
+
+
+def typical(features: Tensor, labeled: Tensor, count: int, seed: int = 0) -> Tensor:
+    """Return the numbers of `count` images to label, int64, the first first: TypiClust (arXiv 2202.02794).
+
+    `features` (N, E), `labeled` (N,) bool. k-means makes as many clusters as there are labels in the end. Each cluster
+    without a label, the largest first, gives its most typical image: that with the nearest NEIGHBORS in its cluster.
+    Of more than POOL images a random part is clustered, with all labeled ones. Deterministic on a device.
+    """
+    drawn = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:POOL]
+    drawn = torch.cat([drawn.to(labeled.device), labeled.nonzero()[:, 0]]).unique()
+    x, known = F.normalize(features[drawn].float()), labeled[drawn]
+    clusters = min(int(known.sum()) + count, MOST_CLUSTERS, len(x))
+    member = k_means(x, clusters, seed)
+    sizes, labels = member.bincount(minlength=clusters), member[known].bincount(minlength=clusters)
+    left = {c: _by_typicality(x, member, known, c) for c in range(clusters)}
+    found: list[int] = []
+    while len(found) < min(count, int((~known).sum())):
+        # A cluster of few images is noise, and comes last.
+        order = [(int(sizes[c]) < SMALLEST, int(labels[c]), -int(sizes[c]), c) for c in left if left[c]]
+        cluster = min(order)[-1]
+        found.append(left[cluster].pop(0))
+        labels[cluster] += 1
+    return drawn[torch.tensor(found, dtype=torch.int64, device=drawn.device)]
+
+
+def least_margin(logits: Tensor, labeled: Tensor, count: int) -> Tensor:
+    """Return the numbers of the `count` unlabeled images whose two best classes are closest in probability, int64.
+
+    `logits` (N, C) with C of 2 or more, `labeled` (N,) bool.
+    """
+    first, second = logits.float().softmax(1).topk(2).values.unbind(1)
+    margin = (first - second).masked_fill(labeled, torch.inf)
+    return margin.argsort(stable=True)[: min(count, int((~labeled).sum()))]
+
+
+def k_means(x: Tensor, clusters: int, seed: int) -> Tensor:
+    """Return the cluster of each row of `x` (N, E), (N,) int64: k-means++ from `seed`, then at most ROUNDS of Lloyd's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(weights: Tensor) -> Tensor:
+        return x[torch.multinomial(weights.double().cpu(), 1, generator=generator).to(x.device)]
+
+    centers = draw(torch.ones(len(x)))
+    nearest = (x - centers).square().sum(1)
+    while len(centers) < clusters:
+        # Where all rows that are left equal a center, any one will do.
+        centers = torch.cat([centers, draw(nearest if nearest.any() else torch.ones(len(x)))])
+        nearest = torch.minimum(nearest, (x - centers[-1]).square().sum(1))
+    member = x.new_zeros(len(x), dtype=torch.int64)
+    for _ in range(ROUNDS):
+        moved = torch.cat([torch.cdist(rows, centers).argmin(1) for rows in x.split(ROWS)])
+        if torch.equal(moved, member):
+            break
+        member = moved
+        sums = torch.zeros_like(centers).index_add_(0, member, x)
+        sizes = member.bincount(minlength=clusters)[:, None]
+        centers = torch.where(sizes > 0, sums / sizes.clamp(min=1), centers)
+    return member
+
+
+def _by_typicality(x: Tensor, member: Tensor, known: Tensor, cluster: int) -> list[int]:
+    """Return the unlabeled rows of a cluster, the most typical first."""
+    rows = (member == cluster).nonzero()[:, 0]
+    near = min(NEIGHBORS, len(rows) - 1) + 1  # itself among them, at 0
+    means = [
+        torch.cdist(part, x[rows]).topk(near, largest=False).values.sum(1) for part in x[rows].split(ROWS)
+    ]
+    ordered = rows[torch.cat(means).argsort(stable=True)] if len(rows) else rows
+    return ordered[~known[ordered]].tolist()
