@@ -117,6 +117,8 @@ def folds(labels: Tensor, seed: int = 0) -> Tensor:
 def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float:
     """Return the element of STRENGTHS that classifies most of the left-out images right, of equal ones the smallest.
 
+    1 where none is right more often than a guess of the largest class: with a label or two a class, as many folds.
+
     `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the
     choice takes one fit for each strength and not FOLDS.
     """
@@ -131,6 +133,8 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
         for i, strength in enumerate(STRENGTHS):
             fit = fit_linear(x, truth, num_classes, strength=strength, **options)
             right[i] += (fit.scores(features[left_out]).argmax(1) == labels[left_out]).sum().item()
+    if right.max() <= labels.bincount().max():
+        return 1.0  # the smallest would predict one class for all images
     return STRENGTHS[int(right.argmax())]
 
 

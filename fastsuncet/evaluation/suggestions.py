@@ -50,7 +50,7 @@ def least_margin(logits: Tensor, labeled: Tensor, count: int) -> Tensor:
 
 
 def k_means(x: Tensor, clusters: int, seed: int) -> Tensor:
-    """Return the cluster of each row of `x` (N, E), (N,) int64: k-means++ from `seed`, then at most ROUNDS of Lloyd's."""
+    """Return the cluster of each row of `x` (N, E), (N,) int64: k-means++ from `seed`, then Lloyd's."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(weights: Tensor) -> Tensor:
