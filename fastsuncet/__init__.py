@@ -12,7 +12,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastsuncet.commands.api import embed, init_config, load_encoder, predict, train
+    from fastsuncet.commands.api import embed, init_config, load_encoder, predict, suggest, train
     from fastsuncet.config import Config, load_config
     from fastsuncet.losses import cross_entropy, nt_xent, paws, suncet, sup_con, swav
     from fastsuncet.optim import LARS, parameter_groups, warmup_cosine
@@ -31,6 +31,7 @@ __all__ = [
     "parameter_groups",
     "paws",
     "predict",
+    "suggest",
     "suncet",
     "sup_con",
     "swav",
@@ -38,7 +39,7 @@ __all__ = [
     "warmup_cosine",
 ]
 _MODULES = {
-    "fastsuncet.commands.api": ("embed", "init_config", "load_encoder", "predict", "train"),
+    "fastsuncet.commands.api": ("embed", "init_config", "load_encoder", "predict", "suggest", "train"),
     "fastsuncet.config": ("Config", "load_config"),
     "fastsuncet.losses": ("cross_entropy", "nt_xent", "paws", "sup_con", "suncet", "swav"),
     "fastsuncet.optim": ("LARS", "parameter_groups", "warmup_cosine"),

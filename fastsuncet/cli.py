@@ -316,6 +316,22 @@ def _embed(parser: Parser, options: argparse.Namespace) -> None:
     embed(where, **vars(options))
 
 
+@command("suggest")
+@option("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
+@option("--count", metavar="N", type=_count, default=50, help="images to label (default: 50)")
+@option("--output", metavar="FILE", type=_output, required=True, help="a .csv file")
+@flag("--page", help="also write a page to label them on: the name of --output, ending in .html")
+@_force
+def _suggest(parser: Parser, options: argparse.Namespace) -> None:
+    if not options.count:
+        parser.error("argument --count: must be 1 or more")
+    run = vars(options).pop("run")
+    where = _load(run) if _is_config(run) else run
+    from fastsuncet.commands.suggest import suggest
+
+    suggest(where, **vars(options))
+
+
 @command("predict")
 @option("run", metavar="RUN", type=_path, help="a config, a run, one of its checkpoints, or an export")
 @option("folder", metavar="FOLDER", type=_path, help="any tree of images")

@@ -1,7 +1,7 @@
 """Does a linear classifier learn more from suggested images than from random ones?
 
-    python tools/suggestions.py run POOL.npz TEST.npz --name NAME --pool N --output docs/results/suggestions/points.csv
-    python tools/suggestions.py show docs/results/suggestions/points.csv
+    python tools/suggestions.py run POOL.npz TEST.npz --name NAME --pool N --output FILE.csv
+    python tools/suggestions.py show docs/results/suggestions/accuracies.csv
 
 The rules are beside the points. The .npz files are of `fastsuncet embed` on folders of class folders.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.evaluation.linear import choose_strength, fit_linear
-from fastsuncet.evaluation.suggestions import least_margin, typical
+from fastsuncet.evaluation.suggestions import typical
 from fastsuncet.metrics.writer import csv_table
 from tools.results import interval
 
@@ -77,14 +77,21 @@ def accuracies(
     return found
 
 
+def least_margin(logits: Tensor, labeled: Tensor, count: int) -> Tensor:
+    """Return the numbers of the `count` unlabeled images whose two best classes are closest. It lost: see the rules."""
+    first, second = logits.float().softmax(1).topk(2).values.unbind(1)
+    margin = (first - second).masked_fill(labeled, torch.inf)
+    return margin.argsort(stable=True)[: min(count, int((~labeled).sum()))]
+
+
 def rows_of(path: Path) -> list[tuple[str, ...]]:
-    """Return the rows of a points.csv in the order of COLUMNS."""
+    """Return the rows of the file in the order of COLUMNS."""
     with path.open(encoding="utf-8", newline="") as file:
         return [tuple(row[column] for column in COLUMNS) for row in csv.DictReader(file)]
 
 
 def show(path: Path) -> list[str]:
-    """Return the table of a points.csv as Markdown."""
+    """Return the table of the file as Markdown."""
     points = defaultdict(list)
     for images, arm, _, labels, top1 in rows_of(path):
         points[images, int(labels), arm].append(float(top1))

@@ -12,6 +12,7 @@ from torch import nn
 
 from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands import predict as predict_command
+from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.folder_pass import rows_of
 from fastsuncet.commands.predict import Prediction
@@ -186,3 +187,12 @@ def predict(
     """
     where = run if isinstance(run, Config) else Path(run)
     return predict_command.predictions(where, Path(folder), batch=batch, skip_bad=skip_bad)
+
+
+def suggest(run: str | Path | Config, count: int = 50) -> list[str]:
+    """Return the names of `count` unlabeled images of the run's data whose labels would help most, the first first.
+
+    `run` is a config, a run's folder, one checkpoint or an export. Raises DataError where fewer images have no label.
+    """
+    where = run if isinstance(run, Config) else Path(run)
+    return suggest_command.suggestions(where, count).names

@@ -48,6 +48,7 @@ COMMANDS = {
     "export": "write the encoder for torchvision, timm, Hugging Face or ONNX",
     "embed": "write the features of every image below a folder",
     "predict": "the class of every image below a folder, with a probability",
+    "suggest": "the unlabeled images to label next, and a page to label them on",
     "sweep": "several runs, and several commands on each, from one file",
     "preview": "draw the augmented views of a config as a picture",
     "data check": "decode every image once and name the bad ones",
@@ -259,6 +260,20 @@ classes. A .parquet file needs pip install pyarrow.
 examples:
   fastsuncet predict mine.yaml ~/photos --output predictions.csv --page
   fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad""",
+    "suggest": """\
+Writes N images of the run's data that have no label: typical ones that differ from each other and
+from the labeled ones (TypiClust). Of more than 100,000 it looks at a random part. FILE has lines of
+a labels.csv with empty labels: write them, and add the lines to your CSV.
+
+--page also writes an HTML file that any browser opens without a network: a picture, a key for each
+class, and a button that saves a labels.csv. Its lines can be added to the one that the run reads.
+
+With few labels this helps more than random images; with more than 100 no gain was measured
+(RESULTS.md). What is at --output stays, unless --force is given.
+
+examples:
+  fastsuncet suggest mine.yaml --count 50 --output next.csv --page
+  fastsuncet predict mine.yaml ~/photos --output predictions.csv   # with the new labels""",
     "sweep": """\
 Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
 one after the other, each in its own process on all GPUs of this machine. All configs are checked

@@ -111,17 +111,17 @@ def _figure(each: Predicted, folder: Path) -> str:
     first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
     second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
     return (
-        f'<figure><img src="{_thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
+        f'<figure><img src="{thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
         f"<figcaption>{first}, {second}<small>{name}</small></figcaption></figure>"
     )
 
 
-def _thumbnail(path: Path) -> str:
+def thumbnail(path: Path, side: int = SIDE) -> str:
     """Return a small upright JPEG of an image as a data URL."""
     with Image.open(path, formats=FORMATS) as image:
-        image.draft("RGB", (SIDE, SIDE))
+        image.draft("RGB", (side, side))
         small = ImageOps.exif_transpose(image).convert("RGB")
-    small.thumbnail((SIDE, SIDE))
+    small.thumbnail((side, side))
     stream = io.BytesIO()
     small.save(stream, "JPEG", quality=75)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -122,18 +122,19 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the
     choice takes one fit for each strength and not FOLDS.
     """
-    right = torch.zeros(len(STRENGTHS))
+    right, judged = torch.zeros(len(STRENGTHS)), labels.new_zeros(num_classes)
     for fold in range(FOLDS if len(labels) <= MANY else 1):
         left_out = folds(labels) == fold
         if left_out.all() or not left_out.any():
             continue  # of fewer than FOLDS images
         x, truth = features[~left_out], labels[~left_out]
+        judged += labels[left_out].bincount(minlength=num_classes)
         # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
         options = {"max_iterations": 200, "tolerance": 1e-4}
         for i, strength in enumerate(STRENGTHS):
             fit = fit_linear(x, truth, num_classes, strength=strength, **options)
             right[i] += (fit.scores(features[left_out]).argmax(1) == labels[left_out]).sum().item()
-    if right.max() <= labels.bincount().max():
+    if right.max() <= judged.max():
         return 1.0  # the smallest would predict one class for all images
     return STRENGTHS[int(right.argmax())]
 

@@ -1,7 +1,4 @@
-"""Which images to label next: typical and different ones while labels are few, then those between two classes.
-
-Shapes: N images, E features, C classes, n suggestions.
-"""
+"""Which images to label next: typical ones that differ from each other and from the labeled ones."""
 
 import torch
 from torch import Tensor
@@ -10,7 +7,6 @@ from torch.nn import functional as F
 MOST_CLUSTERS = 500  # as in TypiClust
 NEIGHBORS = 20  # the same
 SMALLEST = 5  # images of a cluster worth a label, the same
-POOL = 100_000  # images that are clustered: more do not make better clusters
 ROWS = 4096  # of a table of distances
 ROUNDS = 30  # of k-means: later ones move few images
 
@@ -20,33 +16,21 @@ def typical(features: Tensor, labeled: Tensor, count: int, seed: int = 0) -> Ten
 
     `features` (N, E), `labeled` (N,) bool. k-means makes as many clusters as there are labels in the end. Each cluster
     without a label, the largest first, gives its most typical image: that with the nearest NEIGHBORS in its cluster.
-    Of more than POOL images a random part is clustered, with all labeled ones. Deterministic on a device.
+    Deterministic on a device.
     """
-    drawn = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:POOL]
-    drawn = torch.cat([drawn.to(labeled.device), labeled.nonzero()[:, 0]]).unique()
-    x, known = F.normalize(features[drawn].float()), labeled[drawn]
-    clusters = min(int(known.sum()) + count, MOST_CLUSTERS, len(x))
+    x = F.normalize(features.float())
+    clusters = min(int(labeled.sum()) + count, MOST_CLUSTERS, len(x))
     member = k_means(x, clusters, seed)
-    sizes, labels = member.bincount(minlength=clusters), member[known].bincount(minlength=clusters)
-    left = {c: _by_typicality(x, member, known, c) for c in range(clusters)}
+    sizes, labels = member.bincount(minlength=clusters), member[labeled].bincount(minlength=clusters)
+    left = {c: _by_typicality(x, member, labeled, c) for c in range(clusters)}
     found: list[int] = []
-    while len(found) < min(count, int((~known).sum())):
+    while len(found) < min(count, int((~labeled).sum())):
         # A cluster of few images is noise, and comes last.
         order = [(int(sizes[c]) < SMALLEST, int(labels[c]), -int(sizes[c]), c) for c in left if left[c]]
         cluster = min(order)[-1]
         found.append(left[cluster].pop(0))
         labels[cluster] += 1
-    return drawn[torch.tensor(found, dtype=torch.int64, device=drawn.device)]
-
-
-def least_margin(logits: Tensor, labeled: Tensor, count: int) -> Tensor:
-    """Return the numbers of the `count` unlabeled images whose two best classes are closest in probability, int64.
-
-    `logits` (N, C) with C of 2 or more, `labeled` (N,) bool.
-    """
-    first, second = logits.float().softmax(1).topk(2).values.unbind(1)
-    margin = (first - second).masked_fill(labeled, torch.inf)
-    return margin.argsort(stable=True)[: min(count, int((~labeled).sum()))]
+    return torch.tensor(found, dtype=torch.int64, device=x.device)
 
 
 def k_means(x: Tensor, clusters: int, seed: int) -> Tensor:

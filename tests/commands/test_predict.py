@@ -191,3 +191,21 @@ def test_evaluate_without_validation_images_leaves_out_labels(run, capsys, monke
     (run.parent / "labels.csv").write_text("file,label\nred0.png,red\nred1.png,red\nblue0.png,blue\n")
     assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 0
     assert "2 classes have fewer than 5 labels (blue, red)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_suggest_writes_unlabeled_images_and_a_page(run, capsys):
+    for i in range(8):
+        picture(run.parent / "mine" / f'new"<{i}>.png', "red", 20 + i)
+    words = ["suggest", str(run), "--count", "5", "--output", "next.csv"]
+    assert cli.main([*words, "--page"]) == 0
+    with open("next.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 5 and all(row["file"].startswith("new") and row["label"] == "" for row in rows)
+    assert "5 of 8 images without a label" in capsys.readouterr().out
+    page = Path("next.html").read_text()
+    assert page.count("data:image/jpeg") == 5 and "<0>" not in page and "https:" not in page
+    assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
+    assert cli.main(words) == 2 and "exists" in capsys.readouterr().err
+    assert cli.main([*words[:3], "9", "--output", "more.csv"]) == 3
+    assert "only 8 images" in capsys.readouterr().err and not Path("more.csv").exists()

@@ -74,7 +74,8 @@ def test_choose_strength_agrees_with_scikit_learn(n, noise, monkeypatch):
     monkeypatch.setattr(module, "MANY", n - 1)
     assert choose_strength(features, labels, 5) in STRENGTHS
     assert choose_strength(features[:3], labels[:3], 5) in STRENGTHS
-    assert choose_strength(features[:1], labels[:1], 5) == STRENGTHS[0]
+    assert choose_strength(features[:1], labels[:1], 5) == 1, "no fold can tell"
+    assert choose_strength(features[:5], labels[:5], 5) == 1, "one label of each class"
 
 
 @pytest.mark.parametrize("n", [5, 97, 200])

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import results
+from tools import results, suggestions
 from tools.results import decision, decision_on_cost, interval
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
+SUGGESTIONS = ROOT / "docs" / "results" / "suggestions" / "accuracies.csv"
 
 
 INTERVAL = r"[+-]\d+\.\d+ ± \d+\.\d+"
@@ -29,9 +30,15 @@ def test_results_page_holds_the_tables_of_the_points(points):
 
 @pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
 def test_page_names_no_interval_that_is_not_in_a_table(name):
-    known = {each for points in EXPERIMENTS for each in re.findall(INTERVAL, "".join(tables_of(points)))}
+    tables = [*(each for points in EXPERIMENTS for each in tables_of(points)), *suggestions.show(SUGGESTIONS)]
+    known = set(re.findall(INTERVAL, "".join(tables)))
     named = set(re.findall(INTERVAL, " ".join((ROOT / name).read_text(encoding="utf-8").split())))
     assert named and named <= known
+
+
+def test_results_page_holds_the_table_of_the_suggestions():
+    (table,) = suggestions.show(SUGGESTIONS)
+    assert table in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_pages_hold_the_tables_of_the_demo():

@@ -1,0 +1,101 @@
+"""`fastsuncet suggest --page`: one HTML file to give pictures a class on, without a server or a network."""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastsuncet.commands.prediction_page import thumbnail
+
+SIDE = 480  # pixels of a picture, of about 40 kB
+
+STYLE = """\
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 44em; margin: 1em auto; padding: 0 1em; }
+img { width: 100%; height: 55vh; object-fit: contain; background: #8882; border-radius: 4px; }
+button, input { font: inherit; padding: .4em .8em; margin: .2em .3em .2em 0; min-height: 2.6em; }
+#name { overflow-wrap: anywhere; color: #777; }
+kbd { color: #777; margin-right: .4em; }
+"""
+
+SCRIPT = """\
+const data = JSON.parse(document.getElementById("data").textContent);
+const keys = "123456789abcdefghijklmnopqrstvwxy";  // u is undo, z the next picture without a label
+const get = id => document.getElementById(id);
+const memory = "fastsuncet:" + data.id;
+let given = {}, order = [], at = 0;
+try { ({given, order} = JSON.parse(localStorage.getItem(memory)) || {given, order}); } catch { /* not allowed here */ }
+for (const label of Object.values(given)) if (!data.classes.includes(label)) data.classes.push(label);
+const next = () => { const n = data.files.length; for (let i = 1; i <= n; i++)
+  if (!(data.files[(at + i) % n] in given)) { at = (at + i) % n; return; } };
+function keep() {
+  try { localStorage.setItem(memory, JSON.stringify({given, order})); } catch { /* not allowed here */ }
+  show();
+}
+function give(label) { const file = data.files[at]; given[file] = label; order = order.filter(x => x !== file);
+  order.push(file); next(); keep(); }
+function undo() { const file = order.pop(); if (file === undefined) return;
+  delete given[file]; at = data.files.indexOf(file); keep(); }
+function add() { const label = get("new").value.trim(); if (!label) return;
+  if (!data.classes.includes(label)) data.classes.push(label); get("new").value = ""; get("new").blur(); give(label); }
+function show() {
+  const file = data.files[at];
+  get("picture").src = data.pictures[at]; get("name").textContent = file + (file in given ? ": " + given[file] : "");
+  get("progress").textContent = order.length + " of " + data.files.length + " labeled";
+  get("classes").replaceChildren(...data.classes.map((label, i) => { const button = document.createElement("button");
+    if (keys[i]) { const key = document.createElement("kbd"); key.textContent = keys[i]; button.append(key); }
+    button.append(label); button.onclick = () => give(label); return button; }));
+}
+function save() {
+  const cell = text => /[",\\n\\r]/.test(text) || text !== text.trim() ? '"' + text.replaceAll('"', '""') + '"' : text;
+  const lines = ["file,label", ...order.map(file => cell(file) + "," + cell(given[file]))];
+  const link = document.createElement("a"); link.download = "labels.csv";
+  link.href = URL.createObjectURL(new Blob([lines.join("\\n") + "\\n"], {type: "text/csv"})); link.click();
+}
+get("undo").onclick = undo; get("skip").onclick = () => { next(); show(); }; get("save").onclick = save;
+get("add").onclick = add;
+document.onkeydown = event => {
+  if (event.target === get("new")) { if (event.key === "Enter") add(); return; }
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const i = keys.indexOf(event.key);
+  if (event.key === "u") undo(); else if (event.key === "z") { next(); show(); }
+  else if (i >= 0 && i < data.classes.length) give(data.classes[i]);
+};
+if (data.files[0] in given) next();
+show();
+"""
+
+
+def labeling_page(names: Sequence[str], paths: Sequence[Path], classes: Sequence[str]) -> str:
+    """Return the page as HTML: a picture, a button and a key for each class, undo, and one that saves a labels.csv.
+
+    `names` are the files as a labels.csv has them, `paths` where they lie, `classes` those known so far.
+    """
+    digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()[:16]
+    data = {"id": digest, "files": list(names), "classes": list(classes)}
+    data |= {"pictures": [thumbnail(path, SIDE) for path in paths]}
+    # "<" would end the script's element inside a file name.
+    held = json.dumps(data).replace("<", "\\u003c")
+    allowed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    return f"""\
+<!doctype html>
+<html lang="en"><head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
+<title>{len(names)} images to label</title>
+<style>{STYLE}</style>
+</head><body>
+<p><b id="progress"></b> <button id="undo"><kbd>u</kbd>undo</button><button id="skip"><kbd>z</kbd>skip</button>
+<button id="save">save labels.csv</button></p>
+<img id="picture" alt="">
+<p id="name"></p>
+<p id="classes"></p>
+<p><input id="new" placeholder="another class"><button id="add">add</button></p>
+<script type="application/json" id="data">{held}</script>
+<script>{SCRIPT}</script>
+</body></html>
+"""

@@ -1,0 +1,96 @@
+"""`fastsuncet suggest`: the unlabeled images whose labels would help most, and a page to label them on."""
+
+import csv
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastsuncet.checkpoint import atomic_files
+from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
+from fastsuncet.commands.folder_pass import check_output, known_view, one_process
+from fastsuncet.commands.labeling_page import labeling_page
+from fastsuncet.config import Config
+from fastsuncet.console import say_line
+from fastsuncet.data.dataset import open_images
+from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.suggestions import typical
+from pipelines.data_errors import DataError
+from pipelines.datasets.label_splits import labeled_split
+
+POOL = 100_000  # images without a label that are looked at: more do not make better clusters
+SHOWN_TO_HELP = 100  # labels in the end: with more, no gain over random images was seen (RESULTS.md)
+
+
+class Suggestions(NamedTuple):
+    """Images to label, and among how many they were found."""
+
+    names: list[str]  # as a labels.csv has them, the first to label first
+    paths: list[Path]
+    classes: tuple[str, ...]  # those of the labels so far
+    labeled: int
+    unlabeled: int
+
+
+def suggest(
+    where: Path | Config, output: Path, *, count: int = 50, page: bool = False, force: bool = False
+) -> None:
+    """Write `count` images of the run's data that have no label to `output`.
+
+    `where` is a config, a run, a checkpoint or an export. The file has the lines of a labels.csv with empty labels.
+    With `page`, an HTML file beside it shows the images and saves the labels. Raises ConfigError for an output that
+    exists or does not end in .csv, DataError where fewer images have no label, CheckpointError for a disk that refuses.
+    """
+    check_output(output, (".csv",), force)
+    shown = output.with_suffix(".html")
+    if page:
+        refuse_existing(shown, force)
+    found = suggestions(where, count)
+    text = io.StringIO(newline="")
+    rows = [("file", "label"), *((name, "") for name in found.names)]
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    with disk_errors(output, "--output"):
+        atomic_files.replace(output, text.getvalue().encode("utf-8", "surrogateescape"))
+        if page:
+            atomic_files.replace(shown, labeling_page(found.names, found.paths, found.classes).encode())
+    say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
+    if (labels := found.labeled + count) > SHOWN_TO_HELP:
+        say_line(
+            f"note: with {labels:,} labels no gain over random images was measured, up to {SHOWN_TO_HELP} it was"
+        )
+    say_line(
+        f"next  open {shown}"
+        if page
+        else "next  write each label behind its comma, add the lines to your CSV"
+    )
+
+
+def suggestions(where: Path | Config, count: int) -> Suggestions:
+    """Return the images that `suggest` writes. Raises DataError where fewer than `count` have no label."""
+    place = one_process()
+    encoder = load_encoder(where.run_folder if isinstance(where, Config) else where)
+    view = known_view(encoder)
+    config = where if isinstance(where, Config) else encoder.trained
+    assert config is not None, "an encoder with a view has the config that it was trained with"
+    images = open_images(config, place, validation=False)
+    index, split = images.train, images.split
+    if config.data.split.kind == "none" and (index.labels >= 0).any():
+        split = labeled_split(index, "all")
+    labeled = np.zeros(len(index), bool)
+    labeled[split.indices] = True
+    good = np.setdiff1d(np.arange(len(index)), list(index.bad))
+    unlabeled = good[~labeled[good]]
+    if len(unlabeled) < count:
+        raise DataError(f"--count {count}: only {len(unlabeled)} images of {config.data.root} have no label")
+    drawn = np.random.default_rng(config.meta.seed).permutation(unlabeled)[:POOL]
+    pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
+    features = outputs(encoder.module.to(place.device), index, pool, config, place, view=view)
+    known = torch.from_numpy(labeled[pool]).to(place.device)
+    chosen = pool[typical(features, known, count, config.meta.seed).cpu().numpy()].tolist()
+    paths = [Path(index.path(i)) for i in chosen]
+    return Suggestions(
+        [index.name(i) for i in chosen], paths, index.classes, int(labeled.sum()), len(unlabeled)
+    )
