@@ -172,9 +172,13 @@ def verify(path: Path, step: int | None = None) -> tuple[dict[str, Any], bytes, 
     With `step`, the folder must hold that step and must not be a symbolic link. Raises DamagedCheckpoint;
     CheckpointError for a newer format.
     """
-    if step is not None and path.is_symlink():
+    try:
+        is_link, is_folder = path.is_symlink(), path.is_dir()
+    except OSError as error:  # of a file server: an older checkpoint may be readable
+        raise DamagedCheckpoint(f"it cannot be looked at: {error.strerror}") from error
+    if step is not None and is_link:
         raise DamagedCheckpoint("it is a symbolic link, and these are not followed")
-    if not path.is_dir():
+    if not is_folder:
         raise DamagedCheckpoint("there is no such folder")
     meta = read_meta(path)
     if step is not None and meta["step"] != step:

@@ -5,10 +5,12 @@
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from fastsuncet.checkpoint import atomic_files, manager
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, require_run_folder
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
+from tests.support import slow_files
 from tests.support.checkpoints import assert_whole, save
 from tests.support.power_cut import CALLS, intercept, watch
 from tests.support.runs import Killed
@@ -297,3 +300,37 @@ def _save_with_io_error(folder: Path, fatal: int) -> tuple[str, list[str]]:
             return "saved, and something said" if lines else "saved", calls
     assert "Input/output error" in error and "dmesg" in error
     return "refused", calls
+
+
+# ------------------------------------------------------------------------------------------------ file server
+
+
+def faulty(call: str, error: int, late: int) -> list[dict[str, str]]:
+    """Return faults: each of the first eight calls of one kind ends with an error, once."""
+    kind = {"FAULT_CALL": call, "FAULT_ERRNO": str(error), "FAULT_LATE": str(late), "FAULT_US": "1000"}
+    return [{**kind, "FAULT_AT": str(number)} for number in range(1, 9)]
+
+
+@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
+def test_save_and_load_on_a_wrong_file_server_give_whole_checkpoints(tmp_path):
+    """Also where a call has happened and only its answer is lost."""
+    calls = ("open", "read", "write", "fsync", "close", "rename", "mkdir", "stat")
+    faults = [
+        fault
+        for call in calls
+        for error in (errno.EIO, errno.ESTALE)
+        for late in (0, 1)
+        for fault in faulty(call, error, late)
+    ] + [{"SHORT_READS": "7"}]
+    command = [sys.executable, "-m", "tests.support.faulty_server", str(tmp_path), *map(json.dumps, faults)]
+    done = subprocess.run(command, env=slow_files.preloaded(tmp_path), capture_output=True, text=True)
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(outcomes) == len(faults), done.stderr
+    for fault, outcome in zip(faults, outcomes, strict=True):
+        # It can be refused and complete, where the answer of its last calls was lost.
+        assert outcome["newest"] == 2 if outcome["save"] is None else outcome["newest"] in (1, 2), fault
+        assert outcome["read"] in (1, 2) or "cannot be" in outcome["read"], (fault, outcome)
+        assert outcome["after"] == 3, fault
+    kinds = {fault.get("FAULT_CALL") for fault, outcome in zip(faults, outcomes) if outcome["save"]}
+    assert kinds >= {"open", "write", "fsync", "rename", "mkdir"}
+    assert outcomes[-1] == {"save": None, "newest": 2, "read": 2, "after": 3}
