@@ -245,7 +245,8 @@ examples:
 Writes the class of every image below FOLDER, at any depth, to one file, with columns file, class,
 probability, second_class and second_probability. The classifier is linear, fitted to the labeled
 images of the run (data.split; all that have a label where that is none) and kept in RUN/classifier:
-the next call takes it from there. A fine-tuned run or export uses its own classifier.
+the next call takes it from there. Where the run has a fine-tuning on the same labels that is better
+on the validation images, that is used, with a line that says so.
 
 Probabilities are calibrated: one temperature is fitted to the labels by cross-validation. The
 command prints how many predictions should be right, by how much the probabilities are off, and how

@@ -24,8 +24,9 @@ from fastsuncet.commands.prediction_page import prediction_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.classifier import Classifier, describe, run_classifier
+from fastsuncet.evaluation.classifier import Classifier, describe, labeled_images, run_classifier
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.metrics.results import read_results
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex
 
@@ -136,11 +137,36 @@ def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
         return encoder, Classifier(encoder.classifier, encoder.classes, None)
     config = config or encoder.trained
     assert config is not None, "an encoder with a view has the config that it was trained with"
-    classifier, path, new = run_classifier(encoder, config, place, _run_of(Path(encoder.source), config))
+    run = _run_of(Path(encoder.source), config)
+    if (found := _better(run, encoder, len(labeled_images(config, place)[1]))) is not None:
+        tuned, accuracies = found
+        encoder = load_encoder(tuned)
+        assert encoder.classifier is not None, "it was fine-tuned"
+        say_line(f"classifier   fine-tuned, of {tuned}; its probabilities are not calibrated")
+        say_line(f"because      {accuracies}")
+        return encoder, Classifier(encoder.classifier, encoder.classes, None)
+    classifier, path, new = run_classifier(encoder, config, place, run)
     say_line(f"kept in      {path}" if new else f"from         {path}, fitted before")
     for line in describe(classifier):
         say_line(line)
     return encoder, classifier
+
+
+def _better(run: Path, encoder: Encoder, labels: int) -> tuple[Path, str] | None:
+    """Return the best fine-tuning of `encoder` on this many labels in `run`, if it is above the linear classifier.
+
+    With the accuracies of both, on the same validation images, in words. None where there is none.
+    """
+    best = None
+    for record in read_results(run):
+        folder = run / "finetune" / Path(record.get("finetuned", {}).get("folder", "")).name
+        same = record["encoder"].get("step") == encoder.step and record["labels"].get("count") == labels
+        if record["kind"] == "finetune" and same and "frozen" in record and folder.is_dir():
+            ours, linear = record["metrics"]["top1"], record["frozen"]["linear"]
+            if ours > linear and (best is None or ours > best[0]):
+                said = f"{100 * ours:.1f} % of {record['images']:,} validation images, linear {100 * linear:.1f} %"
+                best = ours, folder, said
+    return best and best[1:]
 
 
 def _run_of(source: Path, config: Config) -> Path:

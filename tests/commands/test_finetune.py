@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastsuncet
 from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
 from fastsuncet.evaluation import finetuning
@@ -15,7 +16,7 @@ from fastsuncet.evaluation.supervised.fine_tuning import FineTuning
 from fastsuncet.evaluation.supervised.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
-from tests.support.pictures import write_pictures
+from tests.support.pictures import write_image, write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, SMALL, Killed, kill, small_config, terminate, train
 
@@ -107,6 +108,25 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
     assert f"{100 * record['metrics']['top1']:.2f} %" in capsys.readouterr().out
     for path in (runs / "digits_demo" / "results").glob("accuracy*"):
         path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("linear", "labels", "tuned"), [(0.0, 160, True), (0.99, 160, False), (0.0, 150, False)]
+)
+def test_predict_takes_the_fine_tuned_network_where_it_is_better(
+    whole, tmp_path, capsys, linear, labels, tuned
+):
+    """Than the linear classifier on the same images, with the labels that the run has now."""
+    runs = Path(shutil.copytree(whole[0], tmp_path / "runs"))
+    (path,) = (runs / "digits_demo" / "results").glob("finetune*")
+    record = json.loads(path.read_text())
+    record["labels"]["count"] = labels
+    path.write_text(json.dumps(record | {"frozen": {"linear": linear}}))
+    write_image(tmp_path / "photos" / "1.png")
+    assert len(fastsuncet.predict(runs / "digits_demo", tmp_path / "photos")) == 1
+    printed = capsys.readouterr().out
+    assert ("classifier   fine-tuned" in printed, "classifier   linear" in printed) == (tuned, not tuned)
+    assert ("of 355 validation images, linear 0.0 %" in printed) == tuned
 
 
 def no_training(*_, **__):
