@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
         "fastsuncet/losses/__init__.py": [("", "from fastsuncet.losses.toy import toy\n")],
         "fastsuncet/config/schema.py": [('"suncet", "sup_con"]', '"toy", ')],
         "fastsuncet/training/methods.py": [
-            ('    "cross_entropy": Method(', '    "toy": Method("Toy", partial(contrast, losses.toy)),\n')
+            ('    "cross_entropy": Method(', '    "toy": Method("Toy", partial(contrast, "toy")),\n')
         ],
         "tests/support/dense_losses.py": [("", LOSS)],
     },

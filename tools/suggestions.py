@@ -8,6 +8,7 @@ The rules are beside the points. The .npz files are of `fastsuncet embed` on fol
 
 import argparse
 import csv
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.evaluation.linear import choose_strength, fit_linear

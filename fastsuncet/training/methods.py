@@ -66,12 +66,12 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
     return cross_entropy + me_max if p.me_max else cross_entropy
 
 
-def contrast(loss: Callable[..., Tensor], config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
-    """Contrast the labeled images with each other."""
+def contrast(name: str, config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
+    """Contrast the labeled images with each other, by the function of that name in `fastsuncet.losses`."""
     c = config.criterion
     options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
     with products(tf32(config)):
-        return loss(out.labeled, labels, c.temperature, **options)
+        return getattr(losses, name)(out.labeled, labels, c.temperature, **options)
 
 
 def cross_entropy(config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
@@ -98,8 +98,8 @@ METHODS = {
     "nt_xent": Method("SimCLR", nt_xent),
     "swav": Method("SwAV", swav),
     "paws": Method("PAWS", paws),
-    "suncet": Method("SuNCEt", partial(contrast, losses.suncet)),
-    "sup_con": Method("L_sup_out", partial(contrast, losses.sup_con)),
+    "suncet": Method("SuNCEt", partial(contrast, "suncet")),
+    "sup_con": Method("L_sup_out", partial(contrast, "sup_con")),
     "cross_entropy": Method("cross-entropy", cross_entropy),
     "none": Method("", none),
 }

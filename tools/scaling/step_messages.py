@@ -22,11 +22,13 @@ sends nothing, and DDP sends no buffers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.config import Config
+from fastsuncet.config.schema import Contrast
 from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.methods import has_classifier
@@ -139,8 +141,9 @@ def gathered_rows(config: Config, images: int, labeled: int) -> dict[str, int]:
     """Return the rows of a rank, 0 if there are none, for each loss that compares rows of all ranks."""
     c = config.criterion
     found = {"views": 2 * images} if c.instance == "nt_xent" else {}
-    if c.contrasts_labels:
-        found["labeled images"] = labeled
+    # Without labeled images the ranks still tell each other that they have none.
+    if c.supervision in get_args(Contrast):
+        found["labeled images"] = labeled if c.supervised else 0
     return found
 
 
