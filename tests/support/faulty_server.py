@@ -2,7 +2,7 @@
 
     LD_PRELOAD=slow_files.so python -m tests.support.faulty_server FOLDER FAULT...
 
-It needs a process of its own: tests/support/slow_files.c is preloaded. A fault is JSON, the variables of slow_files.c.
+It needs a process of its own: tools/bench/slow_files.c is preloaded. A fault is JSON, the variables of slow_files.c.
 """
 
 import ctypes
