@@ -6,10 +6,13 @@ D  width of a row                   C  classes among the M supports
     p(q)  = sum_j softmax_j(cos(q, s_j) / temperature) y_j         y_j the smoothed one-hot label of support j
     rho(p) = p^(1/T) / sum_k p_k^(1/T)                             sharpened: T = 0.25
 
-Written with plain operators. Of the (V B, M) probabilities only those of some images exist at a time: the backward pass
-computes them again (torch's checkpoint). That costs a product more, and me-max couples all anchors, so it would take
-a second pass in any case.
+Written with plain operators, some images at a time. Of the (V B, M) similarities nothing is kept: the backward pass
+computes them again (torch's checkpoint), which costs one product in six. me-max couples all anchors, so it would take a
+second pass in any case. What is kept is p, (V B, C), and the targets, a fourth of that with eight views.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +26,11 @@ from fastsuncet.losses.checks import (
     check_temperature,
     require_equal_shapes,
 )
-from fastsuncet.losses.contrast import ROWS_PER_CHUNK, ROWS_PER_CHUNK_ON_CUDA, outside_autocast, unit_rows
+from fastsuncet.losses.contrast import outside_autocast, unit_rows
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
 
+# Anchors at a time. A product with few rows is slow: on a CPU 128 take 1.4 times as long as 512, and 1,024 no less.
+ROWS_PER_CHUNK, ROWS_PER_CHUNK_ON_CUDA = 512, 1024
 LARGE_VIEWS = 2  # those that have targets of their own
 LOWEST_TARGET = 1e-4  # smaller entries of a target become 0, as in the authors' code
 
@@ -42,6 +47,7 @@ def paws(
     sharpen: float = 0.25,
     smoothing: float = 0.1,
     prior: Tensor | None = None,
+    classes: int | None = None,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute both terms of PAWS (arXiv 2104.13963, section 3; facebookresearch/suncet 731547d). The loss is their sum.
@@ -66,6 +72,8 @@ def paws(
         smoothing: of the supports' labels, from 0 to below 1; PAWS's is 0.1.
         prior: (S,) floating above 0, the wanted share of each support's class, in any unit; it is scaled to sum to 1
             over the classes of the step. me_max then is sum_k m_k log(m_k / (C prior_k)). None: all classes alike.
+        classes: C, or more: how many columns there are. None: a CPU counts the classes; on a GPU the host would have to
+            wait for the count, so there are as many columns as supports, at the price of a wider product.
         group: the ranks whose images are taken together; None for the default one, or this process alone.
 
     Returns:
@@ -75,10 +83,11 @@ def paws(
     Gradient: to `anchors` and `supports`, none to the targets. Supports are gathered with gradient, so supports.grad is
     that of the SUM of all ranks' losses, and DDP's mean over ranks makes it that of one process on the joined batch.
 
-    The host does not wait for the device. Memory is linear in the anchors.
+    The host does not wait for the device. Memory is linear in the anchors: D numbers of each are kept, and C.
 
     Raises:
         ValueError: a shape or dtype does not fit, a setting is out of range, or the ranks' shapes differ.
+        RuntimeError: there are more classes than `classes`; on a GPU, CUDA's device-side assert.
     """
     _check(anchors, supports, labels, targets, target_supports, views, temperature, sharpen, smoothing, prior)
     for rows in (anchors, supports):
@@ -86,58 +95,68 @@ def paws(
     with outside_autocast(anchors.device.type):
         keys = gather_rows(unit_rows(supports), group)
         target_keys = all_gather_rows(unit_rows(target_supports), group)
-        column, present = _columns(all_gather_rows(labels.long().contiguous(), group))
+        one_hot = _one_hot(all_gather_rows(labels.long().contiguous(), group), classes, keys)
         # The share of each class of the step; 0 in a column that stands for none.
+        present = one_hot.any(dim=0)
         uniform = present.to(keys.dtype) / present.sum()
+        rows = (1 - smoothing) * one_hot + smoothing * uniform
         tiny = torch.finfo(keys.dtype).tiny
 
-        def log_p(queries: Tensor, keys: Tensor) -> Tensor:
-            nearest = torch.softmax(unit_rows(queries) @ keys.T / temperature, dim=1)
-            by_class = torch.zeros_like(nearest).index_add(1, column, nearest)
-            return ((1 - smoothing) * by_class + smoothing * uniform).clamp(min=tiny).log()
+        def p(queries: Tensor, keys: Tensor) -> Tensor:
+            return torch.softmax(unit_rows(queries) / temperature @ keys.T, dim=1) @ rows
+
+        def log(p: Tensor) -> Tensor:
+            return p.clamp(min=tiny).log()
 
         def rho(log_p: Tensor) -> Tensor:
             return torch.softmax(log_p / sharpen, dim=1)
 
-        def of_images(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the sums over the views (V, b, D) of b images of the cross-entropy, and of rho(p) (M,)."""
-            with torch.no_grad():
-                large = rho(log_p(targets.flatten(0, 1), target_keys)).unflatten(0, targets.shape[:2])
-                small = large.mean(0, keepdim=True).expand(views - LARGE_VIEWS, -1, -1)
-                target = torch.cat([large, small]).flatten(0, 1)
-                target.masked_fill_(target < LOWEST_TARGET, 0)
-            predicted = log_p(anchors.flatten(0, 1), keys)
-            return -(target * predicted).sum(), rho(predicted).sum(0)
+        def terms(p: Tensor, large: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the sums over b images, p (V b, C) and targets (2 b, C), of the cross-entropy and rho(p) (C,)."""
+            small = large.unflatten(0, (LARGE_VIEWS, -1)).mean(0)
+            target = torch.cat([large, *[small] * (views - LARGE_VIEWS)])
+            target = target.masked_fill(target < LOWEST_TARGET, 0)
+            log_p = log(p)
+            return -(target * log_p).sum(), rho(log_p).sum(0)
 
         images = len(targets) // LARGE_VIEWS
-        rows = ROWS_PER_CHUNK_ON_CUDA if anchors.is_cuda else ROWS_PER_CHUNK
+        at_a_time = max(1, (ROWS_PER_CHUNK_ON_CUDA if anchors.is_cuda else ROWS_PER_CHUNK) // views)
         chunks = (
-            x.unflatten(0, (count, images)).split(max(1, rows // views), dim=1)
+            x.unflatten(0, (count, images)).split(at_a_time, dim=1)
             for x, count in ((anchors, views), (targets, LARGE_VIEWS))
         )
-        sums = [
-            checkpoint(of_images, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(*chunks)
-        ]
+
+        def light(function: Callable, *rows: Tensor) -> Any:
+            """Keep only the result for the backward pass, where that saves memory: not with all images at once."""
+            if images <= at_a_time:
+                return function(*rows)
+            return checkpoint(function, *rows, use_reentrant=False, preserve_rng_state=False)
+
+        sums = []
+        for anchor_rows, target_rows in zip(*chunks):
+            with torch.no_grad():
+                large = rho(log(p(target_rows.flatten(0, 1), target_keys)))
+            sums.append(light(terms, light(p, anchor_rows.flatten(0, 1), keys), large))
         cross_entropy, mean = (torch.stack(parts).sum(0) / max(len(anchors), 1) for parts in zip(*sums))
         # Gathered with gradient, as supports are: each rank's part then has the gradient of all ranks' me_max.
         mean = gather_rows(mean[None], group).mean(0).clamp(min=tiny)
         me_max = mean * mean.log()
         if prior is not None:
-            wanted = torch.zeros_like(uniform).scatter(0, column, all_gather_rows(prior.to(uniform), group))
+            wanted = (one_hot * all_gather_rows(prior.to(uniform), group)[:, None]).amax(dim=0)
             me_max = me_max - mean * torch.where(present, wanted / wanted.sum() / uniform, 1).log()
         return cross_entropy, me_max.sum()
 
 
-def _columns(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column (M,) of each support's class, and which columns (M,) stand for a class.
-
-    A class has the column of its first place among the sorted labels. There are M columns because only the device knows
-    how many classes there are.
-    """
+def _one_hot(labels: Tensor, classes: int | None, like: Tensor) -> Tensor:
+    """Return (M, C) of the dtype of `like`: 1 where the label of a row is the class of a column, in ascending order."""
     in_order = labels.sort().values
-    first = torch.searchsorted(in_order, in_order)
-    return torch.searchsorted(in_order, labels), first == torch.arange(len(labels), device=labels.device)
+    first = torch.searchsorted(in_order, in_order) == torch.arange(len(labels), device=labels.device)
+    column = (first.cumsum(0) - 1)[torch.searchsorted(in_order, labels)]
+    if classes is None:
+        classes = len(labels) if labels.is_cuda else int(first.sum())
+    too_many = f"paws: there are more classes than classes={classes} among the supports of all processes"
+    torch._assert_async((column < classes).all(), too_many)  # pyright: ignore[reportPrivateImportUsage]
+    return like.new_zeros(len(labels), classes).scatter_(1, column[:, None], 1)
 
 
 def _check(

@@ -62,6 +62,7 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
         sharpen=p.sharpen,
         smoothing=p.smoothing,
         prior=prior,
+        classes=config.criterion.classes_per_batch,
     )
     return cross_entropy + me_max if p.me_max else cross_entropy
 

@@ -108,11 +108,12 @@ def test_paws_in_float32_is_near_float64():
     assert_near([x.double() for x in found], expected, 2e-5)
 
 
-@pytest.mark.parametrize("case", ["supports", "classes", "lengths", "dtype"])
+@pytest.mark.parametrize("case", ["supports", "classes", "lengths", "dtype", "columns"])
 def test_paws_does_not_depend_on(case):
-    """Not on the order of the supports, the names of the classes, the lengths of rows, the dtype of labels."""
+    """Not on the order of the supports, the names of the classes, the lengths of rows, the dtype of labels, columns."""
     anchors, supports, labels, targets, of_targets = batch_of()
     expected = run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS)
+    columns = None
     order = torch.randperm(SUPPORTS, generator=torch.Generator().manual_seed(0))
     if case == "supports":
         supports, labels, of_targets = supports[order], labels[order], of_targets[order]
@@ -121,12 +122,19 @@ def test_paws_does_not_depend_on(case):
         labels = torch.tensor([names[each] for each in labels.tolist()])
     elif case == "lengths":
         targets, of_targets = 3 * targets, of_targets / 7
-    else:
+    elif case == "dtype":
         labels = labels.unique(return_inverse=True)[1].to(torch.uint8)
-    found = list(run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS))
+    else:
+        columns = len(labels.unique()) + 3
+    found = list(run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS, classes=columns))
     if case == "supports":
         found[3] = found[3][order.argsort()]
     assert_near(found, expected)
+
+
+def test_paws_refuses_more_classes_than_columns():
+    with pytest.raises(RuntimeError, match="paws: there are more classes than classes=5 among the supports"):
+        paws(*batch_of(), views=VIEWS, classes=5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -191,8 +199,10 @@ def test_paws_does_not_wait_for_the_device(device, with_prior):
         ]
         labels = torch.arange(SUPPORTS, device=device)
         anchors, supports = (x.requires_grad_() for x in rows[:2])
-        prior = torch.ones(SUPPORTS, device=device) if with_prior else None
-        loss = sum(paws(anchors, supports, labels, *rows[2:], views=VIEWS, prior=prior))
+        settings = {"prior": torch.ones(SUPPORTS, device=device)} if with_prior else {}
+        if device == "cpu":  # which counts the classes where it is not told
+            settings["classes"] = SUPPORTS
+        loss = sum(paws(anchors, supports, labels, *rows[2:], views=VIEWS, **settings))
         if device == "cpu":  # backward needs a real CUDA context even for fake tensors
             loss.backward()
 
@@ -201,7 +211,7 @@ def test_paws_backward_does_not_wait_either():
     anchors, supports, *others = batch_of()
     anchors.requires_grad_(), supports.requires_grad_()
     with Counter() as counter:
-        sum(paws(anchors, supports, *others, views=VIEWS)).backward()
+        sum(paws(anchors, supports, *others, views=VIEWS, classes=SUPPORTS)).backward()
     assert counter.waits == 0
 
 
