@@ -1,15 +1,15 @@
 """Every collective of a training step and its bytes, from the config alone.
 
     W  ranks        U, S  unlabeled and labeled images of a rank        D  width of a projection
-    P  parameters        C  channels of a BatchNorm layer        K  prototypes
+    P  parameters        C  channels of a BatchNorm layer        K  prototypes        N  classes of an update
 
     BatchNorm, forward       all-reduce      8 (1 + 2 C) bytes, once a layer and pass; float64
     rows, forward            all-gather      4 D (2 U) and 4 D S of each rank; 8 S of labels
     codes, forward           all-gather      4 (2 K) of each rank, once an iteration of Sinkhorn's (SwAV)
     supports, forward        all-gather      4 D S of each rank, twice: predictions and targets; 8 S of labels (PAWS)
-    me-max, forward          all-gather      4 W S of each rank: its mean prediction; with paws.prior: labels 4 S more
+    me-max, forward          all-gather      4 N of each rank: its mean prediction; with paws.prior: labels 4 S more
     rows, backward           reduce-scatter  4 D W (2 U) and 4 D W S: the gradient of the keys of all ranks' anchors;
-                                             with PAWS 4 D W S and 4 W W S
+                                             with PAWS 4 D W S and 4 W N
     BatchNorm, backward      all-reduce      4 (2 C), once a layer and pass
     weights, backward        all-reduce      4 P, in buckets
 
@@ -99,12 +99,14 @@ def messages(
     if paws:
         add_shape("anchors")
         add_shape("supports")
-        supports, columns = ranks * FLOAT * labeled * m.output, ranks * labeled
+        supports, labels = ranks * FLOAT * labeled * m.output, ranks * labeled
         found.append(Message("rows of the supports", "all_gather", supports, calls=2))
-        found.append(Message("labels of the supports", "all_gather", INTEGER * columns))
-        found.append(Message("rows of the mean predictions", "all_gather", ranks * FLOAT * columns))
+        found.append(Message("labels of the supports", "all_gather", INTEGER * labels))
+        found.append(
+            Message("rows of the mean predictions", "all_gather", ranks * FLOAT * c.classes_per_batch)
+        )
         if config.paws.prior == "labels":
-            found.append(Message("rows of the prior", "all_gather", FLOAT * columns))
+            found.append(Message("rows of the prior", "all_gather", FLOAT * labels))
     if classifier:
         add_shape("logits")
     gathered = gathered_rows(config, images, labeled)
@@ -116,7 +118,7 @@ def messages(
     # gloo has no reduce-scatter.
     back = "all_reduce" if device == "cpu" else "reduce_scatter"
     if paws:
-        found.append(Message("gradient of the mean predictions", back, ranks * FLOAT * ranks * labeled))
+        found.append(Message("gradient of the mean predictions", back, ranks * FLOAT * c.classes_per_batch))
         found.append(Message("gradient of the supports", back, ranks * FLOAT * labeled * m.output))
     if c.keys == "attached":
         for what, rows in reversed(gathered.items()):
