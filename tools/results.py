@@ -3,6 +3,7 @@
     python tools/results.py collect RUN_FOLDER ... --output docs/results/NAME/points.csv   # from runs to points
     python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
     python tools/results.py small docs/results/NAME/points.csv  # from the points of `fastsuncet report` to the tables
+    python tools/results.py runs docs/results/NAME/accuracies.csv   # from single runs to their table
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
 A run folder is named EXPERIMENT-METHOD-seedN. `collect` keeps the other points of its file, so that each run can be
@@ -645,6 +646,13 @@ def draw(points: Path, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def show_runs(path: Path) -> list[str]:
+    """Return the table of a file of single runs as Markdown: its columns, as they are."""
+    with path.open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    return ["\n".join(markdown([name.replace("_", " ") for name in head], rows))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -660,7 +668,12 @@ def main() -> None:
     three.add_argument("points", type=Path)
     four = commands.add_parser("demo", help="print the tables of the demo")
     four.add_argument("folder", type=Path)
+    five = commands.add_parser("runs", help="print the table of single runs")
+    five.add_argument("accuracies", type=Path)
     arguments = parser.parse_args()
+    if arguments.command == "runs":
+        print("\n\n".join(show_runs(arguments.accuracies)))
+        return
     if arguments.command == "demo":
         print("\n\n".join(show_demo(read_demo(arguments.folder))))
         return

@@ -41,6 +41,11 @@ def test_results_page_holds_the_table_of_the_suggestions():
     assert table in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
 
 
+def test_results_page_holds_the_table_of_single_runs():
+    (table,) = results.show_runs(ROOT / "docs" / "results" / "clothing-paws" / "accuracies.csv")
+    assert table in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+
+
 def test_pages_hold_the_tables_of_the_demo():
     summary, *tables = results.show_demo(results.read_demo(ROOT / "docs" / "demo"))
     assert summary in (ROOT / "README.md").read_text(encoding="utf-8")
