@@ -81,7 +81,7 @@ def accuracies(
 
 
 def least_margin(logits: Tensor, labeled: Tensor, count: int) -> Tensor:
-    """Return the numbers of the `count` unlabeled images whose two best classes are closest. It lost: see the rules."""
+    """Return the numbers of the `count` unlabeled images whose two best classes are closest: see RESULTS.md."""
     first, second = logits.float().softmax(1).topk(2).values.unbind(1)
     margin = (first - second).masked_fill(labeled, torch.inf)
     return margin.argsort(stable=True)[: min(count, int((~labeled).sum()))]

@@ -22,7 +22,7 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.label_splits import labeled_split
 
 POOL = 100_000  # images without a label that are looked at: more do not make better clusters
-SHOWN_TO_HELP = 100  # labels in the end: with more, no gain over random images was seen (RESULTS.md)
+SHOWN_TO_HELP = 100  # labels in the end: the one number with a gain on both data sets (RESULTS.md)
 
 
 class Suggestions(NamedTuple):
@@ -58,9 +58,7 @@ def suggest(
             atomic_files.replace(shown, labeling_page(found.names, found.paths, found.classes).encode())
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
-        say_line(
-            f"note: with {labels:,} labels no gain over random images was measured, up to {SHOWN_TO_HELP} it was"
-        )
+        say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")
     say_line(
         f"next  open {shown}"
         if page
