@@ -586,6 +586,19 @@ def main(arguments: list[str] | None = None) -> int:
     An error that the user can fix is printed on stderr as a message; FASTSUNCET_TRACEBACK=1 adds its traceback. Any
     other exception is a bug: Python ends with its traceback and exit code 1.
     """
+    code = _run(arguments)
+    distributed = sys.modules.get("torch.distributed")
+    if arguments is None and code and distributed and distributed.is_initialized():
+        # After an error the ranks' group is left as it is (launch.join). Its threads can abort the interpreter's end,
+        # and the job would have the abort's exit code (-6).
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
+
+
+def _run(arguments: list[str] | None) -> int:
+    """Do what `main` describes, but leave the end of the process to it."""
     if arguments is None and sys.getfilesystemencoding() != "utf-8":
         # Configs and lists are UTF-8 and name files. In another locale Python would look for files of other names.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
