@@ -1,6 +1,8 @@
-"""Which versions and sources run, without an import of the packages: importing DALI alone takes a second."""
+"""Which versions and sources run. DALI is not imported for it, which takes a second."""
 
+import functools
 import hashlib
+import platform
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +21,23 @@ def installed(package: str) -> str | None:
 def dali() -> str | None:
     """Return the version of DALI, of either build, None if it is not installed."""
     return installed(DALI[0]) or installed(DALI[1])
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """Return the version of every package that decides results, None for one that is not installed. Imports torch."""
+    import torch
+
+    return {
+        "fastsuncet": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "torchvision": installed("torchvision"),
+        "timm": installed("timm"),
+        "dali": dali(),
+        "numpy": installed("numpy"),
+    }
 
 
 def digest_of_sources() -> str:

@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module imports from its own folder and from the rows below it.
 FLOORS = [
-    "pipelines.data_errors pipelines.output pipelines.code_cache",
+    "pipelines.data_errors pipelines.output pipelines.atomic_files",
+    "pipelines.code_cache",
     "pipelines.cuda_compiler",
     "pipelines.backend pipelines.datasets",
     "pipelines.sampling",

@@ -7,12 +7,10 @@
 A reader hashes the very bytes that it parses afterwards, so they cannot change in between.
 """
 
-import functools
 import hashlib
 import io
 import json
 import os
-import platform
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,14 +20,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.errors import CheckpointError
-from fastsuncet.versions import __version__, dali, installed
+from fastsuncet.versions import __version__, versions
+from pipelines import atomic_files
+from pipelines.atomic_files import MEMORY
 
 FORMAT = 1  # of meta.json and the layout: raise it when an older program could misread a newer checkpoint
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
 META_LIMIT = 64 << 20  # bytes; a config and a ledger have a few thousand
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 # What `weights_only=True` reads back, besides tensors and nests of these.
 PLAIN = (int, float, str, bool, type(None))
 
@@ -47,21 +45,6 @@ class LoadedCheckpoint:
 
 class DamagedCheckpoint(Exception):
     """The reason why this checkpoint cannot be used. Another one can be good."""
-
-
-@functools.cache
-def versions() -> dict[str, str | None]:
-    """Return the version of every package that decides results, None for one that is not installed."""
-    return {
-        "fastsuncet": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "torchvision": installed("torchvision"),
-        "timm": installed("timm"),
-        "dali": dali(),
-        "numpy": installed("numpy"),
-    }
 
 
 # ------------------------------------------------------------------------------------------------------ write

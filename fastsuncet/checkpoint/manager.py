@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.format import (
     META,
     MODEL,
@@ -38,6 +37,7 @@ from fastsuncet.checkpoint.format import (
 )
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
+from pipelines import atomic_files
 
 FOLDER = "checkpoints"  # of a run, in its folder
 LATEST = "latest"

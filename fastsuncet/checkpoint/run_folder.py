@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 
 Json = TypeVar("Json")

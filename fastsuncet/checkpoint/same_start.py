@@ -8,13 +8,12 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import INPUTS
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.errors import ConfigError
-from fastsuncet.versions import digest_of_sources
+from fastsuncet.versions import digest_of_sources, versions
 from pipelines.data_errors import DataError
 
 

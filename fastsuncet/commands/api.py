@@ -10,7 +10,6 @@ import numpy as np
 import PIL.Image
 from torch import nn
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands import predict as predict_command
 from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
@@ -21,6 +20,7 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import encoder as encoders
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_list, image_tree
 from pipelines.datasets.index import ImageIndex, save_index

@@ -7,7 +7,7 @@ checkpoints of both with a linear classifier on those labels, and draws accuracy
 import time
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train
 from fastsuncet.commands.preview import preview
 from fastsuncet.commands.report.compute_saved import crossing, target
@@ -21,6 +21,7 @@ from fastsuncet.evaluation.linear import linear
 from fastsuncet.training import methods
 from fastsuncet.training.step import build
 from fastsuncet.versions import drawing_problem
+from pipelines import atomic_files
 
 CONFIGS = ("digits_simclr", "digits_demo")  # SimCLR, SimCLR + SuNCEt
 

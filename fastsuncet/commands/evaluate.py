@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import same_start
-from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
@@ -28,6 +27,7 @@ from fastsuncet.metrics.results import write_result
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.training.determinism import set_determinism
+from fastsuncet.versions import versions
 
 KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
     "knn": (knn, "nearest neighbors"),

@@ -25,8 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import atomic_files, manager
-from fastsuncet.checkpoint.format import versions
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
@@ -35,6 +34,8 @@ from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder, record_path
 from fastsuncet.metrics import results, writer
 from fastsuncet.models import export_formats, timm_backbone
+from fastsuncet.versions import versions
+from pipelines import atomic_files
 
 FOLDER = "export"  # in the run's folder
 FILES = {

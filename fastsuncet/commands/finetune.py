@@ -9,7 +9,7 @@ A finished folder is not trained again, only printed. One that was stopped is co
 import hashlib
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files, same_start
+from fastsuncet.checkpoint import same_start
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
@@ -28,6 +28,7 @@ from fastsuncet.evaluation.finetuning import (
 )
 from fastsuncet.evaluation.scoring import true_labels
 from fastsuncet.training.determinism import resolve_precision, set_determinism
+from pipelines import atomic_files
 
 
 def finetune(

@@ -19,7 +19,6 @@ import numpy as np
 from torch import nn
 from tqdm import tqdm
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
@@ -28,6 +27,7 @@ from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.training.determinism import set_determinism
+from pipelines import atomic_files
 from pipelines.data_errors import BadImage
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Center

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     Skipped,
@@ -27,6 +27,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.classifier import Classifier, describe, labeled_images, run_classifier
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.metrics.results import read_results
+from pipelines import atomic_files
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
@@ -21,6 +20,7 @@ from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.versions import drawing_problem
+from pipelines import atomic_files
 from pipelines.backend import dali_problem
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_loader

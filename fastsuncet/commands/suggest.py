@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import check_output, known_view, one_process
 from fastsuncet.commands.labeling_page import labeling_page
@@ -18,6 +17,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.suggestions import typical
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.label_splits import labeled_split
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fastsuncet.checkpoint import atomic_files, manager, same_start
+from fastsuncet.checkpoint import manager, same_start
 from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors, exclusive_run_folder, on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
@@ -37,6 +37,7 @@ from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer, require_finite_weights
 from fastsuncet.tuning import verdicts
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 
 # Training images of a plan without data; ImageNet's for every other data.kind.

@@ -9,7 +9,7 @@ the best cell is retrained on training and validation images and evaluated once 
 
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files, same_start
+from fastsuncet.checkpoint import same_start
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.config import Config
 from fastsuncet.distributed import launch
@@ -17,6 +17,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.transfer_grid.grid import grid, parse_shard
 from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
 from fastsuncet.training.determinism import resolve_precision, set_determinism
+from pipelines import atomic_files
 
 
 def transfer(

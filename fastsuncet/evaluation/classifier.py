@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
@@ -28,6 +27,7 @@ from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear
 from fastsuncet.evaluation.supervised.identity import module_digest
+from pipelines import atomic_files
 from pipelines.data_errors import DataError, listed
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import labeled_split

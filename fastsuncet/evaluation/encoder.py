@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import atomic_files, manager
-from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
+from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint.manager import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line, typed_path
@@ -32,6 +32,7 @@ from fastsuncet.models.pretrained_weights import (
 )
 from fastsuncet.models.resnet import OWN, build_model, width_of
 from fastsuncet.training import methods
+from pipelines import atomic_files
 from pipelines.sampling.augmentation import Center
 
 WEIGHTS = MODEL  # of an exported folder; timm reads this name too

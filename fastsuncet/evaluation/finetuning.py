@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsuncet.checkpoint.format import versions
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
@@ -35,6 +34,7 @@ from fastsuncet.metrics.results import write_result
 from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
+from fastsuncet.versions import versions
 from pipelines.data_errors import DataError
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning

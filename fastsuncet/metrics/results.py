@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.errors import FastSuncetError
+from pipelines import atomic_files
 
 FOLDER = "results"  # in the run's folder
 

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.metrics.trackers import MLflow, TensorBoard, Tracker, WeightsAndBiases
+from pipelines import atomic_files
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fastsuncet.checkpoint.format import versions
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
@@ -38,7 +37,7 @@ from fastsuncet.training.kernel_choice import (
 from fastsuncet.training.summary import check_memory
 from fastsuncet.tuning import processes
 from fastsuncet.tuning.chooser import Rung
-from fastsuncet.versions import digest_of_sources
+from fastsuncet.versions import digest_of_sources, versions
 from pipelines import code_cache, cuda_compiler
 
 LIMIT = 1 << 16  # bytes of a verdict

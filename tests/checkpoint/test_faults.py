@@ -17,10 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, require_run_folder
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
+from pipelines import atomic_files
 from tests.support.checkpoints import assert_whole, save
 from tests.support.power_cut import CALLS, intercept, watch
 from tests.support.runs import Killed

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import META, MODEL
 from fastsuncet.errors import CheckpointError
+from pipelines import atomic_files
 from tests.support.checkpoints import DAMAGE, content, corrupt, newest, save, steps
 
 

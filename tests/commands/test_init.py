@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 
 from fastsuncet import cli
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands import init
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import timm_backbone
+from pipelines import atomic_files
 from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fastsuncet import cli
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.sweep import sweep
 from fastsuncet.commands.sweep.child import Children
 from fastsuncet.commands.sweep.jobs import JobState, job_state
 from fastsuncet.console import cli_command
 from fastsuncet.errors import ConfigError
+from pipelines import atomic_files
 from tests.support.sweeps import ROOT, TWO, expanded, written
 
 pytestmark = pytest.mark.slow

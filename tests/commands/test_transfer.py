@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.cli import main
 from fastsuncet.evaluation.transfer_grid import run_grid, tasks
 from fastsuncet.metrics.results import read_results, write_result
 from fastsuncet.models.resnet import build_model
+from pipelines import atomic_files
 from pipelines.datasets.cifar import CLASSES
 from pipelines.loader import Loader
 from tests.support.ranks import run_ranks

@@ -23,13 +23,12 @@ from typing import Any, NoReturn
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastsuncet.checkpoint import atomic_files
-from fastsuncet.checkpoint.format import versions
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.kernels.self_test import Proof, why_not
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
-from fastsuncet.versions import installed
+from fastsuncet.versions import installed, versions
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 
 CLOCK = {"cpu": "CPU time of this process", "cuda": "CUDA events"}

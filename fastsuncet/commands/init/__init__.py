@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Choice, Machine, Plan, Weights, choose
@@ -18,6 +17,7 @@ from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import expected_ranks
 from fastsuncet.errors import ConfigError
+from pipelines import atomic_files
 
 
 @dataclass(frozen=True)

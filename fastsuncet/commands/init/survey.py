@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from fastsuncet.checkpoint.format import MEMORY
 from fastsuncet.commands.init.rules import IMAGENET, Machine, Survey, Weights
 from fastsuncet.data.cpu_count import cores
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -17,6 +16,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import WIDTHS, build_model
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder, image_tree, with_csv_labels
 from pipelines.datasets.image_headers import EXTENSIONS
@@ -131,7 +131,9 @@ def _first_bad(index: ImageIndex) -> str:
 def machine() -> Machine:
     """Return the GPUs of this machine or its CPU, with the speed of one timed step of a ResNet-18."""
     if not torch.cuda.is_available():
-        return Machine("cpu", f"CPU, {cores()} cores", 1, MEMORY, cores(), _timed_step("cpu", 64, 16))
+        return Machine(
+            "cpu", f"CPU, {cores()} cores", 1, atomic_files.MEMORY, cores(), _timed_step("cpu", 64, 16)
+        )
     card = torch.cuda.get_device_properties(0)
     speed = _timed_step("cuda", 224, 128)
     return Machine("cuda", card.name, torch.cuda.device_count(), card.total_memory, cores(), speed)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.report import paper, tables
 from fastsuncet.commands.report.compute_saved import Saving, savings
@@ -19,6 +18,7 @@ from fastsuncet.console import say_line
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.writer import csv_table
 from fastsuncet.versions import drawing_problem
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 
 COSTS_NOTE = (

@@ -20,10 +20,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
 from fastsuncet.commands.report.curves import COSTS, KNN, NAMES, Group, Panel, scale
 from fastsuncet.metrics.rankme import RANKS
+from pipelines import atomic_files
 
 # Okabe and Ito (2008) without yellow, which is too pale on paper. The first two differ most in gray.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastsuncet.checkpoint import atomic_files, manager
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands import export
 from fastsuncet.commands.report.curves import KINDS, NAMES, labels_text, scale
@@ -30,6 +30,7 @@ from fastsuncet.metrics.results import FOLDER as RESULTS
 from fastsuncet.metrics.results import read_results
 from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
+from pipelines import atomic_files
 
 NAME, VIEWS = "page.html", "views.png"  # in the run's folder
 PICTURE_BYTES = 16 << 20

@@ -10,12 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.config import Config, ConfigErrors, flat
 from fastsuncet.config.reader import parse
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.results import FOLDER as RESULTS
+from pipelines import atomic_files
 
 FOLDER = "jobs"  # in the run's folder
 # Keys that no number depends on: paths, how fast pixels are made, what is written.

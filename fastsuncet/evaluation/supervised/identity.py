@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastsuncet.checkpoint import atomic_files
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
+from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
 
 # Keys of the config that change how numbers are rounded.

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fastsuncet.checkpoint import atomic_files
-from fastsuncet.checkpoint.format import versions
 from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder, on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
@@ -39,6 +37,8 @@ from fastsuncet.evaluation.supervised.identity import (
 from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, table
 from fastsuncet.evaluation.transfer_grid.tasks import TransferTask, open_task
 from fastsuncet.metrics.results import FOLDER, name_of, read_result, write_result
+from fastsuncet.versions import versions
+from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
 
 REMEDY = "Remove that folder to run the cell again."

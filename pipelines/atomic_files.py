@@ -18,6 +18,7 @@ from typing import Any
 
 # Bytes of one write() call: small enough that a signal is noticed soon, large enough that the calls cost nothing.
 CHUNK = 8 << 20
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of this machine
 LOCKS: dict[Path, int] = {}  # the lock files that this process holds, and their descriptors
 
 
