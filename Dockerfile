@@ -32,7 +32,7 @@ RUN DALI="${DALI}" sh tools/docker_install.sh dependencies
 FROM dependencies AS operator
 RUN command -v g++ || { apt-get update && apt-get install -y --no-install-recommends g++; }
 COPY pipelines pipelines
-RUN python3 -m pipelines.dali.plugin --prebuilt
+RUN python3 -m pipelines.dali.view_operator --prebuilt
 
 FROM dependencies
 COPY pyproject.toml README.md LICENSE ./
@@ -40,7 +40,7 @@ COPY fastsuncet fastsuncet
 COPY pipelines pipelines
 COPY configs configs
 COPY tools tools
-COPY --from=operator /opt/fastsuncet/pipelines/dali/plugin/prebuilt prebuilt
+COPY --from=operator /opt/fastsuncet/pipelines/dali/view_operator/prebuilt prebuilt
 # Only what users name on the command line stays here. The code is in site-packages, and a second copy in the working
 # directory would be the one that `python -m fastsuncet` imports. chmod: files have the modes of the checkout, and with a
 # strict umask other users could not read them. runs/, the configs' default, is the mounted /runs; without a mount it is

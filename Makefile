@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing torch, DALI and the rest into $(VENV): about 6.5 GB, a few minutes ..."
 	$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
 	@# Optional: the view operator makes the same pixels in less time. It takes ten seconds of a C++ compiler.
-	@$(BIN)/python -m pipelines.dali.plugin || true
+	@$(BIN)/python -m pipelines.dali.view_operator || true
 	@touch $(READY)
 
 demo: $(READY)  ## train SimCLR and SimCLR + SuNCEt on real digits, under 5 minutes on two cores

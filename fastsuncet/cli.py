@@ -498,7 +498,7 @@ def _config(parser: Parser, options: argparse.Namespace) -> None:
 @command("build")
 @flag("--prebuilt", help="keep it for all users of this installation")
 def _build(parser: Parser, options: argparse.Namespace) -> int:
-    from pipelines.dali.plugin.__main__ import main as build
+    from pipelines.dali.view_operator.__main__ import main as build
 
     return build(["--prebuilt"] if options.prebuilt else [])
 

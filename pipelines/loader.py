@@ -10,7 +10,7 @@ show in its place (`Plan.stand_in`), and prepares the step again.
 import re
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from typing_extensions import TypedDict, Unpack
@@ -47,7 +47,7 @@ def open_loader(
     plan: StepPlan,
     *,
     bad_images: int = 0,
-    color_operator: str = "auto",
+    view_operator: bool | Literal["auto"] = "auto",
     hw_decoder_share: float = 0.0,
     decoder_buffers: str = "grown",
     **options: Unpack[LoaderOptions],
@@ -56,20 +56,20 @@ def open_loader(
 
     Values are in [0, 1], then normalized by each augmentation's mean and std; strides are channels-last; no gradient.
     Up to `bad_images` distinct undecodable files are replaced by others and counted (by this loader: each rank, stream
-    and start of a run counts its own); one more raises BadImage. `color_operator` says what makes a view of the
-    resized image with DALI, which changes no bit on a CPU: "plugin" `pipelines.dali.plugin`, "graph" DALI's operators,
-    "auto" the plug-in on a CPU where it can be built.
+    and start of a run counts its own); one more raises BadImage. `view_operator` says what makes a view of the
+    resized image with DALI, which changes no bit on a CPU: True `pipelines.dali.view_operator`, False DALI's operators,
+    "auto" the view operator on a CPU where it can be built.
 
     With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder: above 0 an image's
     pixels can depend on its neighbors (`graphs.HW_DECODER_OFF`). `decoder_buffers` "largest" reserves memory for the
     largest image of the index, up to a limit (`room_for_buffers`), "grown" grows it as images come. Elsewhere both do
     nothing.
 
-    Raises DataError when DALI, a GPU or the plug-in is asked for and absent, ValueError for values that do not exist.
+    Raises DataError when DALI, a GPU or the view operator is asked for and absent, ValueError for other values.
     """
     augments = any(isinstance(view, Augmentation) for view in plan.augmentations)
     backend = _open_backend(
-        color_operator=color_operator if augments else "graph",
+        view_operator=view_operator if augments else False,
         hw_decoder_share=hw_decoder_share,
         decoder_buffers=decoder_buffers,
         **options,
@@ -123,7 +123,7 @@ class Backend(NamedTuple):
     start: Callable[..., Engine]
     decode: Decode  # the decoder of its engine, for single files
     threads: int
-    plugin: bool = False  # whether `pipelines.dali.plugin` makes the views
+    view_operator: bool = False  # whether `pipelines.dali.view_operator` makes the views
 
 
 def _open_backend(
@@ -134,7 +134,7 @@ def _open_backend(
     threads: int = 3,
     prefetch: int = 2,
     dtype: torch.dtype = torch.float32,
-    color_operator: str = "graph",
+    view_operator: bool | Literal["auto"] = False,
     hw_decoder_share: float = 0.0,
     decoder_buffers: str = "grown",
 ) -> Backend:
@@ -156,15 +156,15 @@ def _open_backend(
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if choose_backend(backend) == "dali":
         from pipelines.dali.engine import DaliDecoder, DaliEngine
-        from pipelines.dali.plugin.use import choose as use_plugin
+        from pipelines.dali.view_operator.use import choose
 
-        plugin = use_plugin(color_operator, device)
+        use_view_operator = choose(view_operator, device)
         decoder = {"hw_decoder_share": hw_decoder_share, "decoder_buffers": decoder_buffers}
-        start = partial(DaliEngine, plugin=plugin, **options, **decoder)
-        return Backend("dali", start, DaliDecoder(device, device_id), threads, plugin)
-    if color_operator == "plugin":
+        start = partial(DaliEngine, view_operator=use_view_operator, **options, **decoder)
+        return Backend("dali", start, DaliDecoder(device, device_id), threads, use_view_operator)
+    if view_operator is True:
         raise DataError(
-            "color_operator: plugin is an operator of DALI's, but torchvision reads the images: set it to auto, or "
+            "view_operator: true asks for an operator of DALI's, but torchvision reads the images: set it to auto, or "
             "backend to dali"
         )
     from pipelines.torchvision_engine import TorchvisionEngine, pil_decode
@@ -181,7 +181,7 @@ class Loader:
 
     def __init__(self, index: ImageIndex, plan: StepPlan, backend: Backend, *, allowed: int):
         self.backend = backend.name
-        self.uses_plugin = backend.plugin
+        self.uses_view_operator = backend.view_operator
         self.bad: dict[str, str] = {}
         self.replaced: dict[int, int] = {}
         self._index, self._plan, self._backend, self._allowed = index, plan, backend, allowed

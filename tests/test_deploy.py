@@ -14,9 +14,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from pipelines.dali.plugin.build import PREBUILT
-from tests.support.plugin import needs_plugin
+from pipelines.dali.view_operator.build import PREBUILT
 from tests.support.scripts import calls, run_script, stand_in
+from tests.support.view_operator import needs_view_operator
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -154,7 +154,7 @@ def test_container_builds_the_view_operator_in_a_stage_of_its_own_and_fails_with
     assert re.search(r"^ARG BASE_IMAGE=\S+\nFROM", DOCKERFILE, re.M)
     runs = {name: [" ".join(w) for w in lines if w[0] == "RUN"] for name, lines in by_name.items()}
     assert [name for name in runs if any("g++" in line for line in runs[name])] == ["operator"]
-    assert runs["operator"][-1] == "RUN python3 -m pipelines.dali.plugin --prebuilt"
+    assert runs["operator"][-1] == "RUN python3 -m pipelines.dali.view_operator --prebuilt"
     assert not re.search(r"\|\| *(true|:)|^\s*set \+e", DOCKERFILE + INSTALL.read_text(), re.M)
     (copied,) = (words for words in by_name[""] if words[0] == "COPY" and words[1].startswith("--from"))
     kept = PREBUILT.relative_to(ROOT)
@@ -215,7 +215,7 @@ def test_training_like_in_a_container_saves_as_process_1_on_sigterm():
         pytest.skip(
             f"no such namespaces, or another user cannot read python or the code: {done.stderr[-200:]}"
         )
-    words = ["train", "digits_demo", "logging.log_every=1", "data.color_operator=graph"]
+    words = ["train", "digits_demo", "logging.log_every=1", "data.view_operator=false"]
     command = [*spaces, sys.executable, "-m", "fastsuncet", *words]
     output = []
     with subprocess.Popen(
@@ -283,7 +283,7 @@ def test_container_pins_everything_and_keeps_an_images_own_torch(image, tmp_path
         assert next(pin for pin in pins if pin.startswith(f"{package}==")) in given
 
 
-@needs_plugin
+@needs_view_operator
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["good", "failed", "for another DALI"])
 def test_container_installs_the_view_operator_of_its_stage_or_fails(build, tmp_path):
@@ -317,7 +317,7 @@ def test_container_installs_the_view_operator_of_its_stage_or_fails(build, tmp_p
     assert (done.returncode == 0) == (build == "good"), done.stderr
     installed = [str(path.relative_to(site)) for path in site.rglob("view-*.so")]
     if build == "good":
-        assert installed == [f"pipelines/dali/plugin/prebuilt/{library.name}"]
+        assert installed == [f"pipelines/dali/view_operator/prebuilt/{library.name}"]
         assert f"was built before: {site / installed[0]}" in done.stdout and "fastsuncet" in done.stdout
 
 

@@ -55,7 +55,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "    if augmentation.negative:\n        image = negative(image, view)\n",
             ),
             (
-                "def by_plugin(",
+                "def by_view_operator(",
                 "def negative(image, view):\n    if view.negative == 1:\n"
                 "        image = fn.cast(255 - image, dtype=types.UINT8)\n    return image\n\n\n",
             ),

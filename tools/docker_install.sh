@@ -58,9 +58,9 @@ project)
     $PIP install --no-deps ${isolation:-} .
     # The view operator of the Dockerfile's stage with a compiler. Not the sources in this folder: the library belongs
     # beside the installed ones. The second line fails unless they accept it.
-    installed=$(cd / && python3 -c 'from pipelines.dali.plugin.build import PREBUILT; print(PREBUILT)')
+    installed=$(cd / && python3 -c 'from pipelines.dali.view_operator.build import PREBUILT; print(PREBUILT)')
     mkdir -p "$installed" && cp prebuilt/*.so "$installed"
-    (cd / && CXX=false python3 -m pipelines.dali.plugin --prebuilt)
+    (cd / && CXX=false python3 -m pipelines.dali.view_operator --prebuilt)
     fastsuncet version
     ;;
 *)

@@ -198,7 +198,7 @@ def view_operator() -> Finding:
 
     if dali_problem() is not None:
         return Finding("absent", "needs DALI")
-    from pipelines.dali.plugin.build import kept
+    from pipelines.dali.view_operator.build import kept
 
     if (path := kept()) is not None:
         return Finding("ok", f"compiled: {path}")

@@ -36,7 +36,7 @@ __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", 
 # Keys that can change when a run is continued, because no weight depends on them: paths (the index checks that the
 # images are the same), how fast pixels are made, what is written and when. Not free, although one might think so:
 # meta.threads and criterion.chunk_size change the order of sums; device, precision, channels_last, compile,
-# data.backend, data.color_operator (on a GPU) and data.hw_decoder_share change the kernels; epochs, steps and warmup
+# data.backend, data.view_operator (on a GPU) and data.hw_decoder_share change the kernels; epochs, steps and warmup
 # change the learning rate of every step.
 FREE_ON_RESUME = (
     "data.root",
@@ -78,6 +78,11 @@ class Config(Sections):
         super().model_post_init(context)
         if problems := broken(flat(self.canonical())):
             raise ConfigErrors(problems)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Config":
+        """Return the config of plain nested values. Raises pydantic's ValidationError."""
+        return super().from_values(present_names(values))
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Config":
@@ -192,13 +197,23 @@ class Config(Sections):
         `other` is the `canonical` of the run, as its checkpoint keeps it. Keys in FREE_ON_RESUME can differ. A key
         that only one has counts as its default in the other.
         """
-        old, new = DEFAULTS | flat(other), DEFAULTS | flat(self.canonical())
+        old, new = DEFAULTS | flat(present_names(other)), DEFAULTS | flat(self.canonical())
         free = tuple(f"{key}." for key in FREE_ON_RESUME)
         return [
             (key, old.get(key), new.get(key))
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and not f"{key}.".startswith(free)
         ]
+
+
+def present_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return values with data.view_operator for its former name, which the runs behind RESULTS.md were written with."""
+    data = values.get("data")
+    if not isinstance(data, dict) or "color_operator" not in data:
+        return values
+    former = data["color_operator"]
+    kept = {key: value for key, value in data.items() if key != "color_operator"}
+    return {**values, "data": {"view_operator": {"graph": False, "plugin": True}.get(former, former), **kept}}
 
 
 def load_config(

@@ -40,7 +40,7 @@ READ_ONLY_WITH = [
     (["data.csv"], "data.kind", ("csv",)),
     (["data.download"], "data.kind", CIFAR),
     (
-        ["data.hw_decoder_share", "data.decoder_buffers", "data.color_operator"],
+        ["data.hw_decoder_share", "data.decoder_buffers", "data.view_operator"],
         "data.backend",
         ("auto", "dali"),
     ),

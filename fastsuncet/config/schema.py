@@ -240,10 +240,10 @@ class DataSection(Section):
     """continue a run although files of its images were written again since its last checkpoint"""
     backend: Literal["auto", "dali", "torchvision"] = "auto"
     """what makes the pixels"""
-    color_operator: Literal["auto", "graph", "plugin"] = "auto"
-    """what DALI makes color, blur and normalization with; on a CPU the values have the same bits. plugin: this
-    project's operator, which the first run builds if there is a C++ compiler; graph: DALI's operators; auto: the
-    plugin where it can be built, on a GPU for training only, and if it passes a trial there
+    view_operator: AutoSwitch = "auto"
+    """make color, blur and normalization in this project's one operator for DALI, which the first run builds if there
+    is a C++ compiler; false: in DALI's operators; on a CPU the values have the same bits. auto: where it can be
+    built, on a GPU for training only, and if it passes a trial there
     """
     decode_threads: Count | None = None
     """of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it

@@ -80,7 +80,7 @@ class PairedStream:
             self.index,
             self.plan(role, self.place.rank),
             bad_images=data.bad_images,
-            color_operator=data.color_operator,
+            view_operator=data.view_operator,
             hw_decoder_share=data.hw_decoder_share,
             decoder_buffers=data.decoder_buffers,
             **options,
@@ -129,9 +129,9 @@ class PairedStream:
         return next(iter(self._loaders.values())).backend
 
     @property
-    def own_operator(self) -> bool:
-        """Whether our own operator for DALI makes the views (data.color_operator)."""
-        return next(iter(self._loaders.values())).uses_plugin
+    def uses_view_operator(self) -> bool:
+        """Whether the view operator makes the views (data.view_operator)."""
+        return next(iter(self._loaders.values())).uses_view_operator
 
     def notes(self) -> list[str]:
         """Return warnings about the labeled images, for the start of a run: small classes, left-out ones."""

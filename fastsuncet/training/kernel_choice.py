@@ -31,7 +31,7 @@ from fastsuncet.optim.lars_apex import APEX
 from fastsuncet.training.determinism import PRECISIONS
 from pipelines.backend import dali_problem
 from pipelines.cuda_compiler import KernelError
-from pipelines.dali.plugin import use as view_operator
+from pipelines.dali.view_operator import use as view_operator
 from pipelines.data_errors import DataError
 
 INT32 = 2**31 - 1
@@ -88,7 +88,7 @@ def trials(config: Config, arithmetic: Arithmetic) -> dict[str, Trial]:
         modes = {"fused": m.fused_batchnorm is not False, "shared": m.sync_batchnorm and a.world_size > 1}
         work = partial(_norm_work, shapes=shapes, dtype=dtype, **modes)
         found["norm.cu"] = Trial([str(dtype), modes, shapes], proof, work)
-    if config.data.color_operator != "graph" and config.data.backend != "torchvision" and not dali_problem():
+    if config.data.view_operator is not False and config.data.backend != "torchvision" and not dali_problem():
         # Two launches in place of more than two hundred: its time is not asked for.
         found[VIEW] = Trial(view_operator.state(), _prove_view, None)
     return found
@@ -153,7 +153,7 @@ def resolved(config: Config, paths: Paths) -> Config:
     if config.meta.cuda_graph == "auto":
         values["meta.cuda_graph"] = used(GRAPH)
     if used(VIEW):
-        values["data.color_operator"] = "plugin"
+        values["data.view_operator"] = True
     return config.with_values(values)
 
 

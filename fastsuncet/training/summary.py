@@ -72,7 +72,7 @@ def summary(
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
-        operator = ", views in one operator" if stream.own_operator else ""
+        operator = ", views in one operator" if stream.uses_view_operator else ""
         lines.append(("pixels", f"{pixel_source(stream, config.data.backend)}{operator}"))
     return [f"{name:<9}{text}" for name, text in lines]
 

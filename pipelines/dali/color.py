@@ -1,6 +1,6 @@
 """torchvision's color jitter in a DALI graph, of DALI's own operators and arithmetic.
 
-`pipelines.dali.plugin` computes it, and all that follows it, in one operator: the same pixels, faster.
+`pipelines.dali.view_operator` computes it, and all that follows it, in one operator: the same pixels, faster.
 
 Every function takes and returns a node of uint8 HWC RGB images and runs on its image's device. Two orders of the four
 factors differ by about 9 gray levels.

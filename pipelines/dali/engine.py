@@ -31,8 +31,8 @@ class DaliEngine:
     """One built pipeline. `run()` gives the views of first_step, first_step + 1, ... until a RuntimeError ends its use.
 
     `draws` maps a step to its BatchDraws and raises StopIteration after the last step. run() calls it in the caller's
-    thread, up to `prefetch` steps ahead. The graph has no other input and no state. `plugin` says whether the plug-in,
-    which `pipelines.dali.plugin.use.choose` has loaded, makes the views.
+    thread, up to `prefetch` steps ahead. The graph has no other input and no state. `view_operator` says whether it,
+    loaded by `view_operator.use.choose`, makes the views.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DaliEngine:
         dtype: torch.dtype,
         hw_decoder_share: float = graphs.HW_DECODER_OFF,
         decoder_buffers: str = "grown",
-        plugin: bool = False,
+        view_operator: bool = False,
     ):
         stream = None
         self._draws, self._step = draws, first_step
@@ -72,14 +72,14 @@ class DaliEngine:
         most = room_for_buffers(device_id, threads) if decoder_buffers == "largest" and device == "gpu" else 0
         self._stream = side_stream(device_id) if device == "gpu" else None
         self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
-        plugin = plugin and graphs.fits_plugin(augmentations)
+        view_operator = view_operator and graphs.fits_view_operator(augmentations)
         self._pipeline = graphs.views(
             source if isinstance(source, PackedImages) else lambda iteration: source(indices(iteration)),
             lambda iteration: graphs.view_arrays(augmentations, draws(first_step + iteration).views),
             augmentations,
             stored=stored,
             upright=index.upright,
-            plugin=plugin,
+            view_operator=view_operator,
             images_stream=stream,
             decoder=decoder_options(index.sizes, device, hw_decoder_share, decoder_buffers, most),
             dtype=str(dtype).removeprefix("torch."),
@@ -87,7 +87,8 @@ class DaliEngine:
             num_threads=threads,
             prefetch_queue_depth=prefetch,
             # Only DALI's operators need conditions. To find them takes half of a small run's start.
-            enable_conditionals=not plugin and any(isinstance(each, Augmentation) for each in augmentations),
+            enable_conditionals=not view_operator
+            and any(isinstance(each, Augmentation) for each in augmentations),
             **placement(device, device_id),
         )
 

@@ -20,7 +20,7 @@ import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 
 from pipelines.dali import color
-from pipelines.dali.plugin.gpu_code import kernels
+from pipelines.dali.view_operator.gpu_code import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
 # The share of a GPU batch that the hardware JPEG decoder takes. With DALI's default, 0.65, two decoders whose pixels
@@ -30,8 +30,8 @@ from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, 
 # depend on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
 HW_DECODER_OFF = 0.0
 
-# The inputs of a view: of its crop, and those of the plug-in.
-OF_CROP, OF_PLUGIN = ("corner", "extent"), (*color.FACTORS, "order", "gray", "sigma", "flip")
+# The inputs of a view: of its crop, and those of the view operator.
+OF_CROP, OF_VIEW_OPERATOR = ("corner", "extent"), (*color.FACTORS, "order", "gray", "sigma", "flip")
 
 DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
 
@@ -46,7 +46,7 @@ def views(
     stored: str,  # "files", "bytes" or "pixels": see `stored_images`
     dtype: str,
     upright: bool = False,  # whether images are turned as their EXIF tag says
-    plugin: bool = False,  # whether the plug-in, which must be loaded, makes all of a view after its resize
+    view_operator: bool = False,  # whether it, loaded, makes all of a view after its resize
     images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
     decoder: Mapping[str, Any] | None = None,  # more options of DALI's image decoder
 ):
@@ -59,7 +59,11 @@ def views(
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     made = tuple(
         one_view(
-            image, augmentation, SimpleNamespace(**{name: next(nodes) for name in of_view}), dtype, plugin
+            image,
+            augmentation,
+            SimpleNamespace(**{name: next(nodes) for name in of_view}),
+            dtype,
+            view_operator,
         )
         for augmentation, of_view in zip(augmentations, names)
     )
@@ -73,7 +77,7 @@ def decoded(images: Callable, *, decode: str, stored: str):
 
 
 def one_view(
-    image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str, plugin: bool = False
+    image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str, view_operator: bool = False
 ):
     """One view of the image. `view` holds the nodes of its numbers by the names of `view_inputs`."""
     square = (augmentation.size, augmentation.size)
@@ -84,7 +88,7 @@ def one_view(
     # 11: the kernel's overhang sees the edge repeated, where torchvision drops it). A region of interest of the resize
     # operator reads beyond the crop and is off by up to 40 there.
     image = resize(fn.slice(image, start=view.corner, shape=view.extent, axes=(0, 1)), square)
-    return (by_plugin if plugin else by_operators)(image, augmentation, view, dtype)
+    return (by_view_operator if view_operator else by_operators)(image, augmentation, view, dtype)
 
 
 def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
@@ -99,8 +103,8 @@ def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype
     return normalize(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
 
 
-def by_plugin(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
-    """The same by the plug-in's one operator. It makes the pixels of DALI's CPU operators, on a GPU too."""
+def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
+    """The same by the view operator's one operator. It makes the pixels of DALI's CPU operators, on a GPU too."""
     given = {name: getattr(view, name) for name in view_inputs(augmentation) if name not in OF_CROP}
     if augmentation.blur:
         given["window"] = 0 if augmentation.blur_window == "auto" else augmentation.blur_window
@@ -177,10 +181,10 @@ def normalization(augmentation: Augmentation | Center, dtype: str) -> dict[str, 
     return {**scaled, "dtype": DTYPES[dtype]}
 
 
-def fits_plugin(augmentations: Sequence[Augmentation | Center]) -> bool:
-    """Return whether the plug-in knows all that the views ask for."""
+def fits_view_operator(augmentations: Sequence[Augmentation | Center]) -> bool:
+    """Return whether the view operator knows all that the views ask for."""
     random = (each for each in augmentations if isinstance(each, Augmentation))
-    return all(view_inputs(each).keys() <= {*OF_CROP, *OF_PLUGIN} for each in random)
+    return all(view_inputs(each).keys() <= {*OF_CROP, *OF_VIEW_OPERATOR} for each in random)
 
 
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:

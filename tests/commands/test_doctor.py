@@ -142,7 +142,7 @@ def test_room_is_a_problem_where_a_run_needs_it(look, size, gpus, wanted, monkey
 
 def test_what_is_missing_comes_with_its_command(monkeypatch):
     from pipelines import backend, cuda_compiler
-    from pipelines.dali.plugin import build
+    from pipelines.dali.view_operator import build
 
     monkeypatch.setattr(page, "installed", {"scikit-learn": "1.9"}.get)
     facts = "matplotlib, tensorboard, wandb, mlflow, nvidia-ml-py (installed: scikit-learn 1.9)"

@@ -165,7 +165,7 @@ def test_trials_and_verdicts_of_apex(apex, monkeypatch):
     config = SimpleNamespace(
         model=None,
         optimization=SimpleNamespace(optimizer="lars"),
-        data=SimpleNamespace(color_operator="graph"),
+        data=SimpleNamespace(view_operator=False),
     )
     arithmetic = SimpleNamespace(views=0, global_unlabeled=0, global_labeled=0, world_size=1)
     monkeypatch.setattr(kernel_choice, "uses_norm_kernels", lambda *_: False)

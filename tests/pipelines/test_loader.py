@@ -60,7 +60,7 @@ def test_loader_makes_as_many_calls_for_many_images_as_for_few(index):
     """Of Python functions in the thread that trains: a count is the same on every machine."""
     calls = []
     for batch in (2, 24):
-        loader, profiler = opened(unlabeled(index, batch), "dali", color_operator="graph"), cProfile.Profile()
+        loader, profiler = opened(unlabeled(index, batch), "dali", view_operator=False), cProfile.Profile()
         loader(0)
         profiler.runcall(loader, 1)
         calls.append(sum(entry.callcount for entry in profiler.getstats()))

@@ -168,7 +168,7 @@ def test_resolved_auto_is_what_the_paths_allow():
     assert fused("meta.channels_last=false") is False and fused("model.name=timm/resnet18") is False
     assert fused("model.fused_batchnorm=true", found={"norm.cu": "slower"}) is True
     config = kernel_choice.resolved(paper(1)[0], paths)
-    assert (config.meta.cuda_graph, config.data.color_operator) == (False, "auto")
+    assert (config.meta.cuda_graph, config.data.view_operator) == (False, "auto")
 
 
 def test_why_not_reports_failed_proofs(monkeypatch):

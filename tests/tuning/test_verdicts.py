@@ -12,12 +12,12 @@ from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import self_test
 from fastsuncet.training.kernel_choice import GRAPH, GRAPH_VIEWS, STAYS_OFF, VIEW, Verdict, describe, resolved
 from fastsuncet.tuning import processes, verdicts
-from pipelines.dali.plugin import use
+from pipelines.dali.view_operator import use
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS
 
 CARD = torch.device("cuda", 0)
-WORDS = ("data.root=none", "meta.precision=bf16", "data.split.file=none", "data.color_operator=graph")
+WORDS = ("data.root=none", "meta.precision=bf16", "data.split.file=none", "data.view_operator=false")
 KERNELS = ["lars.cu", "contrast.cu", "norm.cu"]
 MACHINE = {"card": "a card", "driver": "1", "memory": 1 << 50}
 
@@ -319,10 +319,10 @@ def test_stop_of_one_rank_is_no_failed_graph_on_another(tmp_path):
 def test_view_operator_is_on_if_it_passed(monkeypatch):
     from fastsuncet.training import kernel_choice
 
-    config, _ = paper("data.color_operator=auto")
-    for reason, operator in ((None, "plugin"), ("no C++ compiler", "auto")):
+    config, _ = paper("data.view_operator=auto")
+    for reason, operator in ((None, True), ("no C++ compiler", "auto")):
         paths = kernel_choice.agree(Place(0, 1, 0, CARD), {VIEW: reason})
-        assert resolved(config, paths).data.color_operator == operator
+        assert resolved(config, paths).data.view_operator == operator
         assert (0 in use.proved) == (reason is None)
         use.proved.clear()
 

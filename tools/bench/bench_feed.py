@@ -64,7 +64,7 @@ def views_of_files(folder: str, plain: bool) -> Iterator[Any]:
         seed=0,
         role="bench",
     )
-    loader = open_loader(index, plan, backend="dali", color_operator="graph", threads=THREADS)
+    loader = open_loader(index, plan, backend="dali", view_operator=False, threads=THREADS)
     yield from map(loader, itertools.count())
 
 

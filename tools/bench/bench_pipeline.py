@@ -7,7 +7,7 @@ processes, read the same files, decode each once and return two float32 views of
 in its own process; they take turns, and only the one whose turn it is works. A turn starts with more batches than a
 contender can have prepared before it, which are not counted, and counts twice as many.
 
-"own operator" is `pipelines.dali.plugin`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
+"view operator" is `pipelines.dali.view_operator`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
 sigma needs (2 ceil(3 sigma) + 1); "box" is PIL's approximation, which the authors used. "only" are parts of the work,
 each with the one above it: what the processor's time of an image is spent on.
 """
@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-from pipelines.dali.plugin import use
+from pipelines.dali.view_operator import use
 from pipelines.datasets.folders import image_tree
 from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, blur_windows
@@ -46,8 +46,8 @@ DISCARDED = 2 * WORKERS + 2
 CONTENDERS = {
     "fastsuncet DALI, blur 23": ("dali", "23"),
     "fastsuncet DALI, blur sigma": ("dali", "sigma"),
-    "fastsuncet DALI, own operator, blur 23": ("plugin", "23"),
-    "fastsuncet DALI, own operator, blur sigma": ("plugin", "sigma"),
+    "fastsuncet DALI, view operator, blur 23": ("view_operator", "23"),
+    "fastsuncet DALI, view operator, blur sigma": ("view_operator", "sigma"),
     "DataLoader, v2 on tensors, blur 23": ("tensors", "23"),
     "DataLoader, v2 on tensors, blur sigma": ("tensors", "sigma"),
     "DataLoader, v2 on PIL, blur 23": ("PIL", "23"),
@@ -137,8 +137,7 @@ def batches(engine: str, blur: str, folder: str, batch: int) -> Iterator[Any]:
     if engine == "decode":
         yield from decoded_images(plan)
         return
-    operator = "graph" if engine == "dali" else "plugin"
-    loader = open_loader(index, plan, backend="dali", color_operator=operator, threads=WORKERS)
+    loader = open_loader(index, plan, backend="dali", view_operator=engine != "dali", threads=WORKERS)
     yield from map(loader, itertools.count())
 
 
@@ -207,8 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
         "Files were in the page cache: a cold disk is not measured.",
     ]
     if (reason := use.unavailable()) is not None and use.kept() is None:
-        notes.append(f"left out: our own operator, which cannot be built here: {reason}")
-        engines = [engine for engine in engines if engine not in ("plugin", *LEFT_OUT)]
+        notes.append(f"left out: the view operator, which cannot be built here: {reason}")
+        engines = [engine for engine in engines if engine not in ("view_operator", *LEFT_OUT)]
     else:
         use.built()
     contenders = {
@@ -230,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{p['name']}: images/s over {p['peer']}", p["speed_to_peer"], limits[p["blur"]], at_least=True
         )
         for p in points
-        if p["engine"] == "plugin" and "peer" in p
+        if p["engine"] == "view_operator" and "peer" in p
     ]
     where = f"{len(index)} files, batches of {batch}, {WORKERS} threads or workers each"
     table = harness.table(f"two views of 224 pixels, {where}", points, COLUMNS)

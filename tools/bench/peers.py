@@ -25,7 +25,7 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.models.resnet import build_model
-from pipelines.dali.plugin.build import kept, unavailable
+from pipelines.dali.view_operator.build import kept, unavailable
 from tools.bench import harness
 from tools.bench.bench_pipeline import WORKERS, data_loader
 from tools.bench.bench_step import StepBench
@@ -120,7 +120,9 @@ def main(arguments: list[str] | None = None) -> int:
         target("processor time a view, times lightly's", ours["cpu_ms_to_peer"], 0.65, at_least=False),
         target("views/s, times lightly's", ours["per_second_to_peer"], 1, at_least=True),
     ]
-    notes = ["our views by our own operator" if kept() else f"our views by DALI's operators: {unavailable()}"]
+    notes = [
+        "our views by the view operator" if kept() else f"our views by DALI's operators: {unavailable()}"
+    ]
     return report.finish([harness.table(title, points, columns)], points=points, notes=notes + targets)
 
 

@@ -165,8 +165,8 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
     threads, shares = ((4, 8, 16), (0.0, 0.65, 1.0)) if gpu else ((1, 2), (0.0,))
     points, notes = [], []
     first: dict[float, torch.Tensor] = {}
-    for operator, share, count in product(("plugin", "graph"), shares, threads):
-        settings = {"color_operator": operator, "hw_decoder_share": share, "threads": count}
+    for operator, share, count in product((True, False), shares, threads):
+        settings = {"view_operator": operator, "hw_decoder_share": share, "threads": count}
         try:
             loader = open_feed(folder, device, batch, **settings)
             (view, _), *_ = loader(0), loader(1), loader(2)
@@ -191,7 +191,7 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
             f"the largest difference of a batch's views at share 1.0 from those at 0.0: {apart:.4f} of 1"
         )
     columns = [
-        ("color_operator", "color_operator", str),
+        ("view operator", "view_operator", str),
         ("JPEG engine's share", "hw_decoder_share", str),
         ("threads", "threads", str),
         ("views/s", "views", "{:,.0f}".format),

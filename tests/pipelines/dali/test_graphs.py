@@ -30,8 +30,8 @@ from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
 from pipelines.sampling.step_plan import BatchDraws
 from tests.support.pictures import texture, write_kinds, write_pictures
-from tests.support.plugin import needs_plugin
 from tests.support.streams import evaluation
+from tests.support.view_operator import needs_view_operator
 
 EXACT = Augmentation(size=64, color_order="fixed")
 STILL = replace(EXACT, flip=0, jitter=0, gray=0, blur=0)
@@ -63,9 +63,9 @@ class GivenViews:
 
 
 def levels_of(index, augmentation, views, **options) -> list[torch.Tensor]:
-    """Each view of all images, (N, 3, S, S) in gray levels, by the graph itself and not by the plug-in."""
+    """Each view of all images, (N, 3, S, S) in gray levels, by the graph itself and not by the view operator."""
     plan = GivenViews(index, augmentation, views)
-    options["color_operator"] = "graph"
+    options["view_operator"] = False
     return [255 * view.cpu() for view in open_loader(index, plan, threads=1, prefetch=1, **options)(0)]
 
 
@@ -254,19 +254,19 @@ def test_graph_is_as_close_on_photographs(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", ["files", "pixels"])
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_plugin)])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_view_operator)])
 def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, monkeypatch, stored, fused):
     """DALI itself would say so only where there is a driver.
 
     An operator must exist for its device, its images must be there, and its arguments and predicates on the CPU.
     """
     if fused:
-        request.getfixturevalue("plugin")
+        request.getfixturevalue("view_operator")
         monkeypatch.setattr(graphs, "kernels", lambda *_: b"code")
     pipeline = graphs.views(
         *(lambda _: None,) * 2,
         (EXACT, replace(EXACT, color_order="random"), Center()),
-        **{"decode": "mixed", "stored": stored, "plugin": fused, "dtype": "float16"},
+        **{"decode": "mixed", "stored": stored, "view_operator": fused, "dtype": "float16"},
         **{"batch_size": 2, "num_threads": 1, "device_id": 0},
     )
     pipeline._build_graph()
@@ -287,7 +287,7 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
             )
     lengths = ["cpu"] if stored == "files" else []
     assert [output.device for output in pipeline._graph_outputs] == ["gpu"] * 3 + lengths
-    # Without the plug-in a view is made of many passes over memory.
+    # Without the view operator a view is made of many passes over memory.
     of_files = ("ExternalSource", "io__file__Read", "decoders__Image", "_Shape")
     of_views = [name for name in names if name not in of_files]
     one = ["Slice", "Resize", "fastsuncet__View"] * 2 + ["Resize", "Slice", "CropMirrorNormalize"]

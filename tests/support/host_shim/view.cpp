@@ -1,5 +1,5 @@
-// The CPU loops and the GPU kernels of pipelines/dali/plugin side by side on a CPU.
-// Built by tests/pipelines/dali/plugin/test_view_gpu.py with -include shim.h.
+// The CPU loops and the GPU kernels of pipelines/dali/view_operator side by side on a CPU.
+// Built by tests/pipelines/dali/view_operator/test_view_gpu.py with -include shim.h.
 #include <atomic>
 
 template <class T>

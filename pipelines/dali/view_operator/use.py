@@ -1,38 +1,38 @@
-"""Decide whether a loader uses the plug-in, and load it into DALI."""
+"""Decide whether a loader uses the view operator, and load it into DALI."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from pipelines.backend import require_gpu
-from pipelines.dali.plugin.build import build, kept, library_name, unavailable
-from pipelines.dali.plugin.gpu_code import kernels
+from pipelines.dali.view_operator.build import build, kept, library_name, unavailable
+from pipelines.dali.view_operator.gpu_code import kernels
 from pipelines.data_errors import DataError
 from pipelines.output import say_line, say_once
 
-CHOICES = ("auto", "graph", "plugin")
-COMMAND = "python -m pipelines.dali.plugin"
+COMMAND = "python -m pipelines.dali.view_operator"
 
 
-def choose(color_operator: str, device: str) -> bool:
-    """Return whether the plug-in makes views on `device`, "cpu" or "gpu", and load it if so.
+def choose(view_operator: bool | Literal["auto"], device: str) -> bool:
+    """Return whether the view operator makes views on `device`, "cpu" or "gpu", and load it if so.
 
-    "graph" never uses it. "auto" uses it on a CPU, where it is built at its first use if there is a compiler, and not
-    on a GPU: a caller that has tried it there asks for "plugin". Raises DataError for "plugin" where it cannot be
-    built, loaded, or proved on the GPU, ValueError for another word.
+    "auto" uses it on a CPU, where it is built at its first use if there is a compiler, and not on a GPU: a caller that
+    has tried it there asks for True. Raises DataError for True where it cannot be built, loaded, or proved on the GPU,
+    ValueError for another word.
     """
-    if color_operator not in CHOICES:
-        raise ValueError(f"color_operator must be one of {', '.join(CHOICES)}, not {color_operator!r}")
-    if color_operator == "graph" or (color_operator == "auto" and device == "gpu"):
+    if view_operator not in ("auto", True, False):
+        raise ValueError(f'view_operator must be "auto", True or False, not {view_operator!r}')
+    if not view_operator or (view_operator == "auto" and device == "gpu"):
         return False
     try:
         load(built())
         if device == "gpu":
             prove_on_gpu()
     except (DataError, RuntimeError) as error:
-        if color_operator == "plugin":
+        if view_operator is True:
             raise DataError(
-                f"color_operator: plugin: {error}. Set auto or graph to use DALI's own operators."
+                f"view_operator: true: {error}. Set auto or false to use DALI's own operators."
             ) from error
         say_once(f"Falling back to DALI's own operators (same pixels, slower): {error}.")
         return False
@@ -40,14 +40,16 @@ def choose(color_operator: str, device: str) -> bool:
 
 
 def built(*, prebuilt: bool = False) -> Path:
-    """Return the plug-in, built and compared with DALI's operators if it was not before. Raises DataError."""
+    """Return the view operator, built and compared with DALI's operators if it was not before. Raises DataError."""
     if (path := kept()) is not None:
         return path
     if unavailable() is None:
         say_line(f"Building the view operator, once for this machine and user ({COMMAND}) ...")
 
     def prove(library: Path) -> None:
-        from pipelines.dali.plugin.check_equal import require_equal  # imports DALI, which can be absent
+        from pipelines.dali.view_operator.check_equal import (
+            require_equal,
+        )  # imports DALI, which can be absent
 
         load(library)
         require_equal()
@@ -59,8 +61,8 @@ proved: set[int] = set()  # the GPUs on which it was compared, by this process o
 
 
 def prove_on_gpu() -> None:
-    """Compare the plug-in on this GPU with itself on the CPU, unless that was done. Raises DataError."""
-    from pipelines.dali.plugin.check_equal import require_equal
+    """Compare the view operator on this GPU with itself on the CPU, unless that was done. Raises DataError."""
+    from pipelines.dali.view_operator.check_equal import require_equal
 
     require_gpu()
     device = torch.cuda.current_device()

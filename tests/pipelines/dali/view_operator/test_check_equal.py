@@ -13,13 +13,13 @@ import torch
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 
 from pipelines.dali import graphs
-from pipelines.dali.plugin import check_equal
+from pipelines.dali.view_operator import check_equal
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
-from tests.support.plugin import needs_plugin
 from tests.support.streams import opened, unlabeled
+from tests.support.view_operator import needs_view_operator
 
-pytestmark = [needs_plugin, pytest.mark.usefixtures("plugin")]
+pytestmark = [needs_view_operator, pytest.mark.usefixtures("view_operator")]
 
 # Times 1 and plus a half it makes 1, but it must be rounded to 0.
 BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
@@ -35,11 +35,11 @@ def inputs(count: int, **factors) -> dict[str, np.ndarray]:
 
 
 def require_same_bits(images, given, augmentation=check_equal.EXACT, dtype="float32") -> list[np.ndarray]:
-    graph, plugin = check_equal.both(images, given, augmentation, dtype)
-    for ours, theirs in zip(plugin, graph, strict=True):
+    expected, made = check_equal.both(images, given, augmentation, dtype)
+    for ours, theirs in zip(made, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == dtype
         np.testing.assert_array_equal(ours, theirs)
-    return plugin
+    return made
 
 
 def cube(step: int, first: int) -> np.ndarray:
@@ -50,13 +50,13 @@ def cube(step: int, first: int) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "dtype"), [(1, "float32"), (2, "float16")])
-def test_plugin_any_image_with_any_numbers_has_dalis_bits(seed, dtype):
+def test_view_operator_any_image_with_any_numbers_has_dalis_bits(seed, dtype):
     require_same_bits(*check_equal.random_batch(seed), dtype=dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", ["auto", 1, 3, 23])
-def test_plugin_blur_of_any_sigma_and_window_has_dalis_bits(window):
+def test_view_operator_blur_of_any_sigma_and_window_has_dalis_bits(window):
     """Images around multiples of the 64 floats that are summed at once, and just wide enough for the window."""
     rng = np.random.default_rng(0)
     sigmas = [*np.geomspace(0.01, 2, 40), 1 / 3, 2 / 3, 1, 4 / 3]
@@ -73,7 +73,7 @@ def test_plugin_blur_of_any_sigma_and_window_has_dalis_bits(window):
     assert all(same) if window == 1 else not any(same[-5:])
 
 
-def test_plugin_every_seventh_level_has_dalis_bits_in_each_factor():
+def test_view_operator_every_seventh_level_has_dalis_bits_in_each_factor():
     values = {
         "brightness": (0, BELOW_HALF, 0.2, 1.001, 1.8, 1e6),
         "contrast": (0, 0.2, 0.999, 1.001, 1.8, 1e6),
@@ -88,8 +88,8 @@ def test_plugin_every_seventh_level_has_dalis_bits_in_each_factor():
     require_same_bits([cube(7, row % 7) for row in range(len(cases))], given)
 
 
-def test_plugin_every_size_of_image_has_dalis_bits():
-    """The plug-in works in pieces of 256 pixels and vectors of 4 or 8: sizes around their multiples, in one batch."""
+def test_view_operator_every_size_of_image_has_dalis_bits():
+    """It works in pieces of 256 pixels and vectors of 4 or 8: sizes around their multiples, in one batch."""
     shapes = [(1, 1), (1, 2), (255, 1), (1, 256), (1, 257), (16, 16), (13, 79), (511, 3), (224, 224)]
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (*shape, 3), np.uint8) for shape in shapes * 2]
@@ -99,14 +99,14 @@ def test_plugin_every_size_of_image_has_dalis_bits():
     )
 
 
-def test_plugin_neutral_factors_change_no_pixel():
+def test_view_operator_neutral_factors_change_no_pixel():
     images = [cube(15, 0), cube(17, 3)]
     for ours, image in zip(require_same_bits(images, inputs(2), PLAIN), images):
         np.testing.assert_array_equal(ours, image)
 
 
 @pytest.mark.slow
-def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
+def test_view_operator_leaves_out_a_factor_that_the_augmentation_never_draws():
     images, given = check_equal.random_batch(7, count=6)
     for name in (*check_equal.FACTORS, "gray", "blur", "flip", "jitter"):
         require_same_bits(images, given, replace(Augmentation(), **{name: 0}))
@@ -116,7 +116,7 @@ def test_plugin_leaves_out_a_factor_that_the_augmentation_never_draws():
 
 
 @pytest.mark.slow
-def test_require_equal_sees_one_wrong_bit(plugin, monkeypatch):
+def test_require_equal_sees_one_wrong_bit(view_operator, monkeypatch):
     def off_by_one(images, given, **options):  # in each of two batches of two types
         graph, ours = real(images, given, **options)
         ours[3] = ours[3].copy()
@@ -161,14 +161,14 @@ def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
         ({"jitter": 0}, torch.float32),
     ],
 )
-def test_loader_gives_the_same_bits_with_and_without_the_plugin(index, monkeypatch, extra, dtype):
+def test_loader_gives_the_same_bits_with_and_without_view_operator(index, monkeypatch, extra, dtype):
     plan = unlabeled(index, augmentations=(replace(Augmentation(size=48), **extra),))
-    real, calls, views = graphs.by_plugin, [], {}
-    monkeypatch.setattr(graphs, "by_plugin", lambda *a: calls.append(a) or real(*a))
-    for operator in ("graph", "plugin", "auto"):
-        loader = opened(plan, "dali", color_operator=operator, dtype=dtype)
+    real, calls, views = graphs.by_view_operator, [], {}
+    monkeypatch.setattr(graphs, "by_view_operator", lambda *a: calls.append(a) or real(*a))
+    for operator in (False, True, "auto"):
+        loader = opened(plan, "dali", view_operator=operator, dtype=dtype)
         (views[operator],) = loader(0)
-        assert loader.uses_plugin == (operator != "graph") and views[operator].dtype == dtype
+        assert loader.uses_view_operator == (operator is not False) and views[operator].dtype == dtype
         assert views[operator].is_contiguous(memory_format=torch.channels_last)
     assert len(calls) == 2
-    assert torch.equal(views["graph"], views["plugin"]) and torch.equal(views["graph"], views["auto"])
+    assert torch.equal(views[False], views[True]) and torch.equal(views[False], views["auto"])

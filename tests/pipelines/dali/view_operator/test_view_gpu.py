@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pipelines import cuda_compiler
-from pipelines.dali.plugin import build, gpu_code, use
+from pipelines.dali.view_operator import build, gpu_code, use
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 from tests.support import host_kernels
-from tests.support.plugin import needs_plugin
+from tests.support.view_operator import needs_view_operator
 
 NO_NVRTC = cuda_compiler.unavailable()
 needs_nvrtc = pytest.mark.skipif(NO_NVRTC is not None, reason=f"no NVRTC: {NO_NVRTC}")
@@ -25,7 +25,7 @@ ORDERS = (0xE4, 0x1B, 0x2D, 0x93)  # the fixed order, its reverse, and two more
 
 
 class View(ctypes.Structure):
-    """view::View, from pipelines/dali/plugin/pixel.h."""
+    """view::View, from pipelines/dali/view_operator/pixel.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("read", "written", "weights")],
@@ -124,14 +124,14 @@ def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatc
 
 def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
     with pytest.raises(
-        DataError, match=r"up to 65 pixels wide.*asks for 67: set data.color_operator to graph"
+        DataError, match=r"up to 65 pixels wide.*asks for 67: set data.view_operator to false"
     ):
         gpu_code.kernels(67, 0)
 
 
-@needs_plugin
+@needs_view_operator
 @no_gpu
-def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(plugin, monkeypatch):
+def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(view_operator, monkeypatch):
     from pipelines.dali import graphs
 
     calls = []
@@ -140,7 +140,7 @@ def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(plugin, monkeypatch
     monkeypatch.setattr(
         graphs.fn.fastsuncet, "view", lambda image, **k: calls.append((image.device, k)) or real(image, **k)
     )
-    options = {"decode": "mixed", "stored": "files", "plugin": True, "dtype": "float16"}
+    options = {"decode": "mixed", "stored": "files", "view_operator": True, "dtype": "float16"}
     build_options = {"batch_size": 2, "num_threads": 1, "device_id": None}
     pipeline = graphs.views(lambda _: None, lambda _: None, (Augmentation(),), **options, **build_options)
     with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
@@ -149,20 +149,18 @@ def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(plugin, monkeypatch
     assert image == "gpu" and given["kernels"] == b"kernels".hex()
 
 
-@needs_plugin
+@needs_view_operator
 @no_gpu
-def test_choose_plugin_on_a_gpu_that_is_absent_says_so(plugin):
-    with pytest.raises(
-        DataError, match="color_operator: plugin: device gpu was asked for, but no NVIDIA GPU"
-    ):
-        use.choose("plugin", "gpu")
+def test_choose_view_operator_on_a_gpu_that_is_absent_says_so(view_operator):
+    with pytest.raises(DataError, match="view_operator: true: device gpu was asked for, but no NVIDIA GPU"):
+        use.choose(True, "gpu")
 
 
 @pytest.mark.gpu
 @gpu
-@needs_plugin
-def test_plugin_on_a_gpu_makes_dalis_cpu_values_to_the_bit(plugin):
-    from pipelines.dali.plugin.check_equal import both, random_batch, require_equal
+@needs_view_operator
+def test_view_operator_on_a_gpu_makes_dalis_cpu_values_to_the_bit(view_operator):
+    from pipelines.dali.view_operator.check_equal import both, random_batch, require_equal
 
     require_equal("gpu")
     for seed in range(1, 4):
@@ -172,10 +170,10 @@ def test_plugin_on_a_gpu_makes_dalis_cpu_values_to_the_bit(plugin):
 
 @pytest.mark.gpu
 @gpu
-@needs_plugin
-def test_plugin_on_a_gpu_sums_more_pixels_than_a_float_counts(plugin):
+@needs_view_operator
+def test_view_operator_on_a_gpu_sums_more_pixels_than_a_float_counts(view_operator):
     """Above 65,536 pixels the CPU's sum of the gray levels is rounded on the way: one level, where a mean is close."""
-    from pipelines.dali.plugin.check_equal import both, random_batch
+    from pipelines.dali.view_operator.check_equal import both, random_batch
 
     rng = np.random.default_rng(0)
     _, inputs = random_batch(0, count=4)

@@ -1,4 +1,4 @@
-"""Compare the plug-in with DALI's own operators: every value of the same images and numbers, to the bit."""
+"""Compare the view operator with DALI's own operators: every value of the same images and numbers, to the bit."""
 
 # DALI's stubs lack operators, constants and the arguments of its decorator.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportPrivateImportUsage=false
@@ -20,22 +20,22 @@ from pipelines.sampling.augmentation import ORDERS, Augmentation
 Images = list[np.ndarray]  # each uint8 (H, W, 3)
 # One number for each image, by the names of `pipelines.dali.graphs.view_inputs`.
 Inputs = dict[str, np.ndarray]
-INPUTS = graphs.OF_PLUGIN
+INPUTS = graphs.OF_VIEW_OPERATOR
 # Normalized, because a wrong order of the channels would not show otherwise.
 EXACT = Augmentation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), color_order="random")
 
 
 def require_equal(device: str = "cpu") -> None:
-    """Compare the loaded plug-in with DALI's CPU operators; on a GPU with itself on the CPU, which was compared so.
+    """Compare the view operator with DALI's CPU operators; on a GPU with itself on the CPU, which was compared so.
 
-    DALI's own operators round differently on a GPU, and on the CPU they are much slower than the plug-in. Raises
+    DALI's own operators round differently on a GPU, and on the CPU they are much slower than the view operator. Raises
     DataError where one value differs.
     """
     different = total = 0
     for images, inputs in (random_batch(seed=0), full_batch() if device == "gpu" else rounding_batch()):
         for dtype in ("float32", "float16"):
-            graph, plugin = both(images, inputs, dtype=dtype, device=device)
-            different += sum(int((one != other).sum()) for one, other in zip(graph, plugin))
+            expected, made = both(images, inputs, dtype=dtype, device=device)
+            different += sum(int((one != other).sum()) for one, other in zip(expected, made))
             total += sum(image.size for image in images)
     if different:
         raise DataError(
@@ -51,7 +51,7 @@ def both(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> tuple[Images, Images]:
-    """Return the views of `images`: those to compare with, made on the CPU, and those of the plug-in on `device`."""
+    """Return the views of `images`: those to compare with, made on the CPU, and the view operator's on `device`."""
     arrays = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]]
 
     @pipeline_def(
@@ -66,17 +66,19 @@ def both(
         layouts = ["HWC"] + [""] * len(INPUTS)
         image, *nodes = fn.external_source(lambda: arrays, num_outputs=len(arrays), layout=layouts)
         view = SimpleNamespace(**dict(zip(INPUTS, nodes)))
-        expected = graphs.by_plugin if device == "gpu" else graphs.by_operators
-        graph = expected(image, augmentation, view, dtype)
-        return graph, graphs.by_plugin(image.gpu() if device == "gpu" else image, augmentation, view, dtype)
+        twin = graphs.by_view_operator if device == "gpu" else graphs.by_operators
+        expected = twin(image, augmentation, view, dtype)
+        return expected, graphs.by_view_operator(
+            image.gpu() if device == "gpu" else image, augmentation, view, dtype
+        )
 
     with warnings.catch_warnings():
         # DALI warns about the inputs that `augmentation` leaves out.
         warnings.filterwarnings("ignore", message="The external source node")
-        graph, plugin = side_by_side().run()
-    plugin = plugin.as_cpu()
+        expected, made = side_by_side().run()
+    made = made.as_cpu()
     count = range(len(images))
-    return [np.asarray(graph[i]) for i in count], [np.asarray(plugin[i]) for i in count]
+    return [np.asarray(expected[i]) for i in count], [np.asarray(made[i]) for i in count]
 
 
 def random_batch(seed: int, count: int = 24) -> tuple[Images, Inputs]:

@@ -1,4 +1,4 @@
-"""Compile the plug-in into a library that DALI loads, and keep it in the cache folder or in this package.
+"""Compile the view operator into a library that DALI loads, and keep it in the cache folder or in this package.
 
 A library's name holds a hash of what decides its code: sources, flags (those in $CXX and DALI's too), the versions of
 DALI and its CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
@@ -38,7 +38,7 @@ DALI_HEADER = "dali/core/geom/mat.h"
 
 
 def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
-    """Return the plug-in, compiled unless it is kept already. `prove(path)` raises if it must not be kept.
+    """Return the view operator, compiled unless it is kept already. `prove(path)` raises if it must not be kept.
 
     It is kept in this package if `prebuilt`, else in the cache folder. Raises DataError where it cannot be compiled
     (the text says what is missing, or what the compiler said), kept, or loaded by DALI.
@@ -47,7 +47,7 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
         raise DataError(f"the view operator cannot be built here: {reason}")
     if (path := kept()) is not None:
         return path
-    folder = PREBUILT if prebuilt else code_cache.cache_folder("plugin")
+    folder = PREBUILT if prebuilt else code_cache.cache_folder("view_operator")
     try:
         code_cache.make_folder(folder)
         with locked(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work:
@@ -83,16 +83,16 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def kept() -> Path | None:
-    """Return the plug-in built for this DALI and this kind of processor, or None. It is whole, and no other user's."""
+    """Return what was built for this DALI and this kind of processor, or None. It is whole, and no other user's."""
     if dali_problem() is not None or folder_problem() is not None:
         return None
     name = library_name()
-    paths = (PREBUILT / name, code_cache.cache_folder("plugin") / name)
+    paths = (PREBUILT / name, code_cache.cache_folder("view_operator") / name)
     return next((path for path in paths if code_cache.read(path) is not None), None)
 
 
 def unavailable() -> str | None:
-    """Return why the plug-in cannot be built here, or None."""
+    """Return why the view operator cannot be built here, or None."""
     if (problem := dali_problem()) is not None:
         return f"DALI cannot be used ({problem})"
     if not compiler():
@@ -111,14 +111,14 @@ def unavailable() -> str | None:
 def folder_problem() -> str | None:
     """Return why nothing can be kept in, or executed from, the cache folder; None if it is safe or does not exist."""
     try:
-        folder = code_cache.cache_folder("plugin")
+        folder = code_cache.cache_folder("view_operator")
     except RuntimeError as error:  # a user without a home directory
         return f"there is no cache folder ({error}); set FASTSUNCET_CACHE to a folder"
     return code_cache.problem(folder / library_name())
 
 
 def library_name() -> str:
-    """Return the name of the plug-in's file for this machine."""
+    """Return the name of the view operator's file for this machine."""
     import nvidia.dali
     from nvidia.dali import sysconfig
 

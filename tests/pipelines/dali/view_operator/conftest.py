@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.plugin import MISSING, tiny_compiler
+from tests.support.view_operator import MISSING, tiny_compiler
 
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path) -> Path:
     """The folder of an own cache, for libraries that a tiny compiler writes."""
     if MISSING is not None and "compiler" not in MISSING:
-        pytest.skip(f"the plug-in cannot be built: {MISSING}")
+        pytest.skip(f"the view operator cannot be built: {MISSING}")
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path)))
-    return tmp_path / "cache" / "plugin"
+    return tmp_path / "cache" / "view_operator"

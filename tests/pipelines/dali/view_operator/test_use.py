@@ -3,19 +3,19 @@
 import pytest
 
 from pipelines import backend
-from pipelines.dali.plugin import use
+from pipelines.dali.view_operator import use
 from pipelines.data_errors import DataError
 from tests.support.streams import needs_dali, opened, unlabeled
 
 
 def test_choose_auto_on_a_gpu_is_dali_and_refuses_another_word():
-    assert not use.choose("auto", "gpu") and not use.choose("graph", "gpu")
-    with pytest.raises(ValueError, match="one of auto, graph, plugin, not 'fused'"):
+    assert not use.choose("auto", "gpu") and not use.choose(False, "gpu")
+    with pytest.raises(ValueError, match="True or False, not 'fused'"):
         use.choose("fused", "cpu")
 
 
 @needs_dali
-@pytest.mark.parametrize("operator", ["auto", "plugin"])
+@pytest.mark.parametrize("operator", ["auto", True])
 def test_choose_builds_what_is_not_built(monkeypatch, tmp_path, capsys, operator):
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
     monkeypatch.setattr(use, "unavailable", lambda: None)
@@ -36,11 +36,11 @@ def test_choose_without_a_compiler_is_dali_or_an_error_and_says_why(monkeypatch,
     assert line.startswith("Falling back to DALI's own operators (same pixels, slower): ")
     assert "no C++ compiler: $CXX (no-such-compiler)" in line and list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match=r"cannot be built here: no C\+\+ compiler"):
-        use.choose("plugin", "cpu")
+        use.choose(True, "cpu")
 
 
 @needs_dali
-def test_choose_auto_falls_back_where_the_plugin_cannot_be_loaded(monkeypatch, tmp_path, capsys):
+def test_choose_auto_falls_back_where_the_view_operator_cannot_be_loaded(monkeypatch, tmp_path, capsys):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(use, "kept", lambda: broken)
@@ -49,8 +49,8 @@ def test_choose_auto_falls_back_where_the_plugin_cannot_be_loaded(monkeypatch, t
     assert not use.choose("auto", "cpu")
     output = capsys.readouterr().out
     assert "Falling back to DALI's own operators (same pixels, slower): Failed to load" in output
-    with pytest.raises(DataError, match=r"color_operator: plugin: (.|\n)*broken\.so"):
-        use.choose("plugin", "cpu")
+    with pytest.raises(DataError, match=r"view_operator: true: (.|\n)*broken\.so"):
+        use.choose(True, "cpu")
 
 
 @needs_dali
@@ -61,8 +61,10 @@ def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_pat
         use.load(tmp_path / "second.so")
 
 
-def test_loader_refuses_the_plugin_where_torchvision_reads(index, monkeypatch):
+def test_loader_refuses_the_view_operator_where_torchvision_reads(index, monkeypatch):
     monkeypatch.setattr(backend, "dali_problem", lambda: "it is absent")
-    with pytest.raises(DataError, match="plugin is an operator of DALI's, but torchvision reads the images"):
-        opened(unlabeled(index), color_operator="plugin")
+    with pytest.raises(
+        DataError, match="true asks for an operator of DALI's, but torchvision reads the images"
+    ):
+        opened(unlabeled(index), view_operator=True)
     opened(unlabeled(index))

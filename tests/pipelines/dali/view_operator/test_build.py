@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 
-from pipelines.dali.plugin import build, use
-from pipelines.dali.plugin.__main__ import main
+from pipelines.dali.view_operator import build, use
+from pipelines.dali.view_operator.__main__ import main
 from pipelines.data_errors import DataError
-from tests.support.plugin import MISSING, needs_plugin, tiny_compiler
 from tests.support.ranks import run_ranks
+from tests.support.view_operator import MISSING, needs_view_operator, tiny_compiler
 
 
 def kept_by_default(**options) -> Path:
@@ -99,7 +99,7 @@ def test_build_uses_no_library_that_others_can_write_to(tiny, mode, name):
     unsafe.chmod(mode)
     assert build.kept() is None
     with pytest.raises(DataError, match=f"other users can write to {unsafe}, and compiled code is executed"):
-        use.choose("plugin", "cpu")
+        use.choose(True, "cpu")
     unsafe.chmod(0o755)  # readable by all is no danger
     assert build.kept() == path
 
@@ -107,7 +107,7 @@ def test_build_uses_no_library_that_others_can_write_to(tiny, mode, name):
 @pytest.mark.parametrize(
     ("what", "value"),
     [
-        ("pipelines.dali.plugin.build.FLAGS", (*build.FLAGS, "-g")),
+        ("pipelines.dali.view_operator.build.FLAGS", (*build.FLAGS, "-g")),
         ("nvidia.dali.__version__", "2.99.0"),
         ("nvidia.dali.__cuda_version__", "11080"),
         ("nvidia.dali.sysconfig.get_compile_flags", lambda: ["-I/elsewhere", "-DANOTHER"]),
@@ -138,7 +138,7 @@ def test_unavailable_names_a_compiler_that_is_missing(monkeypatch, cxx):
 def test_unavailable_names_headers_that_are_missing(monkeypatch):
     real = build.header_folder
     if MISSING is not None:
-        pytest.skip(f"the plug-in cannot be built: {MISSING}")
+        pytest.skip(f"the view operator cannot be built: {MISSING}")
     monkeypatch.setattr(build, "header_folder", lambda name: None if name.startswith("dali") else real(name))
     assert build.unavailable().startswith("DALI's header dali/core/geom/mat.h was not found")
     monkeypatch.setattr(build, "header_folder", lambda name: None)
@@ -151,16 +151,16 @@ def test_unavailable_names_a_user_without_a_home(tiny, monkeypatch):
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine it.")))
     assert not use.choose("auto", "cpu")
     with pytest.raises(DataError, match=r"no cache folder \(Could not .*set FASTSUNCET_CACHE"):
-        use.choose("plugin", "cpu")
+        use.choose(True, "cpu")
 
 
 # -- the command
 
 
-@needs_plugin
-def test_command_builds_once(plugin, capsys):
+@needs_view_operator
+def test_command_builds_once(view_operator, capsys):
     assert main([]) == 0
-    assert capsys.readouterr().out == f"The view operator was built before: {plugin}\n"
+    assert capsys.readouterr().out == f"The view operator was built before: {view_operator}\n"
 
 
 @pytest.mark.parametrize("place", ["file/cache", "/proc/nowhere"])

@@ -1,14 +1,14 @@
-"""Conditions for tests of the view operator (`pipelines.dali.plugin`)."""
+"""Conditions for tests of the view operator (`pipelines.dali.view_operator`)."""
 
 from pathlib import Path
 
 import pytest
 
-from pipelines.dali.plugin import build
+from pipelines.dali.view_operator import build
 
 MISSING = build.unavailable()
-needs_plugin = pytest.mark.skipif(
-    build.kept() is None and MISSING is not None, reason=f"the plug-in cannot be built: {MISSING}"
+needs_view_operator = pytest.mark.skipif(
+    build.kept() is None and MISSING is not None, reason=f"the view operator cannot be built: {MISSING}"
 )
 
 

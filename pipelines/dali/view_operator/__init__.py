@@ -1,7 +1,7 @@
 """A view from its resized image on as one DALI operator: the values of `pipelines.dali.graphs` to the bit, faster.
 
-    python -m pipelines.dali.plugin              # compile it, compare it with DALI's operators, keep it for this user
-    python -m pipelines.dali.plugin --prebuilt   # the same for all users of this installation: for a container's image
+    python -m pipelines.dali.view_operator              # compile it, compare it with DALI's, keep it for this user
+    python -m pipelines.dali.view_operator --prebuilt   # the same for all users of this installation, as in an image
 
 It computes color, gray, blur, flip and normalization. DALI has no operator for contrast about an image's own mean nor
 for hue in HSV, its arithmetic makes one pass over memory for each operation, and its blur is not vectorized. This
@@ -13,7 +13,7 @@ compiler, and fails with it. A build that does not agree with DALI's CPU operato
 changes no value on a CPU.
 
 On a GPU it makes two launches a batch, of kernels that NVRTC compiles to the code of that card. It has not run on a
-GPU yet: with `data.color_operator: auto` a run uses it there only after a trial on that card, for training. Before its
+GPU yet: with `data.view_operator: auto` a run uses it there only after a trial on that card, for training. Before its
 first batch its values are compared with those of DALI's CPU operators. They differ at most by one level, in images of
 more than 65,536 pixels.
 """

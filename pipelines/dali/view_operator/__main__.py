@@ -1,17 +1,17 @@
-"""Build the view operator for this machine: `python -m pipelines.dali.plugin [--prebuilt]`."""
+"""Build the view operator for this machine: `python -m pipelines.dali.view_operator [--prebuilt]`."""
 
 import argparse
 import sys
 import time
 
-from pipelines.dali.plugin.build import PREBUILT, kept
-from pipelines.dali.plugin.use import built
+from pipelines.dali.view_operator.build import PREBUILT, kept
+from pipelines.dali.view_operator.use import built
 from pipelines.data_errors import DataError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 when the operator is built and agrees with DALI, and 1, with the reason on stderr, otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m pipelines.dali.plugin", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipelines.dali.view_operator", description=__doc__)
     parser.add_argument("--prebuilt", action="store_true", help=f"keep it for all users, in {PREBUILT}")
     prebuilt = parser.parse_args(arguments).prebuilt
     try:

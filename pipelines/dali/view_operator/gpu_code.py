@@ -1,9 +1,9 @@
-"""Compile the plug-in's kernels for a GPU."""
+"""Compile the view operator's kernels for a GPU."""
 
 import torch
 
 from pipelines import cuda_compiler
-from pipelines.dali.plugin.build import SOURCES
+from pipelines.dali.view_operator.build import SOURCES
 from pipelines.data_errors import DataError
 
 # Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
@@ -15,8 +15,8 @@ def kernels(widest_blur: int, device_id: int) -> bytes:
     """Return view.cu as compiled for a GPU. Raises DataError, also for a blur that is too wide for it."""
     if widest_blur > WIDEST_BLUR:
         raise DataError(
-            f"color_operator: plugin blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
-            f"{widest_blur}: set data.color_operator to graph"
+            f"view_operator: true blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
+            f"{widest_blur}: set data.view_operator to false"
         )
     try:
         arch = cuda_compiler.architecture(*torch.cuda.get_device_capability(device_id))
