@@ -224,7 +224,7 @@ def _init(parser: Parser, options: argparse.Namespace) -> None:
     dest="dry_run",
     action="store_const",
     const="step",
-    help="the same, then make one real step; print its time and memory, keep nothing",
+    help="the same, then make a few real steps; print their time and memory, keep nothing",
 )
 @flag("--show-config", help="print all keys behind the plan of a dry run, with their values in this run")
 def _train(parser: Parser, options: argparse.Namespace) -> int:

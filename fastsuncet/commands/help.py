@@ -93,7 +93,7 @@ experiment on any number of GPUs.
 examples:
   fastsuncet train digits_demo                   small real images: no download, no GPU
   fastsuncet train cifar10_suncet --dry-run      check and print the plan only
-  fastsuncet train in1k_10pct --dry-run=step     also make one step: its time and memory
+  fastsuncet train in1k_10pct --dry-run=step     also make steps: memory, and hours of the run
   fastsuncet train in1k_10pct data.root=/data/imagenet optimization.epochs=100
   fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
   torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct

@@ -11,7 +11,6 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -29,13 +28,15 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.metrics.cost import open_energy_meter
+from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import initial_weights, kernel_choice
 from fastsuncet.training.determinism import resolve_precision, set_determinism
+from fastsuncet.training.first_steps import first_steps
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
-from fastsuncet.training.trainer import Trainer, require_finite_weights
+from fastsuncet.training.trainer import Trainer
 from fastsuncet.tuning import verdicts
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
@@ -51,7 +52,7 @@ def run(
     """Train as `config` says and return the exit code; `arguments` start the same command on further ranks.
 
     `dry_run` finds and checks everything a run needs, prints the plan, with `show_config` the resolved config behind
-    it, and trains nothing. If it is "step", one update is made and thrown away.
+    it, and trains nothing. If it is "step", a few updates are made and thrown away.
     """
     if dry_run is not True and launch.should_start_ranks(config.meta.device):
         return launch.start_ranks(arguments, config.run_folder / "status.json")
@@ -141,7 +142,7 @@ def plan(config: Config) -> tuple[list[str], Config, DataError | None]:
 
 
 def one_step(config: Config) -> str:
-    """Make the first update of the run of `config` with its own images and ranks; return what it took. Collective.
+    """Make the first updates of the run of `config` with its own images and ranks; return what they took. Collective.
 
     It keeps nothing on the disk but the index of the images, as `plan` does, and verdicts on fast paths. Raises
     ConfigError for a GPU without enough memory, and otherwise as `train`.
@@ -164,34 +165,17 @@ def one_step(config: Config) -> str:
         task = Pretraining(config, place, arithmetic, stream, images, online_knn, paths=paths)
         with closing(stream), closing(task):
             trainer = Trainer(task, place, Path(empty))
-            interval, began = trainer.interval, time.perf_counter()
-            try:
-                batch = task.batch(0, interval.data_timer)
-                interval.add(task.train_step(batch, task.lr(0)), 0, arithmetic.samples(0))
-                sums, first_bad, wait, memory = interval.read()
-            except torch.OutOfMemoryError as error:
-                key = "supervised_imgs_per_class" if not task.stream.views else "unsupervised_batch_size"
-                reason = ". ".join(str(error).split(". ")[:2])
-                fix = "Lower it, or set criterion.micro_batch to pass the batch in pieces"
-                text = f"does not fit the GPU's memory: {reason}. {fix}"
-                raise config.error(f"criterion.{key}", text) from None
-            seconds = time.perf_counter() - began
-            trainer.require_finite(first_bad)
-            require_finite_weights(task.model, 1)
-    losses = (f"{name} {loss:.4f}" for name, loss in zip(task.terms, sums.mean(0).tolist()) if name != "none")
-    kind = "memory of the GPU" if place.device.type == "cuda" else "resident memory"
-    return (
-        f"dry run: one step took {seconds:.2f} s ({wait:.2f} s of it waiting for images; a first step is slower than "
-        f"later ones) and at most {memory / 1e9:.3g} GB of {kind} on a process; {', '.join(losses)}. Nothing was saved"
-    )
+            return first_steps(task, trainer)
 
 
 def require_network(config: Config) -> None:
-    """Refuse, before the images are read, a network that timm does not have or that an export cannot hold.
+    """Refuse, before the images are read, a network that timm does not have or that an export cannot hold, and a
+    tracker without its package.
 
     Raises ConfigError.
     """
     width_of(config.model.name)
+    require_packages(config)
     for to in export_formats.exports(config):
         export_formats.check(config, to)
 

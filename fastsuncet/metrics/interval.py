@@ -6,11 +6,13 @@ GPU reaches the first one when all earlier work is done, and the second one when
 order themselves on this stream). In the time between it does nothing but wait, for a slow loader or a slow host.
 """
 
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from fastsuncet.distributed.collectives import all_gather_rows, world_size
 
+# The memory that a container (cgroup v2) is given; "max" has no limit.
+LIMIT = Path("/sys/fs/cgroup/memory.max")
 T = 2  # loss terms: of the unlabeled images, then of the labeled ones; `methods.terms` names them
 
 
@@ -145,3 +149,14 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or those that this machine or its container has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(LIMIT.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # no such file, or "max"
+        return whole

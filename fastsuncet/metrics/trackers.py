@@ -4,9 +4,11 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from fastsuncet.config import Config
 from fastsuncet.console import Say
 from fastsuncet.errors import ConfigError
 
@@ -118,6 +120,21 @@ class MLflow:
         for sent in self._sent:
             sent.wait()
         self._client.set_terminated(self._id)
+
+
+def require_packages(config: Config) -> None:
+    """Raise ConfigError for a tracker in `config` whose package is not installed."""
+    for package, asked in (
+        ("tensorboard", config.logging.tensorboard),
+        ("wandb", config.logging.wandb),
+        ("mlflow", config.logging.mlflow),
+    ):
+        if asked and find_spec(package) is None:
+            raise config.error(
+                f"logging.{package}",
+                f"needs a package that is not installed: `pip install {package}`. Or remove the setting: "
+                "metrics.jsonl and metrics.csv are always written",
+            )
 
 
 def _run_id(folder: Path) -> str:

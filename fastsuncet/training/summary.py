@@ -1,5 +1,6 @@
 """The ten lines that are printed when a run starts, and by --dry-run instead of starting."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import PairedStream, macs, run_macs, update_macs
 from fastsuncet.distributed.launch import Place
+from fastsuncet.metrics.interval import memory_of
 from fastsuncet.models.flops import Memory, memory_estimate, petaflops
 from fastsuncet.models.sync_batchnorm import describe
 from fastsuncet.training import methods
@@ -66,7 +68,8 @@ def summary(
         ),
         (
             "memory",
-            f"about {size} a process for the step, and {feed / 1e9:.3g} GB for the images read ahead (estimates)",
+            f"about {size} a process for the step, and {feed / 1e9:.3g} GB for the images read ahead (estimates); "
+            + memory_note(place, memory.total, feed, a.world_size),
         ),
         ("norm", describe(a.world_size, shared=config.model.sync_batchnorm, part=part)),
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
@@ -119,6 +122,19 @@ def feed_memory(config: Config, arithmetic: Arithmetic, sizes: np.ndarray | None
     labeled = a.local_labeled if a.supervised_steps else 0
     step = a.local_unlabeled * (decoded + views) + labeled // a.labeled_views * decoded + labeled * view
     return (config.data.prefetch + 1) * step
+
+
+def memory_note(place: Place, step: int, feed: int, processes: int) -> str:
+    """Return how much memory there is for processes that need `step` and `feed` bytes each, and what to do if less.
+
+    Each process has a GPU of its own; on a CPU they share the machine's memory.
+    """
+    on_gpu, memory = place.device.type == "cuda", memory_of(place.device)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    there = f"{'the GPU' if on_gpu else 'this machine'} has {memory / 1e9:.3g} GB"
+    if (step if on_gpu else here * (step + feed)) <= memory:
+        return there
+    return f"{there}, WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)"
 
 
 def check_memory(config: Config, arithmetic: Arithmetic, memory: int) -> None:

@@ -149,6 +149,8 @@ class Trainer:
         """
         task = self.task
         if self.step == task.steps and self.evaluated:
+            if self.place.first:
+                say_line(f"complete {self.folder} has had all its {self.step:,} updates: nothing was trained")
             return
         # Before the first step: a disk that is full at the first save would cost the hours until then.
         weights = sum(x.nbytes for x in task.model.state_dict().values())

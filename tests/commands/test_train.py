@@ -43,22 +43,24 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_dry_run_step_makes_one_update_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_step_times_a_few_updates_and_keeps_nothing(tmp_path, monkeypatch, capsys):
     update, calls = LARS.step, []
     monkeypatch.setattr(LARS, "step", lambda *given: calls.append(given) or update(*given))
     assert cli.main(DRY) == 0
     plan, end = capsys.readouterr().out.rsplit("\n\n", 1)
     paths, end = end.split("\n", 1)
-    assert "steps    4 an epoch, 10 in all" in plan and len(calls) == 1
+    assert "steps    4 an epoch, 10 in all" in plan and len(calls) == 1 + 2 + 2
     assert paths == "speed    PyTorch's operators, as on any CPU"
     numbers = re.match(
-        r"dry run: one step took ([\d.]+) s \(([\d.]+) s of it waiting for images; .*\) and at most ([\d.]+) GB of "
-        r"resident memory on a process; nt_xent ([\d.]+), suncet ([\d.]+)\. Nothing was saved",
+        r"dry run: the first step took ([\d.]+) s \(([\d.]+) s of it waiting for images\) and at most ([\d.]+) GB of "
+        r"resident memory on a process; nt_xent ([\d.]+), suncet ([\d.]+)\. Later steps take ([\d.]+) s, so that "
+        r"the run takes about ([\d.]+) minutes without its evaluations\. Nothing was saved",
         end,
     )
     assert numbers is not None, end
-    seconds, wait, memory, instance, supervised = map(float, numbers.groups())
+    seconds, wait, memory, instance, supervised, later, minutes = map(float, numbers.groups())
     assert seconds >= wait > 0 and memory > 0.1 and instance > 1 and supervised > 0.1
+    assert minutes == pytest.approx(10 * later / 60, rel=0.1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,6 +77,25 @@ def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, caps
     error = capsys.readouterr().err
     assert "command line: criterion.unsupervised_batch_size=360" in error
     assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
+def test_dry_run_refuses_a_tracker_whose_package_is_missing(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    setting = f"logging.{package}={'true' if package == 'tensorboard' else 'project'}"
+    assert cli.main(["train", "digits_demo", "--dry-run", setting]) == 2
+    error = capsys.readouterr().err
+    assert setting in error and f"`pip install {package}`" in error
+
+
+@pytest.mark.slow
+def test_train_says_that_a_run_was_complete(tmp_path, capsys):
+    config = small_config(tmp_path, "optimization.steps=1", "optimization.warmup=0")
+    train.train_here(config)
+    assert "complete" not in capsys.readouterr().out
+    train.train_here(config)
+    said = f"complete {config.run_folder} has had all its 1 updates: nothing was trained"
+    assert said in capsys.readouterr().out
 
 
 AUDIT = """

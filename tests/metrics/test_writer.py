@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import trackers
 from fastsuncet.metrics.writer import MetricsWriter, read
 
@@ -226,25 +226,6 @@ def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------- TensorBoard and W&B
-
-
-@pytest.mark.parametrize(
-    ("options", "install", "package"),
-    [
-        ({"tensorboard": True}, "tensorboard", "torch.utils.tensorboard"),
-        ({"wandb": "project"}, "wandb", "wandb"),
-        ({"mlflow": "experiment"}, "mlflow", "mlflow"),
-    ],
-)
-def test_trackers_missing_package_is_named_before_a_file_changes(
-    tmp_path, monkeypatch, options, install, package
-):
-    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises
-    run(tmp_path, 0, 3)  # which needs it only on request
-    before = files_of(tmp_path)
-    with pytest.raises(ConfigError, match=f"`pip install {install}`"):
-        MetricsWriter(tmp_path, COLUMNS, resume_step=1, **options)
-    assert files_of(tmp_path) == before
 
 
 def test_trackers_tensorboard_hides_what_a_restart_undid(tmp_path):

@@ -77,3 +77,18 @@ def test_tf32_note_is_there_where_losses_are_not_in_float32(device, precision, p
     )
     config = load_config(CONFIGS / "digits_demo.yaml", asked)
     assert summary.tf32_note(config, Place(0, 1, 0, torch.device(device))) == note
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "note"),
+    [
+        ("cpu", 1, "this machine has 8 GB"),
+        ("cpu", 2, "this machine has 8 GB, WHICH IS LESS: "),
+        ("cuda", 2, "the GPU has 8 GB"),
+    ],
+)
+def test_memory_note_compares_all_processes_with_their_machine(monkeypatch, device, processes, note):
+    monkeypatch.setattr(summary, "memory_of", lambda _: 8 * 10**9)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    place = Place(0, 1, 0, torch.device(device))
+    assert summary.memory_note(place, 4 * 10**9, 10**9, processes).startswith(note)
