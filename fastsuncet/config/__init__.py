@@ -6,14 +6,14 @@
     sizes.steps_per_epoch, sizes.local_unlabeled             # 454, 44
 
 A file can begin with `base: other.yaml`, a path relative to the file's own folder; its sections are laid on the
-base's key by key. A base can have a base, in a chain of 8 at most. Nothing here imports torch or
-DALI: a wrong config is refused at once and before any GPU starts.
+base's key by key, and a base can have a base. Nothing here imports torch or DALI: a wrong config is refused at once
+and before any GPU starts.
 """
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -65,40 +65,36 @@ FREE_ON_RESUME = (
 
 
 class Config(Sections):
-    """A whole, valid config: frozen, and equal to another where all values are equal.
-
-    Raises pydantic's ValidationError when built from values of the wrong type, ConfigErrors when a rule between keys
-    is broken.
-    """
+    """A whole, valid config: frozen, and equal to another where all values are equal."""
 
     _document: Document = PrivateAttr(default_factory=Document)
 
-    def model_post_init(self, context: Any, /) -> None:
-        """Check the rules between keys."""
-        super().model_post_init(context)
-        if problems := broken(flat(self.canonical())):
-            raise ConfigErrors(problems)
-
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Config":
-        """Return the config of plain nested values. Raises pydantic's ValidationError."""
-        return super().from_values(present_names(values))
+        """Return the config of plain nested values, such as `canonical`'s. Raises ConfigErrors with all problems."""
+        return cls.from_document(Document(values=values))
 
     @classmethod
-    def from_checkpoint(cls, values: Mapping[str, Any]) -> "Config":
-        """Return the config that a checkpoint keeps, `canonical` of this version or of an older one.
+    def from_document(cls, document: Document, problems: Sequence[Problem] = ()) -> "Config":
+        """Return the config of a document that has `problems` already. Raises ConfigErrors with these and all others.
 
-        Raises ConfigErrors for what this version does not have.
+        A rule between keys is checked where none of its keys is wrong. Of a key that is wrong, and of the one that a
+        misspelled key means, nothing more is said.
         """
+        values, found = present_names(document.values), list[Problem]()
         try:
-            return cls.from_values(values)
+            config = cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
-            problems = field_problems(error, Document(values=values))
-            found = flat(values)
-            raise ConfigErrors(
-                Problem(each.key, f"is {found.get(each.key)}, and {each.text}: use the version that wrote it")
-                for each in problems
-            ) from None
+            found = field_problems(error, document)
+        wrong = tuple(f"{key}." for each in [*problems, *found] for key in (each.key, each.meant) if key)
+        valid = with_defaults(flat(values))
+        found += broken({key: value for key, value in valid.items() if not f"{key}.".startswith(wrong)})
+        reported = {each.key for each in problems}
+        problems = [*problems, *(document.locate(each) for each in found if each.key not in reported)]
+        if problems:
+            raise ConfigErrors(problems)
+        config._document = document
+        return config
 
     def resolve(
         self,
@@ -128,9 +124,7 @@ class Config(Sections):
         for key, value in values.items():
             *above, name = key.split(".")
             reduce(getitem, above, sections)[name] = value
-        config = Config.from_values(sections)
-        config._document = self._document
-        return config
+        return Config.from_document(replace(self._document, values=sections))
 
     def error(self, key: str, text: str) -> ConfigErrors:
         """Return an error for the caller to raise about the value of a dotted key, with its line."""
@@ -226,23 +220,4 @@ def load_config(
     The last of several overrides of a key counts. `places` has the origin of those that are not from the command line.
     Raises ConfigErrors (exit code 2) with all problems, or with the first place that is not YAML.
     """
-    document, problems = read_config(os.fspath(path), overrides, places or {})
-    found: list[Problem] = []
-    try:
-        with suppress(ConfigErrors):  # of the rules, which are checked again below
-            config = Config.from_values(document.values)
-            if not problems:
-                config._document = document
-                return config
-    except ValidationError as error:
-        found = field_problems(error, document)
-    # Of a key that is wrong, and of the one that a misspelled key means, nothing more is said.
-    wrong = {key for each in [*problems, *found] for key in (each.key, each.meant) if key}
-    valid = {
-        key: value
-        for key, value in with_defaults(flat(document.values)).items()
-        if not f"{key}.".startswith(tuple(f"{each}." for each in wrong))
-    }
-    reported = {each.key for each in problems}
-    found = [each for each in [*found, *broken(valid)] if each.key not in reported]
-    raise ConfigErrors([*problems, *map(document.locate, found)])
+    return Config.from_document(*read_config(os.fspath(path), overrides, places or {}))

@@ -1,14 +1,18 @@
 """What to say about a key that is unknown, missing or not allowed: what is allowed, and what was probably meant."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import astuple
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import Document, as_yaml
 from fastsuncet.config.schema import Schema
+from pipelines.sampling.augmentation import Allowed
 
 # Keys of facebookresearch/suncet (both releases) whose name or meaning differs here.
 ANCESTOR = {
@@ -70,12 +74,19 @@ def allowed(schema: Schema, key: str) -> str:
     kind, metadata, null = field.annotation, field.metadata, ""
     if type(None) in get_args(kind):
         kind, null = next(part for part in get_args(kind) if part is not type(None)), ", or null"
-        metadata = getattr(kind, "__metadata__", ())
-    if metadata:
+        kind, metadata = getattr(kind, "__origin__", kind), getattr(kind, "__metadata__", ())
+    if metadata and isinstance(metadata[-1], Allowed):
         return metadata[-1].words + null
     if key in schema.sections:
         return f"a section with the keys {words(schema.sections[key], 'and')}"
-    return words(get_args(kind)) + null
+    return (_bounded(kind, metadata) if metadata else words(get_args(kind))) + null
+
+
+def _bounded(kind: Any, bounds: Sequence[Any]) -> str:
+    """Return what a number within pydantic's `bounds` is: "a whole number, 1 or more", "a number above 0"."""
+    number = "a whole number" if kind is int else "a number"
+    said = {Ge: ", {:g} or more", Gt: " above {:g}", Le: " up to {:g}", Lt: " below {:g}"}
+    return number + " and".join(said[type(bound)].format(*astuple(bound)) for bound in bounds)
 
 
 def _wrong(schema: Schema, key: str, value: Any) -> str:

@@ -15,11 +15,11 @@ tuples, so that a frozen config cannot change anywhere.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
@@ -33,7 +33,9 @@ from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
 class Section(BaseModel):
     """A section of a config: frozen, strict, and without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
@@ -57,13 +59,13 @@ def matching(pattern: str, words: str) -> Allowed:
     return Allowed(lambda text: re.fullmatch(pattern, text) is not None, words)
 
 
-Count = Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")]
-CountOrZero = Annotated[int, Allowed(lambda n: 0 <= n < 2**31, "a whole number, 0 or more")]
+# A number needs words only where they say more than its bounds.
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
 Prototypes = Annotated[
-    int,
-    Allowed(lambda n: 2 <= n < 2**31, "a whole number, 2 or more: all images are assigned to a single one"),
+    int, Ge(2), described("a whole number, 2 or more: all images are assigned to a single one")
 ]
-Seed = Annotated[int, Allowed(lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1")]
+Seed = Annotated[int, Ge(0), Lt(2**63), described("a whole number from 0 to 2^63 - 1")]
 
 
 class PerRank(Section):
@@ -79,16 +81,18 @@ Epochs = Annotated[
     CountOrZero | Literal["all", "plateau"],
     described("a whole number of epochs, 0 or more, or all or plateau"),
 ]
-Positive = Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a number above 0")]
+Positive = Annotated[float, Gt(0)]
 Strength = Annotated[Positive | Literal["auto"], described("a number above 0, or auto")]
-NotNegative = Annotated[float, Allowed(lambda x: 0 <= x < math.inf, "a number, 0 or more")]
-Share = Annotated[float, Allowed(lambda x: 0 < x <= 1, "a share above 0 and up to 1, such as 0.1")]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Gt(0), Le(1), described("a share above 0 and up to 1, such as 0.1")]
 PartialShare = Annotated[
     float,
-    Allowed(lambda x: 0 < x < 1, "a share between 0 and 1 (learn from labels alone with instance: none)"),
+    Gt(0),
+    Lt(1),
+    described("a share between 0 and 1 (learn from labels alone with instance: none)"),
 ]
-ShareOrZero = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a share from 0 to 1, such as 0.75")]
-Momentum = Annotated[float, Allowed(lambda x: 0 <= x < 1, "a number from 0 to below 1")]
+ShareOrZero = Annotated[float, Ge(0), Le(1), described("a share from 0 to 1, such as 0.75")]
+Momentum = Annotated[float, Ge(0), Lt(1)]
 Numbers = Annotated[
     tuple[NotNegative, ...], Allowed(bool, "a list of numbers, 0 or more, such as [0.001, 0.01]")
 ]
@@ -232,9 +236,7 @@ class DataSection(Section):
     """turn and mirror images as the EXIF tag of phones and cameras says, in training and evaluation; false: as they are
     stored, which torchvision's folders and the paper's code show
     """
-    max_megapixels: Annotated[float, Allowed(lambda x: 0 < x <= 100, "a number above 0 and up to 100")] = (
-        100.0
-    )
+    max_megapixels: Annotated[float, Gt(0), Le(100)] = 100.0
     """images with more pixels count as bad; decoding takes 3 MB of memory a megapixel"""
     changed_images: Switch = False
     """continue a run although files of its images were written again since its last checkpoint"""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
@@ -210,8 +209,8 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
 def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
     """Return the config in `meta`. Raises ConfigError where `shown` has another normalization."""
     try:
-        config = Config.from_checkpoint(meta["config"])
-    except (KeyError, ValidationError, ConfigErrors) as error:
+        config = Config.from_values(meta["config"])
+    except (KeyError, ConfigErrors) as error:
         problems = error.problems if isinstance(error, ConfigErrors) else []
         why = "".join(f"\n  {each.key} {each.text}" for each in problems)
         raise CheckpointError(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.config import ConfigErrors, load_config
-from fastsuncet.config.reader import MAX_BYTES, MAX_VALUES, SHIPPED
+from fastsuncet.config.reader import MAX_BYTES, SHIPPED
 from tests.support.configs import GOOD, load, refusal
 
 NUMBERS = {
@@ -43,13 +43,13 @@ def test_reader_switches_empty_sections_and_what_stays_text():
 
 
 @pytest.mark.timeout(60)
-def test_reader_size_limits():
+def test_reader_refuses_what_is_not_a_config_unread():
     Path("run.yaml").write_text(GOOD + "# " + "x" * MAX_BYTES)
     with pytest.raises(ConfigErrors, match=r"run\.yaml is larger than 1 MB: this is not a config"):
         load_config("run.yaml")
     with pytest.raises(ConfigErrors, match="larger than 1 MB"):
         load_config("/dev/zero")  # never ends: only the first megabyte is read
-    assert "more than 5,000 values" in refusal("a: [" + "1, " * (MAX_VALUES + 1) + "1]\n")
+    assert "too deeply nested" in refusal(f"a: {'[' * 999}{']' * 999}\n")
 
 
 def test_reader_bytes_that_are_not_text():
@@ -114,7 +114,7 @@ def test_reader_base_is_merged_key_by_key():
     assert config.logging.write_tag == "run"
 
 
-def test_reader_base_of_a_base_up_to_eight():
+def test_reader_base_of_a_base():
     write("configs/base.yaml", GOOD + "model: {hidden: 512, output: 64}\n")
     below = "base.yaml"
     for number in range(1, 8):
@@ -181,18 +181,12 @@ def test_reader_batch_sizes_replace_each_other():
             "back.yaml",
             r"back\.yaml:1: base: \./run\.yaml\n .*: run\.yaml -> back\.yaml -> run\.yaml\. Remove",
         ),
-        (
-            "long9.yaml",
-            r"long2\.yaml:1: base: long1\.yaml\n .* 8 bases at most: run\.yaml -> long9\.yaml -> ",
-        ),
         (".", r"run\.yaml:1: base: \.\n      \. cannot be read: Is a directory"),
     ],
 )
 def test_reader_wrong_base(base, message):
     write("base.yaml", GOOD)
     write("back.yaml", "base: ./run.yaml\n")
-    for number in range(1, 10):
-        write(f"long{number}.yaml", f"base: {f'long{number - 1}' if number > 1 else 'base'}.yaml\n")
     write("run.yaml", f"base: {base}\n")
     with pytest.raises(ConfigErrors, match=message):
         load_config("run.yaml")

@@ -4,15 +4,11 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Choice, Machine, Plan, Weights, choose
-from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.config.messages import field_problems
+from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import expected_ranks
@@ -123,12 +119,8 @@ def written(plan: Plan, found: survey.Found, start: Weights | None, output: Path
 def check(text: str, output: Path, found: survey.Found, world_size: int) -> Config:
     """Return the config that `text` is, after the checks of `fastsuncet train --dry-run`. Raises ConfigErrors."""
     document = parse(text, str(output)).with_whole_paths(os.path.dirname(output))
-    values: dict[str, Any] = document.values
-    values["logging"] = {"write_tag": output.stem}
-    try:
-        config = Config.from_values(values)
-    except ValidationError as error:
-        raise ConfigErrors(map(document.locate, field_problems(error, document))) from None
+    document.values["logging"] = {"write_tag": output.stem}
+    config = Config.from_document(document)
     s, held_out = found.survey, config.data.validation
     labels = s.labels - round(held_out * s.labels) if isinstance(held_out, float) else s.labels
     images = s.images - (s.labels - labels)
