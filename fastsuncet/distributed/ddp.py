@@ -47,7 +47,7 @@ def parallel(
         )
         # Its log of times waits for the device: in the first ten passes, and then in every 100th by default.
         network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
-        settle_buckets(network, inner, blank_pass)
+        order_buckets(network, inner, blank_pass)
     return network
 
 
@@ -61,7 +61,7 @@ def require_compiler() -> None:
         )
 
 
-def settle_buckets(network: nn.Module, inner: nn.Module, blank_pass: Callable[[nn.Module], Tensor]) -> None:
+def order_buckets(network: nn.Module, inner: nn.Module, blank_pass: Callable[[nn.Module], Tensor]) -> None:
     """Run DDP's first passes on blank images, so that gradients are summed in one order before and after a restart.
 
     During its first passes DDP regroups its buckets by the order in which gradients arrive. A ring sums each element in

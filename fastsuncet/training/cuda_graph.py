@@ -19,67 +19,51 @@ from fastsuncet.console import Say, say_line
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.optim import DeviceLR
-from fastsuncet.training.step import StepSettings, train_step
+from fastsuncet.training.step import StepMethod, train_step
 
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
 # PyTorch asks for eleven passes before it.
 WARMUP, WARMUP_IN_DDP = 3, 11
 
 
-# Takes a step; returns the graph that repeats it, and the losses that the graph writes.
-Capture = Callable[[Callable[[], Tensor]], tuple[torch.cuda.CUDAGraph, Tensor]]
-
-
-class Step:
-    """`step(batch, lr)` is `train_step`, replayed from a graph where there is one.
+class GraphedStep:
+    """`step(batch, lr)` is `train_step`, replayed from a graph once there is one.
 
     The next call overwrites the result.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        optimizer: DeviceLR,
-        setting: StepSettings,
-        *,
-        graphs: bool,  # meta.cuda_graph
-        say: Say = say_line,
-        capture: Capture | None = None,  # a fake one, for tests
-    ):
-        self.network, self.optimizer, self.setting, self.say = network, optimizer, setting, say
-        self.capture = capture or capture_on_device
-        self.graphs = graphs
-        if graphs and capture is None and setting.device.type != "cuda":
-            self._disable(f"there is no CUDA device, this is {setting.device.type}")
+    def __init__(self, network: nn.Module, optimizer: DeviceLR, method: StepMethod, say: Say = say_line):
+        self.network, self.optimizer, self.method, self.say = network, optimizer, method, say
         self.warmup = WARMUP_IN_DDP if isinstance(network, nn.parallel.DistributedDataParallel) else WARMUP
-        self._seen: dict[tuple, int] = {}  # kind of step -> how many ran kernel by kernel
-        # kind of step -> graph, the batch it reads, the losses it writes
-        self._captured: dict[tuple, tuple[torch.cuda.CUDAGraph, Batch, Tensor]] = {}
-        self._lr = torch.zeros((), device=setting.device)
+        self.refused = False  # a step could not be captured, and none is tried again
+        self.kind: tuple | None = None  # of the newest step
+        self.plain_steps = 0  # of this kind, so far
+        # Of this kind: the graph, the batch that it reads, the losses that it writes.
+        self.captured: tuple[torch.cuda.CUDAGraph, Batch, Tensor] | None = None
 
     def __call__(self, batch: Batch, lr: float) -> Tensor:
         """Make one update; return what `train_step` does, (4,), on the device. No host sync."""
-        kind = self.kind(batch)
-        if self._captured and kind not in self._seen:
-            self._release()
-        if self.graphs and kind not in self._captured and self._seen.get(kind, 0) >= self.warmup:
-            self._capture(kind, batch)
-        if kind not in self._captured or not self.graphs:
-            self._seen[kind] = self._seen.get(kind, 0) + 1
-            return train_step(self.network, self.optimizer, batch, lr, self.setting)
-        graph, static, losses = self._captured[kind]
+        if (kind := self.kind_of(batch)) != self.kind:
+            self.close()  # the kinds of a run follow each other, and a graph holds the memory of a whole step
+            self.kind, self.plain_steps = kind, 0
+        if self.captured is None and self.plain_steps >= self.warmup and not self.refused:
+            self._capture(batch)
+        if self.captured is None:
+            self.plain_steps += 1
+            return train_step(self.network, self.optimizer, batch, lr, self.method)
+        graph, static, losses = self.captured
         for ours, theirs in zip(tensors(static), tensors(batch)):
             ours.copy_(theirs, non_blocking=True)
-        self._lr.fill_(lr)
+        self.optimizer.set_lr(lr)
         graph.replay()
         return losses
 
-    def kind(self, batch: Batch) -> tuple:
+    def kind_of(self, batch: Batch) -> tuple:
         """Return what decides which kernels a step launches: its shapes, and whether prototypes are frozen."""
-        frozen = self.setting.prototypes is not None and batch.step < self.setting.freeze_steps
+        frozen = self.method.prototypes is not None and batch.step < self.method.freeze_steps
         return (*(tuple(x.shape) for x in tensors(batch)), frozen)
 
-    def _capture(self, kind: tuple, batch: Batch) -> None:
+    def _capture(self, batch: Batch) -> None:
         static = replace(
             batch,
             views=tuple(torch.empty_like(view) for view in batch.views),
@@ -88,54 +72,47 @@ class Step:
         )
         problem = None
         try:
-            graph, losses = self.capture(
-                lambda: train_step(self.network, self.optimizer, static, self._lr, self.setting)
+            # The rate is read from its own tensor, so a replay has that of the present step.
+            graph, losses = capture_on_device(
+                lambda: train_step(self.network, self.optimizer, static, self.method.lr, self.method)
             )
-            self._captured[kind] = (graph, static, losses)
+            self.captured = (graph, static, losses)
         # Torch raises nothing narrower for what a graph cannot hold.
         except RuntimeError as error:
             self.optimizer.zero_grad(set_to_none=True)
             problem = first_message(error)
         # NCCL wants a collective in all ranks' graphs or in none, so all ranks replay or none does.
         if any_rank(problem is not None):
-            self._release()
+            self.close()
             self._recover()
-            self._disable(problem or "another rank could not capture its step")
+            self.refused = True
+            why = problem or "another rank could not capture its step"
+            self.say(
+                f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"
+            )
 
     def close(self) -> None:
-        """Destroy all graphs. NCCL waits in the end of its process group until no graph holds one of its kernels."""
-        self._release()
-
-    def _release(self) -> None:
-        """Free all graphs: the kinds of a run follow each other, and none returns.
-
-        Each graph holds the memory of a whole step. A kind that did return would be captured again.
-        """
-        if self._captured and self.setting.device.type == "cuda":
+        """Destroy the graph. NCCL waits in the end of its process group until no graph holds one of its kernels."""
+        if self.captured is None:
+            return
+        if self.method.device.type == "cuda":
             torch.cuda.synchronize()  # a replay can be under way
         # Not left to the garbage collector: the traceback of an error keeps what the frames of a run hold.
-        for graph, _, _ in self._captured.values():
-            graph.reset()
-        self._captured.clear()
+        self.captured[0].reset()
+        self.captured = None
 
     def _recover(self) -> None:
         """Make DDP and the scaler forget a step that was not finished, and free what it allocated."""
         if isinstance(self.network, nn.parallel.DistributedDataParallel):
             # Else the next step fails: "Expected to have finished reduction in the prior iteration".
             self.network.reducer._reset_state()
-        if self.setting.scaler.is_enabled():
-            self.setting.scaler._per_optimizer_states.clear()  # else "step() has already been called since ..."
+        if self.method.scaler.is_enabled():
+            self.method.scaler._per_optimizer_states.clear()  # else "step() has already been called since ..."
             # These are in the refused graph's memory, and the next step would use them.
             vars(self.optimizer).pop("grad_scale", None)
             vars(self.optimizer).pop("found_inf", None)
-        if self.setting.device.type == "cuda":
+        if self.method.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _disable(self, why: str) -> None:
-        self.graphs = False
-        self.say(
-            f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"
-        )
 
 
 def tensors(batch: Batch) -> tuple[Tensor, ...]:
@@ -156,6 +133,8 @@ def capture_on_device(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph,
     It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
     autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`launch.join`).
     """
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device")
     before = torch.cuda.current_stream()
     stream = None if before == torch.cuda.default_stream() else before  # None: one of torch's
     collecting = gc.isenabled()

@@ -13,10 +13,10 @@ from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.interval import DataTimer
-from fastsuncet.optim import warmup_cosine
+from fastsuncet.optim import DeviceLR, warmup_cosine
 from fastsuncet.training import initial_weights, kernel_choice, methods
-from fastsuncet.training.cuda_graph import Step
-from fastsuncet.training.step import build
+from fastsuncet.training.cuda_graph import GraphedStep
+from fastsuncet.training.step import build, train_step
 from fastsuncet.training.supervision import Supervision
 from fastsuncet.training.trainer import COST, SPEED, TrainingTask
 
@@ -39,6 +39,7 @@ class Pretraining(TrainingTask[Batch]):
     """SimCLR + SuNCEt, or the config's other method, on `images`. `training.step.train_step` is the update."""
 
     stream: PairedStream
+    optimizer: DeviceLR
     roles = (UNLABELED, LABELED)
     values = 4
     world_size_note = (
@@ -76,11 +77,12 @@ class Pretraining(TrainingTask[Batch]):
         self.save_every = tuple(every for every in saves if every)
         self.keep = self.keep_at_end = config.checkpoint.keep
         self.evaluate_every = (config.evaluation.knn_every_epochs or 0) * a.steps_per_epoch
-        self.model, self.network, self.optimizer, self.setting = build(
+        self.model, self.network, self.optimizer, self.method = build(
             config, place, len(images.train.classes), images.split.per_class.tolist(), arithmetic
         )
-        self.scaler = self.setting.scaler
-        self.update = Step(self.network, self.optimizer, self.setting, graphs=config.meta.cuda_graph is True)
+        self.scaler = self.method.scaler
+        what = (self.network, self.optimizer, self.method)
+        self.graphed = GraphedStep(*what) if config.meta.cuda_graph is True else None
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.terms = methods.terms(config)
         losses = [term for term in self.terms if term != "none"]
@@ -104,7 +106,9 @@ class Pretraining(TrainingTask[Batch]):
         return batch
 
     def train_step(self, batch: Batch, lr: float) -> Tensor:
-        return self.update(batch, lr)
+        if self.graphed is not None:
+            return self.graphed(batch, lr)
+        return train_step(self.network, self.optimizer, batch, lr, self.method)
 
     def cost(self, step: int) -> tuple[int, int]:
         supervised = self.supervision.on(step)
@@ -178,7 +182,8 @@ class Pretraining(TrainingTask[Batch]):
             )
 
     def close(self) -> None:
-        self.update.close()
+        if self.graphed is not None:
+            self.graphed.close()
 
     def begin(self) -> None:
         self.init = initial_weights.load(self.config, self.model, self.place)

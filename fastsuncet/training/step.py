@@ -26,7 +26,7 @@ from fastsuncet.training.multi_view_model import MultiViewModel, Outputs, Piecew
 
 
 def train_step(
-    network: nn.Module, optimizer: DeviceLR, batch: Batch, lr: float | torch.Tensor, setting: "StepSettings"
+    network: nn.Module, optimizer: DeviceLR, batch: Batch, lr: float | torch.Tensor, method: "StepMethod"
 ) -> torch.Tensor:
     """Make one update of SimCLR + SuNCEt (paper section 3, equations 1 and 2), or of another method, on one rank.
 
@@ -34,18 +34,18 @@ def train_step(
     the network's outputs, which backward computes anyway. There is no host sync in here; reading is the caller's.
     """
     optimizer.set_lr(lr)
-    setting.before_update()
-    with setting.autocast():
+    method.before_update()
+    with method.autocast():
         out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
     out = in_float32(out)
-    instance_loss = setting.instance_loss(out, batch.labels)  # NT-Xent
-    class_loss = setting.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, without a branch
+    instance_loss = method.instance_loss(out, batch.labels)  # NT-Xent
+    class_loss = method.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, without a branch
     watched = watch_gradients(methods.loss_inputs(out))
-    setting.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
-    norms = gradient_norms(watched) / setting.scaler.scale(setting.one)
-    setting.freeze(batch.step)
-    setting.scaler.step(optimizer)  # LARS
-    setting.scaler.update()
+    method.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
+    norms = gradient_norms(watched) / method.scaler.scale(method.one)
+    method.freeze(batch.step)
+    method.scaler.step(optimizer)  # LARS
+    method.scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return torch.cat([torch.stack([instance_loss.detach(), class_loss.detach()]), norms])
 
@@ -69,7 +69,7 @@ def gradient_norms(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
 
 
-class StepSettings:
+class StepMethod:
     """What a step needs besides network, optimizer and batch: the method's losses, learning rate, precision."""
 
     def __init__(
@@ -111,8 +111,8 @@ def build(
     classes: int,
     per_class: Sequence[int] = (),
     sizes: Arithmetic | None = None,  # of the run that trains it; needed to compile one graph, not two
-) -> tuple[resnet.Model, nn.Module, DeviceLR, StepSettings]:
-    """Return the model, the network that trains it, its optimizer, the setting.
+) -> tuple[resnet.Model, nn.Module, DeviceLR, StepMethod]:
+    """Return the model, the network that trains it, its optimizer, its method.
 
     The network is a MultiViewModel, with criterion.micro_batch a PiecewiseModel, or DDP around it. `classes` of the
     data set are for a method with a classifier, `per_class`, their numbers of labeled images, for paws.prior: labels.
@@ -136,8 +136,8 @@ def build(
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     # Torch's stubs lack memory_format.
     model = model.to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-    setting = StepSettings(config, model, place.device, per_class)
-    optimizer = build_optimizer(config.optimization, model, setting.lr)
+    method = StepMethod(config, model, place.device, per_class)
+    optimizer = build_optimizer(config.optimization, model, method.lr)
 
     micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
     # torch.compile makes a graph for each shape, in minutes.
@@ -148,13 +148,13 @@ def build(
             return torch.zeros(count, 3, size, size, device=place.device)
 
         unlabeled = tuple(zeros(images, view.size) for view in views(config))
-        with setting.autocast():
+        with method.autocast():
             out = network(unlabeled, zeros(labeled, config.data.augmentation.size))
         return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
     whole = PiecewiseModel(model, micro_batch // place.world_size) if micro_batch else MultiViewModel(model)
     network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
-    return model, network, optimizer, setting
+    return model, network, optimizer, method
 
 
 def build_optimizer(o: OptimizationSection, model: nn.Module, lr: torch.Tensor) -> DeviceLR:

@@ -30,9 +30,9 @@ from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.kernels import self_test
 from fastsuncet.training import kernel_choice
-from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, tensors
+from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, tensors
 from fastsuncet.training.determinism import PRECISIONS, set_determinism
-from fastsuncet.training.step import build
+from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.chooser import Report
 
 WINDOWS = 4  # timed without a pause between them
@@ -43,6 +43,7 @@ PIXEL_LIMIT = 0.02  # of the size of the pixels: decoders of a GPU round to othe
 PROOF_IMAGES, PROOF_VIEWS = 32, 128  # of a rank: a proof in two precisions would not fit with a whole batch
 EXACT_STEPS, LR = 3, 0.1
 
+Update = Callable[[Batch, float], Tensor]  # a step
 Found = dict[str, dict[str, Tensor]]  # "losses", "weights", "BatchNorm statistics" -> tensor by name
 
 
@@ -112,12 +113,17 @@ class Bench:
         torch.set_num_threads(self.threads)
         set_determinism(config, self.place)
 
-    def step(self, config: Config) -> tuple[torch.nn.Module, Step]:
+    @contextlib.contextmanager
+    def step(self, config: Config) -> Iterator[tuple[torch.nn.Module, Update]]:
         """Build a network and its step, on the weights that the run starts with."""
         self.use(config)
         counts = self.per_class
-        model, network, optimizer, setting = build(config, self.place, len(counts), counts, self.arithmetic)
-        return model, Step(network, optimizer, setting, graphs=config.meta.cuda_graph is True, say=_refuse)
+        model, network, optimizer, method = build(config, self.place, len(counts), counts, self.arithmetic)
+        if config.meta.cuda_graph is not True:
+            yield model, lambda batch, lr: train_step(network, optimizer, batch, lr, method)
+            return
+        with contextlib.closing(GraphedStep(network, optimizer, method, say=_refuse)) as graphed:
+            yield model, graphed
 
     def stream(self, config: Config) -> PairedStream:
         """Open the images of this rank as `config` reads them."""
@@ -173,11 +179,11 @@ class Bench:
 
     def train(self, config: Config, batch: Batch, steps: int) -> Found:
         """Return the losses of some steps on one batch, and by how much they changed weights and statistics."""
-        model, update = self.step(config)
-        before = {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
-        losses = torch.stack([update(batch, LR).clone() for _ in range(steps)]).cpu()
-        changes = {name: (x.detach().cpu() - before[name]).double() for name, x in model.state_dict().items()}
-        update.close()
+        with self.step(config) as (model, update):
+            before = {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
+            losses = torch.stack([update(batch, LR).clone() for _ in range(steps)]).cpu()
+            after = {name: x.detach().cpu() for name, x in model.state_dict().items()}
+        changes = {name: (x - before[name]).double() for name, x in after.items()}
         weights = {name for name, _ in model.named_parameters()}
         parts = {"weights": weights, "BatchNorm statistics": changes.keys() - weights}
         return {
@@ -226,9 +232,8 @@ class Bench:
 
     @contextlib.contextmanager
     def _side(self, config: Config, clock: str) -> Iterator[Callable[[], Any]]:
-        _, update = self.step(config)
         numbers = itertools.count()
-        with contextlib.closing(update):
+        with self.step(config) as (_, update):
             if clock == "step":
                 batch = self.batch(config, whole=True)
                 yield lambda: update(batch, 1e-3)

@@ -77,14 +77,14 @@ def record_a_step(rank: int, world_size: int, folder: str, cases: tuple[str, ...
 def _record(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...], labeled: int) -> list:
     config = small_config(folder, *overrides)
     place = Place(rank, world_size, rank, torch.device("cpu"))
-    _, network, optimizer, setting = build(config, place, CLASSES, range(1, CLASSES + 1))
+    _, network, optimizer, method = build(config, place, CLASSES, range(1, CLASSES + 1))
     draw = torch.Generator().manual_seed(rank)
     shown = tuple(torch.rand(IMAGES, 3, v.size, v.size, generator=draw) for v in views(config))
     images = torch.rand(labeled, 3, 16, 16, generator=draw)
     batch = Batch(0, shown, images, torch.arange(labeled) // 2)
     for _ in range(2):
         with Recorder() as recorder:
-            train_step(network, optimizer, batch, 0.1, setting)
+            train_step(network, optimizer, batch, 0.1, method)
     return recorder.seen
 
 

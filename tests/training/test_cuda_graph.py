@@ -20,9 +20,9 @@ from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place, join
 from fastsuncet.optim import LARS
 from fastsuncet.training import cuda_graph
-from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, Step, capture_on_device
+from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, capture_on_device
 from tests.support import runs
-from tests.support.methods import METHODS, small
+from tests.support.methods import small
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 
@@ -32,10 +32,7 @@ pytestmark = pytest.mark.slow
 class FakeGraph:
     """What a CUDA graph does: capturing runs nothing, replaying runs the same on the same tensors."""
 
-    captured = 0
-
     def __init__(self, step):
-        FakeGraph.captured += 1
         self.step, self.losses = step, torch.zeros(4)
 
     def replay(self) -> None:
@@ -45,41 +42,60 @@ class FakeGraph:
         self.step = None
 
 
-def fake(step):
-    graph = FakeGraph(step)
-    return graph, graph.losses
+@pytest.fixture
+def graphs(monkeypatch):
+    """Capture fake graphs; return weak references to them, oldest first."""
+    made = []
+
+    def capture(step):
+        graph = FakeGraph(step)
+        made.append(weakref.ref(graph))
+        return graph, graph.losses
+
+    monkeypatch.setattr(cuda_graph, "capture_on_device", capture)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("method", "optimizer"),
+    ("method", "optimizer", "captured"),
     [
-        ("SimCLR + SuNCEt", "lars"),
-        ("SimCLR + cross-entropy", "adamw"),
-        ("SwAV + SuNCEt", "lars"),
-        ("SwAV + SuNCEt", "sgd"),
-        ("PAWS", "lars"),
+        ("SimCLR + SuNCEt", "lars", 2),
+        ("SimCLR + cross-entropy", "adamw", 2),
+        ("SwAV + SuNCEt", "lars", 3),
+        ("SwAV + SuNCEt", "sgd", 3),
+        ("PAWS", "lars", 1),
     ],
 )
-def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, monkeypatch, method, optimizer):
+def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, graphs, method, optimizer, captured):
     """Through the switch-off of supervision and SwAV's frozen prototypes."""
-    assert method in METHODS
     # Eight steps of twelve, with SwAV four of them with frozen prototypes; PAWS needs the labels.
     epochs = f"criterion.supervised_epochs={'all' if method == 'PAWS' else 2}"
-    lr = 0.5 if optimizer == "lars" else 0.01
-    options = (
-        epochs,
-        "optimization.steps=12",
-        f"optimization.lr={lr}",
-        f"optimization.optimizer={optimizer}",
-    )
-    train(small(tmp_path / "plain", method, *options))
-    FakeGraph.captured = 0
-    defaults = {**Step.__init__.__kwdefaults__, "capture": fake}
-    monkeypatch.setattr(cuda_graph.Step.__init__, "__kwdefaults__", defaults)
+    lr = f"optimization.lr={0.5 if optimizer == 'lars' else 0.01}"
+    options = (epochs, "optimization.steps=12", lr, f"optimization.optimizer={optimizer}")
+    plain, graph = (small(tmp_path / name, method, *options) for name in ("plain", "graph"))
+    train(plain)
+    assert graphs == []
     train(small(tmp_path / "graph", method, *options, "meta.cuda_graph=true"))
-    assert FakeGraph.captured == {"SwAV + SuNCEt": 3, "PAWS": 1}.get(method, 2)
-    plain, graph = (final_state(small(tmp_path / name, method, *options)) for name in ("plain", "graph"))
-    assert_equal_to_the_bit(graph, plain)
+    assert len(graphs) == captured
+    assert_equal_to_the_bit(final_state(graph), final_state(plain))
+
+
+@pytest.mark.parametrize("stop_at", [None, 6])
+def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, graphs, stop_at):
+    """NCCL would wait for it for ever. The traceback of Preempted still holds the frames of the run."""
+    alive = []
+
+    @contextlib.contextmanager
+    def watched_join(*arguments):
+        with join(*arguments) as place:
+            try:
+                yield place
+            finally:  # where the process group is destroyed
+                alive.append([graph() for graph in graphs])
+
+    monkeypatch.setattr(runs, "join", watched_join)
+    train(small_config(tmp_path, "meta.cuda_graph=true"), stop_at=stop_at)
+    assert alive == [[None]]
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +107,9 @@ def task(tmp_path_factory):
         return start(config, place, images, folder).task
 
 
-def one_step(task, **options) -> tuple[Step, list[str]]:
+def one_step(task) -> tuple[GraphedStep, list[str]]:
     said = []
-    step = Step(task.network, task.optimizer, task.setting, graphs=True, say=said.append, **options)
-    return step, said
-
-
-def test_step_without_a_gpu_says_so_once_and_trains(task):
-    step, said = one_step(task)
-    losses = step(task.stream(0), 0.1)
-    assert losses.shape == (4,) and torch.isfinite(losses).all()
-    assert len(said) == 1 and said[0].startswith("meta.cuda_graph: training without a graph")
-    assert said[0].endswith("there is no CUDA device, this is cpu")
+    return GraphedStep(task.network, task.optimizer, task.method, say=said.append), said
 
 
 def not_permitted(step):
@@ -119,84 +126,50 @@ def fails_at_its_end_too(step):
 @pytest.mark.parametrize(
     ("capture", "reason"),
     [
+        pytest.param(
+            capture_on_device,
+            "there is no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (not_permitted, "not permitted when stream is capturing"),
         (fails_at_its_end_too, "a copy from the host is not permitted"),
+        (lambda step: (FakeGraph(step), torch.zeros(4)), "another rank could not capture its step"),
     ],
 )
-def test_step_that_cannot_be_captured_trains_without_a_graph(task, capture, reason):
-    """The message is the first error and not the failure of the capture that follows it."""
-    step, said = one_step(task, capture=capture)
+def test_step_that_cannot_be_captured_trains_without_a_graph(task, monkeypatch, capture, reason):
+    """It says so once, with the first error and not the failure of the capture that follows it."""
+    monkeypatch.setattr(cuda_graph, "capture_on_device", capture)
+    monkeypatch.setattr(cuda_graph, "any_rank", lambda mine: True)
+    step, said = one_step(task)
     before = [p.detach().clone() for p in task.model.parameters()]
     for number in range(WARMUP + 2):
-        step(task.stream(number), 0.1)
-    assert len(said) == 1 and said[0].endswith(reason)
+        losses = step(task.stream(number), 0.1)
+    assert losses.shape == (4,) and torch.isfinite(losses).all() and step.captured is None
+    assert len(said) == 1 and said[0].startswith("meta.cuda_graph: training without a graph")
+    assert said[0].endswith(reason)
     assert any((p != old).any() for p, old in zip(task.model.parameters(), before))
 
 
-def test_step_that_another_rank_cannot_capture_is_not_replayed(task, monkeypatch):
-    step, said = one_step(task, capture=fake)
-    monkeypatch.setattr(cuda_graph, "any_rank", lambda mine: not mine)
-    for number in range(WARMUP + 1):
-        step(task.stream(number), 0.1)
-    assert not step._captured and said[0].endswith("another rank could not capture its step")
-
-
-@pytest.mark.parametrize("stop_at", [None, 6])
-def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, stop_at):
-    """NCCL would wait for it for ever. The traceback of Preempted still holds the frames of the run."""
-    graphs, alive = [], []
-
-    def watched(step):
-        graph, losses = fake(step)
-        graphs.append(weakref.ref(graph))
-        return graph, losses
-
-    @contextlib.contextmanager
-    def watched_join(*arguments):
-        with join(*arguments) as place:
-            try:
-                yield place
-            finally:  # where the process group is destroyed
-                alive.append([graph() for graph in graphs])
-
-    defaults = {**Step.__init__.__kwdefaults__, "capture": watched}
-    monkeypatch.setattr(cuda_graph.Step.__init__, "__kwdefaults__", defaults)
-    monkeypatch.setattr(runs, "join", watched_join)
-    train(small_config(tmp_path, "meta.cuda_graph=true"), stop_at=stop_at)
-    assert alive == [[None]]
-
-
 def test_step_after_a_refused_capture_can_use_the_scaler(task, monkeypatch):
+    """Nor does LARS read the scale from the memory of the refused graph."""
     scaler, weight = torch.amp.GradScaler("cpu"), torch.ones(2, requires_grad=True)
-    sgd = torch.optim.SGD([weight], 0.1)
+    sgd, lars = torch.optim.SGD([weight], 0.1), LARS([weight], 0.1, implementation="kernel")
 
-    def refused_after_the_update(step):
+    def refused_after_an_update(step):
         scaler.scale(weight.sum()).backward()
         scaler.step(sgd)
-        raise RuntimeError("refused")
+        scaler.step(lars)  # there is no kernel on a CPU
 
-    monkeypatch.setattr(task.setting, "scaler", scaler)
-    step, _ = one_step(task, capture=refused_after_the_update)
-    step._capture((), task.stream(0))
+    monkeypatch.setattr(cuda_graph, "capture_on_device", refused_after_an_update)
+    monkeypatch.setattr(task.method, "scaler", scaler)
+    monkeypatch.setattr(task, "optimizer", lars)
+    step, said = one_step(task)
+    step._capture(task.stream(0))
+    assert "the kernels run on CUDA devices" in said[0]
+    assert not {"grad_scale", "found_inf"} & vars(lars).keys()
     scaler.scale(weight.sum()).backward()
     scaler.step(sgd)  # torch refuses a second step before scaler.update()
     scaler.update()
-
-
-def test_step_after_a_refused_capture_does_not_read_the_scale_of_the_graph(task, monkeypatch):
-    scaler, weight = torch.amp.GradScaler("cpu"), torch.ones(2, requires_grad=True)
-    lars = LARS([weight], 0.1, implementation="kernel")
-
-    def refused_in_the_update(step):
-        scaler.scale(weight.sum()).backward()
-        scaler.step(lars)  # there is no kernel on a CPU
-
-    monkeypatch.setattr(task.setting, "scaler", scaler)
-    monkeypatch.setattr(task, "optimizer", lars)
-    step, said = one_step(task, capture=refused_in_the_update)
-    step._capture((), task.stream(0))
-    assert "the kernels run on CUDA devices" in said[0]
-    assert not {"grad_scale", "found_inf"} & vars(lars).keys()
 
 
 def weights_around_a_refusal(rank, world_size, folder):
@@ -216,13 +189,13 @@ def weights_around_a_refusal(rank, world_size, folder):
             with contextlib.closing(SimpleNamespace(close=middle.register_hook(fail).remove)):
                 return step()
 
-        said = []
-        step = Step(
-            task.network, task.optimizer, task.setting, graphs=graphs, say=said.append, capture=refused
-        )
-        batch = task.stream(0)
-        for _ in range(WARMUP_IN_DDP + 2):
-            step(batch, 0.1)
+        step, said = one_step(task)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_graph, "capture_on_device", refused)
+            step.refused = not graphs  # not tried
+            batch = task.stream(0)
+            for _ in range(WARMUP_IN_DDP + 2):
+                step(batch, 0.1)
         assert len(said) == graphs
         found.append([p.detach() for p in task.model.parameters()])
     return found
@@ -234,8 +207,8 @@ def test_ranks_train_on_after_a_capture_refused_in_backward(tmp_path):
         assert all(map(torch.equal, plain, refused))
 
 
-def test_replay_overwrites_its_result_and_no_batch(task):
-    step, _ = one_step(task, capture=fake)
+def test_replay_overwrites_its_result_and_no_batch(task, graphs):
+    step, _ = one_step(task)
     batches = [task.stream(number) for number in range(WARMUP + 2)]
     kept = [batch.views[0].clone() for batch in batches]
     results = [step(batch, 0.1) for batch in batches]
@@ -243,21 +216,18 @@ def test_replay_overwrites_its_result_and_no_batch(task):
     assert all(torch.equal(batch.views[0], views) for batch, views in zip(batches, kept))
 
 
-def test_new_kind_of_step_frees_the_old_graphs(task):
+def test_new_kind_of_step_frees_the_old_graph(task, graphs):
     """A kind that returns is captured again."""
-    step, said = one_step(task, capture=fake)
-    FakeGraph.captured = 0
+    step, said = one_step(task)
     batch = task.stream(0)
     half = replace(batch, labeled=batch.labeled[:0], labels=batch.labels[:0])
-    for _ in range(WARMUP + 1):
-        step(batch, 0.1)
-    (graph,) = (held[0] for held in step._captured.values())
-    for _ in range(WARMUP + 1):
-        step(half, 0.1)
-    assert FakeGraph.captured == 2 and graph not in [held[0] for held in step._captured.values()]
-    assert graph.step is None  # reset
-    step(batch, 0.1)
-    assert FakeGraph.captured == 3 and not said
+    for given in (batch, half, batch):
+        held = step.captured and step.captured[0]
+        for _ in range(WARMUP + 1):
+            step(given, 0.1)
+            assert held is None or held.step is None  # reset
+        assert step.captured is not None
+    assert len(graphs) == 3 and not said
 
 
 def test_ddp_makes_eleven_passes_before_the_capture(task):
@@ -265,8 +235,8 @@ def test_ddp_makes_eleven_passes_before_the_capture(task):
     ddp = torch.nn.parallel.DistributedDataParallel
     wrapped = ddp.__new__(ddp)
     torch.nn.Module.__init__(wrapped)
-    in_ddp = Step(wrapped, task.optimizer, task.setting, graphs=True, capture=fake)
-    assert (one_step(task, capture=fake)[0].warmup, in_ddp.warmup) == (WARMUP, 11)
+    in_ddp = GraphedStep(wrapped, task.optimizer, task.method)
+    assert (one_step(task)[0].warmup, in_ddp.warmup) == (WARMUP, 11)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -280,6 +250,7 @@ def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
         yield
 
     monkeypatch.setattr(gc, "collect", lambda: None)  # of a whole test session: seconds
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     reset = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(reset=lambda: reset.append(True)))

@@ -16,9 +16,8 @@ from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step
 from fastsuncet.metrics import interval
 from fastsuncet.models import resnet
-from fastsuncet.training.cuda_graph import Step
 from fastsuncet.training.determinism import PRECISIONS
-from fastsuncet.training.step import build
+from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.support.methods import METHODS, small
@@ -41,20 +40,19 @@ def batch_of(config: Config, labeled: int) -> Batch:
     return Batch(0, shown, pixels(labeled, config.data.augmentation.size), labels)
 
 
-def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch, setting: batch) -> Watch:
+def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch, method: batch) -> Watch:
     """Make a step and the sums of its metrics as a run does; return what was seen of it."""
     no_events = SimpleNamespace(restart=lambda: None)  # events ask the driver
     monkeypatch.setattr(interval, "DataTimer", lambda device: no_events)
     with fake_card():
-        model, network, optimizer, setting = build(config, HERE, 10, [4] * 10)
+        model, network, optimizer, method = build(config, HERE, 10, [4] * 10)
         sums = interval.MetricsInterval(CARD, 4)
-        batch = spoil(batch_of(config, labeled), setting)
-        step = Step(network, optimizer, setting, graphs=False)
+        batch = spoil(batch_of(config, labeled), method)
         with Watch() as watch:
-            values = step(batch, 0.1)
+            values = train_step(network, optimizer, batch, 0.1, method)
             sums.add(values, batch.step, 2 * U + labeled)
         assert values.shape == (4,) and values.device == CARD
-        assert places(model, optimizer, setting, setting.scaler, sums, step) == {CARD}
+        assert places(model, optimizer, method, method.scaler, sums) == {CARD}
     return watch
 
 
@@ -78,14 +76,14 @@ def test_step_of_large_networks_is_channels_last(tmp_path, monkeypatch, name, fu
     assert watch.mixed == [] and set(watch.convolutions) == {(torch.float16, True, True)}
 
 
-def labels_on_the_host(batch, setting):
+def labels_on_the_host(batch, method):
     return Batch(batch.step, batch.views, batch.labeled, torch.arange(S) // 2)
 
 
 def spoiled_loss(change):
-    def spoil(batch, setting):
-        loss = setting.supervised_loss
-        setting.supervised_loss = lambda *given: change(loss(*given))
+    def spoil(batch, method):
+        loss = method.supervised_loss
+        method.supervised_loss = lambda *given: change(loss(*given))
         return batch
 
     return spoil

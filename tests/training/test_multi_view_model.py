@@ -115,7 +115,7 @@ def test_pieces_on_two_ranks_are_those_of_one_process_and_gradients_are_sent_onc
 def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
     """Also the running statistics, once a piece, and what both passes give to the last layer."""
     config = small(tmp_path, MIXED, f"meta.precision={precision}", "criterion.micro_batch=8")
-    _, ours, _, setting = build(config, Place(0, 1, 0, CPU), 10)
+    _, ours, _, method = build(config, Place(0, 1, 0, CPU), 10)
     batch, seen = batch_of(config, 8), []
     plain = MultiViewModel(copy.deepcopy(ours.model))
     ours.model.head[-1].register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
@@ -126,14 +126,14 @@ def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
             out, batch.labels
         )
 
-    with setting.autocast():
+    with method.autocast():
         out = ours(batch.views, batch.labeled)
     losses(out).backward()
 
     # 6 images of 2 views and 8 labeled ones: 3 pieces.
     views = list(zip(*(view.split([2, 2, 2]) for view in batch.views)))
     pieces = list(zip(views, batch.labeled.split([3, 3, 2])))
-    with torch.no_grad(), setting.autocast():
+    with torch.no_grad(), method.autocast():
         outs = [plain(*piece) for piece in pieces]
     statistics = {name: buffer.clone() for name, buffer in plain.named_buffers()}
     z = torch.cat([o.views.unflatten(0, (2, 2)) for o in outs], 1).flatten(0, 1).requires_grad_()
@@ -141,7 +141,7 @@ def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
     losses(Outputs(z, z_labeled, None, None)).backward()
     gradients = zip(z.grad.view(2, 3, 2, -1).unbind(1), z_labeled.grad.split([3, 3, 2]))
     for piece, (d_views, d_labeled) in reversed(list(zip(pieces, gradients))):
-        with setting.autocast():
+        with method.autocast():
             again = plain(*piece)
         torch.autograd.backward([again.views, again.labeled], [d_views.flatten(0, 1), d_labeled])
     assert_equal_to_the_bit([out.views, out.labeled], [z, z_labeled])

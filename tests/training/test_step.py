@@ -14,7 +14,7 @@ from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import methods
 from fastsuncet.training import step as step_module
 from fastsuncet.training.multi_view_model import MultiViewModel
-from fastsuncet.training.step import StepSettings, build, build_optimizer, in_float32, train_step
+from fastsuncet.training.step import StepMethod, build, build_optimizer, in_float32, train_step
 from tests.support.methods import METHODS, small
 from tests.support.runs import assert_equal_to_the_bit
 from tests.support.steps import CPU, S, U, batch_of
@@ -26,25 +26,25 @@ def test_step_returns_each_loss_gradient_norm_and_changes_no_bit(tmp_path, metho
     """The norms are those of each loss alone, and the weights those of a step that does not watch."""
     config = small(tmp_path, method, f"meta.precision={precision}")
     batch = batch_of(config, S if config.criterion.supervised else 0)
-    ours, network, optimizer, setting = build(config, Place(0, 1, 0, CPU), 10, range(1, 11))
-    values = train_step(network, optimizer, batch, 0.1, setting)
+    ours, network, optimizer, method = build(config, Place(0, 1, 0, CPU), 10, range(1, 11))
+    values = train_step(network, optimizer, batch, 0.1, method)
 
-    theirs, network, optimizer, setting = build(config, Place(0, 1, 0, CPU), 10, range(1, 11))
+    theirs, network, optimizer, method = build(config, Place(0, 1, 0, CPU), 10, range(1, 11))
     optimizer.set_lr(0.1)
-    setting.before_update()
-    with setting.autocast():
+    method.before_update()
+    with method.autocast():
         out = network(batch.views, batch.labeled)
     out = in_float32(out)
-    losses = setting.instance_loss(out, batch.labels), setting.supervised_loss(out, batch.labels)
+    losses = method.instance_loss(out, batch.labels), method.supervised_loss(out, batch.labels)
     wanted = []
     for loss, read in zip(losses, methods.loss_inputs(out)):
         grad = None
         if loss.requires_grad:
             (grad,) = torch.autograd.grad(loss, read, retain_graph=True, allow_unused=True)
         wanted.append(torch.zeros(()) if grad is None else grad.norm())
-    setting.scaler.scale(sum(losses)).backward()
-    setting.freeze(0)
-    setting.scaler.step(optimizer)
+    method.scaler.scale(sum(losses)).backward()
+    method.freeze(0)
+    method.scaler.step(optimizer)
 
     torch.testing.assert_close(values[2:], torch.stack(wanted), rtol=1e-5, atol=0)
     trained = tuple(term != "none" for term in methods.terms(config))
@@ -110,14 +110,14 @@ def test_step_of_paws_is_the_authors_update(tmp_path):
     m, o = config.model, config.optimization
     model = build_model(m.name, m.library, m.stem, *m.head, predicts=True).double()
     theirs, buffers = copy.deepcopy(model), {}
-    setting = StepSettings(config, model, CPU)
+    method = StepMethod(config, model, CPU)
     optimizer = build_optimizer(o, model, torch.zeros((), dtype=torch.float64))
     batch = batch_of(config, S)
     batch = replace(batch, views=tuple(view.double() for view in batch.views), labeled=batch.labeled.double())
     steps, warmup = 5, 2
     for step in range(3):
         rate = warmup_cosine(step, steps=steps, warmup_steps=warmup, start_lr=0.1, lr=0.8, final_lr=0.01)
-        loss, _, *_ = train_step(MultiViewModel(model), optimizer, batch, rate, setting)
+        loss, _, *_ = train_step(MultiViewModel(model), optimizer, batch, rate, method)
 
         expected = transcribed(theirs, batch)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)

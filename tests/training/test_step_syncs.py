@@ -29,16 +29,16 @@ class RankCounter(Counter):
 
 
 def counted(
-    config: Config, labeled: int = S, place: Place | None = None, spoil=lambda setting: None, counts=Counter
+    config: Config, labeled: int = S, place: Place | None = None, spoil=lambda method: None, counts=Counter
 ) -> Counter:
     """Return what the third step of a run does: the first ones create momentum and, on several ranks, buckets."""
-    _, network, optimizer, setting = build(config, place or Place(0, 1, 0, CPU), 10, range(1, 11))
-    spoil(setting)
+    _, network, optimizer, method = build(config, place or Place(0, 1, 0, CPU), 10, range(1, 11))
+    spoil(method)
     batch, interval = batch_of(config, labeled), MetricsInterval(CPU, 4)
     for _ in range(2):
-        train_step(network, optimizer, batch, 0.1, setting)
+        train_step(network, optimizer, batch, 0.1, method)
     with counts() as counter:
-        losses = train_step(network, optimizer, batch, 0.1, setting)
+        losses = train_step(network, optimizer, batch, 0.1, method)
         interval.add(losses, 0, 2 * U + labeled)
     assert torch.isfinite(losses).all()
     return counter
@@ -74,9 +74,9 @@ def test_step_on_two_ranks_does_not_wait(tmp_path):
 
 
 def test_wait_that_is_added_to_a_loss_is_seen(tmp_path):
-    def spoil(setting):
-        loss = setting.supervised_loss
-        setting.supervised_loss = lambda *given: loss(*given) * (1 if loss(*given).item() > -1 else 2)
+    def spoil(method):
+        loss = method.supervised_loss
+        method.supervised_loss = lambda *given: loss(*given) * (1 if loss(*given).item() > -1 else 2)
 
     assert counted(small(tmp_path, "SimCLR + SuNCEt"), spoil=spoil).waits == 1
 

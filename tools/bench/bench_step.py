@@ -32,9 +32,9 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import Batch, PairedStream
 from fastsuncet.distributed.launch import Place, join
 from fastsuncet.models.resnet import build_model
-from fastsuncet.training.cuda_graph import WARMUP, Step, first_message
+from fastsuncet.training.cuda_graph import WARMUP, GraphedStep, first_message
 from fastsuncet.training.determinism import PRECISIONS, resolve_precision, set_determinism
-from fastsuncet.training.step import build
+from fastsuncet.training.step import build, train_step
 from tools.bench import harness
 from tools.bench.dispatch_counter import counts
 from tools.bench.harness import Call, ratios, spread, target
@@ -62,16 +62,18 @@ class StepBench:
 
     def ours(self, batch_of: Callable[[int], Batch]) -> Call:
         """Return our step on the batches that `batch_of` returns."""
-        _, network, optimizer, setting = build(self.config, self.place, self.classes)
-        update = Step(
-            network, optimizer, setting, graphs=self.config.meta.cuda_graph is True, say=self.notes.append
-        )
+        _, network, optimizer, method = build(self.config, self.place, self.classes)
+        graphed = None
+        if self.config.meta.cuda_graph is True:
+            graphed = GraphedStep(network, optimizer, method, say=self.notes.append)
         steps = itertools.count()
 
         def step() -> Any:
             # These switches belong to the process, and other contenders set them differently.
             set_determinism(self.config, self.place)
-            return update(batch_of(next(steps)), 1e-3)
+            if graphed is not None:
+                return graphed(batch_of(next(steps)), 1e-3)
+            return train_step(network, optimizer, batch_of(next(steps)), 1e-3, method)
 
         return step
 
