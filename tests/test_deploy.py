@@ -223,7 +223,7 @@ def test_training_like_in_a_container_saves_as_process_1_on_sigterm():
     ) as shell:
         for line in shell.stdout:
             output.append(line.decode())
-            if line.startswith(b"step=3/"):
+            if b" step=3/" in line:
                 (trainer,) = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()
                 status = Path(f"/proc/{trainer}/status").read_text()
                 assert "\nUid:\t12345\t" in status and re.search(r"^NSpid:\t\d+\t1$", status, re.M)

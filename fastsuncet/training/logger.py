@@ -55,6 +55,11 @@ class RunLogger(contextlib.ExitStack):
         ):
             self.progress.say(f"{kind}: step {record['step']:,}  {values}")
 
+    def at(self, step: int) -> None:
+        """Move the bar to the updates done."""
+        if self.progress is not None:
+            self.progress.at(step)
+
     def say(self, line: str) -> None:
         """Print `line` on rank 0, without breaking the bar."""
         if self.progress is not None:

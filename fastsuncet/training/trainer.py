@@ -184,6 +184,7 @@ class Trainer:
                 if message := task.after_step(self.step, values):
                     self.logger.say(message)
                 self.step += 1  # from here on, the updates done
+                self.logger.at(self.step)
                 self.ledger.add(images, macs)
                 last = self.step == task.steps
                 self.at("ends its step")
