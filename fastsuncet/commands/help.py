@@ -266,8 +266,9 @@ Writes N images of the run's data that have no label: typical ones that differ f
 from the labeled ones (TypiClust). Of more than 100,000 it looks at a random part. FILE has lines of
 a labels.csv with empty labels: write them, and add the lines to your CSV.
 
---page also writes an HTML file that any browser opens without a network: a picture, a key for each
-class, and a button that saves a labels.csv. Its lines can be added to the one that the run reads.
+--page also writes an HTML file that any browser opens without a network: a picture, what the run's
+linear classifier takes it for, a key for each class, and a button that saves new-labels.csv. Append
+that to the CSV that the run reads: cat new-labels.csv >> labels.csv
 
 Compared with random images (RESULTS.md): on CIFAR-10 better with 10, 20 and 100 labels in the end,
 on clothing photos with 100 only. All other numbers from 10 to 250 were undecided, none was worse.

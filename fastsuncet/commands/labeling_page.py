@@ -4,11 +4,12 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastsuncet.commands.prediction_page import thumbnail
 
+SAVED = "new-labels.csv"  # not the name of the file that the run reads: nobody should replace that
 SIDE = 480  # pixels of a picture, of about 40 kB
 
 STYLE = """\
@@ -17,7 +18,10 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 44em; margin: 1em auto; 
 img { width: 100%; height: 55vh; object-fit: contain; background: #8882; border-radius: 4px; }
 button, input { font: inherit; padding: .4em .8em; margin: .2em .3em .2em 0; min-height: 2.6em; }
 #name { overflow-wrap: anywhere; color: #777; }
-kbd { color: #777; margin-right: .4em; }
+kbd { opacity: .6; margin-right: .4em; }
+b { margin-left: .4em; }
+@media (hover: none) { kbd { display: none; } }
+@media (max-width: 40em) { img { height: 45vh; } }
 """
 
 SCRIPT = """\
@@ -43,15 +47,20 @@ function add() { const label = get("new").value.trim(); if (!label) return;
 function show() {
   const file = data.files[at];
   get("picture").src = data.pictures[at]; get("name").textContent = file + (file in given ? ": " + given[file] : "");
-  get("progress").textContent = order.length + " of " + data.files.length + " labeled";
+  const all = data.files.length, guesses = new Map(data.guesses[at]);
+  get("progress").textContent =
+    order.length < all ? order.length + " of " + all + " labeled" : "all " + all + " labeled: save them";
   get("classes").replaceChildren(...data.classes.map((label, i) => { const button = document.createElement("button");
     if (keys[i]) { const key = document.createElement("kbd"); key.textContent = keys[i]; button.append(key); }
-    button.append(label); button.onclick = () => give(label); return button; }));
+    button.append(label);
+    if (guesses.has(label)) { const sure = document.createElement("b"); sure.textContent = guesses.get(label);
+      button.append(sure); }
+    button.onclick = () => give(label); return button; }));
 }
 function save() {
   const cell = text => /[",\\n\\r]/.test(text) || text !== text.trim() ? '"' + text.replaceAll('"', '""') + '"' : text;
   const lines = ["file,label", ...order.map(file => cell(file) + "," + cell(given[file]))];
-  const link = document.createElement("a"); link.download = "labels.csv";
+  const link = document.createElement("a"); link.download = data.saved;
   link.href = URL.createObjectURL(new Blob([lines.join("\\n") + "\\n"], {type: "text/csv"})); link.click();
 }
 get("undo").onclick = undo; get("skip").onclick = () => { next(); show(); }; get("save").onclick = save;
@@ -68,14 +77,21 @@ show();
 """
 
 
-def labeling_page(names: Sequence[str], paths: Sequence[Path], classes: Sequence[str]) -> str:
-    """Return the page as HTML: a picture, a button and a key for each class, undo, and one that saves a labels.csv.
+def labeling_page(
+    names: Sequence[str],
+    paths: Sequence[Path],
+    classes: Sequence[str],
+    guesses: Sequence[Mapping[str, float]] = (),
+) -> str:
+    """Return the page as HTML: a picture, a button and a key for each class, undo, and one that saves the labels.
 
-    `names` are the files as a labels.csv has them, `paths` where they lie, `classes` those known so far.
+    `names` are the files as a labels.csv has them, `paths` where they lie, `classes` those known so far, `guesses` the
+    probabilities from 0 to 1 of some classes of each picture.
     """
     digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()[:16]
-    data = {"id": digest, "files": list(names), "classes": list(classes)}
-    data |= {"pictures": [thumbnail(path, SIDE) for path in paths]}
+    data = {"id": digest, "saved": SAVED, "files": list(names), "classes": list(classes)}
+    data["guesses"] = [[(label, f"{p:.0%}") for label, p in each.items()] for each in guesses]
+    data["pictures"] = [thumbnail(path, SIDE) for path in paths]
     # "<" would end the script's element inside a file name.
     held = json.dumps(data).replace("<", "\\u003c")
     allowed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -90,7 +106,7 @@ def labeling_page(names: Sequence[str], paths: Sequence[Path], classes: Sequence
 <style>{STYLE}</style>
 </head><body>
 <p><b id="progress"></b> <button id="undo"><kbd>u</kbd>undo</button><button id="skip"><kbd>z</kbd>skip</button>
-<button id="save">save labels.csv</button></p>
+<button id="save">save {SAVED}</button></p>
 <img id="picture" alt="">
 <p id="name"></p>
 <p id="classes"></p>

@@ -138,7 +138,7 @@ def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
         return encoder, Classifier(encoder.classifier, encoder.classes, None)
     config = config or encoder.trained
     assert config is not None, "an encoder with a view has the config that it was trained with"
-    run = _run_of(Path(encoder.source), config)
+    run = run_of(Path(encoder.source), config)
     if (found := _better(run, encoder, len(labeled_images(config, place)[1]))) is not None:
         tuned, accuracies = found
         encoder = load_encoder(tuned)
@@ -170,7 +170,7 @@ def _better(run: Path, encoder: Encoder, labels: int) -> tuple[Path, str] | None
     return best and best[1:]
 
 
-def _run_of(source: Path, config: Config) -> Path:
+def run_of(source: Path, config: Config) -> Path:
     """Return the run's folder that a checkpoint or an export lies in, or where the config has it."""
     runs = (folder for folder in source.absolute().parents if (folder / manager.FOLDER).is_dir())
     return next(runs, config.run_folder)

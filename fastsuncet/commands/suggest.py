@@ -11,9 +11,11 @@ import torch
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import check_output, known_view, one_process
 from fastsuncet.commands.labeling_page import labeling_page
+from fastsuncet.commands.predict import run_of
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
+from fastsuncet.evaluation.classifier import run_classifier
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.suggestions import typical
@@ -33,6 +35,9 @@ class Suggestions(NamedTuple):
     classes: tuple[str, ...]  # those of the labels so far
     labeled: int
     unlabeled: int
+    guesses: list[
+        dict[str, float]
+    ]  # probabilities of the two best classes of each image; none where nothing can guess
 
 
 def suggest(
@@ -48,14 +53,15 @@ def suggest(
     shown = output.with_suffix(".html")
     if page:
         refuse_existing(shown, force)
-    found = suggestions(where, count)
-    text = io.StringIO(newline="")
+    found = suggestions(where, count, guess=page)
+    table = io.StringIO(newline="")
     rows = [("file", "label"), *((name, "") for name in found.names)]
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(table, lineterminator="\n").writerows(rows)
     with disk_errors(output, "--output"):
-        atomic_files.replace(output, text.getvalue().encode("utf-8", "surrogateescape"))
+        atomic_files.replace(output, table.getvalue().encode("utf-8", "surrogateescape"))
         if page:
-            atomic_files.replace(shown, labeling_page(found.names, found.paths, found.classes).encode())
+            text = labeling_page(found.names, found.paths, found.classes, found.guesses)
+            atomic_files.replace(shown, text.encode())
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")
@@ -66,8 +72,11 @@ def suggest(
     )
 
 
-def suggestions(where: Path | Config, count: int) -> Suggestions:
-    """Return the images that `suggest` writes. Raises DataError where fewer than `count` have no label."""
+def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Suggestions:
+    """Return the images that `suggest` writes. Raises DataError where fewer than `count` have no label.
+
+    With `guess`, the linear classifier of the run, which is fitted if there is none yet, guesses their classes.
+    """
     place = one_process()
     encoder = load_encoder(where.run_folder if isinstance(where, Config) else where)
     view = known_view(encoder)
@@ -87,8 +96,22 @@ def suggestions(where: Path | Config, count: int) -> Suggestions:
     pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
     features = outputs(encoder.module.to(place.device), index, pool, config, place, view=view)
     known = torch.from_numpy(labeled[pool]).to(place.device)
-    chosen = pool[typical(features, known, count, config.meta.seed).cpu().numpy()].tolist()
-    paths = [Path(index.path(i)) for i in chosen]
+    rows = typical(features, known, count, config.meta.seed)
+    chosen = pool[rows.cpu().numpy()].tolist()
+    guesses = []
+    if guess and len(np.unique(index.labels[good[labeled[good]]])) > 1:
+        classifier, _, _ = run_classifier(encoder, config, place, run_of(Path(encoder.source), config))
+        with torch.inference_mode():
+            best = classifier.layer.to(place.device)(features[rows]).softmax(1).topk(2)
+        guesses = [
+            {classifier.classes[label]: probability for label, probability in zip(*each, strict=True)}
+            for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
     return Suggestions(
-        [index.name(i) for i in chosen], paths, index.classes, int(labeled.sum()), len(unlabeled)
+        [index.name(i) for i in chosen],
+        [Path(index.path(i)) for i in chosen],
+        index.classes,
+        int(labeled.sum()),
+        len(unlabeled),
+        guesses,
     )

@@ -157,7 +157,7 @@ def with_csv_labels(
 
     The table is UTF-8 with the header `file,label`. A file is a path below the index's root with "/"; a label
     is any text, without the spaces around it. Classes are the labels in sorted order, or `classes` where a
-    training set has fixed them. A file can be listed again with the same label.
+    training set has fixed them. A file can be listed again with the same label, and the header can come again.
 
     Raises DataError with every wrong line at once, by number.
     """
@@ -208,6 +208,8 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
             line, name, label = reader.line_num, cells[0], cells[-1].strip(string.whitespace)
             if len(cells) != 2:
                 wrong.append((line, f"{len(cells)} columns instead of file,label"))
+            elif (name, label) == ("file", "label"):
+                continue  # the header of a table that was appended to another
             elif not name or not label:
                 wrong.append((line, f"no {'label' if name else 'file name'}"))
             elif leaves_root(name):

@@ -1,6 +1,7 @@
 """The classes of a folder: names, calibrated probabilities, a classifier that is fitted once, bad images."""
 
 import csv
+import json
 from pathlib import Path
 
 import PIL.Image
@@ -205,6 +206,8 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, capsys):
     assert "5 of 8 images without a label" in capsys.readouterr().out
     page = Path("next.html").read_text()
     assert page.count("data:image/jpeg") == 5 and "<0>" not in page and "https:" not in page
+    guesses = json.loads(page.split('id="data">')[1].split("</script>")[0])["guesses"]
+    assert [each[0][0] for each in guesses] == ["red"] * 5 and all(len(each) == 2 for each in guesses)
     assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
     assert cli.main(words) == 2 and "exists" in capsys.readouterr().err
     assert cli.main([*words[:3], "9", "--output", "more.csv"]) == 3

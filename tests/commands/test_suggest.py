@@ -1,26 +1,12 @@
 """Suggested images: typical ones of clusters without a label, a CSV to fill in, a page to label them on."""
 
-import json
-import shutil
-import subprocess
-
 import pytest
 import torch
 
-from fastsuncet.commands.labeling_page import SCRIPT, labeling_page
+from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.evaluation.suggestions import typical
+from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.pictures import write_image
-
-BROWSER = """\
-const elements = {}, saved = {};
-const element = id => elements[id] ||= {id, value: "", replaceChildren(...x) { this.children = x; }, append() {},
-  blur() {}, click() {}};
-globalThis.document = {getElementById: element, createElement: name => ({append() {}, click() { saved.link = this; }})};
-globalThis.localStorage = {getItem: () => null, setItem: (key, value) => { saved.memory = value; }};
-globalThis.Blob = class { constructor(parts) { saved.text = parts.join(""); } };
-URL.createObjectURL = () => "blob:";
-elements.data = {textContent: DATA};
-"""
 
 
 def test_typical_takes_the_center_of_each_cluster_without_a_label():
@@ -36,21 +22,43 @@ def test_typical_takes_the_center_of_each_cluster_without_a_label():
     assert len(set(typical(x, labeled, 500).tolist())) == len(x) - 1, "all of them, and none twice"
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_page_gives_classes_by_key_and_click_and_saves_them(tmp_path):
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path):
+    """In Chromium, as a person does it: guesses, a new class, undo, skip, the page opened again, the saved file."""
     names = ["a.png", 'b,"<script>.png', "c.png"]
     for i in range(3):
-        write_image(tmp_path / f"{i}.png")
-    page = labeling_page(names, [tmp_path / f"{i}.png" for i in range(3)], ["cat", "dog"])
-    data = page.split('id="data">')[1].split("</script>")[0]
-    keys = """
-const press = key => document.onkeydown({key, target: {}});
-press("2"); press("1"); press("u"); press("z"); elements.classes.children[0].onclick();
-elements.new.value = "bird, small"; elements.add.onclick(); elements.save.onclick();
-console.log(JSON.stringify([saved.text, elements.progress.textContent, saved.link.download]));
-"""
-    code = BROWSER.replace("DATA", json.dumps(data)) + SCRIPT + keys
-    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
-    text, progress, name = json.loads(done.stdout)
-    assert text == 'file,label\na.png,dog\nc.png,cat\n"b,""<script>.png","bird, small"\n'
-    assert (progress, name) == ("3 of 3 labeled", "labels.csv")
+        write_image(tmp_path / f"{i}.png", 60, 40)
+    guesses = [{"dog": 0.61, "cat": 0.394}, {"cat": 1.0, "dog": 0.0}, {"dog": 0.5, "cat": 0.5}]
+    paths = [tmp_path / f"{i}.png" for i in range(3)]
+    (tmp_path / "next.html").write_text(labeling_page(names, paths, ["cat", "dog"], guesses))
+
+    with Chromium(tmp_path) as browser:
+
+        def shown() -> list[str]:
+            """Return the progress, the picture's name and the buttons of classes."""
+            return browser.run(
+                "[...document.querySelectorAll('#progress, #name, #classes button')].map(x => x.textContent)"
+            )
+
+        browser.open(tmp_path / "next.html")
+        assert shown() == ["0 of 3 labeled", "a.png", "1cat39%", "2dog61%"]
+        assert browser.run("document.getElementById('picture').naturalWidth") == 60
+        browser.press("2")
+        browser.press("1")
+        browser.press("u")
+        assert shown() == ["1 of 3 labeled", names[1], "1cat100%", "2dog0%"]
+        browser.press("z")
+        browser.click("#classes button")
+        browser.click("#new")
+        for key in "bird, small2":  # a digit here is no class
+            browser.press(key)
+        browser.press("Enter")
+        assert shown()[0] == "all 3 labeled: save them" and shown()[-1] == "3bird, small2"
+        browser.open(tmp_path / "next.html")
+        assert shown()[0] == "all 3 labeled: save them", "the browser remembers"
+        browser.click("#save")
+        saved = browser.download("new-labels.csv")
+        browser.window(390, 844)
+        assert browser.run("document.documentElement.scrollWidth") == 390, "nothing is cut on a phone"
+    assert saved == 'file,label\na.png,dog\nc.png,cat\n"b,""<script>.png","bird, small2"\n'

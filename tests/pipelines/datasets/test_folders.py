@@ -238,6 +238,7 @@ def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
         "",
         'caf\xe9/4.jpg, "big, red ""cat"""',
         "1.jpg, zebra ",
+        "file,label",  # one table appended to another
         "x/2.jpg,zebra",
         encoding="utf-8-sig",
     )
