@@ -1,21 +1,64 @@
-"""Choose which of the two back-ends reads the pixels, and say how to install what is missing."""
+"""With which options pixels are made, which of the two back-ends makes them, and how to install what is missing."""
 
 import importlib
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from pipelines.data_errors import DataError
 from pipelines.output import say_once
 
+Backend = Literal["auto", "dali", "torchvision"]  # auto: DALI where it can be imported
 
-def choose_backend(backend: str) -> str:
-    """Return "dali" or "torchvision" for `backend`, "auto", "dali" or "torchvision".
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a loader makes pixels. On a CPU nothing but `backend` changes a bit. Raises ValueError for other values.
+
+    With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder. With DALI's default,
+    0.65, two decoders whose pixels can differ share a batch, sorted by subsampling and area: an image's pixels would
+    depend on its neighbors, and two ranks would not see what one sees. The price of 0 is throughput (on an A100
+    6,000 images/s, 7,000 with 0.75: NVIDIA/DALI issue 5362). `tools/gpu/suite.py` reports at which shares pixels depend
+    on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
+    """
+
+    backend: Backend = "auto"
+    device: Literal["cpu", "gpu"] = "cpu"  # cpu: `threads` threads decode and augment
+    device_id: int = 0  # of the GPU
+    threads: int = 3
+    prefetch: int = 2  # steps prepared ahead
+    # What makes a view of the resized image with DALI. True: `pipelines.dali.view_operator`; False: DALI's operators;
+    # auto: the view operator on a CPU where it can be built.
+    view_operator: bool | Literal["auto"] = "auto"
+    hw_decoder_share: float = 0.0
+    # Memory of a GPU's decoders. grown: as images come; largest: for the largest image of the index, up to
+    # `engine.room_for_buffers`.
+    decoder_buffers: Literal["grown", "largest"] = "grown"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "backend": ("auto", "dali", "torchvision"),
+            "device": ("cpu", "gpu"),
+            "view_operator": ("auto", True, False),
+            "decoder_buffers": ("grown", "largest"),
+        }
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+        for name in ("threads", "prefetch"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {value}")
+        if not 0 <= self.hw_decoder_share <= 1:
+            raise ValueError(f"hw_decoder_share must be from 0 to 1, not {self.hw_decoder_share}")
+
+
+def choose_backend(backend: str) -> Literal["dali", "torchvision"]:
+    """Return which back-end "auto", "dali" or "torchvision" is here.
 
     "auto" without DALI is torchvision and prints how to install DALI. Raises DataError when "dali" is asked for and
-    cannot be imported, ValueError for another name.
+    cannot be imported.
     """
-    if backend not in ("auto", "dali", "torchvision"):
-        raise ValueError(f'backend must be "auto", "dali" or "torchvision", not {backend!r}')
     if backend == "torchvision":
         return "torchvision"
     problem = dali_problem()

@@ -12,10 +12,10 @@ import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from pipelines.backend import LoaderOptions
 from pipelines.datasets.image_headers import read_rgb
-from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
-from pipelines.sampling.step_plan import BatchDraws
+from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
 
 
 class TorchvisionEngine:
@@ -26,22 +26,18 @@ class TorchvisionEngine:
 
     def __init__(
         self,
-        index: ImageIndex,
-        augmentations: Sequence[Augmentation | Center],
+        plan: Plan | EvaluationPlan,
+        options: LoaderOptions,
         *,
         draws: Callable[[int], BatchDraws],
         first_step: int,
-        batch: int,
-        device: str,
-        device_id: int,
-        threads: int,
-        prefetch: int,
-        dtype: torch.dtype,
     ):
-        self._index, self._augmentations, self._draws = index, augmentations, draws
-        self._step, self._prefetch, self._dtype = first_step, prefetch, dtype
-        self._device = torch.device("cuda", device_id) if device == "gpu" else torch.device("cpu")
-        self._pool = ThreadPoolExecutor(threads)
+        self._index, self._augmentations, self._draws = plan.index, plan.augmentations, draws
+        self._step, self._prefetch = first_step, options.prefetch
+        self._device = (
+            torch.device("cuda", options.device_id) if options.device == "gpu" else torch.device("cpu")
+        )
+        self._pool = ThreadPoolExecutor(options.threads)
         self._pending: dict[int, list[Future]] = {}
 
     def __del__(self) -> None:
@@ -59,10 +55,7 @@ class TorchvisionEngine:
                 self._pending[step] = [self._pool.submit(self._one_image, draws, row) for row in rows]
         rows = [future.result() for future in self._pending.pop(self._step)]
         self._step += 1
-        return [
-            torch.stack(view).to(self._device, self._dtype, memory_format=torch.channels_last)
-            for view in zip(*rows)
-        ]
+        return [torch.stack(view).to(self._device, memory_format=torch.channels_last) for view in zip(*rows)]
 
     def _one_image(self, draws: BatchDraws, row: int) -> list[torch.Tensor]:
         i = int(draws.indices[row])

@@ -21,9 +21,9 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
-from pipelines.backend import dali_problem
+from pipelines.backend import Backend, LoaderOptions, dali_problem
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import open_loader
+from pipelines.loader import Loader
 from pipelines.sampling.step_plan import BatchDraws, Plan
 
 COLUMNS = 8
@@ -102,8 +102,8 @@ def _unlabeled(
     """Return the batch's first images and their views by every installed back-end."""
     plan = stream.plan(UNLABELED, 0)
     first = SomeRows(plan, np.arange(min(COLUMNS, plan.batch)))
-    backends = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
-    seen = {backend: _views(config, index, first, backend, step) for backend in backends}
+    backends: list[Backend] = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
+    seen = {backend: _views(config, first, backend, step) for backend in backends}
     draws = seen[backends[0]][1]
     numbers = draws.indices.tolist()
     stored = [index.rgb(i) for i in numbers]
@@ -120,7 +120,7 @@ def _labeled(config: Config, index: ImageIndex, stream: PairedStream, step: int)
     plan, classes = stream.plan(LABELED, 0), stream.arithmetic.classes_per_batch
     # The batch is interleaved (a, b, c, a, b, c); the picture shows pairs.
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
-    (pictures, *_), draws = _views(config, index, SomeRows(plan, pairs), config.data.backend, step)
+    (pictures, *_), draws = _views(config, SomeRows(plan, pairs), config.data.backend, step)
     return [(picture, index.classes[label]) for picture, label in zip(pictures, draws.labels)]
 
 
@@ -147,11 +147,11 @@ class SomeRows(Plan):
 
 
 def _views(
-    config: Config, index: ImageIndex, plan: SomeRows, backend: str, step: int
+    config: Config, plan: SomeRows, backend: Backend, step: int
 ) -> tuple[list[list[np.ndarray]], BatchDraws]:
     """Return the pictures of each view without normalization, and their draws, stand-ins included."""
     view = plan.augmentations[0]
-    loader = open_loader(index, plan, backend=backend, bad_images=config.data.bad_images)
+    loader = Loader(plan, LoaderOptions(backend=backend), bad_images=config.data.bad_images)
     try:
         mean, std = (np.array(values) for values in (view.mean, view.std))
         batches = [tensor.permute(0, 2, 3, 1).numpy() * std + mean for tensor in loader(step)]

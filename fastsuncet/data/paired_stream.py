@@ -12,8 +12,9 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.distributed.launch import Place
 from fastsuncet.models.flops import network_cost
+from pipelines.backend import LoaderOptions
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import Loader, LoaderOptions, open_loader
+from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
@@ -62,7 +63,7 @@ class PairedStream:
                 index.classes,
             )
         self._loaders = {role: self._open(config, role) for role in self._samplers}
-        self._threads_alone = loader_options(config, place).get("threads", 1)
+        self._threads_alone = loader_options(config, place).threads
         side = self.labeled_view.size
         self._no_images = torch.empty(0, 3, side, side, device=place.device)
         self._no_labels = torch.empty(0, dtype=torch.int64, device=place.device)
@@ -74,17 +75,14 @@ class PairedStream:
         return Plan(self.index, self._samplers[role], shown, seed=self._seed, role=role, rank=rank)
 
     def _open(self, config: Config, role: str) -> Loader:
-        data, options = config.data, loader_options(config, self.place, streams=len(self._samplers))
-        options["prefetch"] = data.prefetch
-        return open_loader(
-            self.index,
-            self.plan(role, self.place.rank),
-            bad_images=data.bad_images,
+        data = config.data
+        options = replace(
+            loader_options(config, self.place, streams=len(self._samplers)),
             view_operator=data.view_operator,
             hw_decoder_share=data.hw_decoder_share,
             decoder_buffers=data.decoder_buffers,
-            **options,
         )
+        return Loader(self.plan(role, self.place.rank), options, bad_images=data.bad_images)
 
     def __call__(self, step: int, supervised: bool = True) -> Batch:
         """Return the batch of `step`, without labeled images unless it is `supervised` and the arithmetic says so.
@@ -126,12 +124,12 @@ class PairedStream:
     @property
     def backend(self) -> str:
         """The back-end that makes the pixels: "dali" or "torchvision"."""
-        return next(iter(self._loaders.values())).backend
+        return next(iter(self._loaders.values())).options.backend
 
     @property
     def uses_view_operator(self) -> bool:
         """Whether the view operator makes the views (data.view_operator)."""
-        return next(iter(self._loaders.values())).uses_view_operator
+        return next(iter(self._loaders.values())).options.view_operator is True
 
     def notes(self) -> list[str]:
         """Return warnings about the labeled images, for the start of a run: small classes, left-out ones."""
@@ -145,16 +143,17 @@ class PairedStream:
 
 
 def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOptions:
-    """Return the options that all loaders of this process share; `streams` of them run at the same time."""
+    """Return the options of an evaluation's or a fine-tuning's loader, of which `streams` run at the same time."""
     gpu = place.device.type == "cuda"
     # On a GPU a stream has two pools of threads, DALI's and its decoder's. On a CPU it has one pool, and the small
     # stream would leave its half of the cores idle.
-    return {
-        "device": "gpu" if gpu else "cpu",
-        "device_id": place.device.index or 0,
-        "threads": decode_threads(config.data.decode_threads, streams=streams if gpu else 1),
-        "backend": config.data.backend,
-    }
+    return LoaderOptions(
+        backend=config.data.backend,
+        device="gpu" if gpu else "cpu",
+        device_id=place.device.index or 0,
+        threads=decode_threads(config.data.decode_threads, streams=streams if gpu else 1),
+        prefetch=config.data.prefetch,
+    )
 
 
 def views(config: Config) -> tuple[Augmentation, ...]:

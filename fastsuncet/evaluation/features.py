@@ -91,7 +91,7 @@ def _forward(
     mine = np.resize(indices, count * place.world_size)[first:][:count]
     draws = {"seed": config.meta.seed, "role": SUPPORTS, "first": first}
     plan = EvaluationPlan(index, mine, min(batch, count), views, **draws)
-    loader = open_evaluation_loader(index, plan, **loader_options(config, place))
+    loader = open_evaluation_loader(plan, loader_options(config, place))
     training = network.training
     network.eval()
     rows, done = None, 0

@@ -16,12 +16,13 @@ import torch
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray, to_torch_type
 from nvidia.dali.tensors import TensorCPU, TensorListCPU
 
+from pipelines.backend import LoaderOptions
 from pipelines.dali import graphs
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.shards import Shards, allow_open_files
-from pipelines.sampling.augmentation import Augmentation, Center
-from pipelines.sampling.step_plan import BatchDraws
+from pipelines.sampling.augmentation import Augmentation
+from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
 
 # Threads that read a pack: at 2 ms a read 16 fetch 8,000 images a second, more than a card's share of cores decodes.
 READERS = 16
@@ -31,28 +32,19 @@ class DaliEngine:
     """One built pipeline. `run()` gives the views of first_step, first_step + 1, ... until a RuntimeError ends its use.
 
     `draws` maps a step to its BatchDraws and raises StopIteration after the last step. run() calls it in the caller's
-    thread, up to `prefetch` steps ahead. The graph has no other input and no state. `view_operator` says whether it,
-    loaded by `view_operator.use.choose`, makes the views.
+    thread, up to `prefetch` steps ahead. The graph has no other input and no state. `options` have no "auto", and the
+    view operator is loaded if it makes the views.
     """
 
     def __init__(
         self,
-        index: ImageIndex,
-        augmentations: Sequence[Augmentation | Center],
+        plan: Plan | EvaluationPlan,
+        options: LoaderOptions,
         *,
         draws: Callable[[int], BatchDraws],
         first_step: int,
-        batch: int,
-        device: str,
-        device_id: int,
-        threads: int,
-        prefetch: int,
-        dtype: torch.dtype,
-        hw_decoder_share: float = graphs.HW_DECODER_OFF,
-        decoder_buffers: str = "grown",
-        view_operator: bool = False,
     ):
-        stream = None
+        index, augmentations, stream = plan.index, plan.augmentations, None
         self._draws, self._step = draws, first_step
         self._lengths = None  # in bytes, of the index's files
 
@@ -60,36 +52,33 @@ class DaliEngine:
             return draws(first_step + iteration).indices
 
         if index.pixels is not None:
-            source, stored = PixelsInMemory(index.pixels, device, device_id), "pixels"
+            source, stored = PixelsInMemory(index.pixels, options), "pixels"
             stream = source.stream
         elif index.pack is not None:
             source, stored = PackedImages(index.pack, indices), "bytes"
         else:
             source, stored = FilePaths(index), "files"
             self._lengths = None if index.stamps is None else index.stamps[:, 0]
-            require_open_files(batch)
+            require_open_files(plan.batch)
         self._files = stored == "files"
-        most = room_for_buffers(device_id, threads) if decoder_buffers == "largest" and device == "gpu" else 0
-        self._stream = side_stream(device_id) if device == "gpu" else None
+        self._stream = side_stream(options.device_id) if options.device == "gpu" else None
         self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
-        view_operator = view_operator and graphs.fits_view_operator(augmentations)
         self._pipeline = graphs.views(
             source if isinstance(source, PackedImages) else lambda iteration: source(indices(iteration)),
             lambda iteration: graphs.view_arrays(augmentations, draws(first_step + iteration).views),
             augmentations,
             stored=stored,
             upright=index.upright,
-            view_operator=view_operator,
+            view_operator=options.view_operator,
             images_stream=stream,
-            decoder=decoder_options(index.sizes, device, hw_decoder_share, decoder_buffers, most),
-            dtype=str(dtype).removeprefix("torch."),
-            batch_size=batch,
-            num_threads=threads,
-            prefetch_queue_depth=prefetch,
+            decoder=decoder_options(index.sizes, options),
+            batch_size=plan.batch,
+            num_threads=options.threads,
+            prefetch_queue_depth=options.prefetch,
             # Only DALI's operators need conditions. To find them takes half of a small run's start.
-            enable_conditionals=not view_operator
+            enable_conditionals=not options.view_operator
             and any(isinstance(each, Augmentation) for each in augmentations),
-            **placement(device, device_id),
+            **placement(options.device, options.device_id),
         )
 
     def run(self) -> list[torch.Tensor]:
@@ -217,10 +206,10 @@ class PixelsInMemory:
     documentation of DALI 2.4's external_source (`cuda_stream`) and of torch's CUDA semantics.
     """
 
-    def __init__(self, pixels: np.ndarray, device: str, device_id: int):
+    def __init__(self, pixels: np.ndarray, options: LoaderOptions):
         self.pixels, self.stream = pixels, None
-        if device == "gpu":
-            self.stream = side_stream(device_id)
+        if options.device == "gpu":
+            self.stream = side_stream(options.device_id)
             # Allocated under the stream that reads it. torch returns memory to the stream it came from, so whatever
             # reuses it there waits for the last gather.
             with torch.cuda.stream(self.stream):
@@ -288,31 +277,29 @@ class DaliDecoder:
 PADDING = 16 << 20  # bytes of GPU memory that DALI 2.4 reserves for its decoder by default
 
 
-def decoder_options(
-    sizes: np.ndarray, device: str, hw_decoder_share: float, buffers: str, most: int = 0
-) -> dict[str, float]:
+def decoder_options(sizes: np.ndarray, options: LoaderOptions) -> dict[str, float]:
     """Return options of DALI's image decoder on a GPU; none on a CPU.
 
-    `sizes` is int (N, 2), heights and widths. `buffers` "grown" leaves DALI's default sizes, "largest" reserves memory
-    for the largest image at the start, but at most `most` bytes a buffer. A decoder whose buffers are too small stops
-    to grow them when a larger image comes. DALI's own examples reserve memory for ImageNet; the gain has not been
-    measured here.
+    `sizes` is int (N, 2), heights and widths. Grown buffers have DALI's default sizes; largest ones have room for the
+    largest image at the start, but at most `room_for_buffers`. A decoder whose buffers are too small stops to grow them
+    when a larger image comes. DALI's own examples reserve memory for ImageNet; the gain has not been measured here.
     """
-    if device != "gpu":
+    if options.device != "gpu":
         return {}
-    options: dict[str, float] = {"hw_decoder_load": hw_decoder_share}
-    if buffers == "grown" or not sizes.size:
-        return options
+    chosen: dict[str, float] = {"hw_decoder_load": options.hw_decoder_share}
+    if options.decoder_buffers == "grown" or not sizes.size:
+        return chosen
+    most = room_for_buffers(options.device_id, options.threads)
     height, width = sizes.max(0).tolist()
     # 16-bit coefficients of three full planes, the most that a JPEG of this size has, and never less than DALI's
     # default.
     wanted = 6 * int(sizes.prod(1, dtype=np.int64).max())
     coefficients = max(min(wanted, most, 2**31 - 1), PADDING)
-    options |= {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
+    chosen |= {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
     # DALI refuses these on a card without a hardware decoder (NVIDIA/DALI issue 3704).
-    if hw_decoder_share and wanted <= most:
-        options |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
-    return options
+    if options.hw_decoder_share and wanted <= most:
+        chosen |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
+    return chosen
 
 
 def room_for_buffers(device_id: int, threads: int) -> int:

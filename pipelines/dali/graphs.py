@@ -19,16 +19,10 @@ import nvidia.dali.fn as fn
 import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 
+from pipelines.backend import LoaderOptions
 from pipelines.dali import color
 from pipelines.dali.view_operator.gpu_code import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
-
-# The share of a GPU batch that the hardware JPEG decoder takes. With DALI's default, 0.65, two decoders whose pixels
-# can differ share a batch, sorted by subsampling and area: an image's pixels would depend on its neighbors, and two
-# ranks would not see what one sees. The price is throughput (on an A100 6,000 images/s without, 7,000 with 0.75:
-# NVIDIA/DALI issue 5362). `data.hw_decoder_share` sets it, and `tools/gpu/suite.py` reports at which shares pixels
-# depend on neighbors or rows; if they do not at 1.0, that can be the default on cards with an engine.
-HW_DECODER_OFF = 0.0
 
 # The inputs of a view: of its crop, and those of the view operator.
 OF_CROP, OF_VIEW_OPERATOR = ("corner", "extent"), (*color.FACTORS, "order", "gray", "sigma", "flip")
@@ -44,7 +38,6 @@ def views(
     *,
     decode: str,
     stored: str,  # "files", "bytes" or "pixels": see `stored_images`
-    dtype: str,
     upright: bool = False,  # whether images are turned as their EXIF tag says
     view_operator: bool = False,  # whether it, loaded, makes all of a view after its resize
     images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
@@ -62,7 +55,6 @@ def views(
             image,
             augmentation,
             SimpleNamespace(**{name: next(nodes) for name in of_view}),
-            dtype,
             view_operator,
         )
         for augmentation, of_view in zip(augmentations, names)
@@ -76,22 +68,20 @@ def decoded(images: Callable, *, decode: str, stored: str):
     return stored_images(images, decode, stored)[0]
 
 
-def one_view(
-    image, augmentation: Augmentation | Center, view: SimpleNamespace, dtype: str, view_operator: bool = False
-):
+def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, view_operator: bool = False):
     """One view of the image. `view` holds the nodes of its numbers by the names of `view_inputs`."""
     square = (augmentation.size, augmentation.size)
     if isinstance(augmentation, Center):
         image = fn.slice(resize(image, view.resized), start=view.corner, shape=square, axes=(0, 1))
-        return normalize(image, augmentation, dtype)
+        return normalize(image, augmentation)
     # Slicing before resizing stays within 1 gray level of torchvision except in the outermost rows and columns (up to
     # 11: the kernel's overhang sees the edge repeated, where torchvision drops it). A region of interest of the resize
     # operator reads beyond the crop and is off by up to 40 there.
     image = resize(fn.slice(image, start=view.corner, shape=view.extent, axes=(0, 1)), square)
-    return (by_view_operator if view_operator else by_operators)(image, augmentation, view, dtype)
+    return (by_view_operator if view_operator else by_operators)(image, augmentation, view)
 
 
-def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
+def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str = "float32"):
     """The resized image in color, gray, blurred, flipped and normalized by DALI's own operators."""
     if augmentation.recolors:
         image = color.jitter(image, augmentation, view)
@@ -103,7 +93,7 @@ def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype
     return normalize(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
 
 
-def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str):
+def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str = "float32"):
     """The same by the view operator's one operator. It makes the pixels of DALI's CPU operators, on a GPU too."""
     given = {name: getattr(view, name) for name in view_inputs(augmentation) if name not in OF_CROP}
     if augmentation.blur:
@@ -140,7 +130,7 @@ def stored_images(
         # end the process by SIGBUS, without a message.
         encoded = fn.io.file.read(encoded, dont_use_mmap=True)
     # Fancy upsampling: libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
-    options = {"hw_decoder_load": HW_DECODER_OFF, **(decoder or {})}
+    options = {"hw_decoder_load": LoaderOptions.hw_decoder_share, **(decoder or {})}
     image = fn.decoders.image(
         encoded,
         device=decode,
@@ -168,7 +158,7 @@ def blur(image, sigma, window: int | Literal["auto"]):
     return image
 
 
-def normalize(image, augmentation: Augmentation | Center, dtype: str, mirror=0):
+def normalize(image, augmentation: Augmentation | Center, dtype: str = "float32", mirror=0):
     """uint8 to float in [0, 1], then (x - mean) / std. HWC becomes channels-last when torch permutes it."""
     return fn.crop_mirror_normalize(
         image, mirror=mirror, output_layout="HWC", **normalization(augmentation, dtype)
@@ -182,9 +172,10 @@ def normalization(augmentation: Augmentation | Center, dtype: str) -> dict[str, 
 
 
 def fits_view_operator(augmentations: Sequence[Augmentation | Center]) -> bool:
-    """Return whether the view operator knows all that the views ask for."""
-    random = (each for each in augmentations if isinstance(each, Augmentation))
-    return all(view_inputs(each).keys() <= {*OF_CROP, *OF_VIEW_OPERATOR} for each in random)
+    """Return whether there are random views, and the view operator knows all that they ask for."""
+    random = [each for each in augmentations if isinstance(each, Augmentation)]
+    known = {*OF_CROP, *OF_VIEW_OPERATOR}
+    return bool(random) and all(view_inputs(each).keys() <= known for each in random)
 
 
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:

@@ -120,11 +120,9 @@ class EvaluationPlan:
         raise ValueError("an evaluation shows every image that it names: none can stand in for another")
 
 
-# What a loader needs to know of a stream.
-StepPlan = Plan | EvaluationPlan
-
-
-def _draws(plan: StepPlan, step: int, indices: np.ndarray, *, counter: int, first_row: int) -> BatchDraws:
+def _draws(
+    plan: Plan | EvaluationPlan, step: int, indices: np.ndarray, *, counter: int, first_row: int
+) -> BatchDraws:
     """Return the draws of rows first_row, first_row + 1, ... at `counter`, which show the images `indices`."""
     sizes, views = plan.index.sizes[indices], []
     place = {"seed": plan.seed, "step": counter, "first_row": first_row}

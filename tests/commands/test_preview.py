@@ -36,13 +36,13 @@ def test_sheet_shows_the_views_of_both_back_ends(tmp_path):
 def test_sheet_shows_the_runs_own_batch_and_decodes_no_more(tmp_path, monkeypatch, step):
     # Six of ten classes: a batch of another size would hold other classes.
     config = small_config(tmp_path, "criterion.classes_per_batch=6", "data.backend=torchvision")
-    decoded, open_loader = [], module.open_loader
+    decoded, loader = [], module.Loader
 
-    def watched(index, plan, *arguments, **options):
+    def watched(plan, *arguments, **options):
         decoded.append(plan.batch)
-        return open_loader(index, plan, *arguments, **options)
+        return loader(plan, *arguments, **options)
 
-    monkeypatch.setattr(module, "open_loader", watched)
+    monkeypatch.setattr(module, "Loader", watched)
     rows = dict(sheet(config, step))
 
     place = Place(0, 1, 0, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,9 +80,9 @@ def test_slurm_tasks_decode_on_their_share_of_the_node(machine, monkeypatch, off
 def test_two_streams_on_a_gpu_share_the_cores_of_their_process(machine):
     machine(16, ranks=1)
     config = load_config(CONFIGS / "digits_demo.yaml")
-    assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)), streams=2)["threads"] == 8
-    assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)))["threads"] == 16  # an evaluation
-    assert loader_options(config, Place(0, 1, 0, torch.device("cpu")), streams=2)["threads"] == 16
+    assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0)), streams=2).threads == 8
+    assert loader_options(config, Place(0, 1, 0, torch.device("cuda", 0))).threads == 16  # an evaluation
+    assert loader_options(config, Place(0, 1, 0, torch.device("cpu")), streams=2).threads == 16
 
 
 def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_ends(monkeypatch):
@@ -89,7 +90,7 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
     real = loader_options
 
     def shared(config, place, streams=1):
-        return {**real(config, place), "threads": 4 // streams}
+        return replace(real(config, place), threads=4 // streams)
 
     monkeypatch.setattr(paired_stream, "loader_options", shared)
     here = Place(0, 1, 0, torch.device("cpu"))
@@ -99,7 +100,7 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
     with closing(PairedStream(config, images.train, images.split.indices, arithmetic, here)) as stream:
 
         def threads() -> dict[str, int]:
-            return {role: loader._backend.threads for role, loader in stream._loaders.items()}
+            return {role: loader.options.threads for role, loader in stream._loaders.items()}
 
         stream(arithmetic.supervised_steps - 1)
         assert threads() == {UNLABELED: 2, LABELED: 2}

@@ -24,7 +24,7 @@ def without_dali(monkeypatch):
 
 def test_backend_auto_without_dali_is_torchvision_and_says_so_once(index, without_dali, capfd):
     loaders = [opened(unlabeled(index)) for _ in range(2)]
-    assert [loader.backend for loader in loaders] == ["torchvision"] * 2
+    assert [loader.options.backend for loader in loaders] == ["torchvision"] * 2
     output = capfd.readouterr().out
     assert output.count("\n") == 1 and "torchvision reads the images instead" in output
     assert "pip install 'nvidia-dali-cuda1" in output

@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from pipelines.backend import LoaderOptions
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import Backend, Loader
 from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.step_plan import Plan
 from tests.support.pictures import texture, unusable_files
@@ -67,15 +67,12 @@ def test_loader_makes_as_many_calls_for_many_images_as_for_few(index):
     assert calls[0] < 2000 and calls[1] < 1.2 * calls[0]
 
 
-def test_loader_mean_std_and_half_precision_come_last(index, reader):
+def test_loader_mean_and_std_come_last(index, reader):
     normalized = replace(SMALL, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
     (plain,) = opened(unlabeled(index, augmentations=(SMALL,)), reader)(3)
     (scaled,) = opened(unlabeled(index, augmentations=(normalized,)), reader)(3)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (normalized.mean, normalized.std))
     torch.testing.assert_close(scaled, (plain - mean) / std, atol=1e-5, rtol=0)
-    (half,) = opened(unlabeled(index, augmentations=(SMALL,)), reader, dtype=torch.float16)(3)
-    assert half.dtype == torch.float16
-    torch.testing.assert_close(half.float(), plain, atol=5e-4, rtol=0)
 
 
 def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
@@ -375,7 +372,8 @@ def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure)
             raise RuntimeError(f"Error in MIXED operator\n{failure}")
 
     decode = lambda images: [RuntimeError(failure) for _ in images]  # noqa: E731
-    loader = Loader(own, plan, Backend("dali", Engine, decode, 1), allowed=5)
+    loader = opened(plan, bad_images=5)
+    loader._start, loader._decode = Engine, decode
     with pytest.raises(RuntimeError, match=re.escape(failure)):
         loader(0)
     assert not loader.bad
@@ -390,7 +388,7 @@ def test_loader_use_threads_changes_no_bit(index, reader):
     assert loader._engine is kept  # it has 1 already
     loader.use_threads(3)
     assert_same(loader(1), other(1))
-    assert loader._engine is not kept and loader._backend.start.keywords["threads"] == 3
+    assert loader._engine is not kept and loader.options.threads == 3
 
 
 def test_loader_passes_on_a_failure_that_no_file_caused(index):
@@ -402,7 +400,8 @@ def test_loader_passes_on_a_failure_that_no_file_caused(index):
             sizes = {index.path(i): tuple(index.sizes[i].tolist()) for i in range(len(index))}
             return [outcome or sizes[image] for image in images]
 
-        loader = Loader(index, plan, Backend("dali", FailingEngine, decode, 1), allowed=5)
+        loader = opened(plan, bad_images=5)
+        loader._start, loader._decode = FailingEngine, decode
         with pytest.raises(RuntimeError, match="the device is lost"):
             loader(0)
         assert not loader.bad
@@ -458,16 +457,16 @@ def test_loader_without_a_gpu_raises_one_clear_error(index, reader, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "cuda"}, '"cpu" or "gpu"'),
-        ({"dtype": torch.float64}, "float32 or"),
-        ({"backend": "pil"}, '"auto"'),
+        ({"device": "cuda"}, "device must be one of cpu, gpu, not 'cuda'"),
+        ({"backend": "pil"}, "one of auto, dali, torchvision"),
+        ({"view_operator": "fused"}, "one of auto, True, False, not 'fused'"),
         ({"threads": 0}, "threads must be 1 or more"),
         ({"prefetch": 0}, "prefetch must be 1 or more"),
         ({"hw_decoder_share": 1.5}, "hw_decoder_share must be from 0 to 1, not 1.5"),
         ({"hw_decoder_share": -0.1}, "from 0 to 1"),
-        ({"decoder_buffers": "large"}, 'decoder_buffers must be "grown" or "largest"'),
+        ({"decoder_buffers": "large"}, "decoder_buffers must be one of grown, largest"),
     ],
 )
-def test_loader_refuses_values_that_do_not_exist(index, options, words):
+def test_loader_options_refuse_values_that_do_not_exist(options, words):
     with pytest.raises(ValueError, match=words):
-        opened(unlabeled(index), **options)
+        LoaderOptions(**options)

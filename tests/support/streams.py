@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.backend import dali_problem
+from pipelines.backend import LoaderOptions, dali_problem
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import Loader, open_evaluation_loader, open_loader
+from pipelines.loader import Loader, open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler
 from pipelines.sampling.step_plan import EvaluationPlan, Plan
@@ -28,13 +28,14 @@ def labeled(index: ImageIndex, indices: np.ndarray, world_size=1, rank=0) -> Pla
     return Plan(index, sampler, (SMALL,), seed=0, role="labeled", rank=rank)
 
 
-def opened(plan: Plan, backend: str = "auto", **options) -> Loader:
-    return open_loader(plan.index, plan, **{"threads": 1, "backend": backend, **options})
+def opened(plan: Plan, backend: str = "auto", *, bad_images=0, **options) -> Loader:
+    options = {"threads": 1, "backend": backend, **options}
+    return Loader(plan, LoaderOptions(**options), bad_images=bad_images)
 
 
 def evaluation(index: ImageIndex, indices, backend: str, batch=4, size=32, resize=32):
     plan = EvaluationPlan(index, indices, batch, (Center(size, resize),))
-    return open_evaluation_loader(index, plan, threads=1, backend=backend)
+    return open_evaluation_loader(plan, LoaderOptions(threads=1, backend=backend))
 
 
 def assert_same(views: list[torch.Tensor], others: list[torch.Tensor]) -> None:

@@ -159,8 +159,8 @@ def test_decoder_finds_pixels_that_depend_on_neighbors_and_not_on_the_row(images
     """A decoder that treats the largest half of a batch differently, as one does that shares a batch out by area."""
 
     class Loader:
-        def __init__(self, index, plan, hw_decoder_share, **options):
-            self.index, self.plan, self.mixed = index, plan, 0 < hw_decoder_share < 1
+        def __init__(self, plan, options):
+            self.index, self.plan, self.mixed = plan.index, plan, 0 < options.hw_decoder_share < 1
 
         def __call__(self, step):
             rows = self.plan.sampler.rows(step, 0)
@@ -171,7 +171,7 @@ def test_decoder_finds_pixels_that_depend_on_neighbors_and_not_on_the_row(images
         def close(self):
             pass
 
-    monkeypatch.setattr(workloads, "open_loader", Loader)
+    monkeypatch.setattr(workloads, "Loader", Loader)
     report = harness.Report("x", tmp_path / "found.json")
     assert workloads.decoder(report, images, "cuda", small=True) == 0
     found = {point["share"]: point for point in report.content["points"]}

@@ -24,9 +24,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
+from pipelines.backend import LoaderOptions
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.pack import open_pack, write_pack
-from pipelines.loader import open_loader
+from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
@@ -64,8 +65,8 @@ def views_of_files(folder: str, plain: bool) -> Iterator[Any]:
         seed=0,
         role="bench",
     )
-    loader = open_loader(index, plan, backend="dali", view_operator=False, threads=THREADS)
-    yield from map(loader, itertools.count())
+    options = LoaderOptions(backend="dali", view_operator=False, threads=THREADS)
+    yield from map(Loader(plan, options), itertools.count())
 
 
 def encoded_images(folder: str, how: str) -> Iterator[Any]:

@@ -28,9 +28,10 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
+from pipelines.backend import LoaderOptions
 from pipelines.dali.view_operator import use
 from pipelines.datasets.folders import image_tree
-from pipelines.loader import open_loader
+from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation, blur_windows
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
@@ -137,8 +138,8 @@ def batches(engine: str, blur: str, folder: str, batch: int) -> Iterator[Any]:
     if engine == "decode":
         yield from decoded_images(plan)
         return
-    loader = open_loader(index, plan, backend="dali", view_operator=engine != "dali", threads=WORKERS)
-    yield from map(loader, itertools.count())
+    options = LoaderOptions(backend="dali", view_operator=engine != "dali", threads=WORKERS)
+    yield from map(Loader(plan, options), itertools.count())
 
 
 def decoded_images(plan: Plan) -> Iterator[Any]:

@@ -37,10 +37,11 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import join
 from fastsuncet.training.cuda_graph import WARMUP
 from fastsuncet.training.determinism import set_determinism
+from pipelines.backend import LoaderOptions
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES
 from pipelines.datasets.folders import image_folder
-from pipelines.loader import Loader, open_loader
+from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
@@ -155,7 +156,7 @@ def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
     index = image_folder(folder / "pictures")
     plan = Plan(index, UnlabeledSampler(len(index), batch, 1, 0), (Augmentation(),) * 2, seed=0, role="feed")
     where = "gpu" if device == "cuda" else "cpu"
-    return open_loader(index, plan, device=where, backend="dali", **options)
+    return Loader(plan, LoaderOptions(device=where, backend="dali", **options))
 
 
 def feed(report: Report, folder: Path, device: str, small: bool) -> int:
@@ -240,7 +241,7 @@ def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
     points = []
     for share in (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0) if device == "cuda" else (0.0,):
         where = "gpu" if device == "cuda" else "cpu"
-        loader = open_loader(index, plan, device=where, backend="dali", hw_decoder_share=share)
+        loader = Loader(plan, LoaderOptions(device=where, backend="dali", hw_decoder_share=share))
         (here,), (elsewhere,), (back,) = loader(0), loader(1), loader(2)
         changes = [
             (here[:third] - other[:third]).abs().amax((1, 2, 3)).cpu() for other in (elsewhere, back.flip(0))

@@ -13,7 +13,7 @@ from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.launch import Place
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import open_loader
+from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import SubsetSampler
 from pipelines.sampling.step_plan import BatchDraws, Plan
@@ -70,8 +70,7 @@ class FineTuningStream:
         ranks = range(place.world_size)
         self._plans = [AccumulationPlan(index, sampler, view, rank=rank, **draws) for rank in ranks]
         plan = self._plans[place.rank]
-        options = loader_options(config, place) | {"prefetch": config.data.prefetch}
-        self._loader = open_loader(index, plan, bad_images=config.data.bad_images, **options)
+        self._loader = Loader(plan, loader_options(config, place), bad_images=config.data.bad_images)
 
     def __call__(self, step: int, part: int) -> tuple[Tensor, Tensor]:
         """Return images (m, 3, S, S) and targets: labels int64 (m,), or presence int8 (m, C)."""

@@ -17,10 +17,11 @@ import nvidia.dali.fn as fn
 from nvidia.dali import Pipeline
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
-import fastsuncet.data.paired_stream
 from fastsuncet.config import load_config
+from fastsuncet.data import paired_stream
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import join
+from pipelines.backend import LoaderOptions
 from pipelines.dali import engine, graphs
 from pipelines.dali.engine import (
     PADDING,
@@ -50,13 +51,14 @@ def arguments_of(operator: str, monkeypatch) -> list[dict]:
     return calls
 
 
-def place_of(device: str) -> dict:
-    return {"device": device, "device_id": 0, "threads": 2, "prefetch": 1, "dtype": torch.float32}
+def engine_on(device: str, plan, draws=None) -> DaliEngine:
+    options = LoaderOptions(device=device, threads=2, prefetch=1, view_operator=False)
+    return DaliEngine(plan, options, draws=draws or plan, first_step=0)
 
 
 def gpu_views(stored: str, **options):
     augmentations = (Augmentation(), Augmentation(blur=0), Center())
-    build = {"batch_size": 2, "num_threads": 1, "device_id": None, "dtype": "float16", "decode": "mixed"}
+    build = {"batch_size": 2, "num_threads": 1, "device_id": None, "decode": "mixed"}
     return graphs.views(lambda _: None, lambda _: None, augmentations, stored=stored, **build, **options)
 
 
@@ -84,23 +86,26 @@ def test_gpu_graph_takes_the_decoders_options_and_one_decoder_by_default(monkeyp
     assert asked == {**one, "hw_decoder_load": 0.5, "device_memory_padding": 7}
 
 
-def test_decoder_options_follow_the_largest_image_within_limits():
-    sizes, most = np.array([[3000, 10], [2000, 2500]], np.int32), 2**40
-    assert decoder_options(sizes, "cpu", 0.5, "largest", most) == {}
-    assert decoder_options(sizes, "gpu", 0.0, "grown", most) == {"hw_decoder_load": 0.0}
+def test_decoder_options_follow_the_largest_image_within_limits(monkeypatch):
+    sizes = np.array([[3000, 10], [2000, 2500]], np.int32)
     hints = {"preallocate_height_hint": 3000, "preallocate_width_hint": 2500}
-    padding = dict.fromkeys(("device_memory_padding", "host_memory_padding"), 6 * 2000 * 2500)
-    assert decoder_options(sizes, "gpu", 0.0, "largest", most) == {"hw_decoder_load": 0.0, **padding}
-    assert decoder_options(sizes, "gpu", 0.5, "largest", most) == {"hw_decoder_load": 0.5, **padding, **hints}
-    capped = decoder_options(sizes, "gpu", 0.5, "largest", 20_000_000)
-    assert capped == {"hw_decoder_load": 0.5, **dict.fromkeys(padding, 20_000_000)}
-    for sides, limit, expected in (
-        ([40, 40], most, PADDING),
-        ([30_000, 40_000], most, 2**31 - 1),
-        ([9000, 9000], 5, PADDING),
-    ):
-        options = decoder_options(np.array([sides], np.int32), "gpu", 0.0, "largest", limit)
-        assert options["host_memory_padding"] == expected
+
+    def padded(count: int) -> dict:
+        return dict.fromkeys(("device_memory_padding", "host_memory_padding"), count)
+
+    def chosen(device="gpu", share=0.0, buffers="largest", room=2**40, sizes=sizes) -> dict:
+        monkeypatch.setattr(engine, "room_for_buffers", lambda device_id, threads: room)
+        options = LoaderOptions(device=device, hw_decoder_share=share, decoder_buffers=buffers)
+        return decoder_options(np.asarray(sizes, np.int32), options)
+
+    assert chosen(device="cpu", share=0.5) == {}
+    assert chosen(buffers="grown") == {"hw_decoder_load": 0.0}
+    assert chosen() == {"hw_decoder_load": 0.0, **padded(6 * 2000 * 2500)}
+    assert chosen(share=0.5) == {"hw_decoder_load": 0.5, **padded(6 * 2000 * 2500), **hints}
+    assert chosen(share=0.5, room=20_000_000) == {"hw_decoder_load": 0.5, **padded(20_000_000)}
+    assert chosen(sizes=[[40, 40]]) == {"hw_decoder_load": 0.0, **padded(PADDING)}
+    assert chosen(sizes=[[30_000, 40_000]]) == {"hw_decoder_load": 0.0, **padded(2**31 - 1)}
+    assert chosen(sizes=[[9000, 9000]], room=5) == {"hw_decoder_load": 0.0, **padded(PADDING)}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,6 @@ def test_decoder_buffers_of_a_stream_take_a_twentieth_of_what_is_free(
 
 
 def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path, monkeypatch):
-    settings = {"hw_decoder_share": 0.5, "decoder_buffers": "largest"}
     (tmp_path / "run.yaml").write_text(
         f"data: {{kind: image_folder, root: {index.root}, train: ., validation: null, split: {{kind: all}}, "
         "hw_decoder_share: 0.5, decoder_buffers: largest, augmentation: {size: 16, blur: 0}}\n"
@@ -125,14 +129,12 @@ def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path,
         "supervised_imgs_per_class: 2, supervised_epochs: all}\noptimization: {epochs: 1, lr: 1.0}\n"
     )
     config, calls = load_config(str(tmp_path / "run.yaml")), []
-    real = fastsuncet.data.paired_stream.open_loader
-    monkeypatch.setattr(
-        fastsuncet.data.paired_stream, "open_loader", lambda *a, **k: (calls.append(k), real(*a, **k))[1]
-    )
+    real = paired_stream.Loader
+    monkeypatch.setattr(paired_stream, "Loader", lambda p, o, **k: (calls.append(o), real(p, o, **k))[1])
     labeled = np.arange(len(index))
     with join("cpu") as place:
         PairedStream(config, index, labeled, config.resolve(1, len(index), 3, len(index)), place).close()
-    assert len(calls) == 2 and all(settings.items() <= options.items() for options in calls)
+    assert [(each.hw_decoder_share, each.decoder_buffers) for each in calls] == [(0.5, "largest")] * 2
     decoders = arguments_of("image", monkeypatch)
     next(evaluation(index, labeled, "dali"))
     assert [call["hw_decoder_load"] for call in decoders] == [0]
@@ -230,8 +232,7 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
         torch.Tensor, "record_stream", lambda view, stream: calls.append(f"kept for {stream.name}")
     )
     monkeypatch.setattr(engine, "feed_ndarray", copied)
-    draws = unlabeled(index, augmentations=(SMALL,))
-    made = DaliEngine(index, (SMALL,), draws=draws, first_step=0, batch=6, **place_of("cpu"))
+    made = engine_on("cpu", unlabeled(index, augmentations=(SMALL,)))
     made._stream = Stream(name="side")
     found = [made.run() for _ in range(3)]
     work = ["on side", "run on side", "copy on side", "on training"]
@@ -252,7 +253,7 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
 @gpu
 def test_pixels_in_memory_are_gathered_without_waiting_for_training():
     pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
-    stored, wanted = PixelsInMemory(pixels, "gpu", 0), np.array([7, 0, 7])
+    stored, wanted = PixelsInMemory(pixels, LoaderOptions(device="gpu")), np.array([7, 0, 7])
     stored(wanted)  # the first call allocates
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second of training
@@ -268,11 +269,10 @@ def test_pixels_in_memory_are_gathered_without_waiting_for_training():
 @gpu
 def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
     view = draw_view(SMALL, index.sizes[:1], seed=0, step=0, role="", first_row=0)
-    rows = 32
+    rows = 24
     same = {field.name: np.repeat(getattr(view, field.name), rows, axis=0) for field in fields(view)}
     draws = BatchDraws(0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), (ViewParams(**same),))
-    made = DaliEngine(index, (SMALL,), draws=lambda _: draws, first_step=0, batch=rows, **place_of("gpu"))
-    (images,) = made.run()
+    (images,) = engine_on("gpu", unlabeled(index, rows, augmentations=(SMALL,)), lambda _: draws).run()
     assert all(torch.equal(image, images[0]) for image in images)
 
 
@@ -280,10 +280,7 @@ def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
 @gpu
 def test_engine_on_a_gpu_stays_within_two_steps_of_training_and_keeps_its_pixels(index):
     plan = unlabeled(index)
-    beside, alone = (
-        DaliEngine(index, plan.augmentations, draws=plan, first_step=0, batch=6, **place_of("gpu"))
-        for _ in range(2)
-    )
+    beside, alone = (engine_on("gpu", plan) for _ in range(2))
     expected = [[view.clone() for view in alone.run()] for _ in range(5)]
     found, trained = [], []
     for _ in range(5):

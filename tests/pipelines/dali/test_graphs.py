@@ -26,11 +26,10 @@ from nvidia.dali import pipeline_def
 from pipelines.dali import color, graphs
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
-from pipelines.loader import open_loader
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
 from pipelines.sampling.step_plan import BatchDraws
 from tests.support.pictures import texture, write_kinds, write_pictures
-from tests.support.streams import evaluation
+from tests.support.streams import evaluation, opened
 from tests.support.view_operator import needs_view_operator
 
 EXACT = Augmentation(size=64, color_order="fixed")
@@ -65,8 +64,7 @@ class GivenViews:
 def levels_of(index, augmentation, views, **options) -> list[torch.Tensor]:
     """Each view of all images, (N, 3, S, S) in gray levels, by the graph itself and not by the view operator."""
     plan = GivenViews(index, augmentation, views)
-    options["view_operator"] = False
-    return [255 * view.cpu() for view in open_loader(index, plan, threads=1, prefetch=1, **options)(0)]
+    return [255 * view.cpu() for view in opened(plan, prefetch=1, view_operator=False, **options)(0)]
 
 
 def one_by_one(sizes: np.ndarray) -> dict[str, ViewParams]:
@@ -266,7 +264,7 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
     pipeline = graphs.views(
         *(lambda _: None,) * 2,
         (EXACT, replace(EXACT, color_order="random"), Center()),
-        **{"decode": "mixed", "stored": stored, "view_operator": fused, "dtype": "float16"},
+        **{"decode": "mixed", "stored": stored, "view_operator": fused},
         **{"batch_size": 2, "num_threads": 1, "device_id": 0},
     )
     pipeline._build_graph()

@@ -140,7 +140,7 @@ def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(view_operator, monk
     monkeypatch.setattr(
         graphs.fn.fastsuncet, "view", lambda image, **k: calls.append((image.device, k)) or real(image, **k)
     )
-    options = {"decode": "mixed", "stored": "files", "view_operator": True, "dtype": "float16"}
+    options = {"decode": "mixed", "stored": "files", "view_operator": True}
     build_options = {"batch_size": 2, "num_threads": 1, "device_id": None}
     pipeline = graphs.views(lambda _: None, lambda _: None, (Augmentation(),), **options, **build_options)
     with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
