@@ -8,31 +8,50 @@ can be lost.
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # Bytes of one write() call: small enough that a signal is noticed soon, large enough that the calls cost nothing.
 CHUNK = 8 << 20
+TEMPORARY = ".tmp-"  # the names of what is being written or removed begin so
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of this machine
 LOCKS: dict[Path, int] = {}  # the lock files that this process holds, and their descriptors
 
 
+class _InChunks(io.FileIO):
+    """A file whose every write is one system call of at most CHUNK bytes."""
+
+    def write(self, content: Any) -> int:
+        return os.write(self.fileno(), memoryview(content)[:CHUNK])
+
+
+@contextlib.contextmanager
+def new_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a stream into `path`; at the end, wait until its content is on the disk.
+
+    `mode` less the umask are the permissions: by default a colleague who can read the user's other files can read it.
+    Raises OSError, also if `path` is a symbolic link.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, mode)
+
+    with _InChunks(path, "wb", opener=opened) as file, io.BufferedWriter(file) as stream:
+        yield stream
+        stream.flush()
+        os.fsync(file.fileno())
+
+
 def write_synced(path: Path, payload: bytes) -> None:
     """Write `payload` to `path` and wait until it is on the disk. Raises OSError, also if `path` is a symbolic link."""
-    rest = memoryview(payload)
-    # 0o666 less the umask: a colleague who can read the user's other files can read a checkpoint (mkstemp forbids it).
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        while rest:
-            rest = rest[os.write(descriptor, rest[:CHUNK]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with new_file(path) as stream:
+        stream.write(payload)
 
 
 def sync(path: Path) -> None:
@@ -51,24 +70,42 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, mode: int = 0o777) -> None:
     """Make a folder and its parents where they are missing, and wait until their names are on the disk."""
     if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        make_folder(path.parent, mode)
+        path.mkdir(mode, exist_ok=True)
         sync(path.parent)
 
 
-def replace(path: Path, payload: bytes) -> None:
-    """Give `path` new content in one step: after a kill at any moment it holds all of the old or all of the new."""
-    temporary = path.with_name(f".tmp-{path.name}")
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a stream whose content `path` gets in one step: a kill at any moment leaves all of the old or of the new.
+
+    Several processes can write one path at a time: the last one stays. Raises OSError; then the old content stays.
+    """
+    # Process ids do not tell two containers apart.
+    temporary = path.with_name(f"{TEMPORARY}{os.urandom(8).hex()}")
     try:
-        write_synced(temporary, payload)
+        with new_file(temporary, mode) as stream:
+            yield stream
         os.replace(temporary, path)
     except BaseException:
-        remove(temporary)
+        try_to_remove(temporary)
         raise
     sync(path.parent)
+
+
+def replace(path: Path, payload: bytes, mode: int = 0o666) -> None:
+    """Give `path` new content in one step, as `replacing`."""
+    with replacing(path, mode) as stream:
+        stream.write(payload)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder. Call it only under a lock: then none of these writers is alive."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        try_to_remove(path)
 
 
 def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
@@ -76,7 +113,7 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
 
     `write` waits until the files in it are on the disk. If anything fails, the old folder is there and no other.
     """
-    temporary, old = path.with_name(f".tmp-{path.name}"), path.with_name(f".replaced-{path.name}")
+    temporary, old = path.with_name(f"{TEMPORARY}{path.name}"), path.with_name(f".replaced-{path.name}")
     try:
         write(temporary)
         # A folder cannot be renamed onto a full one. Between these two renames the old folder counts under its hidden
@@ -99,16 +136,41 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value, indent=1).encode() + b"\n"
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """Return a file's content. Raises OSError, without waiting, for all but a regular file of at most `limit` bytes."""
-    # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+@contextlib.contextmanager
+def open_file(path: Path, limit: int, *, own: bool = False) -> Iterator[BinaryIO]:
+    """Open a regular file of at most `limit` bytes to read. With `own`, no other user may have written it.
+
+    Raises OSError for anything else, without waiting.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer. Another user can have made a link to a file of ours.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
+    with open(os.open(path, flags), "rb") as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if status.st_size > limit:
             text = f"it has {status.st_size:,} bytes; at most {limit:,} bytes were written"
             raise OSError(errno.EFBIG, text, str(path))
+        if own and (why := foreign(status)):
+            raise PermissionError(errno.EPERM, why, str(path))
+        yield stream
+
+
+def foreign(status: os.stat_result) -> str | None:
+    """Return why another user can have written a file or folder; None if only this user can.
+
+    Root and the owner of this program can change what is executed anyway.
+    """
+    if status.st_uid not in (os.geteuid(), 0, os.stat(__file__).st_uid):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"other users can write it (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def read_bytes(path: Path, limit: int, *, own: bool = False) -> bytes:
+    """Return the content of a file. Raises as `open_file`."""
+    with open_file(path, limit, own=own) as stream:
         return stream.read(limit)
 
 
@@ -127,8 +189,8 @@ def try_to_remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path`; yield False at once if another process on any host holds it.
+def exclusive(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold the lock file `path`; yield False at once, or `wait`, if another process on any host holds it.
 
     The kernel releases the lock when the process ends, however it ends. So the holder knows that half-written files in
     the folder belong to no living process. (A process id in a file would not do: in a container it is always 1.)
@@ -138,7 +200,7 @@ def exclusive(path: Path) -> Iterator[bool]:
     try:
         held = True
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 held = False

@@ -4,11 +4,12 @@ The folder is $FASTSUNCET_CACHE/kind, else $XDG_CACHE_HOME/fastsuncet/kind, else
 deleted at any time.
 """
 
+import contextlib
 import hashlib
 import os
-import stat
-import tempfile
 from pathlib import Path
+
+from pipelines import atomic_files
 
 LIMIT = 1 << 26  # bytes of compiled code
 DIGEST = hashlib.sha256().digest_size
@@ -28,26 +29,21 @@ def problem(path: Path) -> str | None:
     can write to.
     """
     for each in (path.parent, path):
-        try:
-            status = each.stat()
-        except OSError:
-            continue
-        if status.st_uid not in (os.geteuid(), 0, Path(__file__).stat().st_uid) or status.st_mode & 0o022:
-            return (
-                f"other users can write to {each}, and compiled code is executed from there; correct its owner and "
-                "mode, or set FASTSUNCET_CACHE to another folder"
-            )
+        with contextlib.suppress(OSError):
+            if atomic_files.foreign(each.stat()):
+                return (
+                    f"other users can write to {each}, and compiled code is executed from there; correct its owner and "
+                    "mode, or set FASTSUNCET_CACHE to another folder"
+                )
     return None
 
 
 def read(path: Path) -> bytes | None:
     """Return the code in a file, or None if it is absent, unsafe (see `problem`), or damaged: a crash, a full disk."""
+    if problem(path):
+        return None
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            plain = stat.S_ISREG(status.st_mode) and status.st_size <= LIMIT and not problem(path)
-            content = stream.read(LIMIT) if plain else b""
+        content = atomic_files.read_bytes(path, LIMIT, own=True)
     except OSError:
         return None
     code = content[:-DIGEST]
@@ -60,25 +56,6 @@ def write(path: Path, code: bytes) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Give a file new content in one step. Raises OSError.
-
-    Whatever the umask, file and folders are for their owner alone. The file is renamed into place: all ranks of a
-    machine write at the same time.
-    """
-    make_folder(path.parent)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as stream:  # mode 0600
-        try:
-            stream.write(content)
-            stream.close()
-            os.replace(stream.name, path)
-        except BaseException:
-            os.unlink(stream.name)
-            raise
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder, and those above it that are missing, for its owner alone. Raises OSError."""
-    # `parents=True` would create those above it with the mode of the umask.
-    for each in reversed([folder, *folder.parents]):
-        if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)
+    """Give a file new content in one step, for its owner alone: its folders too, whatever the umask. Raises OSError."""
+    atomic_files.make_folder(path.parent, 0o700)
+    atomic_files.replace(path, content, 0o600)

@@ -103,10 +103,10 @@ def require_room(folder: str | Path, size: int) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left. Call it only under the lock: then none of these writers is alive."""
-    for path in folder.iterdir():
+    atomic_files.remove_leftovers(folder)
+    for path in folder.glob(".replaced-*"):
         match = _NAME.fullmatch(path.name)
-        superseded = match and path.name != match[1] and (folder / match[1]).exists()
-        if path.name.startswith(".tmp-") or superseded:
+        if match and (folder / match[1]).exists():
             atomic_files.try_to_remove(path)
 
 

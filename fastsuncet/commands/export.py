@@ -259,20 +259,14 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         stream = io.BytesIO()
         torch.save(_tensors(encoder), stream)
         payload = stream.getvalue()
-    files = {path: payload, record_path(path): _sealed(record | _sums(payload), {path.name: payload})}
-    temporaries = {name: name.with_name(f".tmp-{name.name}") for name in files}
-    try:
-        for name, content in files.items():
-            atomic_files.write_synced(temporaries[name], content)
-        # A kill between these leaves whole weights without a record, never with the record of others.
-        atomic_files.remove(record_path(path))
-        for name, temporary in temporaries.items():
-            os.replace(temporary, name)
-    except BaseException:
-        for temporary in temporaries.values():
-            atomic_files.remove(temporary)
-        raise
-    atomic_files.sync(path.parent)
+    beside = record_path(path)
+    about = _sealed(record | _sums(payload), {path.name: payload})
+    with atomic_files.replacing(beside) as record_file, atomic_files.replacing(path) as weights_file:
+        for stream, content in ((record_file, about), (weights_file, payload)):
+            stream.write(content)
+            stream.flush()
+        # A kill between the two renames leaves whole weights without a record, never with the record of others.
+        atomic_files.remove(beside)
 
 
 def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from fastsuncet.console import show_progress, typed_path
 from fastsuncet.distributed.launch import Place
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder, image_tree, look_again, with_classes, with_csv_labels
-from pipelines.datasets.index import ImageIndex, load_index, save_index, untrusted
+from pipelines.datasets.index import ImageIndex, load_index, load_own_index, save_index
 from pipelines.datasets.label_splits import Split, draw_held_out, labeled_split, validated_by, without
 from pipelines.output import say_line
 
@@ -204,32 +204,34 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     """Return the images below a folder from its kept index, or scan and keep them; those of a CSV without labels."""
     folder = image_root(config, train=train)
     kept = index_path(config, folder, train)
-    why = untrusted(kept) if scan and kept.exists() else None
-    if why is not None:
-        say_line(f"note: the index {kept} is made anew, because {why}")
-    if why is None and kept.exists():
-        # Changed and missing files are looked for by one rank, which saves what it found before the others read it.
-        # New ones are only counted: a run that took them in would be another run.
-        with _naming(config, "data.root"):
-            index = load_index(kept, root=folder, refresh=False)
-            if index.upright != config.data.exif_orientation:
-                text = f"data.exif_orientation={str(index.upright).lower()}"
-                raise DataError(f"the index {kept} was made with {text}: set that, or delete it")
-            refreshed, new = look_again(index) if scan else (index, 0)
-        if new:
-            text = f"{new:,} new images in {folder} are not used: `fastsuncet data check` adds them"
-            say_line(f"note: {text}")
-        if refreshed is not index:
-            save_index(refreshed, kept)
-        return refreshed
-    if not scan:
+    with _naming(config, "data.root"):
+        if scan:
+            index = load_own_index(kept, root=folder)
+        else:
+            index = load_index(kept, root=folder, refresh=False) if kept.exists() else None
+    if index is None and not scan:
         raise DataError(
             f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "
             "file system that all machines share"
         )
-    index = scanned(config, train=train)
-    save_index(index, kept)
-    return index
+    if index is None:
+        index = scanned(config, train=train)
+        save_index(index, kept)
+        return index
+    if index.upright != config.data.exif_orientation:
+        text = f"data.exif_orientation={str(index.upright).lower()}"
+        raise DataError(f"the index {kept} was made with {text}: set that, or delete it")
+    if not scan:
+        return index
+    # Changed and missing files are looked for by one rank, which saves what it found before the others read it.
+    # New ones are only counted: a run that took them in would be another run.
+    with _naming(config, "data.root"):
+        refreshed, new = look_again(index)
+    if new:
+        say_line(f"note: {new:,} new images in {folder} are not used: `fastsuncet data check` adds them")
+    if refreshed is not index:
+        save_index(refreshed, kept)
+    return refreshed
 
 
 def image_root(config: Config, *, train: bool) -> Path:

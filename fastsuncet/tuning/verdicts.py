@@ -8,7 +8,6 @@ that another user could have written, or that is not whole, counts as absent. It
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -38,7 +37,7 @@ from fastsuncet.training.summary import check_memory
 from fastsuncet.tuning import processes
 from fastsuncet.tuning.chooser import Rung
 from fastsuncet.versions import digest_of_sources, versions
-from pipelines import code_cache, cuda_compiler
+from pipelines import atomic_files, code_cache, cuda_compiler
 
 LIMIT = 1 << 16  # bytes of a verdict
 SECONDS = 600.0  # for the trials of a process
@@ -186,13 +185,7 @@ def file_of(key: Key) -> Path:
 def read(key: Key) -> Verdict | None:
     """Return the verdict that is kept for exactly this key; None if there is none, with a line if one is refused."""
     try:
-        path = file_of(key)
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            mine = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-            if not (mine and stat.S_ISREG(status.st_mode) and status.st_size <= LIMIT):
-                raise ValueError("it is not a small file that this user alone can write; remove it")
-            content = json.loads(stream.read(LIMIT))
+        content = json.loads(atomic_files.read_bytes(file_of(key), LIMIT, own=True))
         reason, times = content["reason"], content["milliseconds"]
         if content["key"] != json.loads(json.dumps(key)) or not isinstance(reason, str | None):
             raise ValueError("it is for something else; remove it")

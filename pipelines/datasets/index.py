@@ -5,22 +5,23 @@ images under the same numbers. Random crops are drawn from its sizes before anyt
 without pickles, replaced atomically and verified when it is read.
 """
 
-import contextlib
 import hashlib
+import io
 import os
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from pipelines import atomic_files
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets.image_headers import file_stamps, in_threads, read_headers, read_rgb
 from pipelines.datasets.shards import Shards, require_inside
 from pipelines.datasets.string_table import Names
+from pipelines.output import say_line
 
 _KIND, _VERSION = "fastsuncet image index", 3
 MOST_BYTES = 16 << 30  # of a kept index: ImageNet's has 90 MB
@@ -274,45 +275,17 @@ def save_index(index: ImageIndex, path: Path) -> None:
     if index.pack is not None:
         arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
         arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
-    # Under another name until every byte is on the disk: a reader, or a run after a power cut, finds the old
-    # index or the new one, never half of one.
-    # Process ids do not tell two containers apart.
-    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # No other user may write it: `untrusted` would refuse it.
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as stream:
-            np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
+        stream = io.BytesIO()
+        np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
+        atomic_files.make_folder(path.parent)
+        # Whatever the umask, no other user can write it: `load_own_index` would refuse it.
+        atomic_files.replace(path, stream.getvalue(), 0o644)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise CannotWrite(f"cannot write the index {path}: {error.strerror or error}") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems order renames themselves and refuse
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def untrusted(path: Path) -> str | None:
-    """Return why a kept index is not read: not this user's, open to others or too large; None if it can be."""
-    status = os.stat(path)
-    if status.st_uid not in (0, os.geteuid()):
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"other users can write it (mode {stat.S_IMODE(status.st_mode):o})"
-    if status.st_size > MOST_BYTES:
-        return f"it has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
-    return None
+        raise CannotWrite(
+            f"cannot write the index {path}: {error.strerror or error}. "
+            f"{atomic_files.advice(error, 'data.index or logging.folder')}"
+        ) from error
 
 
 def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) -> ImageIndex:
@@ -323,10 +296,34 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
     for; that takes a new scan. Raises DataError: no such file, damaged, another version, files gone or shards changed.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
+        with atomic_files.open_file(path, MOST_BYTES) as stream:
+            index = _read_index(stream, path, root)
     except FileNotFoundError:
         raise DataError(f"there is no index {path}: {_MAKE}") from None
+    except OSError as error:
+        raise DataError(f"the index {path} cannot be read: {error.strerror}") from error
+    return index.refreshed() if refresh else index
+
+
+def load_own_index(path: Path, *, root: Path | None = None) -> ImageIndex | None:
+    """Return what `load_index` reads without `refresh`; None where there is no index that this user alone can write.
+
+    A line says why one is not read. Raises DataError for a damaged one.
+    """
+    try:
+        with atomic_files.open_file(path, MOST_BYTES, own=True) as stream:
+            return _read_index(stream, path, root)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        say_line(f"note: the index {path} is made anew, because {error.strerror}")
+        return None
+
+
+def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
+    try:
+        with np.load(stream, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
     except Exception as error:  # a damaged archive fails in as many ways as zip, zlib and NumPy have
         raise DataError(f"the index {path} cannot be read ({error}): delete it; {_MAKE}") from error
     if str(arrays.get("kind")) != _KIND:
@@ -334,7 +331,7 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
     try:
         if (version := int(arrays["version"])) != _VERSION:
             raise ValueError(f"it has version {version}, not {_VERSION}")
-        folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", ()))
+        folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", np.empty(0, np.uint8)))
         folders = None
         if "folders" in arrays:
             folders = FolderTimes(Names(arrays["folders"]), arrays["folder_times"])
@@ -366,4 +363,4 @@ def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) ->
         paths = [folder / name for name in shards]
         require_inside(paths, folder)
         return replace(index, pack=Shards(paths, *places))
-    return index.refreshed() if refresh else index
+    return index

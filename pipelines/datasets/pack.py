@@ -5,7 +5,6 @@ continues after a kill. FOLDER exists only once everything is on the disk.
 """
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import io
@@ -21,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.folders import class_numbers
 from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads, read_sizes, stamp
-from pipelines.datasets.index import ImageIndex, load_index, save_index, sync_folder
+from pipelines.datasets.index import ImageIndex, load_index, load_own_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
 from pipelines.output import say_line
@@ -67,10 +67,9 @@ def open_pack(
     paths = _shard_paths(str(folder))
     # An index that cannot be used is made again: a shard has changed or moved, or it is damaged.
     with contextlib.suppress(DataError):
-        if kept is not None and kept.exists() and not scan:
-            index = load_index(kept)
-            if index.pack is not None and index.pack.paths == paths and index.upright == upright:
-                return index
+        index = load_own_index(kept) if kept is not None and not scan else None
+        if index and index.pack is not None and index.pack.paths == paths and index.upright == upright:
+            return index
     index = _scanned(paths, upright)
     if kept is not None:
         save_index(index, kept)
@@ -157,54 +156,48 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     """
     if index.root is None or index.stamps is None:
         raise DataError("only images that are files can be packed")
-    if (folder / INDEX).is_file():
-        open_pack(folder, like=index, upright=index.upright)
-        return len(index)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
-    folder = folder.absolute()  # `.` has no name
+    folder, before = folder.absolute(), None  # `.` has no name
     # Named after the files and their times: when one of them changes, nothing of an earlier start is used.
     digest = hashlib.sha256(index.fingerprint().encode() + index.stamps.tobytes()).hexdigest()
     part = folder.with_name(f"{folder.name}.part-{digest[:12]}")
     try:
-        part.mkdir(parents=True, exist_ok=True)
-        with _locked(part):
-            for other in set(folder.parent.glob(f"{glob.escape(folder.name)}.part-{'?' * 12}")) - {part}:
-                with _locked(other):
-                    shutil.rmtree(other)
-            before, pack = _write_shards(index, index.stamps[:, 0], part, progress)
-            save_index(replace(index, root=part, stamps=None, pack=pack), part / INDEX)
-            os.rename(part, folder)
-        sync_folder(folder.parent)
+        if not (folder / INDEX).is_file():
+            atomic_files.make_folder(folder.parent)
+            with atomic_files.only_writer(folder) as alone:
+                if not alone:
+                    raise DataError(f"another process is writing {folder}")
+                if not (folder / INDEX).is_file():  # another process can have finished it meanwhile
+                    before = _write(index, folder, part, progress)
     except OSError as error:
         raise CannotWrite(
-            f"cannot write the pack {folder}: {error.strerror or error}. The same command continues it"
+            f"cannot write the pack {folder}: {error.strerror or error}. {atomic_files.advice(error, '--output')} "
+            "The same command continues it"
         ) from error
+    if before is None:
+        open_pack(folder, like=index, upright=index.upright)
+        return len(index)
     return before
 
 
-@contextlib.contextmanager
-def _locked(part: Path) -> Iterator[None]:
-    """Keep other writers out of a folder. Raises DataError when one is in it."""
-    descriptor = os.open(part, os.O_RDONLY)
-    try:
-        # Some file systems have no locks: a second writer is not noticed there.
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"another process is writing {part}") from None
-        if not part.exists():  # it was finished between the opening and the locking
-            raise DataError(f"another process has just finished {part}")
-        yield
-    finally:
-        os.close(descriptor)
+def _write(index: ImageIndex, folder: Path, part: Path, progress: Progress | None) -> int:
+    """Make `part` the pack, then `folder`; return how many images were packed already."""
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
+    for other in set(folder.parent.glob(f"{glob.escape(folder.name)}.part-{'?' * 12}")) - {part}:
+        atomic_files.remove(other)
+    atomic_files.make_folder(part)
+    atomic_files.remove_leftovers(part)
+    before, pack = _write_shards(index, part, progress)
+    save_index(replace(index, root=part, stamps=None, pack=pack), part / INDEX)
+    os.rename(part, folder)
+    atomic_files.sync(folder.parent)
+    return before
 
 
-def _write_shards(
-    index: ImageIndex, lengths: np.ndarray, part: Path, progress: Progress | None
-) -> tuple[int, Shards]:
+def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> tuple[int, Shards]:
     """Write the shards that are not there. Return how many images were there already, and all shards."""
+    assert index.stamps is not None
+    lengths = index.stamps[:, 0]
     good = np.setdiff1d(np.arange(len(index)), list(index.bad))
     if not len(good):
         raise DataError(f"all {len(index)} images under {index.root} are bad: there is nothing to pack")
@@ -236,27 +229,25 @@ def _write_shards(
 
 
 def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: Progress | None) -> None:
-    partial = path.with_suffix(".part")
-    with open(partial, "wb") as stream:
-        with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with (
+        atomic_files.replacing(path) as stream,
+        tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
 
-            def add(name: str, content: bytes, owner: str = "") -> None:
-                member = tarfile.TarInfo(name)
-                member.size, member.uname = len(content), owner
-                tar.addfile(member, io.BytesIO(content))
+        def add(name: str, content: bytes, owner: str = "") -> None:
+            member = tarfile.TarInfo(name)
+            member.size, member.uname = len(content), owner
+            tar.addfile(member, io.BytesIO(content))
 
-            for first in range(0, len(numbers), BLOCK):
-                block = numbers[first : first + BLOCK].tolist()
-                for number, content in zip(block, _contents(index, block)):
-                    suffix = os.path.splitext(index.name(number))[1].lower()
-                    add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{zlib.crc32(content):08x}"))
-                    if index.labels[number] >= 0:
-                        add(f"{number:08d}.cls", str(index.labels[number]).encode())
-                if progress is not None:
-                    progress(block[-1] + 1, len(index))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+        for first in range(0, len(numbers), BLOCK):
+            block = numbers[first : first + BLOCK].tolist()
+            for number, content in zip(block, _contents(index, block)):
+                suffix = os.path.splitext(index.name(number))[1].lower()
+                add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{zlib.crc32(content):08x}"))
+                if index.labels[number] >= 0:
+                    add(f"{number:08d}.cls", str(index.labels[number]).encode())
+            if progress is not None:
+                progress(block[-1] + 1, len(index))
 
 
 def _contents(index: ImageIndex, numbers: list[int]) -> list[bytes]:

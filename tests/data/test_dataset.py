@@ -203,7 +203,7 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
     [
         (lambda kept: kept.chmod(0o664), "other users can write it (mode 664)"),
         (lambda kept: os.chown(kept, 12345, -1), "it belongs to user 12345"),
-        (lambda kept: os.truncate(kept, 10**6), "it has 1,000,000 bytes, more than 50,000"),
+        (lambda kept: os.truncate(kept, 10**6), "it has 1,000,000 bytes; at most 50,000 bytes were written"),
     ],
 )
 def test_kept_index_that_others_can_write_or_that_is_too_large_is_made_anew(

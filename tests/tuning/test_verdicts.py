@@ -242,10 +242,10 @@ def fifo(file):
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda file: file.chmod(0o620), "this user alone can write"),
+        (lambda file: file.chmod(0o620), "other users can write it (mode 620)"),
         (link, "symbolic links"),
-        (fifo, "not a small file"),
-        (lambda file: file.write_bytes(file.read_bytes() + b" " * verdicts.LIMIT), "not a small file"),
+        (fifo, "not a regular file"),
+        (lambda file: file.write_bytes(file.read_bytes() + b" " * verdicts.LIMIT), "bytes; at most 65,536"),
         (lambda file: file.write_bytes(file.read_bytes()[:-9]), "delimiter"),
         (lambda file: file.write_bytes(b"[]"), "list indices"),
         (lambda file: file.write_text(file.read_text().replace('"slower"', "7")), "for something else"),

@@ -4,8 +4,6 @@ A library's name holds a hash of what decides its code: sources, flags (those in
 DALI and its CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -14,10 +12,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from pipelines import code_cache
+from pipelines import atomic_files, code_cache
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
 
@@ -49,18 +47,23 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
         return path
     folder = PREBUILT if prebuilt else code_cache.cache_folder("view_operator")
     try:
-        code_cache.make_folder(folder)
-        with locked(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work:
+        atomic_files.make_folder(folder, 0o700)
+        # The ranks of a machine start together, and one build serves them all.
+        with (
+            atomic_files.exclusive(folder / ".lock", wait=True),
+            tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work,
+        ):
             if (path := kept()) is not None:  # by another process, meanwhile
                 return path
             library = Path(work) / library_name()
-            code_cache.write(library, _compiled(library))
+            code = _compiled(library)
+            code_cache.write(library, code)
             try:
                 prove(library)
             except RuntimeError as error:  # from DALI
                 raise DataError(f"the view operator compiles, but DALI cannot run it: {error}") from error
             path = folder / library.name
-            os.replace(library, path)
+            code_cache.write(path, code)
             if prebuilt:
                 folder.chmod(0o755)
                 path.chmod(0o644)
@@ -70,16 +73,6 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
             "a folder that can be written"
         ) from error
     return path
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time into a folder: the ranks of a machine start together, and one build serves them all."""
-    with open(folder / ".lock", "w", encoding="utf-8") as stream:
-        # A file system without locks costs each rank a build of its own.
-        with contextlib.suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def kept() -> Path | None:
