@@ -15,6 +15,7 @@ from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.folder_pass import rows_of
 from fastsuncet.commands.predict import Prediction
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import handlers_restored
@@ -70,8 +71,8 @@ def train(config: Config, images: Images | None = None, labels: Sequence[Any] | 
         config = _with_images(config, images, labels)
     elif labels is not None:
         raise ConfigError("labels are of images: pass both")
-    with handlers_restored():
-        train_command.train_here(config)
+    with handlers_restored(), as_rank(config) as place:
+        train_command.train(config, place)
     return config.run_folder
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train
 from fastsuncet.commands.preview import preview
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.report.compute_saved import crossing, target
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.reader import as_yaml, shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed.launch import Place, join
+from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.training import methods
 from fastsuncet.training.step import build
@@ -45,7 +46,7 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
             ],
         )
         say_line(f"\n=== {methods.name(config)}, seed {seed}")
-        with join(config.meta.device) as place:
+        with as_rank(config) as place:
             train.train(config, place)
             curves.append(evaluate_checkpoints(config, place))
     say_line("\n" + "\n".join(table(*curves)) + "\n\n" + verdict(*curves))

@@ -1,18 +1,16 @@
 """`fastsuncet evaluate`: measure a checkpoint, print the numbers and write them into the run's results."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fastsuncet.checkpoint import same_start
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.accuracy import accuracy
@@ -26,7 +24,6 @@ from fastsuncet.evaluation.scoring import Measured, labels_record, standard_erro
 from fastsuncet.metrics.results import write_result
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
-from fastsuncet.training.determinism import set_determinism
 from fastsuncet.versions import versions
 
 KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
@@ -49,11 +46,8 @@ def evaluate(
     every: bool = False,
 ) -> int:
     """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
-    if launch.should_start_ranks(config.meta.device):
-        # Nothing is resumed, so there is no status to read after a signal.
-        return launch.start_ranks(arguments, Path(os.devnull))
-    with same_start.join(config) as place:
-        set_determinism(config, place)
+    # Nothing is resumed, so there is no status to read after a signal.
+    with as_rank(config, arguments) as place:
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
         measure(config, kind, chosen, place)
     return 0

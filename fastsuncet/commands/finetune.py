@@ -9,12 +9,11 @@ A finished folder is not trained again, only printed. One that was stopped is co
 import hashlib
 from pathlib import Path
 
-from fastsuncet.checkpoint import same_start
 from fastsuncet.checkpoint.run_folder import RunStatus
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
@@ -27,7 +26,7 @@ from fastsuncet.evaluation.finetuning import (
     heading,
 )
 from fastsuncet.evaluation.scoring import true_labels
-from fastsuncet.training.determinism import resolve_precision, set_determinism
+from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 
 
@@ -47,10 +46,7 @@ def finetune(
     digest = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:8]
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
-    if launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(arguments, status)
-    with same_start.join(config) as place, SignalFlag() as signals:
-        set_determinism(config, place)
+    with as_rank(config, arguments, status) as place, SignalFlag() as signals:
         config, _ = resolve_precision(config, place.device)
         if place.first:
             atomic_files.remove(status)

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
-from fastsuncet.checkpoint import manager, same_start
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors, exclusive_run_folder, on_rank_0
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
-from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import any_rank
@@ -32,7 +33,7 @@ from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import initial_weights, kernel_choice
-from fastsuncet.training.determinism import resolve_precision, set_determinism
+from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.first_steps import first_steps
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
@@ -54,44 +55,38 @@ def run(
     `dry_run` finds and checks everything a run needs, prints the plan, with `show_config` the resolved config behind
     it, and trains nothing. If it is "step", a few updates are made and thrown away.
     """
-    if dry_run is not True and launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(arguments, config.run_folder / "status.json")
-    if not dry_run:
-        train_here(config)
+    is_rank_0 = not launch.should_start_ranks(config.meta.device) and os.environ.get("RANK", "0") == "0"
+    if dry_run is True or (dry_run and is_rank_0):
+        print_plan(config, show_config)
+    if dry_run is True:
+        say_line("dry run: all checks passed, nothing was trained")
         return 0
-    first = os.environ.get("RANK", "0") == "0"
-    if first or dry_run is True:
-        lines, resolved, problem = plan(config)
-        for line in [*lines, resolved.to_yaml()] if show_config else lines:
-            say_line(line)
-        if problem is not None:
-            say_line("dry run: the data are missing or wrong, nothing was trained")
-            raise problem
-    end = "dry run: all checks passed, nothing was trained" if dry_run is True else one_step(config)
-    if first:
-        say_line(end)
+    with as_rank(config, arguments, config.run_folder / "status.json") as place:
+        if dry_run:
+            make_first_steps(config, place)
+        else:
+            train(config, place)
     return 0
 
 
-def train_here(config: Config) -> None:
-    """Train as one rank, among those that the launcher has started. Raises as `train` and `require_network`."""
-    require_network(config)
-    with same_start.join(config) as place:
-        train(config, place)
-
-
-def train(config: Config, place: launch.Place) -> Trainer:
+def train(config: Config, place: launch.Place) -> Trainer[Pretraining]:
     """Do one rank's whole run. Raises what ends it before its last step; status.json says it too.
 
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
-    set_determinism(config, place)
+    require_network(config)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
-        validation = config.evaluation.knn_every_epochs is not None
-        images = open_images(config, place, validation=validation)
-        trainer = start(config, place, images, folder, lambda: signals.requested is not None)
+        trainer, lines = start(config, place, folder, lambda: signals.requested is not None)
+        # Only now: a refused run must not overwrite the config of the run that is in the folder.
+        if place.first:
+            note = f"# chosen for this hardware: {json.dumps(trainer.task.chosen)}\n"
+            with disk_errors(folder / "config.yaml"):
+                text = trainer.task.config.written.to_yaml() + note
+                atomic_files.replace(folder / "config.yaml", text.encode())
+            for line in lines:
+                say_line(line)
         with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"
@@ -107,11 +102,54 @@ def train(config: Config, place: launch.Place) -> Trainer:
         return trainer
 
 
-def plan(config: Config) -> tuple[list[str], Config, DataError | None]:
-    """Return what a run would do here, its config with the precision that it has here, and what is wrong with the data.
+def start(
+    config: Config, place: launch.Place, folder: Path, stopped: Callable[[], bool] = lambda: False
+) -> tuple[Trainer[Pretraining], list[str]]:
+    """Return a trainer that stands where the run in `folder` was stopped, and lines that say what it will do.
 
-    Without the data the plan is for the number of images in IMAGES, or in ImageNet. Raises anything else that would
-    end the run before its first step.
+    The last line is that of the fast paths. `stopped` ends the trials of fast paths. Collective. Nothing is written
+    but the index of the images and verdicts on fast paths. Raises what refuses the run.
+    """
+    from fastsuncet.evaluation.knn import online_knn
+
+    images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
+    config, why = resolve_precision(config, place.device)
+    arithmetic = config.resolve(place.world_size, *images.counts())
+    meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
+    per_class = images.split.per_class.tolist()
+    paths = verdicts.settle(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
+    config = kernel_choice.resolved(config, paths)
+    stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
+    task = Pretraining(config, place, arithmetic, stream, images, online_knn, paths)
+    trainer = Trainer(task, place, folder, open_energy_meter(place.device))
+    lines = summary(config, place, images, arithmetic, stream, why)
+    lines.append(f"{'groups':<9}{describe_groups(task.optimizer)}")
+    if task.init is not None:
+        lines.append(f"{'init':<9}{task.init['note']}")
+    return trainer, [*lines, *stream.notes(), f"{'speed':<9}{kernel_choice.describe(config, paths)}"]
+
+
+def make_first_steps(config: Config, place: launch.Place) -> None:
+    """Make the first updates of the run of `config` with its own images and ranks, and print what they took.
+
+    It keeps nothing on the disk but what `start` does. Raises ConfigError for a GPU without enough memory, and
+    otherwise as `train`.
+    """
+    with tempfile.TemporaryDirectory() as empty:
+        trainer, lines = start(config, place, Path(empty))
+        if place.first:
+            say_line(lines[-1])
+        with closing(trainer.task), closing(trainer.task.stream):
+            end = first_steps(trainer)
+    if place.first:
+        say_line(end)
+
+
+def print_plan(config: Config, show_config: bool) -> None:
+    """Print what a run would do here, and with `show_config` its config with the precision that it has here.
+
+    Without the data the plan is for the number of images in IMAGES, or in ImageNet, and their DataError is raised at
+    the end. Raises anything else that would end the run before its first step.
     """
     require_network(config)
     device = launch.pick_device(config.meta.device, 0)
@@ -138,34 +176,11 @@ def plan(config: Config) -> tuple[list[str], Config, DataError | None]:
     model = build_model(m.name, m.library, m.stem, *m.head, device="cpu" if m.init else "meta")
     if init := initial_weights.load(config, model, place):
         lines.append(f"{'init':<9}{init['note']}")
-    return [*lines, *notes, ""], config, problem
-
-
-def one_step(config: Config) -> str:
-    """Make the first updates of the run of `config` with its own images and ranks; return what they took. Collective.
-
-    It keeps nothing on the disk but the index of the images, as `plan` does, and verdicts on fast paths. Raises
-    ConfigError for a GPU without enough memory, and otherwise as `train`.
-    """
-    from fastsuncet.evaluation.knn import online_knn
-
-    with (
-        same_start.join(config) as place,
-        tempfile.TemporaryDirectory() as empty,
-    ):
-        set_determinism(config, place)
-        images = open_images(config, place, validation=False)
-        config, _ = resolve_precision(config, place.device)
-        arithmetic = config.resolve(place.world_size, *images.counts())
-        paths = verdicts.settle(config, arithmetic, place, images.split.per_class.tolist(), {})
-        config = kernel_choice.resolved(config, paths)
-        if place.first:
-            say_line(f"{'speed':<9}{kernel_choice.describe(config, paths)}")
-        stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
-        task = Pretraining(config, place, arithmetic, stream, images, online_knn, paths=paths)
-        with closing(stream), closing(task):
-            trainer = Trainer(task, place, Path(empty))
-            return first_steps(task, trainer)
+    for line in [*lines, *notes, "", *([config.to_yaml()] if show_config else [])]:
+        say_line(line)
+    if problem is not None:
+        say_line("dry run: the data are missing or wrong, nothing was trained")
+        raise problem
 
 
 def require_network(config: Config) -> None:
@@ -178,40 +193,6 @@ def require_network(config: Config) -> None:
     require_packages(config)
     for to in export_formats.exports(config):
         export_formats.check(config, to)
-
-
-def start(
-    asked: Config,
-    place: launch.Place,
-    images: Images,
-    folder: Path,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Trainer:
-    """Return a trainer that stands where the run was stopped; write config.yaml and print the summary."""
-    from fastsuncet.evaluation.knn import online_knn
-
-    config, why = resolve_precision(asked, place.device)
-    arithmetic = config.resolve(place.world_size, *images.counts())
-    meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
-    per_class = images.split.per_class.tolist()
-    paths = verdicts.settle(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
-    fast = kernel_choice.resolved(config, paths)
-    stream = PairedStream(fast, images.train, images.split.indices, arithmetic, place)
-    task = Pretraining(fast, place, arithmetic, stream, images, online_knn, config, paths)
-    trainer = Trainer(task, place, folder, open_energy_meter(place.device))
-    # Only now: a refused run must not overwrite the config of the run that is in the folder.
-    if place.first:
-        note = f"# chosen for this hardware: {json.dumps(task.chosen)}\n"
-        with disk_errors(folder / "config.yaml"):
-            atomic_files.replace(folder / "config.yaml", (config.to_yaml() + note).encode())
-        lines = summary(fast, place, images, arithmetic, stream, why)
-        lines.append(f"{'groups':<9}{describe_groups(task.optimizer)}")
-        if task.init is not None:
-            lines.append(f"{'init':<9}{task.init['note']}")
-        lines.append(f"{'speed':<9}{kernel_choice.describe(fast, paths)}")
-        for line in [*lines, *stream.notes()]:
-            say_line(line)
-    return trainer
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> str:

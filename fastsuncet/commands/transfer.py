@@ -9,14 +9,13 @@ the best cell is retrained on training and validation images and evaluated once 
 
 from pathlib import Path
 
-from fastsuncet.checkpoint import same_start
 from fastsuncet.checkpoint.run_folder import RunStatus
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.transfer_grid.grid import grid, parse_shard
 from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
-from fastsuncet.training.determinism import resolve_precision, set_determinism
+from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 
 
@@ -38,10 +37,7 @@ def transfer(
     cells = grid(config)
     check_section(config)
     status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
-    if launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(arguments, status)
-    with same_start.join(config) as place, SignalFlag() as signals:
-        set_determinism(config, place)
+    with as_rank(config, arguments, status) as place, SignalFlag() as signals:
         config, _ = resolve_precision(config, place.device)
         run_status = RunStatus(status, place)
         with run_status.recording():

@@ -7,13 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fastsuncet.checkpoint import same_start
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import require_network
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
@@ -39,10 +38,8 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
         raise ConfigError(
             f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
         )
-    if launch.should_start_ranks(config.meta.device):
-        return launch.start_ranks(arguments, output.with_suffix(".status.json"))
     require_network(config)
-    with same_start.join(config) as place, SignalFlag() as signals:
+    with as_rank(config, arguments, output.with_suffix(".status.json")) as place, SignalFlag() as signals:
         stopped = lambda: signals.requested is not None  # noqa: E731
         plain, _ = resolve_precision(config, place.device)
         images = open_images(config, place, validation=False)

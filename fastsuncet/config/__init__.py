@@ -68,6 +68,7 @@ class Config(Sections):
     """A whole, valid config: frozen, and equal to another where all values are equal."""
 
     _document: Document = PrivateAttr(default_factory=Document)
+    _written: "Config | None" = PrivateAttr(default=None)  # None: this one
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Config":
@@ -125,6 +126,17 @@ class Config(Sections):
             *above, name = key.split(".")
             reduce(getitem, above, sections)[name] = value
         return Config.from_document(replace(self._document, values=sections))
+
+    def resolved(self, values: Mapping[str, Any]) -> "Config":
+        """Return this config with what its "auto" keys mean for a run: `values` of dotted keys. It keeps `written`."""
+        config = self.with_values(values)
+        config._written = self.written
+        return config
+
+    @property
+    def written(self) -> "Config":
+        """This config before `resolved`: what config.yaml and the checkpoints of its run keep."""
+        return self._written or self
 
     def error(self, key: str, text: str) -> ConfigErrors:
         """Return an error for the caller to raise about the value of a dotted key, with its line."""

@@ -11,14 +11,15 @@ from fastsuncet.training.trainer import Trainer, require_finite_weights
 TIMED = 2  # steps
 
 
-def first_steps(task: Pretraining, trainer: Trainer) -> str:
+def first_steps(trainer: Trainer[Pretraining]) -> str:
     """Make the first steps of a run; return what the first took, and the hours that all would take. Collective.
 
     The images of the steps that are read ahead come in part from the time of the first step. So as many steps are made
     before the TIMED ones. Raises ConfigError for a GPU without enough memory, NumericalError for a loss or a weight
     that is not finite.
     """
-    interval, steps, ahead = trainer.interval, task.steps, task.config.data.prefetch
+    task, interval = trainer.task, trainer.interval
+    steps, ahead = task.steps, task.config.data.prefetch
 
     def make(first: int, last: int) -> float:
         """Make the steps from `first` up to `last`, as far as the run has them; return the seconds of each."""

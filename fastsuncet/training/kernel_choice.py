@@ -154,7 +154,7 @@ def resolved(config: Config, paths: Paths) -> Config:
         values["meta.cuda_graph"] = used(GRAPH)
     if used(VIEW):
         values["data.view_operator"] = True
-    return config.with_values(values)
+    return config.resolved(values)
 
 
 def describe(config: Config, paths: Paths) -> str:

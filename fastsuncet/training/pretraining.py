@@ -55,12 +55,11 @@ class Pretraining(TrainingTask[Batch]):
         images: Images,
         # `online_knn`: this folder imports nothing of evaluation
         evaluate_online: Callable[..., dict[str, float]],
-        asked: Config | None = None,  # `config` before its "auto" was resolved
         paths: kernel_choice.Paths | None = None,  # as `tuning.verdicts` has settled them
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.evaluate_online = stream, images, evaluate_online
-        self.asked, self.paths = asked or config, paths or {}
+        self.paths = paths or {}
         o, a = config.optimization, arithmetic
         self.steps, self.steps_per_epoch = a.steps, a.steps_per_epoch
         self.lr = partial(
@@ -129,7 +128,7 @@ class Pretraining(TrainingTask[Batch]):
 
     def meta(self, epoch: float) -> dict[str, Any]:
         return {
-            "config": self.asked.canonical(),
+            "config": self.config.written.canonical(),
             "epoch": epoch,
             "classes": list(self.images.train.classes),
             "images": self.fingerprint,
@@ -140,7 +139,7 @@ class Pretraining(TrainingTask[Batch]):
         }
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
-        changed = self.asked.changed_keys(meta["config"])
+        changed = self.config.written.changed_keys(meta["config"])
         if changed:
             lines = [
                 f"{key}: {old!r} in the checkpoint, {new!r} now{NOTES.get(key, '')}"

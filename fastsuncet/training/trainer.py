@@ -126,10 +126,13 @@ class TrainingTask(ABC, Generic[BatchType]):
         """Continue from the values of `state`."""
 
 
-class Trainer:
+Task = TypeVar("Task", bound=TrainingTask)
+
+
+class Trainer(Generic[Task]):
     """One rank's run of a task, from its newest checkpoint to its last step. `run` is the loop."""
 
-    def __init__(self, task: TrainingTask, place: Place, folder: Path, meter: EnergyMeter | None = None):
+    def __init__(self, task: Task, place: Place, folder: Path, meter: EnergyMeter | None = None):
         self.task, self.place, self.folder = task, place, folder
         self.ledger = RunCost(meter=meter)
         self.interval = MetricsInterval(place.device, task.values)

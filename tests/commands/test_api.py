@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import PIL.Image
@@ -50,8 +49,11 @@ def test_every_public_name_exists():
 def test_train_load_encoder_and_embed_work_together(tmp_path):
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.MonkeyPatch.context() as patch:
+        opened = train_command.open_images
         patch.setattr(
-            train_command, "start", lambda *_: signal.raise_signal(signal.SIGINT) or mock.Mock(step=0)
+            train_command,
+            "open_images",
+            lambda *a, **k: signal.raise_signal(signal.SIGINT) or opened(*a, **k),
         )
         with pytest.raises(Preempted, match="SIGINT"):
             fastsuncet.train(small_config(tmp_path))

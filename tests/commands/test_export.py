@@ -19,7 +19,6 @@ from torchvision.transforms import v2
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import export as command
-from fastsuncet.commands import train as train_command
 from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
 from fastsuncet.config import load_config
@@ -424,7 +423,7 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
 def test_train_refuses_an_export_that_will_fail_before_it_starts(tmp_path):
     config = small_config(tmp_path, "checkpoint.export=[timm]")
     with pytest.raises(ConfigError, match="timm has no resnet_tiny"):
-        train_command.train_here(config)
+        train(config)
     assert not config.run_folder.exists()
 
 

@@ -15,6 +15,7 @@ from fastsuncet.commands import train
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
 from tests.support.runs import SMALL, small_config
+from tests.support.runs import train as run
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
@@ -32,7 +33,7 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     monkeypatch.setattr(train.verdicts, "settle", settle)
     config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
     for _ in range(2):
-        train.train_here(config)
+        run(config)
     assert asked == [{}, {"x.cu": True, "y.cu": False}]
     assert "speed    x.cu; not y.cu: slower; not torch.compile: " in capsys.readouterr().out
     first = (config.run_folder / "metrics.jsonl").read_text().splitlines()[0]
@@ -91,9 +92,9 @@ def test_dry_run_refuses_a_tracker_whose_package_is_missing(package, monkeypatch
 @pytest.mark.slow
 def test_train_says_that_a_run_was_complete(tmp_path, capsys):
     config = small_config(tmp_path, "optimization.steps=1", "optimization.warmup=0")
-    train.train_here(config)
+    run(config)
     assert "complete" not in capsys.readouterr().out
-    train.train_here(config)
+    run(config)
     said = f"complete {config.run_folder} has had all its 1 updates: nothing was trained"
     assert said in capsys.readouterr().out
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.commands import train as train_command
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
 from fastsuncet.console import cli_command
 from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed.launch import join
 from fastsuncet.errors import Preempted
 from fastsuncet.tuning import processes
 from tools.same_runs import assert_equal_to_the_bit as assert_equal_to_the_bit
@@ -71,7 +71,7 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairedStream, "__call__", watched)
         try:
-            with join(config.meta.device, config.meta.timeout) as place:
+            with as_rank(config) as place:
                 train_command.train(config, place)
         except Preempted:
             assert stop_at is not None

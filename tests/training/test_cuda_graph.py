@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import start
 from fastsuncet.commands.train import train as train_command
-from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.launch import Place, join
 from fastsuncet.optim import LARS
@@ -86,14 +86,14 @@ def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, gr
     alive = []
 
     @contextlib.contextmanager
-    def watched_join(*arguments):
-        with join(*arguments) as place:
+    def watched(config):
+        with as_rank(config) as place:
             try:
                 yield place
             finally:  # where the process group is destroyed
                 alive.append([graph() for graph in graphs])
 
-    monkeypatch.setattr(runs, "join", watched_join)
+    monkeypatch.setattr(runs, "as_rank", watched)
     train(small_config(tmp_path, "meta.cuda_graph=true"), stop_at=stop_at)
     assert alive == [[None]]
 
@@ -102,9 +102,8 @@ def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, gr
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("graph")
     config = small_config(folder)
-    with join("cpu") as place:
-        images = open_images(config, place, validation=False)
-        return start(config, place, images, folder).task
+    with as_rank(config) as place:
+        return start(config, place, folder)[0].task
 
 
 def one_step(task) -> tuple[GraphedStep, list[str]]:
@@ -179,7 +178,7 @@ def weights_around_a_refusal(rank, world_size, folder):
         config = small_config(Path(folder) / str(graphs))
         config.run_folder.mkdir(parents=True, exist_ok=True)
         place = Place(rank, world_size, rank, torch.device("cpu"))
-        task = start(config, place, open_images(config, place, validation=False), config.run_folder).task
+        task = start(config, place, config.run_folder)[0].task
         middle = task.model.encoder.layer2[0].conv1.weight
 
         def refused(step, middle=middle):
@@ -296,7 +295,7 @@ def test_replayed_run_on_a_gpu_is_the_plain_run_to_the_bit(tmp_path, capfd, prec
         small_config(tmp_path / graph, *options, f"meta.cuda_graph={graph}") for graph in ("false", "true")
     ]
     for config in configs:
-        with join("cuda") as place:
+        with as_rank(config) as place:
             train_command(config, place)
     assert "training without a graph" not in capfd.readouterr().out
     assert_equal_to_the_bit(final_state(configs[1]), final_state(configs[0]))

@@ -10,7 +10,7 @@ import pytest
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
-from fastsuncet.distributed.launch import join
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.errors import CheckpointError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.metrics.writer import MetricsWriter
@@ -120,7 +120,7 @@ def test_signal_during_the_start_stops_before_the_first_step(tmp_path, monkeypat
         return opened(*arguments, **keywords)
 
     monkeypatch.setattr(train_command, "open_images", opening)
-    with pytest.raises(Preempted, match="before the first step"), join("cpu") as place:
+    with pytest.raises(Preempted, match="before the first step"), as_rank(config) as place:
         train_command.train(config, place)
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "preempted"
     assert not (config.run_folder / "checkpoints").exists()
@@ -162,7 +162,7 @@ def stopped_in_an_evaluation(rank: int, world_size: int, folder: str, *checkpoin
         with pytest.MonkeyPatch.context() as patch:
             if rank == world_size - 1:
                 in_next_evaluation(patch, terminate)
-            with pytest.raises(Preempted, match="saved after step 4"), join("cpu") as place:
+            with pytest.raises(Preempted, match="saved after step 4"), as_rank(stopped) as place:
                 train_command.train(stopped, place)
         rows.append([saved_steps(stopped)[-1:], evaluations(stopped)])
         train(stopped)

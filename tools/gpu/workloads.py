@@ -29,6 +29,7 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.commands import train
+from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.report.compute_saved import savings
 from fastsuncet.commands.report.curves import KNN, arrange
 from fastsuncet.commands.report.reading import read_runs
@@ -266,7 +267,7 @@ def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
 
 def train_to_end(config: Config) -> None:
     """Start or continue a run and train it to its end."""
-    with join(config.meta.device) as place:
+    with as_rank(config) as place:
         train.train(config, place)
 
 
