@@ -39,7 +39,7 @@ def test_config_reads_the_former_name_of_the_view_operator():
         values = config.canonical()
         del values["data"]["view_operator"]
         values["data"]["color_operator"] = former
-        assert Config.from_checkpoint(values) == config and config.changed_keys(values) == []
+        assert Config.from_values(values) == config and config.changed_keys(values) == []
 
 
 def test_config_from_values_obeys_the_rules():
