@@ -101,7 +101,7 @@ def test_batch_job_without_a_config_prints_its_usage(script, tmp_path):
 
 def test_documented_arrays_of_one_gpu_do_not_ask_for_the_cores_of_a_node():
     """With the script's 64 cores a task, one task fills a node and leaves its other GPUs idle."""
-    files = ("configs/paper/cifar10_switch_off.yaml", "docs/paper.md", "fastsuncet/commands/help.py")
+    files = ("configs/paper/cifar10_switch_off.yaml", "docs/paper.md", "fastsuncet/cli/sweep.py")
     for path in (SWEEP, *(ROOT / name for name in files)):
         text = path.read_text(encoding="utf-8")
         assert "--gpus-per-node=1 --cpus-per-task=8 tools/cluster/sweep.sbatch" in text, path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.commands.help import EXIT_CODES
+from fastsuncet.cli._parser import EXIT_CODES
 from fastsuncet.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ FLOORS = [
     "fastsuncet.evaluation",
     "fastsuncet.tuning",
     "fastsuncet.commands",
-    "fastsuncet",  # cli.py and __main__.py
+    "fastsuncet",  # cli/ and __main__.py
 ]
 FLOOR = {name: level for level, row in enumerate(FLOORS) for name in row.split()}
 

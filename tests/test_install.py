@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastsuncet.config.reader import shipped
+from fastsuncet.config.shipped import shipped
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", "fastsuncet", "pipelines")
@@ -65,7 +65,7 @@ def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
     code = f"import fastsuncet.cli as cli; print(cli.__file__); assert not any(map(cli.main, {commands}))"
     printed = succeed("-c", code, folder=folder, PYTHONPATH=str(wheel), OMP_NUM_THREADS="1")
     first, *lines = printed.splitlines()
-    assert first == f"{wheel / 'fastsuncet' / 'cli.py'}"
+    assert first == f"{wheel / 'fastsuncet' / 'cli' / '__init__.py'}"
     assert [line.split()[0] for line in lines[: len(shipped())]] == list(shipped())
     for part in ("base: in1k_simclr\n", "dry run: all checks passed", "After the same compute"):
         assert part in printed

@@ -102,14 +102,8 @@ def test_negative_plus_view_is_white(backend):
         ],
     },
     "sub-command": {
-        "fastsuncet/commands/toy.py": [("", "def toy():\n    print('a toy')\n")],
-        "fastsuncet/commands/help.py": [('    "doctor": "show', '    "toy": "print a toy",\n')],
-        "fastsuncet/cli.py": [
-            (
-                '@command("doctor")',
-                '@command("toy")\ndef _toy(parser, options):\n'
-                "    from fastsuncet.commands.toy import toy\n\n    toy()\n\n\n",
-            )
+        "fastsuncet/cli/toy.py": [
+            ("", '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n')
         ],
     },
 }
@@ -156,6 +150,7 @@ def run(copy: Path, *words: str) -> str:
 @pytest.mark.slow
 def test_recipes_sub_command_runs(copy):
     assert run(copy, "fastsuncet", "toy") == "a toy\n"
+    assert "  toy         Print a toy.\n" in run(copy, "fastsuncet", "--help")
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from typing import Any
 from unittest.mock import patch
 
 from fastsuncet import cli
-from fastsuncet.commands.config import describe
 from fastsuncet.config import FREE_ON_RESUME
+from fastsuncet.config.describe import describe
 from fastsuncet.config.schema import CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +124,7 @@ def _cell(text: str) -> str:
 def commands_page() -> str:
     """Return the page with the `--help` of every command."""
     parts = ["# Commands\n"]
-    for name in ("", *cli.RUN):
+    for name in ("", *cli.COMMANDS):
         with patch.dict(os.environ, COLUMNS="100"), redirect_stdout(io.StringIO()) as printed:
             cli.main([*name.split(), "--help"])
         parts.append(f"## fastsuncet {name}".rstrip() + f"\n\n```text\n{printed.getvalue().rstrip()}\n```\n")

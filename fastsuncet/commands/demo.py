@@ -14,7 +14,8 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.report.compute_saved import crossing, target
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.reader import as_yaml, shipped
+from fastsuncet.config.reader import as_yaml
+from fastsuncet.config.shipped import shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place

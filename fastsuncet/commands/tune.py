@@ -10,7 +10,8 @@ from typing import Any
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import require_network
 from fastsuncet.config import Config
-from fastsuncet.config.reader import as_yaml, shipped
+from fastsuncet.config.reader import as_yaml
+from fastsuncet.config.shipped import shipped
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.collectives import any_rank, broadcast_json

@@ -21,6 +21,7 @@ import yaml
 
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem, shorten, words
 from fastsuncet.config.schema import CONFIG, Schema, is_table
+from fastsuncet.config.shipped import SHIPPED, find_config, shipped
 
 MAX_BYTES = 1_000_000  # of a file: tar shards or weights that were given by mistake are not read whole
 
@@ -35,9 +36,6 @@ INPUTS = (
     "model.init",
     "transfer.root",
 )
-
-# Folder of the configs that are installed with the package: in a checkout the link `fastsuncet/configs`.
-SHIPPED = (Path(__file__).resolve().parents[1] / "configs").resolve()
 
 CORE = "tag:yaml.org,2002:"
 SYNTAX = "Look at the colons, quotes, brackets and the indentation by spaces, here and in the line above"
@@ -233,18 +231,6 @@ def parse_override(argument: str, place: Origin | None = None) -> Document:
     return document
 
 
-def shipped() -> dict[str, Path]:
-    """Return the files of the shipped configs by name: "in1k_10pct", "paper/in1k_simclr"."""
-    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
-
-
-def find_config(name: str, folder: str = "") -> str:
-    """Return the path that `name` has below `folder` or, where no file is there, that of the shipped config `name`."""
-    path = os.path.join(folder, os.path.expanduser(name))
-    exists = os.path.exists(path) and not os.path.isdir(path)
-    return path if exists else os.fspath(shipped().get(name, path))
-
-
 def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | None = None) -> Document:
     """Parse the file at `path`, called `shown` in messages. `origin` is the line that named it, if a line did.
 
@@ -260,8 +246,8 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
             document = parse(raw.decode("utf-8"), shown, schema)
             if isinstance(document.values, dict):
                 # A config of the package is used from anywhere.
-                shipped = path.resolve().is_relative_to(SHIPPED)
-                return document.with_whole_paths("" if shipped else os.path.dirname(path))
+                anywhere = path.resolve().is_relative_to(SHIPPED)
+                return document.with_whole_paths("" if anywhere else os.path.dirname(path))
             names = words(schema.sections[""], "and")
             key, text, origin = "", f"must be lines `key: value` with the keys {names}", Origin(shown, 1)
     except FileNotFoundError:

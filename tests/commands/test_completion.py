@@ -21,6 +21,11 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
         ("train run.yaml optimization.trust", ["optimization.trust_coefficient="]),
         ("sweep --keep", ["--keep-going"]),
         ("doctor in1k", []),
+        ("export run --to t", ["torchvision", "timm"]),
+        ("export run --to timm --f", ["--force"]),
+        ("predict digits_d", ["digits_demo"]),
+        ("data p", ["pack"]),
+        ("completion z", ["zsh"]),
     ],
 )
 def test_completion_of_a_line(line, words, capsys):

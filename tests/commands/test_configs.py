@@ -9,7 +9,7 @@ from fastsuncet import cli
 from fastsuncet.commands.sweep.runs import expand
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.config import load_config
-from fastsuncet.config.reader import shipped
+from fastsuncet.config.shipped import shipped
 
 NAMES = list(shipped())
 

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastsuncet.commands import doctor as page
-from fastsuncet.commands.doctor import Finding, doctor
+from fastsuncet.cli import doctor as page
+from fastsuncet.cli.doctor import Finding, doctor
 from fastsuncet.data import cpu_count
 
 
-def examined(*examinations) -> tuple[int, str]:
-    lines: list[str] = []
-    return doctor(lines.append, list(examinations)), "\n".join(lines)
+@pytest.fixture
+def examined(capsys):
+    """Examine what is given; return the exit code and the page."""
+    return lambda *examinations: (doctor(list(examinations)), capsys.readouterr().out.rstrip("\n"))
 
 
-def test_doctor_finds_that_this_machine_can_run():
+def test_doctor_finds_that_this_machine_can_run(examined):
     pytest.importorskip("nvidia.dali")
     code, text = examined(*page.EXAMINATIONS)
     assert code == 0
@@ -29,7 +30,7 @@ def test_doctor_finds_that_this_machine_can_run():
     assert len(text.splitlines()) < 40, "one page"
 
 
-def test_doctor_ends_with_1_for_a_problem_only():
+def test_doctor_ends_with_1_for_a_problem_only(examined):
     absent = ("apex", lambda: Finding("absent", "not needed"))
     problem = ("disk", lambda: Finding("problem", "full", "free some"))
     assert examined(absent)[0] == 0
@@ -43,7 +44,7 @@ def test_doctor_ends_with_1_for_a_problem_only():
     )
 
 
-def test_doctor_goes_on_after_an_examination_that_fails():
+def test_doctor_goes_on_after_an_examination_that_fails(examined):
     def fails():
         raise OSError("libcufft.so.11: cannot open\nshared object file")
 
@@ -144,11 +145,6 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
     from pipelines import backend, cuda_compiler
     from pipelines.dali.view_operator import build
 
-    monkeypatch.setattr(page, "installed", {"scikit-learn": "1.9"}.get)
-    facts = "matplotlib, tensorboard, wandb, mlflow, nvidia-ml-py (installed: scikit-learn 1.9)"
-    advice = "if you need them: pip install matplotlib tensorboard wandb mlflow nvidia-ml-py"
-    assert page.extras() == Finding("absent", facts, advice)
-
     def fails():
         raise cuda_compiler.KernelError("NVRTC: libnvrtc.so.13 was not found")
 
@@ -166,3 +162,15 @@ def test_what_is_missing_comes_with_its_command(monkeypatch):
     finding = page.dali()
     assert finding.state == "absent"
     assert re.match(r"pip install 'nvidia-dali-cuda1[23]0>=2\.2,<3'; until then torchvision", finding.advice)
+
+
+def test_extra_says_what_it_is_for_and_how_to_install_it(monkeypatch):
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert set(page.EXTRAS) == set(re.findall(r"(?m)^([\w-]+) = \[", section))
+    lines = ["torch>=2.6", "onnx>=1.17; extra == 'onnx'", "onnxruntime >=1.20 ; extra == 'onnx'"]
+    monkeypatch.setattr(page, "requires", lambda name: [*lines, "fastsuncet[onnx]; extra == 'dev'"])
+    monkeypatch.setattr(page, "installed", {"onnx": "1.18"}.get)
+    assert page.extra("onnx")() == Finding("absent", "for export --to onnx: pip install 'onnxruntime>=1.20'")
+    monkeypatch.setattr(page, "installed", {"onnx": "1.18", "onnxruntime": "1.21"}.get)
+    assert page.extra("onnx")() == Finding("ok", "for export --to onnx: onnx 1.18, onnxruntime 1.21")

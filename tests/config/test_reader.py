@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.config import ConfigErrors, load_config
-from fastsuncet.config.reader import MAX_BYTES, SHIPPED
+from fastsuncet.config.reader import MAX_BYTES
+from fastsuncet.config.shipped import SHIPPED
 from tests.support.configs import GOOD, load, refusal
 
 NUMBERS = {

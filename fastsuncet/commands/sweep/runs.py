@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from fastsuncet.commands.sweep.spec import TAG, Group, Spec
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem
-from fastsuncet.config.reader import as_yaml, find_config, parse_override
+from fastsuncet.config.reader import as_yaml, parse_override
+from fastsuncet.config.shipped import find_config
 from fastsuncet.errors import ConfigError
 
 MAX_JOBS = 2_000  # of one sweep: more is a mistake

@@ -27,8 +27,9 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, creat
 
 from fastsuncet.config.messages import allowed, field_problems
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem, words
-from fastsuncet.config.reader import Document, as_yaml, find_config, read_file
+from fastsuncet.config.reader import Document, as_yaml, read_file
 from fastsuncet.config.schema import BELOW, CONFIG, Schema, Section, Switch, described, matching
+from fastsuncet.config.shipped import find_config
 from pipelines.sampling.augmentation import Allowed
 
 COMMANDS = (

@@ -1,7 +1,6 @@
-"""`fastsuncet doctor`: one page on what is installed here, what is missing, and what to do about it.
+"""Show what is installed, what is missing, and what to do.
 
-Each examination looks at one thing, by using it where that is cheap: DALI decodes an image, NVRTC compiles a kernel.
-"absent" is what a run can do without; "problem" is what would stop one, and makes the exit code 1.
+exit codes: 0 a run can start here; 1 something would stop it
 """
 
 import importlib
@@ -11,11 +10,13 @@ import os
 import re
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import NamedTuple
 
+from fastsuncet.cli._parser import Parser
 from fastsuncet.data import cpu_count
 from fastsuncet.versions import installed
 
@@ -24,7 +25,22 @@ GIGA = 1e9
 DISK_NEEDED = 1 * GIGA
 # NCCL passes data between the GPUs of one machine through here; Docker's default of 64 MB is too little.
 SHM_NEEDED = 0.25 * GIGA
-EXTRAS = ("scikit-learn", "matplotlib", "tensorboard", "wandb", "mlflow", "nvidia-ml-py")
+# The optional dependencies of pyproject.toml, and what each is for.
+EXTRAS = {
+    "dali-cu12": "images by DALI, one of the two builds: NVIDIA driver 525 or newer",
+    "dali-cu13": "images by DALI, one of the two builds: NVIDIA driver 580 or newer",
+    "plots": "the pictures of demo, preview, report and tune",
+    "demo": "scikit-learn's digits",
+    "tensorboard": "logging.tensorboard",
+    "wandb": "logging.wandb",
+    "mlflow": "logging.mlflow",
+    "energy": "joules of a run's GPUs",
+    "onnx": "export --to onnx",
+    "parquet": "outputs that end in .parquet",
+    "docs": "make docs",
+    "bench": "comparisons in tools/bench",
+    "dev": "make test and make lint",
+}
 
 
 class Finding(NamedTuple):
@@ -38,25 +54,29 @@ class Finding(NamedTuple):
 Examinations = list[tuple[str, Callable[[], Finding]]]
 
 
-def doctor(write: Callable[[str], object] = print, examinations: Examinations | None = None) -> int:
-    """Examine this machine, write the page line by line; return the exit code, 1 if something would stop a run."""
+def run(parser: Parser, options: Namespace) -> int:
+    return doctor(EXAMINATIONS)
+
+
+def doctor(examinations: Examinations) -> int:
+    """Examine this machine, print the page line by line; return the exit code, 1 if something would stop a run."""
     problems = []
-    for name, look in EXAMINATIONS if examinations is None else examinations:
+    for name, look in examinations:
         try:
             finding = look()
         except Exception as error:  # the page must be finished, whatever is broken about a package
             words = " ".join(str(error).split())[:200]
             finding = Finding("problem", f"{type(error).__name__}: {words}", "install it again")
-        write(f"{name:<12} {finding.state:<8} {finding.facts}")
+        print(f"{name:<12} {finding.state:<8} {finding.facts}")
         if finding.advice:
-            write(f"{'':<21} -> {finding.advice}")
+            print(f"{'':<21} -> {finding.advice}")
         if finding.state == "problem":
             problems.append(name)
-    write("")
+    print()
     if problems:
-        write(f"{', '.join(problems)}: follow the advice above; a run would fail there.")
+        print(f"{', '.join(problems)}: follow the advice above; a run would fail there.")
         return 1
-    write("`fastsuncet train` can run here. What is absent is not needed, or is replaced by something else.")
+    print("`fastsuncet train` can run here. What is absent is not needed, or is replaced by something else.")
     return 0
 
 
@@ -87,13 +107,16 @@ def required(name: str) -> Callable[[], Finding]:
     return look
 
 
-def _requirement(name: str) -> str:
-    """Return the requirement of pyproject.toml: "torch>=2.6,<3"."""
+def _requirements() -> list[str]:
+    """Return the requirements of pyproject.toml, without spaces: "torch>=2.6,<3", 'onnx>=1.17;extra=="onnx"'."""
     try:
-        lines = requires("fastsuncet") or []
+        return [re.sub(r"\s", "", line) for line in requires("fastsuncet") or []]
     except PackageNotFoundError:  # a checkout that was not installed
-        return name
-    return next((re.sub(r"\s", "", line) for line in lines if re.match(rf"{name}\b[^;]*$", line, re.I)), name)
+        return []
+
+
+def _requirement(name: str) -> str:
+    return next((line for line in _requirements() if re.match(rf"{name}\b[^;]*$", line, re.I)), name)
 
 
 def cards() -> Finding:
@@ -221,15 +244,22 @@ def apex() -> Finding:
     )
 
 
-def extras() -> Finding:
-    """Find the packages that only some commands and settings use."""
-    there = {package: version for package in EXTRAS if (version := installed(package))}
-    missing = [package for package in EXTRAS if package not in there]
-    facts = ", ".join(f"{package} {version}" for package, version in there.items())
-    if not missing:
-        return Finding("ok", facts)
-    facts = ", ".join(missing) + (f" (installed: {facts})" if facts else "")
-    return Finding("absent", facts, f"if you need them: pip install {' '.join(missing)}")
+def extra(name: str) -> Callable[[], Finding]:
+    """Return the examination of an optional dependency of pyproject.toml."""
+
+    def look() -> Finding:
+        from packaging.requirements import Requirement
+
+        lines = [Requirement(line) for line in _requirements() if re.search(rf"extra==.{name}\b.$", line)]
+        found = {each: installed(each.name) for each in lines if each.name != "fastsuncet"}
+        if missing := [
+            f"'{each.name}{each.specifier}'" for each, version in found.items() if version is None
+        ]:
+            return Finding("absent", f"for {EXTRAS[name]}: pip install {' '.join(missing)}")
+        versions = ", ".join(f"{each.name} {version}" for each, version in found.items())
+        return Finding("ok" if found else "absent", f"for {EXTRAS[name]}: {versions or 'see pyproject.toml'}")
+
+    return look
 
 
 def disk() -> Finding:
@@ -271,8 +301,8 @@ EXAMINATIONS: Examinations = [
     ("DALI", dali),
     ("views", view_operator),
     ("apex", apex),
-    ("extras", extras),
     ("disk", disk),
     ("/dev/shm", shared_memory),
     ("cores", cores),
+    *((name, extra(name)) for name in EXTRAS),
 ]

@@ -1,4 +1,4 @@
-"""`fastsuncet config`: what a key of a config means, or all keys of a section, from the schema itself."""
+"""What a key of a config means, or all keys of a section, from the schema itself."""
 
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin

@@ -1,12 +1,26 @@
-"""`fastsuncet configs`: list the configs of the package, print one, or copy one to start from."""
+"""The configs of the package: find one by its name, list them, and copy one to start from."""
 
 import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from fastsuncet.config.reader import shipped
 from fastsuncet.errors import ConfigError
+
+# Folder of the configs that are installed with the package: in a checkout the link `fastsuncet/configs`.
+SHIPPED = (Path(__file__).resolve().parents[1] / "configs").resolve()
+
+
+def shipped() -> dict[str, Path]:
+    """Return the files of the shipped configs by name: "in1k_10pct", "paper/in1k_simclr"."""
+    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def find_config(name: str, folder: str = "") -> str:
+    """Return the path that `name` has below `folder` or, where no file is there, that of the shipped config `name`."""
+    path = os.path.join(folder, os.path.expanduser(name))
+    exists = os.path.exists(path) and not os.path.isdir(path)
+    return path if exists else os.fspath(shipped().get(name, path))
 
 
 def listing() -> list[str]:

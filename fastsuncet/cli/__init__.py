@@ -1,0 +1,144 @@
+"""The command `fastsuncet`: its sub-commands, and the exit code for each failure.
+
+Each module here is a sub-command, unless its name begins with an underscore: its docstring is the help, `arguments`
+declares what it takes, and `run` imports torch and DALI only when it runs. So help and a wrong config take a moment.
+"""
+
+import errno
+import io
+import os
+import pkgutil
+import signal
+import sys
+import traceback
+from difflib import get_close_matches
+
+from fastsuncet.cli._parser import Parser, UsageError, overview
+from fastsuncet.console import say_line
+from fastsuncet.distributed.signals import end_with_parent
+from fastsuncet.errors import CheckpointError, FastSuncetError
+from pipelines.data_errors import DataError
+
+# The sub-commands: data_check.py is `fastsuncet data check`.
+COMMANDS = tuple(
+    module.name.replace("_", " ") for module in pkgutil.iter_modules(__path__) if module.name[0] != "_"
+)
+# OS errors that the user must fix: disk full, permission denied.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
+LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)  # a disk, a file server, a mount
+
+
+def _handle_sigterm_as_pid1() -> None:
+    """Let SIGTERM end this process if it is process 1, as the command of a container is.
+
+    The kernel drops signals that process 1 does not handle, so a container that is stopped while it imports torch would
+    start to train. Commands that save on SIGTERM replace this handler.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    """Run the sub-command that the first words of `arguments` name."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    asked = not {"-h", "--help"}.isdisjoint(arguments)
+    if not arguments or (asked and arguments[0].startswith("-")):
+        print(overview(COMMANDS))
+        return 0 if arguments else UsageError.exit_code
+    if arguments[0] in ("-V", "--version"):
+        arguments = ["version", *arguments[1:]]
+    if arguments[:2] == ["tune", "--child"]:  # what the command starts to try one contender
+        from fastsuncet.tuning.child import main
+
+        return main(*arguments[2:])
+    for name in COMMANDS:
+        words = name.split()
+        if arguments[: len(words)] == words:
+            parser = Parser(name)
+            return parser.module.run(parser, parser.parse(arguments[len(words) :])) or 0
+    group = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
+    if asked and group:
+        print(overview(group))
+        return 0
+    raise UsageError(_unknown_command(arguments, group))
+
+
+def _unknown_command(arguments: list[str], group: list[str]) -> str:
+    first = arguments[0]
+    second = " ".join(word for word in arguments[1:2] if not word.startswith("-"))
+    near = (
+        (second and get_close_matches(f"{first} {second}", group, 1))
+        or group
+        or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
+        or get_close_matches(first, COMMANDS, 1)
+    )
+    if not near and first.endswith((".yaml", ".yml")):
+        near = [f"train {first}"]
+    hint = f"; did you mean {' or '.join(f'`fastsuncet {name}`' for name in near)}?" if near else ""
+    return f"unknown command {first}{hint}\nSee `fastsuncet --help`"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line (this process's by default) and return its exit code.
+
+    An error that the user can fix is printed on stderr as a message; FASTSUNCET_TRACEBACK=1 adds its traceback. Any
+    other exception is a bug: Python ends with its traceback and exit code 1.
+    """
+    code = _run(arguments)
+    distributed = sys.modules.get("torch.distributed")
+    if arguments is None and code and distributed and distributed.is_initialized():
+        # After an error the ranks' group is left as it is (launch.join). Its threads can abort the interpreter's end,
+        # and the job would have the abort's exit code (-6).
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
+
+
+def _run(arguments: list[str] | None) -> int:
+    """Do what `main` describes, but leave the end of the process to it."""
+    if arguments is None and sys.getfilesystemencoding() != "utf-8":
+        # Configs and lists are UTF-8 and name files. In another locale Python would look for files of other names.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    if sys.stdout is None:  # the process was started without one
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    try:
+        _handle_sigterm_as_pid1()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a log in Latin-1 cannot hold every name
+            sys.stdout.reconfigure(errors="backslashreplace")
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this rank
+            end_with_parent()
+        code = _dispatch(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        return code
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has ended, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (FastSuncetError, DataError) as error:
+        sys.stdout.flush()
+        _print_error(str(error))
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in (*DISK_FULL, *PERMISSION, *LOST):
+            raise
+        what = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        fix = "Free some disk space" if error.errno in DISK_FULL else "Check the owner and mode of the folder"
+        if error.errno in LOST:
+            fix = "The disk, the file server or its mount failed: see the system's log (dmesg)"
+        _print_error(f"{what}. {fix}, or choose another folder")
+        return CheckpointError.exit_code
+
+
+def _print_error(message: str) -> None:
+    """Print the error being handled on stderr, with its rank, and its traceback if that was asked for."""
+    if os.environ.get("FASTSUNCET_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exc()
+    rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+    say_line(f"{rank}error: {message}", sys.stderr)

@@ -1,0 +1,248 @@
+"""The parser of one command, and the help that a user reads about all of them.
+
+The help of a command is its module's docstring: a line for the list of commands, what it does, then examples and exit
+codes. A command without exit codes of its own has EXIT_CODES.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fastsuncet.console import typed_path
+from fastsuncet.errors import FastSuncetError
+
+if TYPE_CHECKING:
+    from fastsuncet.config import Config
+
+OVERRIDE = re.compile(r"[^=/\\]*=")  # a path can hold a = after its first slash
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a bug: please report it with its traceback
+  2    the config or the command line is wrong; nothing was started
+  3    the data is wrong: a missing folder, an image that cannot be decoded
+  4    a loss is not finite; nothing of that step was saved
+  5    no checkpoint can be used, or none can be written; or an export cannot (the run is saved)
+  75   stopped by a signal and saved: run the same command again (schedulers: requeue)
+  124  a rank hung and is named: run the same command again
+  130  interrupted from the keyboard"""
+
+
+class UsageError(FastSuncetError):
+    """The command line cannot be understood."""
+
+    exit_code = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse for the command `name`, with errors in the form of our others, which name the nearest option or setting.
+
+    The command's module declares its arguments, if it has any, in `arguments(parser)`, and does its work in
+    `run(parser, options)`, which returns the exit code (None is 0) and imports what is slow.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.takes, self.rest = name, "", list[str]()
+        self.module: Any = _module(name)
+        text = self.module.__doc__.strip()
+        above, *below = re.split(r"\n\n(?=examples:|exit codes:)", text, maxsplit=1)
+        if "exit codes:" not in text:
+            below.append(EXIT_CODES)
+        super().__init__(
+            prog=f"fastsuncet {name}",
+            description=above,
+            epilog="\n\n".join(below),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        getattr(self.module, "arguments", lambda parser: None)(self)
+
+    # ---------------------------------------------------------------------------- arguments that several commands have
+    def flag(self, name: str, help: str, **settings: Any) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=help, **settings)
+
+    def takes_config(self, takes: str = "CONFIG") -> None:
+        """Add a config and its overrides as the last argument; `parse` loads it if the command takes CONFIG."""
+        before = "".join(f"{action.metavar} " for action in self._actions if not action.option_strings)
+        self.takes, self.usage = takes, f"{self.prog} {before}{takes} [section.key=value ...] [options]"
+        words = "a YAML file or the name of a shipped config, and changes to it as section.key=value"
+        self.add_argument("words", nargs="*", metavar=takes, help=words)
+
+    def takes_encoder(self, *, every: bool) -> None:
+        """Add --encoder and --step, and --every-checkpoint where a command has it, which excludes --step."""
+        self.add_argument(
+            "--encoder",
+            metavar="PATH",
+            type=path,
+            help="the folder of another run or of a fine-tuning, one checkpoint, or a file of weights (torchvision, "
+            "timm, the authors' checkpoints; torch.save or .safetensors); default: the config's run",
+        )
+        steps = self.add_mutually_exclusive_group()
+        steps.add_argument(
+            "--step", metavar="N", type=whole(0), help="this checkpoint of the run (default: the newest)"
+        )
+        if every:
+            text = "every good checkpoint of the run"
+            steps.add_argument("--every-checkpoint", dest="every", action="store_true", help=text)
+
+    def takes_run(self) -> None:
+        """Add a run as the first argument."""
+        text = "a config, a run, one of its checkpoints, or an export"
+        self.add_argument("run", metavar="RUN", type=path, help=text)
+
+    def writes(self, help: str, *, metavar: str = "FILE", required: bool = True, **settings: Any) -> None:
+        """Add --output."""
+        self.add_argument(
+            "--output", metavar=metavar, type=output_path, required=required, help=help, **settings
+        )
+
+    def takes_force(self) -> None:
+        """Add --force."""
+        self.flag("--force", "replace what is at --output")
+
+    # --------------------------------------------------------------------------------------------------------- parsing
+    @property
+    def words(self) -> list[str]:
+        """The whole command line behind `fastsuncet`, which starts the same command on further ranks."""
+        return [*self.name.split(), *self.rest]
+
+    def parse(self, rest: list[str]) -> argparse.Namespace:
+        """Parse the words behind the command's name: options, a config and its overrides in any order.
+
+        Of a command that takes a config the options have it as `config`; of another one that takes overrides, `what` it
+        takes and the `overrides`.
+        """
+        self.rest = rest
+        options = self.parse_intermixed_args(rest)
+        if not self.takes:
+            return options
+        words = vars(options).pop("words")
+        overrides = [each for each in words if OVERRIDE.match(each)]
+        files = [each for each in words if not OVERRIDE.match(each)]
+        if not files:
+            self.error(f"which config? For example: fastsuncet {' '.join(self.words)} digits_demo")
+        if len(files) > 1:
+            self.error(
+                f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"
+            )
+        if self.takes == "CONFIG":
+            options.config = load(files[0], overrides)
+        else:
+            options.what, options.overrides = files[0], overrides
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        match = re.match(r"unrecognized arguments: (\S+)", message)
+        if taken := re.match(r"argument (\S+): ignored explicit argument '(.*)'", message):
+            match = ("", f"{taken[1]}={taken[2]}")
+        if match:
+            near = get_close_matches(match[1], self._option_string_actions, 1, 0.7)
+            message = f"unknown argument {match[1]}"
+            if near:
+                message += f"; did you mean {near[0]}?"
+            elif match[1].partition("=")[0] in ("--gpus", "--num-gpus", "--devices", "--nproc-per-node"):
+                message += (
+                    "; a command uses all GPUs that it sees, and CUDA_VISIBLE_DEVICES=0,1 shows it these two"
+                )
+            elif settings := self._settings(match[1]):
+                message += f"; write {settings}"
+        raise UsageError(f"{message}\nSee `{self.prog} --help`")
+
+    def _settings(self, option: str) -> str:
+        """Return the settings that `--name value` or `--name=value` can mean: "section.name=value"."""
+        if not option.startswith("--") or not self.takes:
+            return ""
+        from fastsuncet.config.messages import keys_ending_in, nearest_key
+        from fastsuncet.config.problems import words
+        from fastsuncet.config.schema import CONFIG
+
+        name, _, value = option.removeprefix("--").partition("=")
+        after = dict(zip(self.rest, self.rest[1:])).get(option, "")
+        value = value or ("" if after.startswith("-") else after) or "VALUE"
+        leaf = name.rpartition(".")[2].replace("-", "_")
+        keys = [name] if name in CONFIG.values else keys_ending_in(CONFIG, leaf)
+        keys = keys or list(filter(None, [nearest_key(CONFIG, leaf, {})]))
+        return words([f"{key}={value}" for key in keys]) if keys else ""
+
+
+# ------------------------------------------------------------------------------------------------- values of arguments
+def whole(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number of `least` or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, not {text}")
+        return int(text)
+
+    return parse
+
+
+def path(text: str) -> Path:
+    """Return the path that an argument names."""
+    return typed_path(text)
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file or folder to write."""
+    found = path(text)
+    # While it is written, something hidden with a longer name is next to it, and names end at 255 bytes.
+    if "\0" in text or len(os.fsencode(found.name)) > 240:
+        raise argparse.ArgumentTypeError("a name has at most 240 bytes, none of them zero")
+    return found
+
+
+def load(name: str | Path, overrides: Iterable[str] = ()) -> "Config":
+    """Load a config. Raises ConfigErrors."""
+    from fastsuncet.config import load_config
+
+    return load_config(name, overrides)
+
+
+def config_or_run(where: Path) -> "Config | Path":
+    """Return the config that `where` is the file or the shipped name of, else `where`, which is a run."""
+    return load(where) if is_config(where) else where
+
+
+def is_config(where: Path) -> bool:
+    """Return whether `where`, which can also be a run, is a config file or the name of a shipped one."""
+    from fastsuncet.config.shipped import shipped
+
+    return where.suffix in (".yaml", ".yml") or (not where.exists() and str(where) in shipped())
+
+
+# ------------------------------------------------------------------------------------------------------------- overview
+def overview(names: Iterable[str]) -> str:
+    """Return the list of commands, with the first lines of their docstrings."""
+    lines = "\n".join(f"  {name:<11} {_module(name).__doc__.strip().splitlines()[0]}" for name in names)
+    return f"""\
+usage: fastsuncet COMMAND ...
+
+Pre-trains image encoders with SimCLR + SuNCEt: contrastive learning that uses the labels of some
+images.
+
+commands:
+{lines}
+
+`fastsuncet COMMAND --help` explains a command with examples. First steps, without data of your own,
+and with it:
+
+  fastsuncet doctor
+  fastsuncet demo
+
+  fastsuncet init photos --labels labels.csv
+  fastsuncet train mine.yaml
+  fastsuncet predict mine.yaml photos --output predictions.csv
+  fastsuncet suggest mine.yaml --output next.csv --page
+
+{EXIT_CODES}"""
+
+
+def _module(name: str) -> Any:
+    return import_module(f"fastsuncet.cli.{name.replace(' ', '_')}")

@@ -1,0 +1,22 @@
+"""Compile the fast operator of the views, once for this machine.
+
+Compiles the operator that makes color, blur and normalization in one pass, and compares it with
+DALI's own to the bit. It needs a C++ compiler. A first run does the same.
+
+exit codes: 0 built now or before; 1 it cannot be built: DALI's own operators make the same pixels,
+slower
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser
+
+
+def arguments(parser: Parser) -> None:
+    parser.flag("--prebuilt", "keep it for all users of this installation")
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    from pipelines.dali.view_operator.__main__ import main
+
+    return main(["--prebuilt"] if options.prebuilt else [])

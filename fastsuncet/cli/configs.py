@@ -1,0 +1,39 @@
+"""List the shipped configs, or copy one to start from.
+
+Lists the configs of the package. Every command takes one by its name, where no file has this name.
+NAME prints one. Its base is then written by name, so that a copy works in any folder.
+
+examples:
+  fastsuncet configs
+  fastsuncet configs cifar10_suncet
+  fastsuncet configs in1k_simclr --copy my.yaml
+  fastsuncet train in1k_10pct data.root=/data/imagenet
+
+exit codes: 0 done; 2 no such config, or the file exists
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from fastsuncet.cli._parser import Parser, output_path
+
+
+def arguments(parser: Parser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
+    text = "write it to FILE (default: its name)"
+    parser.add_argument("--copy", metavar="FILE", type=output_path, nargs="?", const="", help=text)
+
+
+def run(parser: Parser, options: Namespace) -> None:
+    from fastsuncet.config import shipped
+
+    if options.copy is not None:
+        if options.name is None:
+            parser.error(f"which config? For example: {parser.prog} in1k_10pct --copy my.yaml")
+        file = options.copy if options.copy.name else Path(f"{Path(options.name).name}.yaml")
+        shipped.copy(options.name, file)
+        print(f"wrote {file}")
+    elif options.name is not None:
+        print(shipped.config_text(options.name), end="")
+    else:
+        print("\n".join(shipped.listing()))

@@ -1,0 +1,39 @@
+"""Write the features of every image below a folder.
+
+Writes the features of every image below FOLDER, at any depth, to one file, by the encoder of a run,
+a checkpoint or an export: the center crop and the normalization of the evaluation, float32, no
+projection head. It uses one GPU, or the CPU.
+
+A .npz file has the arrays features (N, width), files (N,) and about (JSON); a .parquet file has the
+columns file and features and needs pip install pyarrow.
+
+The same command continues one that was stopped. The file exists only once it is complete, and what
+is at --output stays, unless --force is given. A bad image ends the command with its name;
+`fastsuncet data check FOLDER` finds them all.
+
+examples:
+  fastsuncet embed runs/in1k_10pct ~/photos --output photos.npz
+  fastsuncet embed encoder/torchvision.pth /data/imagenet/val --output val.parquet
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser, is_config, load, path, whole
+
+
+def arguments(parser: Parser) -> None:
+    parser.takes_run()
+    parser.add_argument("folder", metavar="FOLDER", type=path, help="any tree of images")
+    parser.writes("a .npz or .parquet file")
+    parser.add_argument(
+        "--batch", metavar="N", type=whole(1), default=256, help="images at a time (default: 256)"
+    )
+    parser.takes_force()
+
+
+def run(parser: Parser, options: Namespace) -> None:
+    run = vars(options).pop("run")
+    where = load(run).run_folder if is_config(run) else run
+    from fastsuncet.commands.embed import embed
+
+    embed(where, **vars(options))

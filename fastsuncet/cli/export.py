@@ -1,0 +1,47 @@
+"""Write the encoder for torchvision, timm, Hugging Face or ONNX.
+
+Writes the encoder of a run's newest good checkpoint, or of --step, for other programs: the weights
+without the projection head, in float32, and a JSON with the config, the normalization, the image
+size, the sha256 and the results. A fine-tuned encoder keeps its classifier.
+
+  torchvision   RUN/export/torchvision.pth   torchvision.models.resnet50().load_state_dict
+  timm          RUN/export/timm.pth          the same for timm.create_model
+  safetensors   RUN/export/safetensors       a folder for timm.create_model("local-dir:...") and for
+                                             the Hugging Face hub: weights, config.json, README.md
+  onnx          RUN/export/onnx.onnx         needs pip install onnx onnxscript onnxruntime
+
+`fastsuncet train` does this at the end of a run for the formats in checkpoint.export. An export
+replaces the earlier one in RUN/export in one step. What is at --output stays, unless --force is
+given. docs/export.md shows how to load each format.
+
+examples:
+  fastsuncet export runs/in1k_10pct --to torchvision
+  fastsuncet export in1k_10pct --to safetensors --output ~/hub/in1k_10pct
+  fastsuncet export runs/in1k_10pct/finetune/10pct --to onnx --step 9000
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser, is_config, load, path, whole
+
+
+def arguments(parser: Parser) -> None:
+    formats = ("torchvision", "timm", "safetensors", "onnx")
+    parser.add_argument("--to", metavar="FORMAT", required=True, choices=formats, help=", ".join(formats))
+    parser.writes("the file or folder (default: one in RUN/export)", metavar="PATH", required=False)
+    parser.add_argument(
+        "--step", metavar="N", type=whole(0), help="this checkpoint of the run (default: the newest)"
+    )
+    parser.takes_force()
+    parser.takes_config("RUN or CONFIG")
+
+
+def run(parser: Parser, options: Namespace) -> None:
+    where, overrides = path(vars(options).pop("what")), vars(options).pop("overrides")
+    if is_config(where):
+        where = load(where, overrides).run_folder
+    elif overrides:
+        parser.error(f"{where} is no config, and only a config has keys to override")
+    from fastsuncet.commands.export import export
+
+    export(where, **vars(options))

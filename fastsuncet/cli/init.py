@@ -1,0 +1,40 @@
+"""Look at your images and this machine, and write a config.
+
+Looks at the images below FOLDER (number, sizes, classes, labels, bad files) and at this machine
+(GPU, memory, cores, one timed step), and writes a config in which every choice has its reason:
+method, network, image size, batch, length for the hours given, optimizer, fine-tuning. Prints the
+plan, the predicted hours and the next command. It replaces no file.
+
+FOLDER holds train/CLASS/IMAGE or CLASS/IMAGE (the folders are the classes), or any tree of images
+with --labels, a CSV whose first line is `file,label`; or tar shards. Without labels the method is
+SimCLR. The network starts from the weights that timm has published; --weights none, or no network
+connection the first time, trains from scratch.
+
+examples:
+  fastsuncet init photos --labels labels.csv
+  fastsuncet init photos --labels labels.csv --hours 0.5 --weights none
+  fastsuncet init shards --output shards.yaml
+  fastsuncet init photos --weights convnext_tiny
+  fastsuncet init photos --weights runs/mine --output again.yaml
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser, path
+
+
+def arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=path, help="images: class folders, any tree, or tar shards"
+    )
+    parser.add_argument("--labels", metavar="FILE", type=path, help="a CSV of lines file,label")
+    parser.add_argument("--hours", metavar="H", type=float, default=1.0, help="for the training (default: 1)")
+    text = "a file or a run, a network of timm's, or none (default: timm's)"
+    parser.add_argument("--weights", metavar="W", help=text)
+    parser.writes("(default: mine.yaml)", required=False, default="mine.yaml")
+
+
+def run(parser: Parser, options: Namespace) -> None:
+    from fastsuncet.commands.init import init
+
+    init(**vars(options))

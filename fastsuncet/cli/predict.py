@@ -1,0 +1,45 @@
+"""Write the class of every image below a folder, with a probability.
+
+Writes the class of every image below FOLDER, at any depth, to one file, with columns file, class,
+probability, second_class and second_probability. The classifier is linear, fitted to the labeled
+images of the run (data.split; all that have a label where that is none) and kept in RUN/classifier:
+the next call takes it from there. Where the run has a fine-tuning on the same labels that is better
+on the validation images, that is used, with a line that says so.
+
+Probabilities are calibrated: one temperature is fitted to the labels by cross-validation. The
+command prints how many predictions should be right, by how much the probabilities are off, and how
+many images are below 0.5. Take the config as RUN to use labels that its CSV has by now.
+
+The same command continues one that was stopped. The file exists only once it is complete, and what
+is at --output stays, unless --force is given. A bad image ends the command with its name; with
+--skip-bad it is printed and has empty cells. --page also writes an HTML file that any browser opens
+without a network: of each class the surest and the least sure pictures, and those between two
+classes. A .parquet file needs pip install pyarrow.
+
+examples:
+  fastsuncet predict mine.yaml ~/photos --output predictions.csv --page
+  fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser, config_or_run, path, whole
+
+
+def arguments(parser: Parser) -> None:
+    parser.takes_run()
+    parser.add_argument("folder", metavar="FOLDER", type=path, help="any tree of images")
+    parser.writes("a .csv or .parquet file")
+    parser.add_argument(
+        "--batch", metavar="N", type=whole(1), default=256, help="images at a time (default: 256)"
+    )
+    parser.flag("--page", "also write a page of pictures: the name of --output, ending in .html")
+    parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
+    parser.takes_force()
+
+
+def run(parser: Parser, options: Namespace) -> None:
+    where = config_or_run(vars(options).pop("run"))
+    from fastsuncet.commands.predict import predict
+
+    predict(where, **vars(options))

@@ -1,0 +1,28 @@
+"""Draw the augmented views of a config as a picture.
+
+Draws what the network sees at one step of a run on one process: the first images of the batch, two
+augmented views of each, and labeled images if the step uses them.
+
+examples:
+  fastsuncet preview digits_demo
+  fastsuncet preview in1k_10pct data.root=/data/imagenet --output views.png
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser, whole
+
+
+def arguments(parser: Parser) -> None:
+    parser.writes("the picture (default: views.png)", required=False, default="views.png")
+    text = "draw the views of this step (default: 0)"
+    parser.add_argument("--step", metavar="N", type=whole(0), default=0, help=text)
+    parser.takes_force()
+    parser.takes_config()
+
+
+def run(parser: Parser, options: Namespace) -> None:
+    options.config.require_data()
+    from fastsuncet.commands.preview import preview
+
+    print(f"wrote {preview(options.config, options.output, step=options.step, force=options.force)}")

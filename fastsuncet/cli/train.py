@@ -1,0 +1,43 @@
+"""Pre-train an encoder, or continue a run where it stopped.
+
+Pre-trains the encoder that CONFIG describes. The run's folder is
+<logging.folder>/<logging.write_tag>, by default runs/ and the name of the config file. The same
+command continues the run from its newest good checkpoint.
+
+On several GPUs the command starts one process for each; under torchrun or Slurm it joins the
+processes that they start. Batch sizes count the images of all processes, so a config is the same
+experiment on any number of GPUs.
+
+examples:
+  fastsuncet train digits_demo                   small real images: no download, no GPU
+  fastsuncet train cifar10_suncet --dry-run      check and print the plan only
+  fastsuncet train in1k_10pct --dry-run=step     also make steps: memory, and hours of the run
+  fastsuncet train in1k_10pct data.root=/data/imagenet optimization.epochs=100
+  fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
+  torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct
+
+--dry-run --show-config prints the plan, and then all keys with their values in this run.
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser
+
+
+def arguments(parser: Parser) -> None:
+    parser.flag("--dry-run", "check everything and print the plan; train nothing")
+    # An option of its own: with a value that may be absent, `--dry-run CONFIG` would take the config for it.
+    text = "the same, then make a few real steps; print their time and memory, keep nothing"
+    parser.add_argument("--dry-run=step", dest="dry_run", action="store_const", const="step", help=text)
+    parser.flag("--show-config", "print all keys behind the plan of a dry run, with their values in this run")
+    parser.takes_config()
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    if not options.dry_run:  # which prints a plan without data too
+        if options.show_config:
+            parser.error("--show-config goes with --dry-run")
+        options.config.require_data()
+    from fastsuncet.commands.train import run
+
+    return run(arguments=parser.words, **vars(options))

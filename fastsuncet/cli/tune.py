@@ -1,0 +1,34 @@
+"""Find what makes a run faster on this machine.
+
+Times whole steps of CONFIG on this machine with what could make them faster and is not written in
+it: a CUDA graph, torch.compile, threads, read-ahead, the hardware JPEG decoder. Each is tried on
+top of those that won, in a process of its own. It must first prove that it computes the same, and
+wins if it is 3 % faster, and faster than the noise.
+
+Writes a config with CONFIG as its base and the keys that won, each with its times. It replaces no
+file. Kernels that are right and not slower need no tuning: every run uses them. On several GPUs it
+starts one process for each, as `train` does.
+
+examples:
+  fastsuncet tune digits_demo --output fast.yaml --minutes 3
+  fastsuncet tune in1k_10pct data.root=/data/imagenet --output fast.yaml
+
+`fastsuncet train fast.yaml` then trains with them, with the same changes behind it.
+"""
+
+from argparse import Namespace
+
+from fastsuncet.cli._parser import Parser
+
+
+def arguments(parser: Parser) -> None:
+    text = "start nothing after this (default: 20)"
+    parser.add_argument("--minutes", metavar="M", type=float, default=20.0, help=text)
+    parser.writes("the config to write, such as fast.yaml")
+    parser.takes_config()
+
+
+def run(parser: Parser, options: Namespace) -> int:
+    from fastsuncet.commands.tune import run
+
+    return run(arguments=parser.words, **vars(options))
