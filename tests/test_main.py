@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.console import cli_command
+from fastsuncet.paths import cli_command
 from tests.support.scripts import shadow
 
 ROOT = Path(__file__).parents[1]

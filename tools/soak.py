@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `fastsuncet` can be imported
 
-from fastsuncet.console import cli_command
+from fastsuncet.paths import cli_command
 
 RUN = (
     *("data.kind=image_folder", "data.split.kind=all", "data.split.fraction=null", "meta.device=cpu"),

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastsuncet.console import typed_path
 from fastsuncet.errors import FastSuncetError
+from fastsuncet.paths import typed_path
 
 if TYPE_CHECKING:
     from fastsuncet.config import Config

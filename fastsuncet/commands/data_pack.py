@@ -7,8 +7,9 @@ from pathlib import Path
 from fastsuncet.config import Config
 from fastsuncet.config.problems import words
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import show_progress, typed_path
+from fastsuncet.console import show_progress
 from fastsuncet.data.dataset import file_index
+from fastsuncet.paths import typed_path
 from pipelines.datasets.pack import write_pack
 
 

@@ -28,7 +28,7 @@ from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Dumper, read_config
 from fastsuncet.config.rules import FILES, broken
 from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat, with_defaults
-from fastsuncet.console import typed_path
+from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 
 __all__ = ["FREE_ON_RESUME", "Arithmetic", "Config", "ConfigErrors", "PerRank", "flat", "load_config"]

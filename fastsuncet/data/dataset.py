@@ -17,8 +17,9 @@ from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
 from fastsuncet.checkpoint.same_start import require_same
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import show_progress, typed_path
+from fastsuncet.console import show_progress
 from fastsuncet.distributed.launch import Place
+from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder, image_tree, look_again, with_classes, with_csv_labels
 from pipelines.datasets.index import ImageIndex, load_index, load_own_index, save_index

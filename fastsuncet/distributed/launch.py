@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from fastsuncet.console import cli_command
 from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import ConfigError, FastSuncetError, HungError, Preempted
+from fastsuncet.paths import cli_command
 
 PORT = 29511
 START = timedelta(minutes=30)  # how long ranks wait for all of them to start

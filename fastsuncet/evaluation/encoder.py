@@ -16,7 +16,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.manager import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.console import say_line, typed_path
+from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
@@ -30,6 +30,7 @@ from fastsuncet.models.pretrained_weights import (
     require_fit,
 )
 from fastsuncet.models.resnet import OWN, build_model, width_of
+from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
 from pipelines import atomic_files
 from pipelines.sampling.augmentation import Center

@@ -15,11 +15,11 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.manager import MODEL
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config
-from fastsuncet.console import typed_path
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.models import timm_backbone
+from fastsuncet.paths import typed_path
 
 PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
 Record = dict[str, str]  # path, sha256, and what was loaded and what was not

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastsuncet.config import Arithmetic, Config
-from fastsuncet.console import cli_command
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
+from fastsuncet.paths import cli_command
 from fastsuncet.tuning.chooser import Outcome, Report, Rung, Values, judge
 
 POLL = 0.05  # seconds

@@ -11,10 +11,10 @@ import torch
 
 from fastsuncet.checkpoint import same_start
 from fastsuncet.config import Config, load_config
-from fastsuncet.console import cli_command
 from fastsuncet.data import dataset
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.paths import cli_command
 from pipelines.data_errors import DataError
 from tests.support.colors import write_colors
 from tests.support.ranks import run_ranks

@@ -14,8 +14,8 @@ from fastsuncet import cli
 from fastsuncet.commands.sweep import sweep
 from fastsuncet.commands.sweep.child import Children
 from fastsuncet.commands.sweep.jobs import JobState, job_state
-from fastsuncet.console import cli_command
 from fastsuncet.errors import ConfigError
+from fastsuncet.paths import cli_command
 from pipelines import atomic_files
 from tests.support.sweeps import ROOT, TWO, expanded, written
 

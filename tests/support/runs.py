@@ -11,9 +11,9 @@ import pytest
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
-from fastsuncet.console import cli_command
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.errors import Preempted
+from fastsuncet.paths import cli_command
 from fastsuncet.tuning import processes
 from tools.same_runs import assert_equal_to_the_bit as assert_equal_to_the_bit
 from tools.same_runs import final_state as final_state

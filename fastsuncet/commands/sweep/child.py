@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Sequence
 from types import FrameType
 
-from fastsuncet.console import cli_command
 from fastsuncet.distributed.signals import SignalFlag, end_with_parent
+from fastsuncet.paths import cli_command
 
 # Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
 REFUSED = (2, 3, 4, 5, 130)

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 
 from fastsuncet.config import Config
-from fastsuncet.console import typed_path
 from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
+from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
 from pipelines.datasets.index import ImageIndex

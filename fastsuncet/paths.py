@@ -1,0 +1,22 @@
+"""The paths that people write, and that of this program, to start it in another process."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def typed_path(text: str | os.PathLike[str] | None) -> Path:
+    """Return a path that a person wrote, with ~ expanded; None: the empty path.
+
+    The `~name` of no account stays as it is, as in a shell, and is then found missing: pathlib raises RuntimeError.
+    """
+    return Path(os.path.expanduser(text or ""))
+
+
+def cli_command() -> list[str]:
+    """Return the words that start `fastsuncet` in another process; append the arguments.
+
+    The process imports the same copy of `fastsuncet` and `pipelines` as this one, installed or not, and nothing from
+    the working directory; see `fastsuncet/__main__.py`.
+    """
+    return [sys.executable, str(Path(__file__).resolve().with_name("__main__.py"))]
