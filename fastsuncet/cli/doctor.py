@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastsuncet.cli._parser import Parser
-from fastsuncet.data import cpu_count
 from fastsuncet.versions import installed
+from pipelines import backend
 
 GIGA = 1e9
 # A ResNet-50's weights and momentum are 0.2 GB, and a save holds one set more than it keeps.
@@ -205,7 +205,7 @@ def dali() -> Finding:
     places = {"CPU": (None, "cpu"), **({"GPU": (0, "mixed")} if torch.cuda.is_available() else {})}
     for number, decoder in places.values():
         # DALI's stub knows no pipeline without a GPU.
-        with dali.Pipeline(1, 1, number) as pipeline:  # pyright: ignore[reportArgumentType]
+        with dali.Pipeline(1, 1, number) as pipeline:  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
             encoded = dali.fn.external_source(lambda: [data])
             pipeline.set_outputs(dali.fn.decoders.image(encoded, device=decoder))
         pipeline.build()
@@ -286,7 +286,7 @@ def cores() -> Finding:
     """Count the CPU cores that this process can use."""
     import torch
 
-    count, gpus = cpu_count.cores(), torch.cuda.device_count()
+    count, gpus = backend.cores(), torch.cuda.device_count()
     return Finding("ok", f"{count}, {count / gpus:.0f} a GPU" if gpus else f"{count}")
 
 

@@ -12,7 +12,6 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line, show_progress
-from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.data.dataset import (
     image_root,
     in_memory,
@@ -22,6 +21,7 @@ from fastsuncet.data.dataset import (
     scanned,
     with_labels,
 )
+from pipelines.backend import decode_threads
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree, with_classes
 from pipelines.datasets.index import ImageIndex, save_index

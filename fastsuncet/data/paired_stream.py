@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from fastsuncet.config import Arithmetic, Config
-from fastsuncet.data.cpu_count import decode_threads
 from fastsuncet.distributed.launch import Place
 from fastsuncet.models.flops import network_cost
-from pipelines.backend import LoaderOptions
+from pipelines.backend import LoaderOptions, decode_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from fastsuncet.config import Config, ConfigErrors, flat
-from fastsuncet.data.cpu_count import MOST, cores_of_process, decode_threads
 from fastsuncet.distributed.ddp import require_compiler
 from fastsuncet.errors import ConfigError
 from fastsuncet.tuning.chooser import Rung
+from pipelines.backend import MOST, cores_of_process, decode_threads
 
 
 def candidates(asked: Config, config: Config, device: str) -> list[Rung]:

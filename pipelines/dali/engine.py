@@ -16,7 +16,7 @@ import torch
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray, to_torch_type
 from nvidia.dali.tensors import TensorCPU, TensorListCPU
 
-from pipelines.backend import LoaderOptions
+from pipelines.backend import LoaderOptions, processes_here
 from pipelines.dali import graphs
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -311,7 +311,7 @@ def room_for_buffers(device_id: int, threads: int) -> int:
     on_gpu, _ = torch.cuda.mem_get_info(device_id)
     meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     available = 1024 * int(meminfo.partition("MemAvailable:")[2].split()[0])
-    on_host = available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_host = available // processes_here()
     return min(on_gpu, on_host // 2) // 20 // (threads + 1)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fastsuncet.cli import doctor as page
 from fastsuncet.cli.doctor import Finding, doctor
-from fastsuncet.data import cpu_count
+from pipelines import backend
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_apex_is_distinguished_from_its_namesake(tmp_path, monkeypatch, name, te
         (page.disk, 5e9, 0, ("ok", "5.0 GB free in FOLDER")),
         (page.shared_memory, 64e6, 1, ("ok", "0.06 GB")),
         (page.shared_memory, 64e6, 8, ("problem", "64 MB", "docker run --shm-size=1g")),
-        (page.cores, 0, 2, ("ok", f"{cpu_count.cores()}, {cpu_count.cores() / 2:.0f} a GPU")),
+        (page.cores, 0, 2, ("ok", f"{backend.cores()}, {backend.cores() / 2:.0f} a GPU")),
     ],
 )
 def test_room_is_a_problem_where_a_run_needs_it(look, size, gpus, wanted, monkeypatch, tmp_path):

@@ -8,10 +8,10 @@ import pytest
 from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
-from fastsuncet.data import cpu_count
 from fastsuncet.errors import ConfigError
 from fastsuncet.tuning.chooser import Outcome, Rung
 from fastsuncet.tuning.rungs import candidates
+from pipelines import backend
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, shorten_tuning
 
@@ -98,7 +98,7 @@ def test_candidates_are_what_is_not_written_and_can_run_here():
 
 def test_candidates_of_a_slurm_task_stay_within_its_own_cores(monkeypatch):
     """A task that is bound to its share of the node sees no other cores, and divides them by nothing."""
-    monkeypatch.setattr(cpu_count, "cores", lambda: 8)
+    monkeypatch.setattr(backend, "cores", lambda: 8)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

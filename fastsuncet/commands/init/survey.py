@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from fastsuncet.commands.init.rules import IMAGENET, Machine, Survey, Weights
-from fastsuncet.data.cpu_count import cores
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import WIDTHS, build_model
 from pipelines import atomic_files
+from pipelines.backend import cores
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder, image_tree, with_csv_labels
 from pipelines.datasets.image_headers import EXTENSIONS

@@ -1,4 +1,4 @@
-"""Compile the view operator into a library that DALI loads, and keep it in the cache folder or in this package.
+"""Compile the view operator: a library that DALI loads, kept in the cache folder or in this package, and GPU kernels.
 
 A library's name holds a hash of what decides its code: sources, flags (those in $CXX and DALI's too), the versions of
 DALI and its CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelines import atomic_files, code_cache
+import torch
+
+from pipelines import atomic_files, code_cache, cuda_compiler
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
 
@@ -33,6 +35,9 @@ FLAGS = (
 # DALI's headers include them; wheels hold them in two places.
 CUDA_HEADERS = ("cuda.h", "crt/host_config.h", "nv/target")
 DALI_HEADER = "dali/core/geom/mat.h"
+# Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
+NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
+WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
 
 
 def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
@@ -178,3 +183,17 @@ def header_folder(name: str) -> Path | None:
 def _installed(package: str) -> list[Path]:
     spec = importlib.util.find_spec(package)
     return [Path(path) for path in (spec and spec.submodule_search_locations) or ()]
+
+
+def kernels(widest_blur: int, device_id: int) -> bytes:
+    """Return view.cu as compiled for a GPU. Raises DataError, also for a blur that is too wide for it."""
+    if widest_blur > WIDEST_BLUR:
+        raise DataError(
+            f"view_operator: true blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
+            f"{widest_blur}: set data.view_operator to false"
+        )
+    try:
+        arch = cuda_compiler.architecture(*torch.cuda.get_device_capability(device_id))
+        return cuda_compiler.compiled(SOURCES / "view.cu", arch, NVRTC_OPTIONS)
+    except cuda_compiler.KernelError as error:
+        raise DataError(f"the view operator cannot be compiled for this GPU: {error}") from error

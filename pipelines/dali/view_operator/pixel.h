@@ -1,4 +1,4 @@
-// What one view of an image is, and the arithmetic of its colors (pipelines/dali/color.py) on one pixel. For g++ and
+// What one view of an image is, and the arithmetic of its colors (pipelines/dali/graphs.py) on one pixel. For g++ and
 // NVRTC, without any library.
 //
 // Every value is rounded where DALI's CPU operators round it, halves away from zero, and no product is contracted with a
@@ -80,7 +80,7 @@ EVERYWHERE float floor_of(float x) {
   return whole - (x < whole ? 1.f : 0.f);
 }
 
-// HSV to RGB without a case for each sextant; see `hue` in color.py.
+// HSV to RGB without a case for each sextant; see `hue` in graphs.py.
 EVERYWHERE float channel_of(float value, float chroma, float sixths, float n) {
   float k = sixths + n;
   k = k - 6.f * floor_of(k / 6.f);

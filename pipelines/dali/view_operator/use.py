@@ -6,8 +6,7 @@ from typing import Literal
 import torch
 
 from pipelines.backend import require_gpu
-from pipelines.dali.view_operator.build import build, kept, library_name, unavailable
-from pipelines.dali.view_operator.gpu_code import kernels
+from pipelines.dali.view_operator.build import build, kept, kernels, library_name, unavailable
 from pipelines.data_errors import DataError
 from pipelines.output import say_line, say_once
 

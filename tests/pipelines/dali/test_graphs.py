@@ -23,7 +23,7 @@ import nvidia.dali.backend as backend_impl
 import nvidia.dali.fn as fn
 from nvidia.dali import pipeline_def
 
-from pipelines.dali import color, graphs
+from pipelines.dali import graphs
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
@@ -189,7 +189,7 @@ def test_color_hue_is_torchvisions_for_every_kind_of_color():
     def rotated():
         arrays = [np.stack([palette] * len(turns)), turns]
         image, by = fn.external_source(lambda: arrays, num_outputs=2, layout=["HWC", ""])
-        return color.hue(image, by)
+        return graphs.hue(image, by)
 
     ours = torch.from_dlpack(rotated().run()[0].as_tensor()).permute(0, 3, 1, 2).float()
     image = torch.from_numpy(palette).permute(2, 0, 1)
@@ -208,7 +208,7 @@ def test_color_contrast_expression_equals_the_operator_to_the_bit():
         image, factor = fn.external_source(lambda: [images, factors], num_outputs=2, layout=["HWC", ""])
         gray = fn.color_space_conversion(image, image_type=graphs.types.RGB, output_type=graphs.types.GRAY)
         mean_gray = fn.reductions.mean(gray)
-        return color.contrast(image, factor), color.contrast_expression(mean_gray, factor, image)
+        return graphs.contrast(image, factor), graphs.contrast_expression(mean_gray, factor, image)
 
     operator, expression = (torch.from_dlpack(output.as_tensor()) for output in both().run())
     assert torch.equal(operator, expression)

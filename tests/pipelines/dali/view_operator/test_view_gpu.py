@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelines import cuda_compiler
-from pipelines.dali.view_operator import build, gpu_code, use
+from pipelines.dali.view_operator import build, use
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 from tests.support import host_kernels
@@ -71,7 +71,7 @@ def batch(seed: int) -> tuple[list[np.ndarray], list[np.ndarray], list[dict]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "threads", "bits"), [(1, 8, 32), (3, 8, 16), (2, 16, 32)])
 def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bits):
-    assert library.size_of_view() == ctypes.sizeof(View) and library.widest_blur() == gpu_code.WIDEST_BLUR
+    assert library.size_of_view() == ctypes.sizeof(View) and library.widest_blur() == build.WIDEST_BLUR
     images, weights, draws = batch(blocks)
     element = np.uint32 if bits == 32 else np.uint16
     table = np.random.default_rng(0).permutation(256 * 3).astype(element)
@@ -101,7 +101,7 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bit
 @pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_kernels_compile_to_the_code_of_every_card_that_torch_supports(card):
     arch = cuda_compiler.architecture(*card)  # portable where the compiler is older than the card
-    code = cuda_compiler.compiled(build.SOURCES / "view.cu", arch, gpu_code.NVRTC_OPTIONS)
+    code = cuda_compiler.compiled(build.SOURCES / "view.cu", arch, build.NVRTC_OPTIONS)
     assert code.startswith(b"\x7fELF") == arch.startswith("sm_") and all(
         name in code for name in (b"gray_sums", b"make_16", b"make_32")
     )
@@ -109,7 +109,7 @@ def test_kernels_compile_to_the_code_of_every_card_that_torch_supports(card):
 
 @needs_nvrtc
 def test_kernels_contract_no_product_and_divide_exactly():
-    code = cuda_compiler.compiled(build.SOURCES / "view.cu", "compute_75", gpu_code.NVRTC_OPTIONS).decode()
+    code = cuda_compiler.compiled(build.SOURCES / "view.cu", "compute_75", build.NVRTC_OPTIONS).decode()
     assert "fma." not in code and "div.rn.f32" in code
     assert not [kind for kind in ("div.approx", "div.full", "rcp.approx") if kind in code]
 
@@ -119,14 +119,14 @@ def test_kernels_contract_no_product_and_divide_exactly():
 def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card, start):
     """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: card)
-    assert gpu_code.kernels(23, 0).lstrip().startswith(start)
+    assert build.kernels(23, 0).lstrip().startswith(start)
 
 
 def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
     with pytest.raises(
         DataError, match=r"up to 65 pixels wide.*asks for 67: set data.view_operator to false"
     ):
-        gpu_code.kernels(67, 0)
+        build.kernels(67, 0)
 
 
 @needs_view_operator

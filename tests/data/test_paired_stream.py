@@ -1,0 +1,44 @@
+"""The streams of one rank: their views, and the threads that they decode with."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from fastsuncet.config import load_config
+from fastsuncet.data import paired_stream
+from fastsuncet.data.dataset import open_images
+from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, loader_options
+from fastsuncet.distributed.launch import Place
+from pipelines import backend
+
+
+def test_two_streams_on_a_gpu_share_the_cores_of_their_process(monkeypatch):
+    monkeypatch.setattr(backend, "cores_of_process", lambda: 16)
+    config, gpu = load_config("digits_demo"), Place(0, 1, 0, torch.device("cuda", 0))
+    assert loader_options(config, gpu, streams=2).threads == 8
+    assert loader_options(config, gpu).threads == 16  # an evaluation
+    assert loader_options(config, Place(0, 1, 0, torch.device("cpu")), streams=2).threads == 16
+
+
+def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_ends(monkeypatch):
+    """On the CPU, as if it shared its threads as a GPU does."""
+    real = loader_options
+
+    def shared(config, place, streams=1):
+        return replace(real(config, place), threads=4 // streams)
+
+    monkeypatch.setattr(paired_stream, "loader_options", shared)
+    here = Place(0, 1, 0, torch.device("cpu"))
+    config = load_config("digits_demo", ["criterion.supervised_epochs=1"])
+    images = open_images(config, here, validation=False)
+    arithmetic = config.resolve(1, *images.counts())
+    with closing(PairedStream(config, images.train, images.split.indices, arithmetic, here)) as stream:
+
+        def threads() -> dict[str, int]:
+            return {role: loader.options.threads for role, loader in stream._loaders.items()}
+
+        stream(arithmetic.supervised_steps - 1)
+        assert threads() == {UNLABELED: 2, LABELED: 2}
+        assert len(stream(arithmetic.supervised_steps).labeled) == 0
+        assert threads() == {UNLABELED: 4}
