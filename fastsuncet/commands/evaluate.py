@@ -21,7 +21,7 @@ from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
 from fastsuncet.evaluation.scoring import Measured, labels_record, standard_error
-from fastsuncet.metrics.results import write_result
+from fastsuncet.metrics.results import send_results, write_result
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.versions import versions
@@ -81,6 +81,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
             say_line(f"{_name(encoder)}  {_accuracy(measured)}")
             written.append(write_result(config.run_folder, _record(config, kind, measured, encoder, images)))
     if place.first:
+        send_results(config, written)
         several = f"{written[0].parent}, {len(written)} files"
         say_line(f"written  {written[0] if len(chosen) == 1 else several}")
 

@@ -26,6 +26,7 @@ from fastsuncet.evaluation.finetuning import (
     heading,
 )
 from fastsuncet.evaluation.scoring import true_labels
+from fastsuncet.metrics.results import send_results
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 
@@ -82,6 +83,8 @@ def finetune_all(
         accuracy, *more = accuracy_lines(record)
         for line in (accuracy + ("" if new else " (done before)"), *more):
             say(line)
+        if written is not None:
+            send_results(config, [written])
         say(f"written  {written}\n")
     if len(records) > 1:
         for line in accuracy_table(records):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
@@ -19,6 +20,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.metrics.trackers import Trackers, named, require_packages
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 from pipelines.backend import Backend, LoaderOptions, dali_problem
@@ -36,6 +38,8 @@ Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -> Path:
     """Draw part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; return `path`.
 
+    The trackers that `config` names get the picture too.
+
     Raises ConfigError for a name that is not a picture's, for a file that is there, unless with `force`, and without
     matplotlib; CheckpointError where it cannot be written.
     """
@@ -44,6 +48,7 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     from matplotlib.figure import Figure
 
     require_picture(path)
+    require_packages(config)
     refuse_existing(path, force)
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
@@ -62,6 +67,11 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     with disk_errors(path, "--output"):
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, picture.getvalue())
+    if named(config):
+        figure.savefig(png := io.BytesIO(), dpi=110, format="png")
+        pixels = np.asarray(Image.open(png).convert("RGB"))
+        with Trackers(config, config.run_folder) as trackers:
+            trackers.tell(lambda tracker: tracker.picture("views", pixels, step))
     return path
 
 

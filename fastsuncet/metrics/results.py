@@ -15,12 +15,15 @@ The name follows from what was evaluated, so that a repeated evaluation replaces
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
+from fastsuncet.config import Config
 from fastsuncet.errors import FastSuncetError
+from fastsuncet.metrics.trackers import Tracker, Trackers, named
 from pipelines import atomic_files
 
 FOLDER = "results"  # in the run's folder
@@ -83,6 +86,30 @@ def read_result(path: Path) -> dict[str, Any]:
     if problem := _problem(record):
         raise ResultError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
     return record
+
+
+def send_results(config: Config, paths: Sequence[Path]) -> None:
+    """Send the results in some files to the trackers that `config` names, as "results/KIND/METRIC" of the run."""
+    if not named(config):
+        return
+    records = [(f"results/{path.name}", read_result(path)) for path in paths]
+
+    def send(tracker: Tracker) -> None:
+        for name, record in records:
+            step = record["encoder"].get("step") or 0
+            series = "/".join(filter(None, ["results", record["kind"], tuning_of(record)]))
+            tracker.write(step, {f"{series}/{key}": value for key, value in record["metrics"].items()})
+            tracker.text(name, json.dumps(record, indent=1), step)
+
+    with Trackers(config, config.run_folder) as trackers:
+        trackers.tell(send)
+
+
+def tuning_of(record: Mapping[str, Any]) -> str:
+    """Return the name of the fine-tuning that a result is of, or that was before it, without its step; "" for none."""
+    folder = record.get("finetuned", {}).get("folder", record["encoder"].get("source"))
+    found = re.search(r"/finetune/([^/]+)", f"/{folder}")
+    return re.sub(r"-?(tuned|step)_\d{8}.*", "", found[1]) if found else ""
 
 
 def name_of(run: Path, record: dict[str, Any]) -> str:

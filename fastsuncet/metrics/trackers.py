@@ -1,41 +1,78 @@
-"""Send the numbers of the metrics files to TensorBoard, Weights & Biases and MLflow, each imported on request."""
+"""Send a run's config, numbers, pictures and results to TensorBoard, Weights & Biases and MLflow, imported on request.
 
+What a tracker raises ends the tracker and no run: the files of the run have everything that it gets.
+"""
+
+import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from fastsuncet.config import Config
-from fastsuncet.console import Say
-from fastsuncet.errors import ConfigError
+import numpy as np
+
+from fastsuncet.config import Config, flat
+from fastsuncet.config.reader import as_yaml
+from fastsuncet.console import Say, say_line
+from pipelines import atomic_files
+
+PARAMS = 100  # in a call, at most: MLflow refuses more
 
 
 class Tracker(Protocol):
-    """What MetricsWriter calls, with at least one scalar. What a call raises ends the tracker and no run."""
+    """What every tracker can do; `where` is its place, in words for the user."""
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    where: str
+
+    def settings(self, config: Config) -> None:
+        """Show the run's config: once at each start."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add scalars, at least one."""
+
+    def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Add a picture, (H, W, 3) uint8."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Add a text, a JSON file for example."""
+
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files in FOLDER/tensorboard. A restart hides the events after the step it continues from."""
+    """Event files in FOLDER/tensorboard. With `purge_step` the events from that step on are hidden."""
 
-    def __init__(self, folder: Path, resume_step: int | None):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("logging.tensorboard is true", "tensorboard", error) from error
-        purge_step = 0 if resume_step is None else resume_step + 1
+    def __init__(self, _: bool, folder: Path, name: str, purge_step: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.where = f"TensorBoard, {folder / 'tensorboard'}"
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        self._step = max(0, (purge_step or 0) - 1)  # that a continued run begins with
         self.flush, self.close = self._writer.flush, self._writer.close
+
+    def settings(self, config: Config) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        self.text("config", config.to_yaml(), self._step)
+        # Without its first summary: TensorBoard then takes all scalars as the metrics of the table.
+        plain = (bool, int, float, str)
+        values = {k: v if type(v) in plain else as_yaml(v) for k, v in flat(config.canonical()).items()}
+        for summary in hparams(values, {})[1:]:
+            self._writer._get_file_writer().add_summary(summary)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
+
+    def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)  # Markdown for text as it is
 
 
 class WeightsAndBiases:
@@ -45,17 +82,18 @@ class WeightsAndBiases:
     send, and a batch job must not wait for a login. `wandb sync` sends the run later.
     """
 
-    def __init__(self, project: str, folder: Path, say: Say):
+    def __init__(self, project: str, folder: Path, name: str, purge_step: int | None):
         # W&B's crash reports would leave the machine even when it is offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         mode = os.environ.get("WANDB_MODE", "offline")
-        try:
-            import wandb  # pyright: ignore[reportMissingImports] - an optional extra
-        except ImportError as error:
-            raise _missing(f"logging.wandb is {project!r}", "wandb", error) from error
+        import wandb  # pyright: ignore[reportMissingImports] - an optional extra
+
+        hint = "; WANDB_MODE=online sends during the run, `wandb sync` sends later"
+        self.where = f"Weights & Biases, project {project}, {mode}{hint if mode == 'offline' else ''}"
+        self._image = wandb.Image
         self._run = wandb.init(
             project=project,
-            name=folder.name,
+            name=name,
             id=_run_id(folder),
             dir=str(folder),
             mode=mode,
@@ -65,13 +103,19 @@ class WeightsAndBiases:
         self.close = self._run.finish
         # W&B's own step can only grow; ours goes back after a restart.
         self._run.define_metric("*", step_metric="step")
-        hint = (
-            "; WANDB_MODE=online sends during the run, `wandb sync` sends later" if mode == "offline" else ""
-        )
-        say(f"metrics: also to Weights & Biases, project {project}, {mode}{hint}")
+
+    def settings(self, config: Config) -> None:
+        # A continued run can have other values of the few keys that are free.
+        self._run.config.update(config.canonical(), allow_val_change=True)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log({**scalars, "step": step})
+
+    def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._run.log({name: self._image(pixels), "step": step})
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Do nothing: W&B has no place for a text that is not a table."""
 
     def flush(self) -> None:
         """Do nothing: W&B writes from a process of its own and has no such call."""
@@ -80,37 +124,49 @@ class WeightsAndBiases:
 class MLflow:
     """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
 
-    A file FOLDER/mlflow.db unless MLFLOW_TRACKING_URI names a server. A thread of MLflow's sends, so that a slow server
-    delays no step; what it could not send is reported at the end.
+    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. A thread of
+    MLflow's sends the numbers, so that a slow server delays no step; what it could not send is reported at the end.
     """
 
-    def __init__(self, experiment: str, folder: Path, say: Say):
+    def __init__(self, experiment: str, folder: Path, name: str, purge_step: int | None):
         # Without this MLflow 3 sends usage data to its makers.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        try:
-            from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - an optional extra
-            from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing(f"logging.mlflow is {experiment!r}", "mlflow", error) from error
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - an optional extra
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        server, folder = os.environ.get("MLFLOW_TRACKING_URI"), folder.resolve()
+        uri = server or f"sqlite:///{folder / 'mlflow.db'}"
+        self.where = f"MLflow, experiment {experiment}, {uri}"
+        self._client, self._metric, self._param = MlflowClient(tracking_uri=uri), Metric, Param
         known = self._client.get_experiment_by_name(experiment)
-        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        # MLflow's own place for the artifacts of a file is the working directory.
+        place = None if server else (folder / "mlflow").as_uri()
+        number = known.experiment_id if known else self._client.create_experiment(experiment, place)
         mark = _run_id(folder)
         found = self._client.search_runs([number], f"tags.fastsuncet_folder = '{mark}'", max_results=1)
-        run = (
-            found[0]
-            if found
-            else self._client.create_run(number, tags={"fastsuncet_folder": mark}, run_name=folder.name)
-        )
-        self._id, self._sent = run.info.run_id, []
+        tags = {"fastsuncet_folder": mark}
+        run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
+        self._id, self._sent, self._params = run.info.run_id, [], set(run.data.params)
         self._client.update_run(self._id, status="RUNNING")
-        say(f"metrics: also to MLflow, experiment {experiment}, {uri}")
+
+    def settings(self, config: Config) -> None:
+        # A param is written once: of a continued run, config.yaml has the values that changed.
+        values = {k: v for k, v in flat(config.canonical()).items() if k not in self._params}
+        params = [self._param(key, as_yaml(value)) for key, value in values.items()]
+        for first in range(0, len(params), PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + PARAMS])
+        self._client.log_text(self._id, config.to_yaml(), "config.yaml")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         metrics = [self._metric(name, float(value), now, step) for name, value in scalars.items()]
         self._sent.append(self._client.log_batch(self._id, metrics, synchronous=False))
+
+    def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._client.log_image(self._id, pixels, artifact_file=f"{name}-step{step}.png")
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._client.log_text(self._id, text, name)
 
     def flush(self) -> None:
         """Do nothing: a checkpoint must not wait for a server."""
@@ -122,14 +178,66 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
+TRACKERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+
+
+class Trackers:
+    """`tell(call)` calls `call` with each tracker that a config names for the run in `folder`.
+
+    A tracker that fails is left out from then on, and a line says why. TensorBoard hides its events from `purge_step`
+    on. Raises ConfigError for a missing package. Leaving the context closes the trackers.
+    """
+
+    def __init__(
+        self, config: Config | None, folder: Path, purge_step: int | None = None, say: Say = say_line
+    ):
+        self._say = say
+        self._open: list[Tracker] = []
+        if config is None:
+            return
+        require_packages(config)
+        inside = folder.is_relative_to(config.logging.folder)
+        name = str(folder.relative_to(config.logging.folder)) if inside else folder.name
+        for key, asked in named(config).items():
+            with self._surviving(TRACKERS[key]):
+                atomic_files.make_folder(folder)
+                self._open.append(TRACKERS[key](asked, folder, name, purge_step))
+
+    def tell(self, call: Callable[[Tracker], object]) -> None:
+        """Call `call` with every tracker, and keep those with which it succeeds."""
+        trackers, self._open = self._open, []
+        for tracker in trackers:
+            with self._surviving(type(tracker)):
+                call(tracker)
+                self._open.append(tracker)
+
+    @contextlib.contextmanager
+    def _surviving(self, tracker: type) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self._say(
+                f"{tracker.__name__} failed and gets nothing more ({type(error).__name__}: {reason}); "
+                "the files of the run have it all"
+            )
+
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tell(lambda tracker: tracker.close())
+
+
+def named(config: Config) -> dict[str, Any]:
+    """Return the trackers that a config names: their keys in TRACKERS, and the values of the config."""
+    return {key: value for key in TRACKERS if (value := getattr(config.logging, key))}
+
+
 def require_packages(config: Config) -> None:
     """Raise ConfigError for a tracker in `config` whose package is not installed."""
-    for package, asked in (
-        ("tensorboard", config.logging.tensorboard),
-        ("wandb", config.logging.wandb),
-        ("mlflow", config.logging.mlflow),
-    ):
-        if asked and find_spec(package) is None:
+    for package in named(config):
+        if find_spec(package) is None:
             raise config.error(
                 f"logging.{package}",
                 f"needs a package that is not installed: `pip install {package}`. Or remove the setting: "
@@ -140,10 +248,3 @@ def require_packages(config: Config) -> None:
 def _run_id(folder: Path) -> str:
     """Return 16 hexadecimal digits that are the same at every restart of the run in `folder`."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-
-
-def _missing(setting: str, package: str, error: ImportError) -> ConfigError:
-    return ConfigError(
-        f"{setting}, but its package is not installed ({error}). Run `pip install {package}`, or remove the "
-        "setting: metrics.jsonl and metrics.csv are always written."
-    )

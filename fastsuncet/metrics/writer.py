@@ -14,19 +14,19 @@ Floats are written with the digits that give the same float back. JSON has no Na
 "nonfinite": {"suncet": "nan"} keeps it; the table has nan, inf and -inf. `read` restores them.
 """
 
-import contextlib
 import csv
 import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
-from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.metrics.trackers import MLflow, TensorBoard, Tracker, WeightsAndBiases
+from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.trackers import Trackers
 from pipelines import atomic_files
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
@@ -38,9 +38,8 @@ class MetricsWriter:
     `columns` are the keys that a training record can have, without "step", in the table's order. With `resume_step` the
     files continue from there: lines of later steps, and a line cut by a kill, are moved aside, and one line reports it.
     If that step is not `evaluated`, so is the line of its evaluation, which will be written again. None is a fresh
-    start: all lines are moved aside. `tensorboard`, `wandb` (a project's name) and `mlflow` (an experiment's) add
-    those trackers; ConfigError if their packages are missing. A tracker that fails is left out from then on, and a line
-    says why: no run ends for it. Raises CheckpointError if the disk is full.
+    start: all lines are moved aside. The trackers that `config` names get the numbers and the config; ConfigError if
+    their packages are missing. Raises CheckpointError if the disk is full.
     """
 
     def __init__(
@@ -50,24 +49,21 @@ class MetricsWriter:
         *,
         resume_step: int | None = None,
         evaluated: bool = True,
-        tensorboard: bool = False,
-        wandb: str | None = None,
-        mlflow: str | None = None,
+        config: Config | None = None,
         say: Say = say_line,
     ):
         self.folder = Path(folder)
         self.columns = tuple(columns)
-        self._say = say
-        self._trackers: list[Tracker] = []
         try:
             atomic_files.make_folder(self.folder)
+            # A picture of the views can come before the first start, and stays.
+            undone = 0 if (self.folder / JSONL).exists() else None
+            purge_step = undone if resume_step is None else resume_step + 1
             # Before the files change: a missing package must not leave a run half set back.
-            with self._surviving(TensorBoard):
-                self._trackers += [TensorBoard(self.folder, resume_step)] if tensorboard else []
-            with self._surviving(WeightsAndBiases):
-                self._trackers += [WeightsAndBiases(wandb, self.folder, say)] if wandb else []
-            with self._surviving(MLflow):
-                self._trackers += [MLflow(mlflow, self.folder, say)] if mlflow else []
+            self._trackers = Trackers(config, self.folder, purge_step, say)
+            if config is not None:
+                self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
+                self._trackers.tell(lambda tracker: tracker.settings(config))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
@@ -98,7 +94,7 @@ class MetricsWriter:
             raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
         if scalars:
-            self._tell(lambda tracker: tracker.write(record["step"], scalars))
+            self._trackers.tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
     def sync(self) -> None:
@@ -108,35 +104,13 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        self._tell(lambda tracker: tracker.flush())
+        self._trackers.tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""
         os.close(self._jsonl)
         os.close(self._csv)
-        self._tell(lambda tracker: tracker.close())
-
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
-        """Call `call` with every tracker, and keep those with which it succeeds."""
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            with self._surviving(type(tracker)):
-                call(tracker)
-                self._trackers.append(tracker)
-
-    @contextlib.contextmanager
-    def _surviving(self, tracker: type[Tracker]) -> Iterator[None]:
-        """Print an error of a tracker inside in place of raising it: the files here have all that it gets."""
-        try:
-            yield
-        except ConfigError:  # a missing package
-            raise
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
-            self._say(
-                f"{tracker.__name__} failed and gets no more numbers ({type(error).__name__}: {reason}); "
-                f"{JSONL} has them all"
-            )
+        self._trackers.tell(lambda tracker: tracker.close())
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -35,9 +35,7 @@ class RunLogger(contextlib.ExitStack):
             columns,
             resume_step=step or None,
             evaluated=evaluated,
-            tensorboard=config.logging.tensorboard,
-            wandb=config.logging.wandb,
-            mlflow=config.logging.mlflow,
+            config=config,
             say=self.progress.say,
         )
         self.enter_context(self.writer)

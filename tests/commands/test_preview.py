@@ -13,6 +13,7 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from tests.support.runs import small_config
+from tests.support.trackers import tensorboard
 
 pytestmark = pytest.mark.slow
 
@@ -71,8 +72,9 @@ def test_sheet_shows_labeled_images_only_at_steps_that_use_them(tmp_path):
 
 
 def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
-    config = small_config(tmp_path)
+    config = small_config(tmp_path, "logging.tensorboard=true")
     assert Image.open(preview(config, tmp_path / "new folder" / "views.png")).format == "PNG"
+    assert tensorboard(config.run_folder)["pictures"] == ["views"]
     for name in ("", "views", "views.xyz"):
         with pytest.raises(ConfigError, match=r"png"):
             preview(config, tmp_path / name)

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import resource
-import sys
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics import trackers
 from fastsuncet.metrics.writer import MetricsWriter, read
 
 COLUMNS = ("nt_xent", "suncet", "lr")
@@ -223,148 +220,3 @@ def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path)
     writer.close()  # has nothing left to write
     run(tmp_path, 1, 3, resume_step=1)
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl", "train")] == [0, 1, 2, 3]
-
-
-# ---------------------------------------------------------------------------------------- TensorBoard and W&B
-
-
-def test_trackers_tensorboard_hides_what_a_restart_undid(tmp_path):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs the tensorboard extra"
-    )
-    run(tmp_path, 0, 6, tensorboard=True)
-    run(tmp_path, 2, 3, tensorboard=True, resume_step=2)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"train/nt_xent", "train/suncet", "train/lr", "knn/accuracy"}
-    shown = [(event.step, event.value) for event in events.Scalars("train/nt_xent")]
-    assert shown == [(step, pytest.approx(record(step)["nt_xent"], rel=1e-6)) for step in (1, 2, 3)]
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    """A stand-in for the package that records the calls."""
-
-    def init(**_):
-        assert os.environ["WANDB_ERROR_REPORTING"] == "false"
-        return mock.DEFAULT
-
-    module = mock.MagicMock()
-    module.init.side_effect = init
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    # setenv first, so that what the code sets is taken back in the end
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "x")
-    monkeypatch.delenv("WANDB_ERROR_REPORTING")
-    return module
-
-
-def test_trackers_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch, wandb):
-    said = run(tmp_path, 0, 3, wandb="project")
-    begun, tracked = wandb.init.call_args.kwargs, wandb.init.return_value
-    assert (begun["mode"], begun["project"]) == ("offline", "project") and "WANDB_MODE=online" in said[0]
-    logged = [call.args[0] for call in tracked.log.call_args_list]
-    assert logged[0] == {"step": 1, "train/nt_xent": 5 / 4, "train/suncet": 0.5, "train/lr": 0.1}
-    assert logged[-1] == {"step": 3, "knn/accuracy": 3 / 7}
-    tracked.finish.assert_called_once()
-    monkeypatch.setenv("WANDB_MODE", "online")
-    run(tmp_path, 3, 4, wandb="project", resume_step=3)
-    again = wandb.init.call_args.kwargs
-    assert again["mode"] == "online" and again["id"] == begun["id"]  # the same run, continued
-    tracked.define_metric.assert_called_with("*", step_metric="step")
-
-
-@pytest.fixture
-def mlflow(monkeypatch):
-    """A stand-in for the package and its modules, whose one client keeps its runs by their folders."""
-    package, runs = mock.MagicMock(), {}
-    package.Metric = lambda *values: values
-    package.MlflowException = type("MlflowException", (Exception,), {})
-
-    def create_run(experiment, tags, run_name):
-        info = types.SimpleNamespace(run_id=f"run{len(runs)}")
-        return runs.setdefault(tags["fastsuncet_folder"], types.SimpleNamespace(info=info))
-
-    client = package.MlflowClient.return_value
-    client.get_experiment_by_name.side_effect = lambda _: mock.Mock(experiment_id="number") if runs else None
-    client.create_experiment.return_value = "number"
-    client.search_runs.side_effect = lambda _, query, **__: [
-        run for mark, run in runs.items() if mark in query
-    ]
-    client.create_run.side_effect = create_run
-    for name in ("mlflow", "mlflow.entities", "mlflow.exceptions"):
-        monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    return package
-
-
-def test_trackers_mlflow_continues_one_run_and_reports_what_was_not_sent(tmp_path, monkeypatch, mlflow):
-    run(tmp_path / "a", 0, 3, mlflow="experiment")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
-    run(tmp_path / "a", 3, 4, mlflow="experiment", resume_step=3)
-    uris = [call.kwargs["tracking_uri"] for call in mlflow.MlflowClient.call_args_list]
-    assert uris == [f"sqlite:///{tmp_path}/a/mlflow.db", "http://server"]
-    client = mlflow.MlflowClient.return_value
-    assert client.search_runs.call_args.args[0] == ["number"]
-    client.update_run.assert_called_with("run0", status="RUNNING")
-    sent = client.log_batch.call_args_list
-    assert all(call.kwargs == {"synchronous": False} for call in sent), "a step must not wait for a server"
-    logged = [(call.args[0], name, value, step) for call in sent for name, value, _, step in call.args[1]]
-    losses = [(run_id, step) for run_id, name, _, step in logged if name == "train/nt_xent"]
-    assert losses == [("run0", step) for step in (1, 2, 3, 4)]
-    assert ("run0", "knn/accuracy", 3 / 7, 3) in logged and client.set_terminated.call_count == 2
-    client.log_batch.return_value.wait.side_effect = mlflow.MlflowException("no answer")
-    said = run(tmp_path / "b", 0, 1, mlflow="experiment")
-    assert said[-1] == FAILED.format("MLflow", "MlflowException: no answer")
-    assert client.create_run.call_count == 2
-
-
-FAILED = "{} failed and gets no more numbers ({}); metrics.jsonl has them all"
-
-
-@pytest.mark.parametrize("call", ["__init__", "write", "flush", "close"])
-def test_trackers_that_fail_are_left_out_and_end_nothing(tmp_path, monkeypatch, call):
-    """The others, and the files, get every line."""
-    for each in ("__init__", "write", "flush", "close"):
-        monkeypatch.setattr(trackers.TensorBoard, each, mock.Mock(return_value=None), raising=False)
-        monkeypatch.setattr(trackers.MLflow, each, mock.Mock(return_value=None))
-    monkeypatch.setattr(trackers.TensorBoard, call, mock.Mock(side_effect=OSError(28, "No space left")))
-    said = []
-    with MetricsWriter(tmp_path, COLUMNS, say=said.append, tensorboard=True, mlflow="experiment") as writer:
-        for step in (1, 2):
-            writer.write(record(step))
-            writer.sync()
-    assert said == [FAILED.format("TensorBoard", "OSError: [Errno 28] No space left")]
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert trackers.MLflow.write.call_count == trackers.MLflow.flush.call_count == 2
-    assert trackers.MLflow.close.call_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
-def test_trackers_real_packages_take_a_whole_run_offline(tmp_path, monkeypatch, name):
-    """From its first line, which has no number, to one that is continued."""
-    pytest.importorskip(name)
-    for variable in ("MLFLOW_TRACKING_URI", "WANDB_MODE"):
-        monkeypatch.delenv(variable, raising=False)
-    option = {name: True if name == "tensorboard" else "project"}
-    for first, last in ((0, 3), (3, 4)):
-        said = []
-        with MetricsWriter(tmp_path, COLUMNS, say=said.append, resume_step=first or None, **option) as writer:
-            if not first:
-                writer.write({"step": 0, "kernels": [], "precision": "fp32"}, kind="chosen")
-            for step in range(first + 1, last + 1):
-                writer.write(record(step))
-                writer.sync()
-        assert not [line for line in said if "failed" in line]
-    if name == "mlflow":
-        client = pytest.importorskip("mlflow").MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-        (found,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
-        assert [each.step for each in client.get_metric_history(found.info.run_id, "train/lr")] == [
-            1,
-            2,
-            3,
-            4,
-        ]
-        assert found.info.status == "FINISHED"

@@ -36,7 +36,7 @@ from fastsuncet.evaluation.supervised.identity import (
 )
 from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, table
 from fastsuncet.evaluation.transfer_grid.tasks import TransferTask, open_task
-from fastsuncet.metrics.results import FOLDER, name_of, read_result, write_result
+from fastsuncet.metrics.results import FOLDER, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
@@ -278,7 +278,9 @@ def conclude(dataset: DatasetGrid, cells: Sequence[Cell], say: Say) -> None:
         return
     say(f"    {task.title} {100 * record['test']:.2f} % of {record['images']:,} test images")
     if place.first:
-        say(f"    written to {save_result(dataset, cells, records[chosen], record)}")
+        written = save_result(dataset, cells, records[chosen], record)
+        send_results(dataset.config, [written])
+        say(f"    written to {written}")
 
 
 def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, retrained: Record) -> Path:

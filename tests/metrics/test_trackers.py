@@ -1,0 +1,143 @@
+"""What the trackers hold of a run: config, numbers, pictures, results. The real packages where they are installed."""
+
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from fastsuncet.errors import FastSuncetError
+from fastsuncet.metrics import trackers
+from fastsuncet.metrics.results import send_results, write_result
+from fastsuncet.metrics.trackers import Trackers
+from fastsuncet.metrics.writer import MetricsWriter, read
+from tests.support import trackers as support
+from tests.support.runs import small_config
+
+COLUMNS = ("loss", "lr")
+RESULT = {
+    "kind": "finetune",
+    "metrics": {"top1": 0.5},
+    "images": 360,
+    "labels": {"kind": "bernoulli", "fraction": 0.1},
+    "encoder": {"source": "a/checkpoints/step_00000004", "step": 4},
+    "finetuned": {"folder": "a/finetune/labels10-step_00000004"},
+    "setting": {},
+    "run": "a",
+    "versions": {},
+}
+FAILED = "{} failed and gets nothing more ({}); the files of the run have it all"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB_ERROR_REPORTING", "MLFLOW_DISABLE_TELEMETRY"):  # what the code sets is taken back
+        monkeypatch.setenv(name, "true")
+
+
+def config_of(tmp_path, name: str, *overrides: str):
+    return small_config(
+        tmp_path, f"logging.{name}={'true' if name == 'tensorboard' else 'project'}", *overrides
+    )
+
+
+def run(config, first: int, last: int) -> list[str]:
+    """Write the steps after `first` up to `last` as a run or a continued one; return what was printed."""
+    said = []
+    with MetricsWriter(
+        config.run_folder, COLUMNS, config=config, say=said.append, resume_step=first or None
+    ) as writer:
+        writer.write({"step": first, "paths": []}, kind="chosen")  # without a number
+        for step in range(first + 1, last + 1):
+            writer.write({"step": step, "loss": 1 / step, "lr": 0.5})
+            writer.sync()
+        writer.write({"step": last, "accuracy": 0.25}, kind="knn")
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_tracker_holds_config_numbers_views_and_results_of_a_continued_run(tmp_path, monkeypatch, name):
+    support.package(monkeypatch, name)
+    config = config_of(tmp_path, name)
+    pixels = np.zeros((9, 8, 3), np.uint8)
+    with Trackers(config, config.run_folder) as before_the_start:
+        before_the_start.tell(lambda tracker: tracker.picture("views", pixels, 0))
+    said = run(config, 0, 4)
+    assert said[0].startswith("metrics: also to ") and not [line for line in said if "failed" in line]
+    # From step 2 on, with another value of a key that is free.
+    changed = config_of(tmp_path, name, "logging.log_every=3")
+    assert not [line for line in run(changed, 2, 3) if "failed" in line]
+    send_results(config, [write_result(config.run_folder, RESULT)])
+
+    held = support.held[name](config.run_folder)
+    hidden = name == "tensorboard"  # the other two keep what a restart undid
+    losses = (
+        [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+        if hidden
+        else [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (3, 1 / 3)]
+    )
+    assert held["numbers"]["train/loss"] == [(step, pytest.approx(loss)) for step, loss in losses]
+    assert held["numbers"]["results/finetune/labels10/top1"] == [(4, 0.5)]
+    assert held["numbers"]["knn/accuracy"][-1] == (3, 0.25)
+    temperature = held["config"].get("criterion.temperature") or held["config"]["criterion"]["temperature"]
+    assert float(temperature) == config.criterion.temperature
+    assert [each for each in held["pictures"] if "views" in each]
+    if name != "wandb":
+        assert any(text.startswith("config") for text in held["texts"])
+        assert [
+            text for text in held["texts"] if text.startswith("results/finetune-bernoulli-0.1-step00000004")
+        ]
+
+
+def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+    fake, config = support.stand_in(monkeypatch, "wandb"), config_of(tmp_path, "wandb")
+    monkeypatch.delenv("WANDB_ERROR_REPORTING")
+    assert "offline; WANDB_MODE=online" in run(config, 0, 1)[0]
+    assert trackers.os.environ["WANDB_ERROR_REPORTING"] == "false"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    run(config, 1, 2)
+    before, after = fake.begun
+    assert before["name"] == config.logging.write_tag and (before["mode"], after["mode"]) == (
+        "offline",
+        "online",
+    )
+    assert before | {"mode": ""} == after | {"mode": ""}, "the same run, continued"
+
+
+def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monkeypatch):
+    fake, config = support.stand_in(monkeypatch, "mlflow"), config_of(tmp_path, "mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    run(config, 0, 1)
+    assert list(fake.stores) == ["http://server"]
+    fake.unsent = OSError("no answer")
+    assert run(config, 1, 2)[-1] == FAILED.format("MLflow", "OSError: no answer")
+
+
+@pytest.mark.parametrize("call", ["__init__", "settings", "write", "flush", "close"])
+def test_tracker_that_fails_is_left_out_and_ends_nothing(tmp_path, monkeypatch, call):
+    """The others, and the files, get every line."""
+    calls = {
+        name: mock.Mock(return_value=None) for name in ("__init__", "settings", "write", "flush", "close")
+    }
+    failing = {**calls, call: mock.Mock(side_effect=OSError(28, "No space left"))}
+    for name, methods in (("tensorboard", failing), ("mlflow", calls)):
+        support.package(monkeypatch, name)
+        monkeypatch.setitem(trackers.TRACKERS, name, type(name, (), {"where": "there", **methods}))
+    config = config_of(tmp_path, "tensorboard", "logging.mlflow=experiment")
+    assert FAILED.format("tensorboard", "OSError: [Errno 28] No space left") in run(config, 0, 2)
+    assert [line["step"] for line in read(config.run_folder / "metrics.jsonl", "train")] == [1, 2]
+    assert calls["write"].call_count >= 3 and calls["close"].call_count >= 1
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_tracker_without_its_package_is_named_before_a_file_changes(tmp_path, monkeypatch, name):
+    config = config_of(tmp_path, name)
+    run(small_config(tmp_path), 0, 3)  # which needs it only on request
+    before = (config.run_folder / "metrics.jsonl").read_bytes()
+    monkeypatch.setitem(sys.modules, name, None)  # importing it now raises
+    with pytest.raises(FastSuncetError, match=f"`pip install {name}`"):
+        run(config, 1, 2)
+    assert (config.run_folder / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,245 @@
+"""Read back what TensorBoard, W&B and MLflow hold of a run, and stand-ins for W&B and MLflow where they are missing.
+
+`held[name](folder)` is {"config", "numbers": {name: [(step, value)]}, "pictures", "texts"}, read by the package itself.
+A stand-in refuses what the package refuses: `tests/metrics/test_trackers.py` gives the same on both.
+"""
+
+import json
+import re
+import struct
+import sys
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+Held = dict[str, Any]
+
+
+def tensorboard(folder: Path) -> Held:
+    """Return what TensorBoard shows of FOLDER/tensorboard, without what a restart hides."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data as parsed
+
+    events = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0, "images": 0, "scalars": 0}).Reload()
+    tags, config = events.Tags(), {}
+    if tags["tensors"]:
+        info = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        config = {
+            key: getattr(value, value.WhichOneof("kind")) for key, value in parsed(info).hparams.items()
+        }
+    return {
+        "config": config,
+        "numbers": {
+            tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags["scalars"]
+        },
+        "pictures": [tag for tag in tags["images"] if events.Images(tag)],
+        "texts": [tag.removesuffix("/text_summary") for tag in tags["tensors"] if events.Tensors(tag)],
+    }
+
+
+def mlflow(folder: Path) -> Held:
+    """Return what the one run in FOLDER/mlflow.db has."""
+    client = sys.modules["mlflow"].MlflowClient(tracking_uri=f"sqlite:///{folder.resolve()}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    number = run.info.run_id
+    assert run.info.status == "FINISHED"
+    names = [f"{each.path}/{below.path.split('/')[-1]}" if each.is_dir else each.path
+             for each in client.list_artifacts(number)
+             for below in (client.list_artifacts(number, each.path) if each.is_dir else [each])]  # fmt: skip
+    return {
+        "config": run.data.params,
+        "numbers": {
+            key: [(each.step, each.value) for each in client.get_metric_history(number, key)]
+            for key in run.data.metrics
+        },
+        "pictures": [name for name in names if name.endswith(".png")],
+        "texts": [name for name in names if not name.endswith(".png")],
+    }
+
+
+def wandb(folder: Path) -> Held:
+    """Return what all offline runs in FOLDER/wandb hold, which `wandb sync` would send as one run."""
+    sys.modules["wandb"].teardown()  # waits for the process that writes
+    config, numbers, pictures = {}, defaultdict(list), []
+    for run in sorted((folder / "wandb").glob("offline-run-*")):
+        for update, history, media in _fake_records(run) if (run / "fake").exists() else _records(run):
+            config |= update
+            pictures += media
+            step = history.pop("step", None)
+            for key, value in history.items():
+                if not key.startswith("_") and isinstance(value, (int, float)):
+                    numbers[key].append((step, value))
+    return {"config": config, "numbers": dict(numbers), "pictures": pictures, "texts": []}
+
+
+def _records(run: Path):
+    """Yield (config, history, media files) of each record of a .wandb file: protobuf in LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+
+    (file,) = run.glob("*.wandb")
+    data, at, part = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768  # a block
+        size, kind = struct.unpack_from("<HB", data, at + 4)  # behind 4 bytes of a checksum
+        if room < 7 or not kind:
+            at += room
+            continue
+        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, part = Record.FromString(part), b""
+            history = {each.key or "/".join(each.nested_key): json.loads(each.value_json)
+                       for each in record.history.item}  # fmt: skip
+            update = {each.key: json.loads(each.value_json) for each in record.config.update}
+            yield update, history, [each.path for each in record.files.files if "media" in each.path]
+
+
+def _fake_records(run: Path):
+    yield from map(json.loads, (run / "fake").read_text().splitlines())
+
+
+held = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
+
+
+# ------------------------------------------------------------------------------------------------------- stand-ins
+class FakeWandb(ModuleType):
+    """`import wandb`, as far as it is used: offline runs are files, and an online one is not."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict] = []
+
+    Settings = SimpleNamespace
+
+    def teardown(self) -> None: ...
+
+    class Image:
+        def __init__(self, pixels: Any):
+            assert pixels.ndim == 3 and str(pixels.dtype) == "uint8"
+
+    def init(self, *, project, name, id, dir, mode, resume, settings):
+        assert re.fullmatch(r"[A-Za-z0-9_-]+", id) and Path(dir).is_dir() and resume == "allow"
+        self.begun.append({"project": project, "name": name, "id": id, "mode": mode})
+        folder = Path(dir) / "wandb" / f"offline-run-{len(self.begun)}"
+        folder.mkdir(parents=True)
+
+        def write(*record: Any) -> None:
+            with open(folder / "fake", "a") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+        def log(values: dict[str, Any]) -> None:
+            media = [f"media/{key}" for key, value in values.items() if isinstance(value, self.Image)]
+            write({}, {k: v for k, v in values.items() if isinstance(v, (int, float))}, media)
+
+        def update(values: dict, allow_val_change: bool) -> None:
+            write(values, {}, [])
+
+        config = SimpleNamespace(update=update)
+        return SimpleNamespace(
+            config=config, log=log, finish=lambda: None, define_metric=lambda *_, **__: None
+        )
+
+
+class FakeMlflow(ModuleType):
+    """`import mlflow` and `mlflow.entities`, as far as they are used: every store is in memory."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.stores: dict[str, list] = {}
+        self.unsent: Exception | None = None  # what a `wait` raises
+        self.MlflowClient = lambda tracking_uri: FakeClient(self, tracking_uri)
+
+    @staticmethod
+    def Metric(key, value, timestamp, step):  # noqa: N802 - MLflow's own names
+        assert isinstance(value, float) and isinstance(timestamp, int)
+        return SimpleNamespace(key=key, value=value, step=step)
+
+    @staticmethod
+    def Param(key, value):  # noqa: N802
+        return SimpleNamespace(key=key, value=value)
+
+
+class FakeClient:
+    """MlflowClient: a param has one value for ever, a call takes 100 of them, a name has few characters."""
+
+    def __init__(self, package: FakeMlflow, uri: str):
+        self.package, self.uri = package, uri
+        self.runs = package.stores.get(uri)
+
+    def get_experiment_by_name(self, name):
+        return None if self.runs is None else SimpleNamespace(experiment_id=name)
+
+    def create_experiment(self, name, artifact_location=None):
+        assert (artifact_location is None) == (not self.uri.startswith("sqlite"))
+        self.runs = self.package.stores.setdefault(self.uri, [])
+        return name
+
+    def search_runs(self, experiments, query="", max_results=1000):
+        mark = re.fullmatch(r"(?:tags\.(\w+) = '(\w+)')?", query)
+        assert mark, query
+        return [run for run in self.runs or () if not query or run.data.tags.get(mark[1]) == mark[2]]
+
+    def create_run(self, experiment, *, tags, run_name):
+        info = SimpleNamespace(run_id=f"run{len(self.runs)}", run_name=run_name, status="RUNNING")
+        data = SimpleNamespace(params={}, metrics={}, tags=tags, history=defaultdict(list), artifacts=[])
+        self.runs.append(SimpleNamespace(info=info, data=data))
+        return self.runs[-1]
+
+    def _run(self, number):
+        return next(run for run in self.runs if run.info.run_id == number)
+
+    def update_run(self, number, status):
+        self._run(number).info.status = status
+
+    def set_terminated(self, number):
+        self.update_run(number, "FINISHED")
+
+    def log_batch(self, number, metrics=(), params=(), synchronous=True):
+        data = self._run(number).data
+        assert len(params) <= 100
+        for each in (*metrics, *params):
+            assert re.fullmatch(r"[\w./ :-]+", each.key), each.key
+        for each in params:
+            assert isinstance(each.value, str) and len(each.value) <= 6000
+            assert data.params.setdefault(each.key, each.value) == each.value, f"{each.key} is written twice"
+        for each in metrics:
+            data.history[each.key].append(each)
+            data.metrics[each.key] = each.value
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self):
+        if self.package.unsent:
+            raise self.package.unsent
+
+    def log_text(self, number, text, artifact_file):
+        self._run(number).data.artifacts.append(artifact_file)
+
+    def log_image(self, number, image, artifact_file):
+        assert str(image.dtype) == "uint8"
+        self._run(number).data.artifacts.append(artifact_file)
+
+    def get_metric_history(self, number, key):
+        return self._run(number).data.history[key]
+
+    def list_artifacts(self, number, path=None):
+        names = [name for name in self._run(number).data.artifacts if path is None or name.startswith(path)]
+        found = dict.fromkeys(name.split("/")[0] if path is None else name for name in names)
+        return [SimpleNamespace(path=name, is_dir=path is None and "." not in name) for name in found]
+
+
+def stand_in(monkeypatch, name: str) -> ModuleType:
+    """Put the stand-in for a package in its place."""
+    fake = FakeWandb() if name == "wandb" else FakeMlflow()
+    # As of a module that was imported: `find_spec` looks at this.
+    fake.__spec__ = SimpleNamespace(name=name)  # pyright: ignore[reportAttributeAccessIssue]
+    for module in (name, f"{name}.entities"):
+        monkeypatch.setitem(sys.modules, module, fake)
+    return fake
+
+
+def package(monkeypatch, name: str) -> None:
+    """Import a tracker's package, or put its stand-in in its place."""
+    if find_spec(name) is None:
+        stand_in(monkeypatch, name)
+    __import__(name)
