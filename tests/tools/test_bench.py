@@ -1,197 +1,243 @@
-"""The bench tools compare equals: every peer computes what ours does. Each tool reports what it measured."""
+"""Every case of the benchmarks compares equals, and reports what it measured."""
 
 import json
 import os
-import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.losses import nt_xent
+from fastsuncet.models import norm_kernel
 from fastsuncet.optim import LARS, lars_kernel
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
+from tests.support.ranks import run_ranks
 from tools.bench import (
-    bench_feed,
-    bench_lars,
-    bench_loss,
-    bench_pipeline,
-    bench_start,
-    bench_step,
+    contrast,
+    data_loader,
+    harness,
+    lars,
+    layers,
+    norm,
     peers,
+    pixels,
+    run,
     slow_files,
+    start,
+    step,
 )
-from tools.bench.bench_loss import OURS, contenders, forward_backward, inputs
 from tools.bench.dispatch_counter import Counter
+from tools.bench.layers import LayerShape, NormLayer
+from tools.bench.step_bench import dense_nt_xent
 
 pytestmark = pytest.mark.slow
+HERE = Place(0, 1, 0, torch.device("cpu"))
 
 
 @pytest.fixture
-def report_of(tmp_path, capsys):
-    """Run a tool with --quick and return its JSON, after comparing it with what was printed."""
+def report_of(tmp_path, capsys, monkeypatch):
+    """Run a case with --quick and return its JSON, after comparing it with what was printed."""
+    # It takes half a minute for three shapes of a layer.
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
 
-    def run(tool, *more):
+    def report(case, *more, code=0):
         path = tmp_path / "report.json"
-        assert tool.main(["--quick", "--json", str(path), *more]) == 0
-        report, printed = json.loads(path.read_text()), capsys.readouterr().out
-        assert report["tool"] == tool.__name__.rpartition(".")[2] and report["points"]
-        for text in [point["name"] for point in report["points"]] + report["notes"]:
+        assert run.main([case, *more, "--quick", "--json", str(path)]) == code
+        found, printed = json.loads(path.read_text()), capsys.readouterr().out
+        assert found["tool"] == case and found["points"]
+        for text in [point["name"] for point in found["points"]] + found["notes"]:
             assert text in printed
-        return report
+        return found
 
-    return run
-
-
-# Losses
+    return report
 
 
-@pytest.mark.parametrize(
-    ("loss", "name"),
-    [(loss, name) for loss in bench_loss.LOSSES for name in contenders(loss) if name != OURS],
-)
-def test_bench_loss_peers_have_our_value_and_gradient(loss, name):
-    results = {}
-    for contender in (OURS, name):
-        z, ids = inputs(loss, 512 if loss == "paws" else 64)
-        value = forward_backward(contenders(loss)[contender](ids), z)
-        results[contender] = value, z.grad
-    for theirs, ours in zip(results[name], results[OURS], strict=True):
+@pytest.mark.parametrize("case", run.CASES)
+def test_case_has_a_short_program_and_a_help(case, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run.main([case, "--help"])
+    assert f" {case} [-h]" in (said := capsys.readouterr().out) and "--quick" in said
+    assert len((start.ROOT / f"tools/bench/{case}.py").read_text().splitlines()) <= 125
+
+
+# What the contenders compute
+
+
+@pytest.mark.parametrize("loss", contrast.LOSSES)
+def test_contrast_authors_form_has_our_value_and_gradient(loss):
+    results = []
+    for prepare in contrast.contenders(loss).values():
+        z, ids = contrast.inputs(loss, 512 if loss == "paws" else 64)
+        results.append((contrast.forward_backward(prepare(ids), z), z.grad))
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * ours.abs().max().item())
-    assert results[OURS][1].norm() > 0.001
+    assert results[0][1].norm() > 0.001
 
 
-def test_bench_loss_reports_time_memory_operators_and_waits(report_of):
-    rows = {(row["loss"], row["name"]): row for row in report_of(bench_loss)["points"]}
-    for loss in bench_loss.LOSSES:
-        for name in contenders(loss):
-            row = rows[loss, name]
-            assert min(row["seconds"]) > 0 and min(row["time_to_ours"]) > 0
-            assert row["operators"] > 10 and min(row["bytes"]) > 0
-        assert rows[loss, OURS]["host_waits"] == 0
-
-
-# LARS
-
-
-@pytest.mark.parametrize(
-    "name",
-    [bench_lars.OURS, bench_lars.TIMM, "timm Lars foreach", "loop + SGD, as the authors", bench_lars.KERNEL],
-)
-def test_bench_lars_contenders_take_the_steps_of_our_reference(name):
+@pytest.mark.parametrize("name", [lars.OURS, lars.TIMM, lars.KERNEL])
+def test_lars_contender_takes_the_steps_of_the_reference(name):
     def after_three_steps(contender):
-        params = bench_lars.parameters("resnet_tiny")[:9]
+        params = lars.parameters("resnet_tiny")[:9]
         with torch.no_grad():
             params[1].zero_()  # a norm of 0 is a case of its own in every implementation
-        steps = bench_lars.contenders(params, kernel=contender == bench_lars.KERNEL)
+        ours = {**lars.RULE, "trust_coefficient": lars.TRUST, "eps": lars.EPS, "implementation": "reference"}
+        steps = lars.contenders(params, kernel=contender == lars.KERNEL)
+        steps["reference"] = LARS(params, lars.RATE, **ours).step
         for _ in range(3):
             steps[contender]()
         return [p.detach() for p in params]
 
-    start = bench_lars.parameters("resnet_tiny")
+    begin = lars.parameters("resnet_tiny")
     with on_the_host(lars_kernel):  # the kernel's own source, thread for thread on the CPU
-        reference, peer = after_three_steps(bench_lars.REFERENCE), after_three_steps(name)
-    assert max((a - b).norm() / b.norm() for a, b in zip(reference, start) if b.norm() > 0) > 1e-4
+        reference, peer = after_three_steps("reference"), after_three_steps(name)
+    assert max((a - b).norm() / b.norm() for a, b in zip(reference, begin) if b.norm() > 0) > 1e-4
     torch.testing.assert_close(peer, reference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("trust", [1, 1.01])
-def test_bench_lars_compares_our_steps_with_apexs(monkeypatch, trust):
-    """By a stand-in of apex's LARC, which scales the gradients and keeps the weight decay from SGD meanwhile."""
-
-    class LARC:
-        def __init__(self, optimizer, trust_coefficient, clip, eps):
-            self.optimizer, self.trust, self.eps = optimizer, trust * trust_coefficient, eps
-            assert clip is False
-
-        def step(self):
-            (group,) = self.optimizer.param_groups
-            decay, group["weight_decay"] = group["weight_decay"], 0
-            for p in group["params"]:
-                w, g = p.detach().norm(), p.grad.norm()
-                if w and g:
-                    p.grad.add_(p.detach(), alpha=decay).mul_(self.trust * w / (g + decay * w + self.eps))
-            self.optimizer.step()
-            group["weight_decay"] = decay
-
-    monkeypatch.setitem(sys.modules, "apex.parallel.LARC", SimpleNamespace(LARC=LARC))
-    found = re.search(r"is (\S+) of the momentum from apex's LARC", bench_lars.apex_problem() or "")
-    assert found is None if trust == 1 else 0.005 < float(found[1]) < 0.02
-
-
-def test_bench_lars_contenders_leave_the_shared_gradients_as_they_were():
-    params = bench_lars.parameters("resnet_tiny")
-    before = [p.grad.clone() for p in params]
-    for step in bench_lars.contenders(params).values():
-        step()
+def test_lars_contenders_share_gradients_and_the_counter_has_the_bytes_of_arithmetic():
+    params = [p for p in lars.parameters("resnet_tiny") if p.numel() > 1000]
+    before, count = [p.grad.clone() for p in params], sum(p.numel() for p in params)
+    steps = lars.contenders(params)
+    steps["foreach SGD"] = torch.optim.SGD(params, lars.RATE, foreach=True, **lars.RULE).step
+    for call in steps.values():
+        call()  # the first step creates the momentum
     assert all(torch.equal(p.grad, g) for p, g in zip(params, before))
-
-
-def test_bench_lars_counts_the_bytes_that_arithmetic_gives():
-    params = [p for p in bench_lars.parameters("resnet_tiny") if p.numel() > 1000]
-    step = bench_lars.contenders(params)["no LARS: torch SGD foreach"]
-    step()  # the first step creates the momentum
     with Counter() as counter:
-        step()
+        steps["foreach SGD"]()
     # g + decay w: 12, momentum: 8, momentum + d: 12, w - lr momentum: 12
-    assert counter.moved == 44 * sum(p.numel() for p in params)
-
-
-def test_lars_foreach_step_allocates_no_copy_of_the_network():
-    params = bench_lars.parameters("resnet_tiny")
-    optimizer = LARS(params, 0.1, weight_decay=1e-6)
+    assert counter.moved == 44 * count
     with Counter() as counter:
-        optimizer.step()
-    assert counter.peak < 0.2 * sum(p.nbytes for p in params)
+        steps[lars.OURS]()
+    assert counter.peak < 0.2 * 4 * count  # no copy of the network
 
 
-def test_bench_lars_reports_time_operators_waits_and_bytes(report_of):
-    report = report_of(bench_lars, "--device", "cpu")
-    rows = {row["name"]: row for row in report["points"]}
-    assert report["tensors"] > 60 and report["parameters"] > 11e6
-    ours, loop = rows[bench_lars.OURS], rows["loop + SGD, as the authors"]
-    assert ours["operators"] <= 30 and ours["host_waits"] == 0
-    assert loop["host_waits"] == 2 * report["tensors"]
-    assert ours["bytes_per_parameter"] < rows[bench_lars.TIMM]["bytes_per_parameter"]
-    assert bench_lars.KERNEL not in rows and bench_lars.LIMIT not in rows
-    first, *targets = report["notes"]
-    assert first == "no 'fastsuncet kernel': it needs a CUDA device" and len(targets) == 3
-    assert targets[1].startswith("met: dispatched operators: 2") and "target at most 30" in targets[1]
+@pytest.mark.parametrize("kind", layers.PASSES)
+@pytest.mark.parametrize("name", norm.CONTENDERS)
+def test_norm_contender_has_the_values_and_gradients_of_float32(name, kind, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    shape = LayerShape(kind, 16, 5)
+    with on_the_host(norm_kernel):
+        found = norm.CONTENDERS[name](NormLayer(shape, 3, HERE))()
+    expected = layers.operators(NormLayer(shape, 3, HERE, torch.float32))()
+    assert len(found) == len(expected) == 4 + (kind == "add")
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    assert layers.difference(found, expected) < norm.TOLERANCE
 
 
-# The step
-
-
-def test_bench_step_reports_speed_operators_and_waits(report_of):
-    report = report_of(bench_step, "digits_demo", "--device", "cpu")
-    rows = {row["name"]: row for row in report["points"]}
-    assert rows[bench_step.FIXED]["views"] == 256 and rows[bench_step.PLAIN]["views"] == 256
-    for row in rows.values():
-        assert min(row["views_per_second"]) > 0 and min(row["speed_to_fixed"]) > 0
-    assert rows[bench_step.FIXED]["speed_to_fixed"] == [1, 1]
-    assert rows[bench_step.FIXED]["host_waits"] == rows[bench_step.SIMCLR]["host_waits"] == 0
-    assert 100 < rows[bench_step.FIXED]["operators"] <= 320 and "operators" not in rows[bench_step.END_TO_END]
-    assert report["notes"] == ["met: host waits in a step: 0 (0-0), target at most 0"]
+def test_resnet50_has_53_layers_of_11_million_activations():
+    shapes = layers.resnet50_shapes()
+    assert sum(shape.layers for shape in shapes) == 53 and len(shapes) == 16
+    assert sum(shape.layers for shape in shapes if shape.kind == "add") == 16
+    assert sum(shape.layers * shape.channels * shape.size**2 for shape in shapes) == 11_113_984
+    assert shapes[0].layers * shapes[0].moved(1) == max(shape.layers * shape.moved(1) for shape in shapes)
+    # 16 bits: forward 2 + 2 + 2 bytes, backward 4 + 4 + 2; the residual is read once and its gradient written once.
+    assert LayerShape("relu", 8, 2).moved(3) == 16 * 3 * 8 * 4
+    assert LayerShape("add", 8, 2).moved(3) == 20 * 3 * 8 * 4
 
 
 def test_dense_nt_xent_is_our_loss_and_lightlys():
     z = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
     ours = nt_xent(z, 0.2)
-    torch.testing.assert_close(bench_step.dense_nt_xent(*z.chunk(2), 0.2), ours)
+    torch.testing.assert_close(dense_nt_xent(*z.chunk(2), 0.2), ours)
     lightly = pytest.importorskip("lightly.loss", reason="lightly is not installed (extra bench)")
     torch.testing.assert_close(lightly.NTXentLoss(0.2)(*z.chunk(2)), ours)
 
 
-# The pixels
+@pytest.mark.parametrize("blur", pixels.TARGETS)
+@pytest.mark.parametrize("engine", pixels.DATA_LOADERS)
+def test_data_loader_gives_two_different_views_in_0_to_1(engine, blur, tmp_path):
+    write_pictures(tmp_path, 1)
+    files = data_loader.Files(list(tmp_path.rglob("*.jpg")), data_loader.two_views(engine, blur))
+    one, other = files[0]
+    for view in (one, other):
+        assert view.shape == (3, 224, 224) and view.dtype == torch.float32
+        assert 0 <= view.min() < view.max() <= 1
+    assert not torch.equal(one, other)
 
 
-def test_bench_pipeline_reports_speed_and_cpu_time_against_peers(report_of):
-    report = report_of(bench_pipeline)
-    ours, peer, *parts = report["points"]
-    assert [part["engine"] for part in parts] == ["decode", "crops", "colors"]
+# What is reported
+
+
+def test_contrast_reports_time_memory_operators_and_waits(report_of):
+    points = report_of("contrast")["points"]
+    assert [(p["loss"], p["name"]) for p in points] == [
+        (loss, name) for loss in contrast.LOSSES for name in (contrast.OURS, contrast.AUTHORS)
+    ]
+    for p in points:
+        assert (
+            min(p["seconds"]) > 0 and min(p["time_to_ours"]) > 0 and p["operators"] > 10 and p["peak"] > 1e6
+        )
+        assert p["host_waits"] == 0
+    assert points[1]["peak"] > 4 * points[0]["peak"]
+
+
+def test_lars_reports_time_operators_waits_and_bytes(report_of):
+    report = report_of("lars", "--device", "cpu")
+    rows = {row["name"]: row for row in report["points"]}
+    assert rows.keys() == {lars.OURS, lars.TIMM, lars.SGD} and "64 tensors" in report["tables"][0]["title"]
+    assert rows[lars.OURS]["operators"] <= 30 and rows[lars.OURS]["host_waits"] == 0
+    assert rows[lars.OURS]["moved"] < rows[lars.TIMM]["moved"]
+    first, *targets = report["notes"]
+    assert first == "no 'fastsuncet kernel': it needs a CUDA device" and len(targets) == 3
+    assert targets[1].startswith("met: dispatched operators: 2") and "target at most 30" in targets[1]
+
+
+def doubled(layer):
+    return lambda: [2 * t for t in layers.operators(layer)()]
+
+
+def test_norm_reports_contenders_and_returns_1_if_our_kernels_are_wrong(report_of, monkeypatch):
+    monkeypatch.setitem(norm.CONTENDERS, norm.OURS, doubled)
+    monkeypatch.setitem(norm.CONTENDERS, "failing", lambda layer: lambda: 1 / 0)
+    monkeypatch.setattr(harness, "kernel_problem", lambda *_: "")
+    report = report_of("norm", "--device", "cpu", code=1)
+    rows = {row["name"]: row for row in report["points"]}
+    assert rows.keys() == {norm.OPERATORS, norm.COMPILED, norm.LIMIT}
+    assert rows[norm.OPERATORS]["time_to_ours"] == [1, 1] and min(rows[norm.LIMIT]["time_to_limit"]) == 1
+    first, *_ = report["notes"]
+    assert first.startswith(f"{norm.OURS}: WRONG: 100.") and first in report["wrong"]
+    assert "failing: failed: ZeroDivisionError: division by zero" in report["notes"]
+    assert report["tables"][0]["title"].startswith("5 layers")
+
+
+def test_norm_counts_each_layer_as_often_as_the_network_has_it(monkeypatch):
+    monkeypatch.setattr(harness, "time_in_turns", lambda calls, *_: {name: [2.0, 4.0] for name in calls})
+    monkeypatch.setattr(norm, "CONTENDERS", {norm.OPERATORS: layers.operators})
+    seconds, notes = norm.time_layer(LayerShape("relu", 8, 3, layers=3), 2, HERE, 2)
+    assert seconds == {norm.OPERATORS: [6.0, 12.0], norm.LIMIT: [6.0, 12.0]} and notes == {}
+
+
+def _time_a_layer_on_a_rank(rank, world_size):
+    norm.CONTENDERS.pop(norm.COMPILED)
+    harness.kernel_problem = lambda *_: ""
+    with on_the_host(norm_kernel):
+        place = Place(rank, world_size, rank, torch.device("cpu"))
+        seconds, notes = norm.time_layer(LayerShape("add", 8, 2), 2, place, 2)
+    return sorted(seconds), notes
+
+
+def test_norm_on_ranks_uses_the_statistics_of_all():
+    names, notes = run_ranks(_time_a_layer_on_a_rank, 2)[1]
+    assert names == sorted([norm.OPERATORS, norm.OURS, norm.LIMIT]) and not notes
+
+
+def test_step_reports_speed_operators_and_waits(report_of):
+    report = report_of("step", "digits_demo", "--device", "cpu")
+    rows = {row["name"]: row for row in report["points"]}
+    assert "a step of 256 views" in report["tables"][0]["title"]
+    for row in rows.values():
+        assert min(row["views_per_second"]) > 0 and min(row["speed_to_fixed"]) > 0
+    assert rows[step.FIXED]["speed_to_fixed"] == [1, 1] and rows[step.FIXED]["host_waits"] == 0
+    assert 100 < rows[step.FIXED]["operators"] <= 320 and "operators" not in rows[step.END_TO_END]
+    assert report["notes"] == ["met: host waits in a step: 0 (0-0), target at most 0"]
+
+
+def test_pixels_reports_speed_and_cpu_time_against_the_peer(report_of):
+    report = report_of("pixels")
+    ours, peer = report["points"]
     assert ours["peer"] == peer["name"] and "speed_to_peer" not in peer
     for row in report["points"]:
         assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0
@@ -199,44 +245,28 @@ def test_bench_pipeline_reports_speed_and_cpu_time_against_peers(report_of):
 
 
 @pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
-def test_bench_feed_compares_ways_to_read_files_and_packs(report_of):
-    points = report_of(bench_feed)["points"]
-    compared = [point["name"] for point in points if min(point.get("speed_to_before", [0])) > 0]
-    assert compared == ["files, read", "pack, read ahead, 2 ms a read", "pack, read ahead, warm"]
-    assert all(min(point["thread_ms"]) > 0 for point in points[2:]) and len(points) == 7
+def test_feed_waits_for_the_slow_server_alone(report_of):
+    points = {point["name"]: point for point in report_of("feed")["points"]}
+    assert all(min(point["thread_ms"]) > 0 for point in points.values()) and len(points) == 4
+    # 256 files that each take 3 ms to open, by 8 threads.
+    assert max(points["loader, files, 3 ms to open"]["step_ms"]) > 256 * 3 / 8 / 2
     assert "LD_PRELOAD" not in os.environ
 
 
-@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
-def test_bench_start_compares_with_another_checkout_and_with_image_folder(report_of, tmp_path, monkeypatch):
-    """What opens images runs; commands, of seconds each, do not."""
-    write_pictures(tmp_path / "tree" / "train", 4, 2)
-    seconds = bench_start.Contender.seconds
-    monkeypatch.setattr(
-        bench_start.Contender, "seconds", lambda own: seconds(own) if "us a stat" in own.name else (2.0, 2.0)
-    )
-    checkouts = ("--before", str(bench_start.ROOT), "--tree", str(tmp_path / "tree"))
-    report = report_of(bench_start, *checkouts)
-    points = {point["name"]: point for point in report["points"]}
-    for case in ("first index", "import", "start", "first step, digits_demo", "first step, in1k_10pct"):
-        assert points[f"{case}, now"]["cpu_to_before"] == [1] and f"{case}, before" in points
-    assert points["start, now"]["cpu_to_listing"] == [1] and len(points) == 12
-    assert points["start, 400 us a stat, now"]["wall"][0] > 0.002 and len(report["notes"]) == 3
+def test_start_compares_commands_with_another_checkout(report_of, monkeypatch):
+    """The commands, of seconds each, do not run."""
+    ran = []
+    monkeypatch.setattr(start, "seconds", lambda words, checkout: ran.append(words[:2]) or (len(ran), 2.0))
+    points = {point["name"]: point for point in report_of("start", "--before", str(start.ROOT))["points"]}
+    assert points["import, now"]["cpu_to_before"] == [2 / 1] and points["first step, now"]["cpu"] == [4]
+    assert ran == [["-c", "import fastsuncet.commands.train"]] * 2 + [["-m", "fastsuncet"]] * 2
 
 
-def test_bench_pipeline_data_loaders_give_two_different_views_in_0_to_1(tmp_path):
-    write_pictures(tmp_path, 1)
-    for engine, blur in bench_pipeline.CONTENDERS.values():
-        if engine in bench_pipeline.DATA_LOADERS:
-            views = bench_pipeline.two_views(engine, blur)
-            one, other = bench_pipeline.Files(list(tmp_path.rglob("*.jpg")), views)[0]
-            for view in (one, other):
-                assert view.shape == (3, 224, 224) and view.dtype == torch.float32
-                assert 0 <= view.min() < view.max() <= 1
-            assert not torch.equal(one, other)
-
-
-# The peers
+def test_start_counts_the_processor_time_of_the_process_and_reports_its_errors():
+    cpu, wall = start.seconds(["-c", "import time; [0 for _ in range(10**6)]; time.sleep(0.3)"], start.ROOT)
+    assert 0 < cpu < wall + 0.1 and wall > 0.3
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        start.seconds(["-c", "1 / 0"], start.ROOT)
 
 
 def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):
@@ -247,13 +277,13 @@ def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, 
     assert config.data.augmentation.blur == 0 and config.criterion.supervised_epochs == 0
     monkeypatch.setitem(sys.modules, "lightly.transforms", None)
     with pytest.raises(FastSuncetError, match="lightly cannot be imported"):
-        peers.main([str(tmp_path)])
+        run.main(["peers", str(tmp_path)])
 
 
 def test_peers_reports_speed_processor_time_and_memory_of_both(tmp_path, report_of):
     pytest.importorskip("lightly.transforms", reason="lightly is not installed (extra bench)")
     write_pictures(tmp_path / "pictures", 8, side=40)
-    ours, lightly = report_of(peers, str(tmp_path / "pictures"), "--batch", "4")["points"]
+    ours, lightly = report_of("peers", str(tmp_path / "pictures"), "--batch", "4")["points"]
     for row in (ours, lightly):
         assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0 and min(row["memory"]) > 5e7
     assert min(ours["cpu_ms_to_peer"]) > 0 and "cpu_ms_to_peer" not in lightly

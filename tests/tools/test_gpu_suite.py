@@ -202,7 +202,7 @@ def test_resume_compares_two_runs_and_returns_1_if_they_differ(images, monkeypat
 
 def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_path):
     """Packages that the tests of this repository use, and that a machine with torch and pytest need not have."""
-    absent = "hypothesis sklearn scipy matplotlib pytest_timeout lightly pytorch_metric_learning".split()  # noqa: SIM905
+    absent = "hypothesis sklearn scipy matplotlib pytest_timeout lightly".split()  # noqa: SIM905
     # None in sys.modules is an ImportError.
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({absent!r}))")
     bare = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

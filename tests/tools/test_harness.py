@@ -26,7 +26,7 @@ SCRIPTS = sorted(
 @pytest.mark.slow
 def test_every_tool_answers_help(tmp_path):
     """Each script runs from another folder as a user starts it; one process, because importing torch is slow."""
-    assert len(SCRIPTS) >= 9
+    assert len(SCRIPTS) >= 8
     code = """
 import io, runpy, sys
 from contextlib import redirect_stdout
@@ -120,17 +120,6 @@ def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
     with Counter() as counter:
         copy()
     assert counter.moved == 1_000_000 and counter.peak == 0
-
-
-@pytest.mark.slow
-def test_memory_growth_is_the_memory_that_the_work_touches():
-    """In a fresh process: this one can reuse memory that an earlier test freed."""
-    text = (
-        "import torch; from tools.bench.processes import memory_growth\n"
-        "print(memory_growth(lambda: torch.ones(10**7).sum()))"
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert 38e6 < int(done.stdout) < 60e6
 
 
 def _prepared_ahead():

@@ -21,7 +21,7 @@ from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.support.methods import METHODS, small
-from tools.bench import bench_step
+from tools.bench import step_bench
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def test_nearest_neighbors_stay_on_the_gpu():
 
 def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
     # A switch of the whole process.
-    monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
+    monkeypatch.setattr(step_bench, "set_determinism", lambda config, place: None)
     config = small(tmp_path, "SimCLR + SuNCEt")
     plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
     rungs = candidates(config, plain, "cuda")
@@ -139,7 +139,7 @@ def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
     with fake_card():
         for rung in rungs:
             if "meta.compile" not in rung.values:  # compiled for a GPU, which is not there
-                bench = bench_step.StepBench(config.with_values(rung.values), HERE, batch_of(config, S), 10)
+                bench = step_bench.StepBench(config.with_values(rung.values), HERE, batch_of(config, S), 10)
                 step = bench.ours(lambda _, bench=bench: bench.batch)
                 with Watch() as watch:
                     loss = step()
@@ -148,13 +148,13 @@ def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
 
 def test_plain_step_of_a_tutorial_can_train_in_nchw(tmp_path, monkeypatch):
     """DALI hands over channels-last images."""
-    monkeypatch.setattr(bench_step, "set_determinism", lambda config, place: None)
-    monkeypatch.setattr(bench_step, "build_model", lambda *named: resnet.build_model(*named))
+    monkeypatch.setattr(step_bench, "set_determinism", lambda config, place: None)
+    monkeypatch.setattr(step_bench, "build_model", lambda *named: resnet.build_model(*named))
     config = small(tmp_path, "SimCLR + SuNCEt")
     with fake_card():
         config = config.with_values({"meta.precision": "fp32", "meta.channels_last": False})
-        bench = bench_step.StepBench(config, HERE, batch_of(config, S), 10)
-        step = bench.plain(partial(bench_step.dense_nt_xent, temperature=0.1))
+        bench = step_bench.StepBench(config, HERE, batch_of(config, S), 10)
+        step = bench.plain()
         with Watch() as watch:
             loss = step()
     assert loss.device == CARD and watch.mixed == []

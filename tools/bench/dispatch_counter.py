@@ -82,10 +82,11 @@ class Counter(TorchDispatchMode):
 
 
 def counts(call: Callable[[], Any]) -> dict[str, int]:
-    """Return the operators and the host waits of a call."""
+    """Return what `Counter` counts in a call: operators, host waits, moved bytes, and the peak of those alive."""
     with Counter() as counter:
         call()
-    return {"operators": counter.operators, "host_waits": counter.waits}
+    waits, moved, peak = counter.waits, counter.moved, counter.peak
+    return {"operators": counter.operators, "host_waits": waits, "moved": moved, "peak": peak}
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

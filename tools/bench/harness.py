@@ -1,4 +1,4 @@
-"""What the bench tools share: timing in turns, ratios, tables, the command line and the report.
+"""What the cases share: timing in turns, ratios, tables, the command line and the report.
 
 Machines are shared, so no figure stands alone. Contenders take turns, and a ratio is taken within each round, where
 both sides met the same load. A figure is the median over the rounds, with the lowest and the highest in brackets.
@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -30,14 +30,27 @@ from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.versions import installed, versions
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
+from tools.bench.dispatch_counter import counts
 
 CLOCK = {"cpu": "CPU time of this process", "cuda": "CUDA events"}
 Call = Callable[[], Any]
 Column = tuple[str, str, Callable[[Any], str]]  # head, key of a point, formatter
 COUNTS: list[Column] = [
+    ("launches", "launches", "{:,}".format),
     ("operators", "operators", "{:,}".format),
     ("host waits", "host_waits", "{:,}".format),
 ]
+
+
+class Case(NamedTuple):
+    """How run.py measures a case: `measure` gets the options and the report, and returns what the report ends with."""
+
+    measure: Callable[[argparse.Namespace, "Report"], dict[str, Any]]
+    rounds: int  # by default
+    quick: str  # what --quick leaves
+    device: str = ""  # by default; "" for a case without --device
+    config: bool = False  # whether it takes CONFIG section.key=value ...
+    add_arguments: Callable[[Callable], Any] = lambda add: None  # gets the parser's add_argument
 
 
 def processor() -> str:
@@ -159,6 +172,15 @@ def spread(values: Sequence[float], factor: float = 1) -> str:
     return f"{short(median(values))} ({short(min(values))}-{short(max(values))})"
 
 
+def add_counts(points: Sequence[dict[str, Any]], calls: Mapping[str, Call], device: str) -> None:
+    """Add to the points of `calls` the operators, host waits and moved bytes of a call; on a GPU its launches."""
+    for point in points:
+        if call := calls.get(point["name"]):
+            point |= counts(call)
+            if device == "cuda":
+                point["launches"] = count_launches(call)
+
+
 def points_of(
     seconds: Mapping[str, Sequence[float]], ours: str, limit: str | None = None
 ) -> list[dict[str, Any]]:
@@ -181,6 +203,11 @@ def time_columns(device: str, ours: str = "ours") -> list[Column]:
         (f"time, x {ours}", "time_to_ours", spread),
         ("time, x limit", "time_to_limit", spread),
     ]
+
+
+def spread_columns(heads: Mapping[str, str]) -> list[Column]:
+    """Return the column of the names, and a column of spreads for each key of a point and its head."""
+    return [("", "name", str), *((head, key, spread) for key, head in heads.items())]
 
 
 def table(title: str, points: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
@@ -209,7 +236,7 @@ def target(what: str, measured: Sequence[float], limit: float, *, at_least: bool
 
 def environment() -> dict[str, Any]:
     """Return where and with what a measurement is taken, and how busy the machine is before it."""
-    peers = {name: installed(name) for name in ("pytorch-metric-learning", "lightly", "pillow")}
+    peers = {name: installed(name) for name in ("lightly", "pillow")}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -249,11 +276,13 @@ class Report:
         *,
         notes: Sequence[str] = (),
         wrong: Sequence[str] = (),
+        quiet: bool = False,
         **found: Any,
     ) -> int:
         """Save and print everything, as Markdown; return 1 if something computes wrong results, else 0."""
         self.save(tables=list(tables), notes=list(notes), wrong=list(wrong), **found)
-        print(*lines_of(self.content), sep="\n", flush=True)
+        if not quiet:
+            print(*lines_of(self.content), sep="\n", flush=True)
         return 1 if wrong else 0
 
 

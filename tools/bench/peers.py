@@ -1,7 +1,5 @@
 """Train SimCLR end to end by this project and by lightly, in turns: the same network, files, views and batch.
 
-    python tools/bench/peers.py FOLDER [--size 32] [--network NAME] [--batch N] [--steps K] [--rounds R] [--json FILE]
-
 FOLDER is any tree of images. Both train a network of the same weights on a CPU in float32, from files, with one thread
 for the network and two threads or workers for the pixels. lightly makes views with its SimCLRTransform (torchvision
 on PIL images) in a DataLoader, and trains with its NTXentLoss and LARS, as its examples do. Views are SimCLR's; below
@@ -11,15 +9,12 @@ Processor time and memory are those of all processes of a contender. solo-learn 
 package index, 1.0.2, requires torch 1.9.1, which no Python of this project can install.
 """
 
-import sys
-from collections.abc import Iterator
-from functools import partial
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.launch import Place
@@ -27,12 +22,20 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.models.resnet import build_model
 from pipelines.dali.view_operator.build import kept, unavailable
 from tools.bench import harness
-from tools.bench.bench_pipeline import WORKERS, data_loader
-from tools.bench.bench_step import StepBench
-from tools.bench.harness import ratios, spread, target
+from tools.bench.data_loader import WORKERS, data_loader
+from tools.bench.harness import ratios, target
 from tools.bench.processes import rates, time_batches_in_turns
+from tools.bench.step_bench import StepBench
 
 OURS, LIGHTLY = "fastsuncet", "lightly, DataLoader"
+COLUMNS = {
+    "per_second": "views/s",
+    "per_second_to_peer": "views/s, x peer",
+    "cpu_ms": "CPU ms/view",
+    "cpu_ms_to_peer": "CPU, x peer",
+    "memory": "memory, bytes",
+    "memory_to_peer": "memory, x peer",
+}
 HERE, SMALL = Place(0, 1, 0, torch.device("cpu")), 64
 
 
@@ -78,23 +81,13 @@ def train_lightly(*arguments: Any) -> Iterator[None]:
         yield
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table and write the JSON."""
-    parser = harness.parser(__doc__, rounds=5, quick="two turns of two steps")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--size", type=int, default=32, help="side of a view in pixels (default: %(default)s)"
-    )
-    parser.add_argument("--network", default="resnet_tiny", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=128, help="images of two views (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=16, help="in a turn (default: %(default)s)")
-    options = parser.parse_args(arguments)
+def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
+    """Time both, each in a process of its own. Raises FastSuncetError without lightly."""
     rounds, steps = (2, 2) if options.quick else (options.rounds, options.steps)
     try:
         import lightly.transforms  # noqa: F401
     except ImportError as error:
         raise FastSuncetError(f"lightly cannot be imported ({error}): pip install -e '.[bench]'") from error
-    report = harness.Report("peers", options.json)
     asked = (str(options.folder.resolve()), options.size, options.network, options.batch)
     config_of(*asked)  # so that a wrong value is reported here, and not by a process
     sources = {OURS: (train_ours, asked), LIGHTLY: (train_lightly, asked)}
@@ -104,27 +97,27 @@ def main(arguments: list[str] | None = None) -> int:
     ours, peer = points
     for figure in ("per_second", "cpu_ms", "memory"):
         ours[f"{figure}_to_peer"] = ratios(ours[figure], peer[figure])
-    columns = [
-        ("", "name", str),
-        ("views/s", "per_second", spread),
-        ("x peer", "per_second_to_peer", spread),
-        ("CPU ms/view", "cpu_ms", spread),
-        ("x peer", "cpu_ms_to_peer", spread),
-        ("memory, MB", "memory", partial(spread, factor=1e-6)),
-        ("x peer", "memory_to_peer", spread),
-    ]
     title = (
         f"SimCLR, {options.network}, {options.batch} images of two views of {options.size} pixels, from files"
     )
-    targets = [
+    notes = [
+        "our views by the view operator" if kept() else f"our views by DALI's operators: {unavailable()}",
         target("processor time a view, times lightly's", ours["cpu_ms_to_peer"], 0.65, at_least=False),
         target("views/s, times lightly's", ours["per_second_to_peer"], 1, at_least=True),
     ]
-    notes = [
-        "our views by the view operator" if kept() else f"our views by DALI's operators: {unavailable()}"
-    ]
-    return report.finish([harness.table(title, points, columns)], points=points, notes=notes + targets)
+    return {
+        "tables": [harness.table(title, points, harness.spread_columns(COLUMNS))],
+        "points": points,
+        "notes": notes,
+    }
 
 
-if __name__ == "__main__":
-    harness.run(main)
+def add_arguments(add: Callable) -> None:
+    add("folder", type=Path, help="a tree of images")
+    add("--size", type=int, default=32, help="side of a view in pixels (default: %(default)s)")
+    add("--network", default="resnet_tiny", help="by its name in model.name (default: %(default)s)")
+    add("--batch", type=int, default=128, help="images of two views (default: %(default)s)")
+    add("--steps", type=int, default=16, help="in a turn (default: %(default)s)")
+
+
+CASE = harness.Case(measure, rounds=5, quick="two turns of two steps", add_arguments=add_arguments)

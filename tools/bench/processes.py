@@ -1,4 +1,4 @@
-"""Measure in processes: contenders with threads or workers of their own in turns, and the growth of resident memory."""
+"""Measure in processes: contenders with threads or workers of their own, in turns."""
 
 import multiprocessing
 import os
@@ -117,25 +117,6 @@ def _memory() -> int:
     """Return the bytes of this process and of its workers; pages that several share are counted once in all."""
     ids = ["self", *(worker.pid for worker in multiprocessing.active_children())]
     return sum(1024 * _kib(Path(f"/proc/{each}/smaps_rollup"), "Pss") for each in ids)
-
-
-def memory_growth(work: Callable[[], Any], device: str = "cpu") -> int:
-    """Return the bytes by which memory rose at most during `work`.
-
-    On a CPU it is this process's resident memory, as Linux counts. Call it in a fresh process: memory that was freed
-    before and kept by the allocator would not be counted. On "cuda" it is what torch allocates.
-    """
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        return torch.cuda.max_memory_allocated() - before
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    # 5 sets the high-water mark to what is resident now.
-    reset.write_text("5", encoding="utf-8")
-    before = _kib(status, "VmRSS")
-    work()
-    return 1024 * (_kib(status, "VmHWM") - before)
 
 
 def _kib(status: Path, field: str) -> int:

@@ -113,9 +113,9 @@ def gpu_tests(options: Options) -> list[str]:
     return [*PYTEST, "-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
 
 
-def bench(name: str, *arguments: str) -> Callable[[Options], list[str]]:
-    """Return the command of a bench tool."""
-    return lambda o: o.tool(f"tools/bench/{name}.py", *arguments)
+def bench(case: str, *arguments: str) -> Callable[[Options], list[str]]:
+    """Return the command of a case of the benchmarks."""
+    return lambda o: o.tool("tools/bench/run.py", case, *arguments)
 
 
 def workload(name: str) -> Callable[[Options], list[str]]:
@@ -124,10 +124,8 @@ def workload(name: str) -> Callable[[Options], list[str]]:
 
 
 def step(config: str, settings: tuple[str, str], *more: str) -> Callable[[Options], list[str]]:
-    """Return the command of bench_step.py on a config with settings, and with more of them in every size."""
-    return lambda o: o.tool(
-        "tools/bench/bench_step.py", config, *o.overrides(settings), *more, "--steps", "20"
-    )
+    """Return the command that times a step of a config with settings, and with more of them in every size."""
+    return lambda o: bench("step", config, *o.overrides(settings), *more, "--steps", "20")(o)
 
 
 def tune(options: Options) -> list[str]:
@@ -138,14 +136,14 @@ def tune(options: Options) -> list[str]:
 
 
 def ranks(options: Options) -> list[str]:
-    """Return the command of bench_norm.py on every GPU, or on two processes of a CPU."""
+    """Return the command that times BatchNorm on every GPU, or on two processes of a CPU."""
     count = torch.cuda.device_count() if options.device == "cuda" else 2
     return ["-m", "torch.distributed.run", f"--nproc-per-node={count}", *NORM(options)]
 
 
 # What is likely the fastest. Every part after it compares with it.
 FAST = ("model.fused_batchnorm=true", "meta.cuda_graph=true", "meta.deterministic=false")
-NORM = bench("bench_norm", "--most", "6", "--rounds", "5")
+NORM = bench("norm", "--most", "6", "--rounds", "5")
 PARTS = (
     Part("pixels", 2, "DALI on this device", workload("pixels")),
     Part(
@@ -163,8 +161,8 @@ PARTS = (
     Part("norm", 3, "BatchNorm, residual and ReLU", NORM),
     Part("decoder", 2, "the hardware JPEG decoder, by its share", workload("decoder")),
     Part("cifar", 2, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
-    Part("lars", 2, "a LARS step", bench("bench_lars", "--rounds", "9")),
-    Part("losses", 2, "SuNCEt and NT-Xent", bench("bench_loss", "--rows", "8192")),
+    Part("lars", 2, "a LARS step", bench("lars", "--rounds", "9")),
+    Part("losses", 2, "SuNCEt, NT-Xent and PAWS", bench("contrast", "--rows", "8192")),
     Part("ranks", 2, "BatchNorm over ranks, on two GPUs or more", ranks),
     Part("race", 5, "SimCLR and SimCLR + SuNCEt to the same accuracy", workload("race")),
 )

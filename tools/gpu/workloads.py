@@ -47,9 +47,9 @@ from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
-from tools.bench.bench_step import StepBench
 from tools.bench.harness import Report
 from tools.bench.pictures import texture
+from tools.bench.step_bench import StepBench
 from tools.same_runs import assert_equal_to_the_bit, final_state
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
     python tools/scaling/scaling_model.py CONFIG [section.key=value ...] --step-ms T --images U --labeled S [--json F]
 
-T is the time of one step on ONE GPU with U unlabeled and S labeled images: measured (`tools/bench/bench_step.py`) or,
+T is the time of one step on ONE GPU with U unlabeled and S labeled images: measured (`tools/bench/run.py step`) or,
 for a look at the formulas, made up; then all times are made up. U and S stay the same on each GPU (weak scaling).
 docs/scaling.md gives the sources of the network's figures and the conclusions.
 

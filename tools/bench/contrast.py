@@ -1,0 +1,121 @@
+"""Time SuNCEt, NT-Xent and PAWS, forward and backward, against the dense forms of their authors.
+
+The rows of PAWS are its anchors, 8 views of each image; it has 105 supports for 512 anchors, as on ImageNet. Memory is
+the largest sum of the tensors that are alive at any time in a pass.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsuncet import losses
+from fastsuncet.distributed.launch import pick_device
+from fastsuncet.losses.tf32 import products
+from tools.bench import dense_forms, harness
+from tools.bench.dense_forms import TEMPERATURE, Loss
+from tools.bench.harness import target
+
+WIDTH, LOSSES = 128, ("suncet", "nt_xent", "paws")
+OURS, TF32, AUTHORS = "fastsuncet", "fastsuncet, TF32 products", "dense, as the authors"
+
+
+def ours(loss: str, ids: Tensor, tf32: bool = False) -> Loss:
+    """Return our loss of z, for PAWS of anchors and then supports. `tf32`: as a bf16 run on a GPU has it."""
+    targets = paws_targets(ids) if loss == "paws" else ()
+    settings = {"views": 8, "classes": len(ids) // 7}  # as the trainer, which knows their number
+
+    def value(z: Tensor) -> Tensor:
+        with products(tf32=tf32):
+            if loss == "paws":
+                return torch.stack(losses.paws(*z.tensor_split([-len(ids)]), ids, *targets, **settings)).sum()
+            return losses.suncet(z, ids, TEMPERATURE) if loss == "suncet" else losses.nt_xent(z, TEMPERATURE)
+
+    return value
+
+
+def contenders(loss: str, device: str = "cpu") -> dict[str, Callable[[Tensor], Loss]]:
+    """Return all that compute `loss`, ours first, equal in value and gradient; each takes the ids (N,)."""
+    found: dict[str, Callable[[Tensor], Loss]] = {OURS: partial(ours, loss)}
+    if loss == "paws":
+        return found | {AUTHORS: lambda labels: dense_forms.paws(labels, *paws_targets(labels))}
+    found |= {TF32: partial(ours, loss, tf32=True)} if device == "cuda" else {}
+    return found | {AUTHORS: dense_forms.suncet if loss == "suncet" else dense_forms.nt_xent}
+
+
+def paws_targets(labels: Tensor) -> list[Tensor]:
+    """Return the targets (2 B, D) and target supports (S, D) of PAWS, which carry no gradient."""
+    generator, sizes = torch.Generator().manual_seed(1), (2 * (len(labels) * 512 // 105) // 8, len(labels))
+    return [torch.randn(n, WIDTH, generator=generator).to(labels.device) for n in sizes]
+
+
+def inputs(loss: str, rows: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return z (N, D), which requires a gradient, and ids (N,): classes of 8, or two views of N/2 images.
+
+    Of PAWS z are N anchors and S supports (N + S, D), and ids the labels of the supports (S,), 7 of each class.
+    """
+    supports = rows * 105 // 512 if loss == "paws" else 0
+    z = torch.randn(rows + supports, WIDTH, generator=torch.Generator().manual_seed(rows))
+    count, each = (supports, 7) if supports else (rows, 8 if loss == "suncet" else 2)
+    return z.to(device).requires_grad_(), torch.arange(count, device=device) % max(1, count // each)
+
+
+def forward_backward(function: Loss, z: Tensor) -> Tensor:
+    """Compute one value and its gradient, without the previous gradient."""
+    z.grad = None
+    value = function(z)
+    value.backward()
+    return value.detach()
+
+
+def compare(loss: str, rows: int, rounds: int, device: str = "cpu") -> list[dict[str, Any]]:
+    """Return one point per contender, ours first."""
+    z, ids = inputs(loss, rows, device)
+    calls = {
+        name: partial(forward_backward, prepare(ids), z) for name, prepare in contenders(loss, device).items()
+    }
+    seconds = harness.time_in_turns(calls, device, rounds, 10 if device == "cuda" else 1)
+    points = harness.points_of(seconds, OURS)
+    harness.add_counts(points, calls, device)
+    return [{"loss": loss, "rows": rows, **point} for point in points]
+
+
+def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
+    """Time and count each loss at each number of rows."""
+    device = pick_device(options.device, 0).type
+    rows, rounds = ([512], 2) if options.quick else (options.rows, options.rounds)
+    torch.set_num_threads(1)
+    columns = [
+        *harness.time_columns(device),
+        ("memory, MB", "peak", lambda peak: f"{1e-6 * peak:.3g}"),
+        *harness.COUNTS,
+    ]
+    points, tables = [], []
+    for loss, n in product(options.loss, rows):
+        found = compare(loss, n, rounds, device)
+        points += found
+        title = f"{loss}, N = {n}, D = {WIDTH}, forward and backward, float32, {harness.CLOCK[device]}"
+        tables.append(harness.table(title, found, columns))
+        report.save(tables=tables, points=points)
+    waits = [point["host_waits"] for point in points if point["name"] == OURS]
+    notes = [target("host waits of ours", waits, 0, at_least=False)]
+    return {"tables": tables, "points": points, "notes": notes}
+
+
+def add_arguments(add: Callable) -> None:
+    add(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1024, 2048, 4096, 8192],
+        help="values of N (default: %(default)s)",
+    )
+    add("--loss", nargs="+", choices=LOSSES, default=LOSSES)
+
+
+# Not "auto": the figures of BENCHMARKS.md are of a CPU, and on a GPU there is no resident memory.
+CASE = harness.Case(measure, 5, "N = 512, two turns", device="cpu", add_arguments=add_arguments)

@@ -1,0 +1,100 @@
+"""Time one optimizer step over a ResNet-50 and its head (27.97 M parameters, 163 tensors): LARS against its peers.
+
+Operators, host waits and bytes are counted at torch's dispatcher and hold on any device. It does not see what our own
+kernel moves, and it counts a foreach call once, though a GPU runs it in a few launches. CUDA itself counts launches.
+
+The limit in bytes is that of two passes over float32: norms read w and g (8 per parameter), the update reads w, g, b
+and writes w, b (20). On a GPU the last row is a copy of as many bytes; on a CPU a copy also reads what it overwrites.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.optim import Lars
+from torch import Tensor
+
+from fastsuncet.distributed.launch import pick_device
+from fastsuncet.models.resnet import build_model
+from fastsuncet.optim import LARS, lars_apex
+from fastsuncet.optim.lars_kernel import prove
+from tools.bench import harness
+from tools.bench.harness import target
+
+RATE, RULE = 0.1, {"momentum": 0.9, "weight_decay": 1e-6}
+TRUST, EPS = 0.001, 1e-8
+OURS, TIMM, SGD = "fastsuncet foreach", "timm Lars", "no LARS: torch SGD fused"
+KERNEL, GRAPH = "fastsuncet kernel", "fastsuncet kernel, as a CUDA graph"
+APEX = "fastsuncet with apex's kernels"
+LIMIT = "limit: a copy of as many bytes"
+FLOOR = 28  # bytes per float32 parameter
+
+
+def contenders(params: list[Tensor], *, kernel: bool = False) -> dict[str, Callable[[], Any]]:
+    """Return one step of each optimizer over the same `params`, with its own momentum buffers. Ours comes first.
+
+    `kernel` adds our own kernel, which runs only on CUDA.
+    """
+    ours: dict[str, Any] = {**RULE, "trust_coefficient": TRUST, "eps": EPS}
+    found: dict[str, torch.optim.Optimizer] = {}
+    if kernel:
+        # The learning rate is on the device, as in a run, so that a graph reads its present value.
+        lr = torch.full((), RATE, device=params[0].device)
+        found[KERNEL] = LARS(params, lr, **ours, implementation="kernel")
+    if params[0].is_cuda and lars_apex.extension() is not None:
+        found[APEX] = LARS(params, RATE, **ours, implementation="apex")
+    found[OURS] = LARS(params, RATE, **ours, implementation="foreach")
+    found[TIMM] = Lars(params, RATE, trust_coeff=TRUST, eps=EPS, **RULE)
+    found[SGD] = torch.optim.SGD(params, RATE, fused=True, **RULE)
+    return {name: optimizer.step for name, optimizer in found.items()}
+
+
+def parameters(network: str, device: str = "cpu") -> list[Tensor]:
+    """Return a network's parameters with gradients of usual size, in the memory layout of a run on that device."""
+    layout = torch.channels_last if device == "cuda" else torch.contiguous_format
+    params = list(build_model(network).to(device, memory_format=layout).parameters())
+    generator = torch.Generator(device).manual_seed(0)
+    for p in params:
+        p.grad = torch.empty_like(p).normal_(std=0.01, generator=generator)
+    return params
+
+
+def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
+    """Time all contenders and the limit, and count what each does."""
+    device = pick_device(options.device, 0).type
+    torch.set_num_threads(1)
+    params = parameters("resnet18" if options.quick else "resnet50", device)
+    problem = harness.kernel_problem("lars.cu", params[0].device, prove)
+    notes = [f"no {KERNEL!r}: {problem}"] if problem else []
+    calls, count = contenders(params, kernel=not problem), sum(p.numel() for p in params)
+    # The dispatcher does not see our own kernel.
+    counted = {name: call for name, call in calls.items() if name != KERNEL}
+    if not problem:
+        calls[GRAPH], why = harness.capture_graph(calls[KERNEL])
+        notes += [f"{GRAPH!r} is launched: {why}"] if why else []
+    if device == "cuda":
+        calls[LIMIT] = harness.copy_of(FLOOR * count, device)
+    rounds, repeats = 3 if options.quick else options.rounds, 20 if device == "cuda" else 1
+    seconds = harness.time_in_turns(calls, device, rounds, repeats)
+    points = harness.points_of(seconds, OURS if problem else KERNEL, LIMIT)
+    harness.add_counts(points, counted, device)
+    rows = {point["name"]: point for point in points}
+    if problem:
+        notes += [
+            target("time of timm's Lars, times ours", rows[TIMM]["time_to_ours"], 1, at_least=True),
+            target("dispatched operators", [rows[OURS]["operators"]], 30, at_least=False),
+            target("host waits", [rows[OURS]["host_waits"]], 0, at_least=False),
+        ]
+    else:
+        launches = rows[KERNEL]["launches"] = harness.count_launches(calls[KERNEL])
+        best = rows[GRAPH]["time_to_limit"]
+        notes.append(target("our kernel's time, times the limit's", best, 1.3, at_least=False))
+        notes += [target("launches of our kernel's step", [launches], 3, at_least=False)] if launches else []
+    title = f"one step, {count / 1e6:.2f} M parameters in {len(params)} tensors, {harness.CLOCK[device]}"
+    moved = (f"bytes/parameter, at least {FLOOR}", "moved", lambda moved: f"{moved / count:.1f}")
+    columns = [*harness.time_columns(device), *harness.COUNTS, moved]
+    return {"tables": [harness.table(title, points, columns)], "notes": notes, "points": points}
+
+
+CASE = harness.Case(measure, rounds=21, quick="a ResNet-18, three turns", device="auto")

@@ -1,0 +1,92 @@
+"""Time the training step: end to end, on one fixed batch, and against a plain PyTorch SimCLR step.
+
+The peer trains the same network on as many views of the same size, in the same precision and memory layout, with
+torch's SGD and the usual cross-entropy over a dense matrix of similarities. It has no SuNCEt. `fastsuncet tune`
+compares our step with itself in other settings, and the case `peers` with lightly.
+
+Operators and host waits of a step are counted too. On a GPU, CUDA itself checks that no step waits for the device: if
+one does, the exit code is 1.
+"""
+
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastsuncet.config import load_config
+from fastsuncet.distributed.launch import join
+from fastsuncet.training.cuda_graph import WARMUP, first_message
+from fastsuncet.training.determinism import resolve_precision
+from tools.bench import harness
+from tools.bench.harness import Call, ratios, spread, target
+from tools.bench.step_bench import StepBench
+
+END_TO_END, FIXED, PLAIN = "end to end", "one fixed batch", "plain PyTorch, dense loss"
+
+
+def wait_in(step: Call, device: str) -> list[str]:
+    """Return CUDA's message about the first place where the host waits in a step; [] for none, and on a CPU."""
+    if device != "cuda":
+        return []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        return [f"a step waits for the device: {first_message(error)}"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return []
+
+
+def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
+    """Time the contenders; name a wait for the device, which is wrong."""
+    rounds, steps = (2, 1) if options.quick else (options.rounds, options.steps)
+    config = load_config(options.config, [*options.overrides, f"meta.device={options.device}"])
+    with join(config.meta.device) as place:
+        config, _ = resolve_precision(config, place.device)
+        device = place.device.type
+        bench, stream = StepBench.open(config, place)
+        calls = {
+            END_TO_END: bench.ours(stream),
+            FIXED: bench.ours(lambda _: bench.batch),
+            PLAIN: bench.plain(),
+        }
+        # Momentum exists after the warm-up, kernels are chosen, and a CUDA graph, where one is asked for, is captured.
+        # Batches that were prepared while others had their turns are not part of this turn.
+        ahead = {END_TO_END: config.data.prefetch + 1}
+        seconds = harness.time_in_turns(calls, device, rounds, steps, WARMUP + 1, ahead)
+        points = harness.points_of(seconds, FIXED)
+        harness.add_counts(points, {name: calls[name] for name in (FIXED, PLAIN)}, device)
+        waits = wait_in(calls[FIXED], device)
+        stream.close()
+    views = sum(map(len, bench.batch.views)) + len(bench.batch.labeled)
+    for point in points:
+        point["views_per_second"] = [views / each for each in point["seconds"]]
+        point["speed_to_fixed"] = ratios(seconds[FIXED], point["seconds"])
+    end_to_end, fixed, _ = points
+    notes = [*bench.notes, target("host waits in a step", [fixed["host_waits"]], 0, at_least=False)]
+    # A CPU makes the pixels itself, so there they always cost time.
+    if device == "cuda":
+        reached = end_to_end["speed_to_fixed"]
+        notes.append(target("end to end, of the speed on a fixed batch", reached, 0.97, at_least=True))
+    columns = [
+        ("", "name", str),
+        ("ms a step", "seconds", partial(spread, factor=1e3)),
+        ("views/s" if device == "cuda" else "views per CPU second", "views_per_second", spread),
+        ("x one fixed batch", "speed_to_fixed", spread),
+        *harness.COUNTS,
+    ]
+    title = f"a step of {views} views, pixels by {stream.backend}, {harness.CLOCK[device]}"
+    tables = [harness.table(title, points, columns)]
+    return {"tables": tables, "points": points, "notes": notes, "wrong": waits, "config": config.canonical()}
+
+
+CASE = harness.Case(
+    measure,
+    rounds=7,
+    quick="two turns of one step",
+    device="auto",
+    config=True,
+    add_arguments=lambda add: add("--steps", type=int, default=10, help="in a turn (default: %(default)s)"),
+)
