@@ -113,6 +113,8 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     small = s.side <= SMALL
     if small and weights is not None and weights.stem == "imagenet":
         weights, why_scratch = None, f"published weights are of larger images than these of {s.side} pixels"
+    if why_scratch not in ("", "--weights none"):
+        notes.append(f"the network starts from scratch, which as a rule costs accuracy: {why_scratch}")
     gpu = m.device == "cuda"
     large = gpu and (weights is not None or s.images >= 20_000)
     name = (weights.name if weights else None) or ("resnet50" if large else "resnet18")

@@ -15,6 +15,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import WIDTHS, build_model
+from fastsuncet.training.determinism import PRECISIONS, native_precision
 from pipelines import atomic_files
 from pipelines.backend import cores
 from pipelines.data_errors import DataError
@@ -22,6 +23,7 @@ from pipelines.datasets.folders import image_folder, image_tree, with_csv_labels
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
+from pipelines.output import say_line
 
 VALIDATION = ("val", "valid", "validation", "test")
 SAMPLE = 12  # images that are decoded to time it
@@ -140,13 +142,14 @@ def machine() -> Machine:
 
 
 def _timed_step(device: Literal["cpu", "cuda"], size: int, images: int) -> float:
-    """Return the multiply-adds a second of the second of two forward and backward passes."""
+    """Return the multiply-adds a second of the second of two forward and backward passes, as precise as a run's."""
+    dtype = PRECISIONS[native_precision(torch.device(device))[0]]
     network = build_model("resnet18").encoder.to(device).to(memory_format=torch.channels_last)
     pixels = torch.zeros(images, 3, size, size, device=device).to(memory_format=torch.channels_last)
     seconds = 1.0
     for _ in range(2):
         began = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             network(pixels).float().sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -163,10 +166,11 @@ def weights(asked: str | None, gpu: bool) -> tuple[Weights | None, str]:
     if asked == "none":
         return None, "--weights none"
     if asked is None:
+        say_line(f"{'weights':<9}looking for those that timm has published")
         try:
             timm_backbone.published("resnet50" if gpu else "resnet18")
         except ConfigError as error:
-            return None, str(error).split("\n")[0].removeprefix("model.init: ")
+            return None, str(error).split("\n")[0].removeprefix("model.init: ").split(": ")[0]
         return Weights("timm"), ""
     if not os.path.exists(os.path.expanduser(asked)):
         name = asked if asked in WIDTHS else timm_backbone.PREFIX + asked.removeprefix(timm_backbone.PREFIX)
