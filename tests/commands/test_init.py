@@ -95,6 +95,12 @@ def test_init_rules_hold_labels_out_where_there_are_enough():
     assert validation("csv 2000 400 90 64") is None
 
 
+def test_init_rules_take_fewer_updates_rather_than_more_hours():
+    plans = [choose(surveyed("csv 2000 100 10 224"), SLOW, hours, None) for hours in (0.1, 0.01)]
+    assert 100 < plans[0].updates < 300 and plans[0].hours <= 0.1 and plans[1].updates == 100
+    assert [len(plan.notes) for plan in plans] == [1, 2] and "updates are few" in plans[0].notes[0]
+
+
 def test_init_rules_refuse_what_cannot_be_learned():
     for words, more, said in (
         ("csv 9 9 1 64", {}, "all labels are of one class"),
@@ -150,6 +156,8 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, layout, expe
     assert run("photos", *labels, "--output", "configs/mine.yaml") == 0
     said = capsys.readouterr().out
     assert "next     fastsuncet train configs/mine.yaml" in said and "machine  1 x CPU" in said
+    then = "suggest" if layout in ("flat", "shards") else "predict"
+    assert f"then     fastsuncet {then} configs/mine.yaml" in said
     text = Path("configs/mine.yaml").read_text()
     assert expected in text
     assert cli.main(["train", "configs/mine.yaml", "--dry-run", "data.backend=torchvision"]) == 0
@@ -163,7 +171,7 @@ def test_init_names_what_it_leaves_out(photos, capsys):
     said = capsys.readouterr().out
     assert "1 .heic files below photos are not read" in said
     assert "bad      1 files cannot be read: broken.jpg (not an image: no known header)" in said
-    assert "fastsuncet predict mine.yaml photos --output predictions.csv --skip-bad" in said
+    assert "fastsuncet predict mine.yaml photos --output predictions.csv --page --skip-bad" in said
     assert load_config("mine.yaml").data.bad_images == 1
     before = Path("mine.yaml").read_text()
     assert run("photos") == 2 and Path("mine.yaml").read_text() == before  # never replaced

@@ -53,11 +53,14 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     for note in plan.notes:
         say_line(f"{'note':<9}{note}")
     say_line(f"{'wrote':<9}{output}, {made.text.count(chr(10))} lines, each with its reason")
-    say_line(f"{'next':<9}fastsuncet train {shlex.quote(str(output))}")
+    config = shlex.quote(str(output))
+    say_line(f"{'next':<9}fastsuncet train {config}")
     if made.found.survey.labels:
         skip = " --skip-bad" if made.found.survey.bad else ""
-        predict = f"fastsuncet predict {shlex.quote(str(output))} {shlex.quote(str(folder))}"
-        say_line(f"{'then':<9}{predict} --output predictions.csv{skip}")
+        images = shlex.quote(str(folder))
+        say_line(f"{'then':<9}fastsuncet predict {config} {images} --output predictions.csv --page{skip}")
+    else:
+        say_line(f"{'then':<9}fastsuncet suggest {config} --output next.csv --page  # which images to label")
 
 
 def make(

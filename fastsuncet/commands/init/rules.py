@@ -19,7 +19,7 @@ FEW_IMAGES = 1_000  # fewer images than this give a contrastive loss too little 
 MANY_IMAGES = 100_000
 MANY_LABELS = 0.5  # share of the images from which on the other images are left out
 HOLD_OUT_FROM = 100  # labels
-FEWEST_UPDATES = 300  # of labels alone
+FEW_UPDATES, FEWEST_UPDATES = 300, 100  # of labels alone: said to be few; never fewer
 TRAINING = 0.8  # share of the hours for updates: the rest is start, evaluations and checkpoints
 LABELED = 0.31  # share of the views of an update, as in the runs of RESULTS.md
 MOST_PASSES = 800  # SimCLR's longest run has 1,000 epochs
@@ -154,7 +154,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     alone = bool(s.labels) and (few or s.labels >= MANY_LABELS * s.images)
     if alone:
         batch = _labeled_batch(s, cards, gpu)
-        wanted = FEWEST_UPDATES if weights else _most_alone(s, batch)
+        wanted = FEW_UPDATES if weights else _most_alone(s, batch)
         size = next((x for x in sides if wanted * seconds(batch, x) <= TRAINING * 3600 * hours), sides[-1])
     else:
         size = enough or sides[-1]
@@ -168,6 +168,8 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         updates = max(FEWEST_UPDATES, min(_most_alone(s, batch), int(TRAINING * 3600 * hours / each)))
         epochs = updates / per_epoch
         length = Choice("optimization.steps", updates, f"{epochs:,.0f} passes over the labels")
+        if updates < FEW_UPDATES:
+            notes.append(f"{updates} updates are few: more hours would help")
     else:
         per_epoch = max(1, s.images // batch.unlabeled)
         epochs = max(1, min(MOST_PASSES, int(TRAINING * 3600 * hours / each / per_epoch)))
@@ -175,7 +177,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         length = Choice("optimization.epochs", epochs, f"passes over the images: {updates:,} updates")
         if enough is None and weights is None:
             notes.append(
-                f"{epochs} passes are few for SimCLR: more hours, or labels, would help more than settings"
+                f"{epochs} times over the images is little for SimCLR: more hours, or labels, would help most"
             )
     predicted = updates * each / 3600 / TRAINING
     if predicted > 1.01 * hours:
