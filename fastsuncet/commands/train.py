@@ -32,13 +32,13 @@ from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
-from fastsuncet.training import initial_weights, kernel_choice
+from fastsuncet.training import initial_weights
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.first_steps import first_steps
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer
-from fastsuncet.tuning import verdicts
+from fastsuncet.tuning import paths
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 
@@ -117,16 +117,16 @@ def start(
     arithmetic = config.resolve(place.world_size, *images.counts())
     meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
     per_class = images.split.per_class.tolist()
-    paths = verdicts.settle(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
-    config = kernel_choice.resolved(config, paths)
+    chosen = paths.choose(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
+    config = paths.resolved(config, chosen)
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
-    task = Pretraining(config, place, arithmetic, stream, images, online_knn, paths)
+    task = Pretraining(config, place, arithmetic, stream, images, online_knn, chosen)
     trainer = Trainer(task, place, folder, open_energy_meter(place.device))
     lines = summary(config, place, images, arithmetic, stream, why)
     lines.append(f"{'groups':<9}{describe_groups(task.optimizer)}")
     if task.init is not None:
         lines.append(f"{'init':<9}{task.init['note']}")
-    return trainer, [*lines, *stream.notes(), f"{'speed':<9}{kernel_choice.describe(config, paths)}"]
+    return trainer, [*lines, *stream.notes(), f"{'speed':<9}{paths.describe(config, chosen)}"]
 
 
 def make_first_steps(config: Config, place: launch.Place) -> None:

@@ -17,10 +17,9 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
-from fastsuncet.training import kernel_choice
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.summary import device_name
-from fastsuncet.tuning import processes, verdicts
+from fastsuncet.tuning import paths, processes
 from fastsuncet.tuning.chooser import Outcome, Rung, Values, climb
 from fastsuncet.tuning.rungs import candidates
 
@@ -46,9 +45,9 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
         images = open_images(config, place, validation=False)
         arithmetic = config.resolve(place.world_size, *images.counts())
         per_class = images.split.per_class.tolist()
-        paths = verdicts.settle(plain, arithmetic, place, per_class, {}, stopped)
-        plain = kernel_choice.resolved(plain, paths)
-        request = processes.request_of(plain, arithmetic, per_class, paths)
+        chosen = paths.choose(plain, arithmetic, place, per_class, {}, stopped)
+        plain = paths.resolved(plain, chosen)
+        request = processes.request_of(plain, arithmetic, per_class, chosen)
         rungs = candidates(config, plain, place.device.type)
         ends = time.monotonic() + 60 * minutes
 
@@ -63,7 +62,7 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
             seconds = min(CHILD, max(60.0, broadcast_json(ends - time.monotonic())))
             return processes.compare(request, rung, base, seconds, stopped)
 
-        say(f"speed    {kernel_choice.describe(plain, paths)}")
+        say(f"speed    {paths.describe(plain, chosen)}")
         say(
             f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(rung.name for rung in rungs)}"
         )

@@ -24,6 +24,12 @@ ROUNDS, REPEATED = 7, 3  # of a timing, and how often a round repeats the work
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 
 
+def switched_off() -> str | None:
+    """Return why no kernel is used in this process whatever its proof says, None if it decides."""
+    off = os.environ.get("FASTSUNCET_KERNELS") == "off"
+    return "FASTSUNCET_KERNELS is off: unset it" if off else None
+
+
 def usable(source: str, example: Tensor, prove: Proof) -> bool:
     """Return whether the kernels of `source` take tensors like `example`, and agree with their twin on its device.
 
@@ -38,7 +44,7 @@ def agrees(source: str, device: torch.device, prove: Proof) -> bool:
 
     The first call waits for the device. Also False with FASTSUNCET_KERNELS=off in the environment.
     """
-    if os.environ.get("FASTSUNCET_KERNELS") == "off":
+    if switched_off():
         return False
     if (source, device) not in _reasons:
         if torch.cuda.is_current_stream_capturing():
@@ -67,8 +73,8 @@ def why_not(source: str, device: torch.device, prove: Proof) -> str | None:
 
     Raises torch.OutOfMemoryError.
     """
-    if os.environ.get("FASTSUNCET_KERNELS") == "off":
-        return "FASTSUNCET_KERNELS is off: unset it"
+    if reason := switched_off():
+        return reason
     try:
         # In any state of the caller: a proof runs backward, and in the dtypes that it names.
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):

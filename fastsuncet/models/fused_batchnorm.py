@@ -5,7 +5,7 @@ and in 16 bits; as one they move 16 to 20 (fastsuncet/kernels/norm.cu). For the 
 BatchNorm's input, as PyTorch does, and one bit per activation where a residual was added.
 
 Without `kernel` it is the twin: `RankBatchNorm` or torch's BatchNorm, an addition, a ReLU. The twin also runs
-where the kernels cannot. The kernels have not run on a GPU yet: a run uses them where `tuning.verdicts` has proved
+where the kernels cannot. The kernels have not run on a GPU yet: a run uses them where `tuning.paths` has proved
 them on its own card and shapes.
 """
 

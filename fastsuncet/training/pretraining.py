@@ -1,6 +1,6 @@
 """Pre-training, as the training loop runs it: the paired stream, the paper's step, its schedule, online k-NN."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.optim import DeviceLR, warmup_cosine
-from fastsuncet.training import initial_weights, kernel_choice, methods
+from fastsuncet.training import initial_weights, methods
 from fastsuncet.training.cuda_graph import GraphedStep
 from fastsuncet.training.step import build, train_step
 from fastsuncet.training.supervision import Supervision
@@ -55,7 +55,8 @@ class Pretraining(TrainingTask[Batch]):
         images: Images,
         # `online_knn`: this folder imports nothing of evaluation
         evaluate_online: Callable[..., dict[str, float]],
-        paths: kernel_choice.Paths | None = None,  # as `tuning.verdicts` has settled them
+        paths: Mapping[str, str | None]
+        | None = None,  # fast path -> why it is off, None if on (tuning.paths)
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.evaluate_online = stream, images, evaluate_online

@@ -29,11 +29,12 @@ from fastsuncet.distributed.launch import Place, join
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.kernels import self_test
-from fastsuncet.training import kernel_choice
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, tensors
 from fastsuncet.training.determinism import PRECISIONS, set_determinism
 from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.chooser import Report
+from fastsuncet.tuning.paths import PATHS
+from fastsuncet.tuning.trials import try_kernel
 
 WINDOWS = 4  # timed without a pause between them
 SECONDS = 0.5  # of timed steps in a window: short, because other work on the machine comes and goes
@@ -66,10 +67,11 @@ def try_kernels(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) ->
     config, arithmetic = Config.from_values(asked["config"]), Arithmetic(**asked["arithmetic"])
     device = torch.device("cuda", asked["device"])
     torch.cuda.set_device(device)
-    trials = kernel_choice.trials(config, arithmetic)
     for path in asked["try"]:
         say({"path": path})
-        say({"path": path, **kernel_choice.try_kernel(path, trials[path], device)._asdict()})
+        trial = PATHS[path].trial
+        assert trial is not None  # a graph is tried by `try_step`
+        say({"path": path, **try_kernel(path, trial(config, arithmetic), device)._asdict()})
 
 
 def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:

@@ -26,11 +26,11 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     """In the summary, config.yaml, the first metrics line and the checkpoint."""
     asked = []
 
-    def settle(config, arithmetic, place, per_class, before, stopped):
+    def choose(config, arithmetic, place, per_class, before, stopped):
         asked.append(before)
         return {"x.cu": None, "y.cu": "slower"}
 
-    monkeypatch.setattr(train.verdicts, "settle", settle)
+    monkeypatch.setattr(train.paths, "choose", choose)
     config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
     for _ in range(2):
         run(config)

@@ -1,6 +1,5 @@
 """LARS by apex's kernels, on a stand-in of `amp_C` that follows their contract: csrc/ of github.com/NVIDIA/apex."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ import torch
 from fastsuncet.optim import LARS, LARSSettings, lars, lars_apex
 from fastsuncet.optim.device_lr import fill, on_host
 from fastsuncet.optim.lars_reference import lars_reference
-from fastsuncet.training import kernel_choice
 from pipelines.cuda_compiler import KernelError
 
 HERE = torch.device("cpu")
@@ -151,30 +149,3 @@ def test_lars_auto_uses_apex_where_the_kernel_is_off(apex, monkeypatch):
         apex.calls.clear()
         optimizer.step()
         assert apex.calls == calls
-
-
-def test_trials_and_verdicts_of_apex(apex, monkeypatch):
-    """It is tried where it is installed and no graph is, timed without lars.cu, and used where lars.cu is not."""
-    settled = {}
-    monkeypatch.setattr(
-        kernel_choice.self_test, "switch", lambda path, device, why: settled.update({path: why})
-    )
-    model = torch.nn.Linear(3, 2)
-    monkeypatch.setattr(kernel_choice, "_model", lambda config: model)
-    monkeypatch.setattr(kernel_choice, "graph_problem", lambda *_: "many views")
-    config = SimpleNamespace(
-        model=None,
-        optimization=SimpleNamespace(optimizer="lars"),
-        data=SimpleNamespace(view_operator=False),
-    )
-    arithmetic = SimpleNamespace(views=0, global_unlabeled=0, global_labeled=0, world_size=1)
-    monkeypatch.setattr(kernel_choice, "uses_norm_kernels", lambda *_: False)
-    trial = kernel_choice.trials(config, arithmetic)["apex"]
-    trial.prove(HERE)
-    trial.work(HERE)()
-    assert settled.pop("lars.cu") and trial.shapes == [6, 2]
-    place = kernel_choice.Place(0, 1, 0, HERE)
-    assert kernel_choice.agree(place, {"lars.cu": None, "apex": None})["apex"].startswith("lars.cu")
-    assert kernel_choice.agree(place, {"lars.cu": "no NVRTC", "apex": None})["apex"] is None
-    monkeypatch.setattr(kernel_choice, "graph_problem", lambda *_: None)
-    assert "apex" not in kernel_choice.trials(config, arithmetic)

@@ -13,6 +13,7 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.models import norm_kernel
 from fastsuncet.tuning import child
 from fastsuncet.tuning.child import Bench
+from fastsuncet.tuning.trials import Verdict
 from tests.support.emulated_norm import emulated
 from tests.support.runs import CONFIGS, small_config
 
@@ -184,9 +185,9 @@ def test_kernels_are_named_before_they_are_tried(config, arithmetic, monkeypatch
     def tried(path, trial, device):
         if path == "contrast.cu":
             raise SystemExit
-        return child.kernel_choice.Verdict(None, (1.0, 2.0))
+        return Verdict(None, (1.0, 2.0))
 
-    monkeypatch.setattr(child.kernel_choice, "try_kernel", tried)
+    monkeypatch.setattr(child, "try_kernel", tried)
     said: list[dict] = []
     request = asked(config, arithmetic) | {"try": ["lars.cu", "contrast.cu"], "device": 0}
     with pytest.raises(SystemExit):

@@ -1,0 +1,186 @@
+"""How a kernel is tried: proved against its plain twin and timed against it, on the shapes of a run's own step.
+
+A child does it (child.py), because a kernel that was compiled and tested elsewhere meets a GPU, a driver and a version
+of torch that were never tried together.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastsuncet.config import Arithmetic, Config
+from fastsuncet.data.paired_stream import views
+from fastsuncet.kernels import self_test
+from fastsuncet.losses import contrast, contrast_kernel
+from fastsuncet.models import norm_kernel
+from fastsuncet.models.fused_batchnorm import FusedNorm
+from fastsuncet.models.resnet import build_model
+from fastsuncet.optim import LARSSettings, lars_apex, lars_kernel
+from fastsuncet.optim.device_lr import fill
+from fastsuncet.optim.lars import lars_auto
+from fastsuncet.training.determinism import PRECISIONS
+from pipelines.cuda_compiler import KernelError
+from pipelines.dali.view_operator import use as view_operator
+from pipelines.data_errors import DataError
+
+SLOWER = 1.03  # a path is slower than its twin beyond the noise of timing
+
+
+class Trial(NamedTuple):
+    """What decides about a kernel on a device."""
+
+    shapes: Any  # JSON: what the verdict depends on besides the machine and the program
+    prove: self_test.Proof
+    # Returns a call that does what the kernels are for, by them or by their twin, as they are switched; None: there is
+    # no need to time it.
+    work: Callable[[torch.device], Callable[[], None]] | None
+
+
+class Verdict(NamedTuple):
+    """What a trial found."""
+
+    reason: str | None  # why the path is not used, None if it is
+    milliseconds: tuple[float, float] | None = None  # with it and without
+    final: bool = True  # False: another try can end otherwise, as after a lack of memory
+
+
+def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
+    """Prove a kernel on `device` and time it against its twin.
+
+    Takes seconds, and for BatchNorm about seven times the memory of the largest activations. An illegal access ends
+    the process. Waits for the device.
+    """
+    try:
+        reason, final = self_test.why_not(name, device, trial.prove), True
+        times = None if reason or trial.work is None else self_test.milliseconds(name, device, trial.work)
+    except torch.OutOfMemoryError:
+        reason, times, final = f"the device has too little memory for the trial of {name}", None, False
+    finally:
+        torch.cuda.empty_cache()
+    if times and times[0] > SLOWER * times[1]:
+        reason = f"slower than PyTorch's operators: {times[0]:.3g} ms against {times[1]:.3g} ms"
+    return Verdict(reason, times, final)
+
+
+# ------------------------------------------------------------------------------- the trial of each kernel, of a config
+def lars(config: Config, arithmetic: Arithmetic) -> Trial:
+    """Try lars.cu on the sizes of all parameters."""
+    sizes = [p.numel() for p in model_of(config).parameters()]
+    return Trial(sizes, partial(lars_kernel.prove, sizes=sizes), partial(_lars_work, sizes=sizes))
+
+
+def apex(config: Config, arithmetic: Arithmetic) -> Trial:
+    """Try apex's kernels in the place of lars.cu."""
+    sizes = lars(config, arithmetic).shapes
+    work = partial(_lars_work, sizes=sizes, without="lars.cu")
+    return Trial(sizes, partial(lars_apex.prove, sizes=sizes), work)
+
+
+def _lars_work(device: torch.device, sizes: list[int], without: str = "") -> Callable[[], None]:
+    params, grads, buffers = ([torch.zeros(n, device=device) for n in sizes] for _ in range(3))
+    lr, settings = torch.zeros((), device=device), LARSSettings()
+    fill(lr, 0.0)
+    if without:
+        self_test.switch(without, device, "another implementation is timed")
+    return lambda: lars_auto(params, grads, buffers, lr, settings)
+
+
+def contrast_rows(config: Config, arithmetic: Arithmetic) -> Trial:
+    """Try contrast.cu on rows with as many keys as each loss has."""
+    a = arithmetic
+    keys = [n for n in (a.views * a.global_unlabeled, a.global_labeled) if n >= 37]
+    proof = partial(contrast_kernel.prove, twin=contrast.row_pass, keys=keys)
+    return Trial(keys, proof, partial(_contrast_work, keys=keys))
+
+
+def _contrast_work(device: torch.device, keys: list[int]) -> Callable[[], None]:
+    given = [(torch.arange(n, device=device) // 2, torch.zeros(256, n, device=device)) for n in keys]
+
+    def work() -> None:
+        for ids, logits in given:
+            kernel = contrast_kernel.runs_on(logits, contrast.row_pass)
+            make = contrast_kernel.row_pass if kernel else contrast.row_pass
+            make(ids, False)(logits, 0, logits.new_ones(len(logits)))
+
+    return work
+
+
+def norm(config: Config, arithmetic: Arithmetic) -> Trial:
+    """Try norm.cu on the activations of every BatchNorm, in the run's precision."""
+    m, shapes, dtype = config.model, norm_shapes(config, arithmetic), PRECISIONS[config.meta.precision]
+    proof = partial(norm_kernel.prove, shapes=shapes, dtypes=[dtype])
+    modes = {
+        "fused": m.fused_batchnorm is not False,
+        "shared": m.sync_batchnorm and arithmetic.world_size > 1,
+    }
+    work = partial(_norm_work, shapes=shapes, dtype=dtype, **modes)
+    return Trial([str(dtype), modes, shapes], proof, work)
+
+
+def _norm_work(
+    device: torch.device, shapes: list[tuple[int, ...]], dtype: torch.dtype, *, fused: bool, shared: bool
+) -> Callable[[], None]:
+    norms = [FusedNorm(shape[1]).to(device) for shape in shapes]
+
+    def work() -> None:
+        for module, (count, channels, *size) in zip(norms, shapes):
+            module.relu, module.shared, module.kernel = True, shared, fused
+            x = (
+                torch.zeros(count, *size, channels, device=device, dtype=dtype)
+                .movedim(-1, 1)
+                .requires_grad_()
+            )
+            # In this process there is one rank, and a run of several has other operators.
+            over_ranks = shared and not (fused and module.kernels_take(x))
+            y = F.relu(module.over_ranks(x)) if over_ranks else module(x)
+            y.backward(torch.zeros_like(y))
+
+    return work
+
+
+def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]:
+    """Return the shapes of the activations that BatchNorm sees on one rank, with labeled images and without."""
+    a, model = arithmetic, model_of(config)
+    sizes = [view.size for view in views(config)] or [config.data.augmentation.size]
+    batches: set[tuple[int, int]] = set()
+    for supervised in {False, a.supervised_steps > 0}:
+        for unlabeled, labeled in a.pieces(supervised):
+            batches |= {
+                (a.large_views * unlabeled + labeled, sizes[0]),
+                (a.small_views * unlabeled, sizes[-1]),
+            }
+    found: set[tuple[int, ...]] = set()
+
+    def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        found.add(tuple(inputs[0].shape))
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_pre_hook(keep)
+    for count, size in batches:
+        if count:
+            model(torch.empty(count, 3, size, size, device="meta"))
+    return sorted(found)
+
+
+def view(config: Config, arithmetic: Arithmetic) -> Trial:
+    """Prove the view operator, of which two launches replace more than two hundred: its time is not asked for."""
+    return Trial(view_operator.state(), _prove_view, None)
+
+
+def _prove_view(device: torch.device) -> None:
+    try:
+        view_operator.load(view_operator.built())
+        view_operator.prove_on_gpu()
+    except (DataError, RuntimeError) as error:
+        raise KernelError(str(error)) from error
+
+
+def model_of(config: Config) -> nn.Module:
+    """Return the config's network without weights."""
+    m = config.model
+    return build_model(m.name, m.library, m.stem, *m.head, device="meta")

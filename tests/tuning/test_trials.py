@@ -1,0 +1,106 @@
+"""A kernel is proved and timed on the shapes of the run's own step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastsuncet.kernels import self_test
+from fastsuncet.models import norm_kernel
+from fastsuncet.tuning import trials
+from fastsuncet.tuning.paths import APEX, PATHS
+from fastsuncet.tuning.trials import Trial, norm_shapes, try_kernel
+from pipelines.cuda_compiler import KernelError
+from tests.support.emulated_norm import FAULTS, emulated
+from tests.support.host_kernels import on_the_host
+from tests.support.pretended import paper
+
+HERE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_verdicts(monkeypatch):
+    monkeypatch.setattr(self_test, "_reasons", {})
+
+
+@pytest.mark.slow
+def test_trials_have_the_shapes_of_the_runs_own_step():
+    """With labeled images and, once supervision is off, without."""
+    norm = trials.norm(*paper(64))
+    dtype, modes, shapes = norm.shapes
+    assert {(88, 64, 112, 112), (128, 64, 112, 112), (88, 2048, 7, 7)} <= set(shapes)
+    assert {shape[0] for shape in shapes} == {88, 128} and len(shapes) == 2 * 12
+    assert (dtype, modes) == ("torch.bfloat16", {"fused": True, "shared": True})
+    assert norm.prove.keywords == {"shapes": shapes, "dtypes": [torch.bfloat16]}
+    assert trials.contrast_rows(*paper(64)).shapes == [5632, 2560]
+    sizes = trials.lars(*paper(64)).shapes
+    assert sum(sizes) == 23_508_032 + 4_458_624 and trials.apex(*paper(64)).shapes == sizes
+    pieces = norm_shapes(*paper(64, "criterion.micro_batch=4096"))
+    assert {shape[0] for shape in pieces} == {44, 64}  # 2 x 22 views, and 20 labeled images with them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_trial_of_a_resnet50_passes_right_arithmetic_and_no_mistake(monkeypatch, precision):
+    """On every shape of the run's network, at 64 pixels."""
+    config, sizes = paper(1, "data.augmentation.size=64", f"meta.precision={precision}")
+    small = replace(sizes, local_unlabeled=3, classes_per_batch=2, supervised_steps=0)
+    prove, sums = trials.norm(config, small).prove, norm_kernel._sums
+    with on_the_host(norm_kernel):
+        monkeypatch.setattr(norm_kernel, "fused_norm", emulated())
+        prove(HERE)
+        for fault in FAULTS:
+            monkeypatch.setattr(norm_kernel, "fused_norm", emulated(fault))
+            with pytest.raises(
+                KernelError, match=r"BatchNorm of .* differs from its twin by one rounding and"
+            ):
+                prove(HERE)
+        # The sums of one rank are not added.
+        monkeypatch.setattr(norm_kernel, "fused_norm", emulated())
+        monkeypatch.setattr(norm_kernel, "_sums", lambda module, moments: sums(module, moments[:-1]))
+        with pytest.raises(KernelError, match="statistics over ranks"):
+            prove(HERE)
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ((1.0, 2.0), None),
+        ((1.02, 1.0), None),  # noise
+        ((2.0, 1.0), "slower than PyTorch's operators: 2 ms against 1 ms"),
+        (None, "differs"),
+        (torch.OutOfMemoryError(), "the device has too little memory for the trial of x.cu"),
+    ],
+)
+def test_kernel_is_used_if_it_is_right_and_not_slower(monkeypatch, times, reason):
+    def prove(device):
+        if times is None:
+            raise KernelError("differs")
+
+    def measured(*_):
+        if isinstance(times, Exception):
+            raise times
+        return times
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(self_test, "milliseconds", measured)
+    verdict = try_kernel("x.cu", Trial([], prove, lambda device: print), HERE)
+    assert verdict.reason == reason and verdict.final == (not isinstance(times, Exception))
+
+
+def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch):
+    seconds = {None: iter([9, *[1, 2] * 4]), "timed without them": iter([9, *[4, 3] * 4])}
+    monkeypatch.setattr(self_test, "_seconds", lambda work, device: next(seconds[work()]))
+    now = lambda: self_test._reasons["x.cu", HERE]  # noqa: E731
+    assert self_test.milliseconds("x.cu", HERE, lambda device: now) == (1000, 4000)
+    assert now() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["lars.cu", APEX, "contrast.cu", "norm.cu"])
+def test_what_is_timed_runs_by_the_twin_on_a_cpu(source):
+    """On a CPU no kernel takes the tensors, so the work is the twin's."""
+    config, sizes = paper(64, "model.name=resnet_tiny", "data.augmentation.size=32", "meta.precision=fp32")
+    PATHS[source].trial(config, replace(sizes, local_unlabeled=2, classes_per_batch=2)).work(HERE)()
+    # apex is timed without lars.cu
+    assert bool(self_test._reasons.get(("lars.cu", HERE))) == (source == APEX)
