@@ -244,6 +244,20 @@ def apex() -> Finding:
     )
 
 
+def fast_paths() -> Finding:
+    """Say which fast paths a run tries on this machine, and what it lacks for the others."""
+    import torch
+
+    from fastsuncet.tuning.paths import PATHS
+
+    if not torch.cuda.is_available():
+        return Finding("absent", "PyTorch's operators, as on any CPU")
+    missing = {name: path.missing() for name, path in PATHS.items()}
+    tried = ", ".join(name for name, reason in missing.items() if reason is None)
+    notes = "; ".join(f"not {name}: {reason}" for name, reason in missing.items() if reason)
+    return Finding("ok", f"a run tries {tried} (docs/speed.md)", notes)
+
+
 def extra(name: str) -> Callable[[], Finding]:
     """Return the examination of an optional dependency of pyproject.toml."""
 
@@ -301,6 +315,7 @@ EXAMINATIONS: Examinations = [
     ("DALI", dali),
     ("views", view_operator),
     ("apex", apex),
+    ("fast paths", fast_paths),
     ("disk", disk),
     ("/dev/shm", shared_memory),
     ("cores", cores),

@@ -11,7 +11,7 @@ import torch
 
 from fastsuncet.cli import doctor as page
 from fastsuncet.cli.doctor import Finding, doctor
-from pipelines import backend
+from pipelines import backend, cuda_compiler
 
 
 @pytest.fixture
@@ -174,3 +174,13 @@ def test_extra_says_what_it_is_for_and_how_to_install_it(monkeypatch):
     assert page.extra("onnx")() == Finding("absent", "for export --to onnx: pip install 'onnxruntime>=1.20'")
     monkeypatch.setattr(page, "installed", {"onnx": "1.18", "onnxruntime": "1.21"}.get)
     assert page.extra("onnx")() == Finding("ok", "for export --to onnx: onnx 1.18, onnxruntime 1.21")
+
+
+def test_fast_paths_are_those_of_the_table_that_a_run_chooses_from(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert page.fast_paths() == Finding("absent", "PyTorch's operators, as on any CPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda_compiler, "unavailable", lambda: "no NVRTC")
+    found = page.fast_paths()
+    assert found.state == "ok" and found.facts.endswith("CUDA graph (docs/speed.md)")
+    assert found.advice.startswith("not lars.cu: no NVRTC; not ")

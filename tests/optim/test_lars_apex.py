@@ -1,6 +1,5 @@
 """LARS by apex's kernels, on a stand-in of `amp_C` that follows their contract: csrc/ of github.com/NVIDIA/apex."""
 
-
 import pytest
 import torch
 
