@@ -10,18 +10,18 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
-from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.data.dataset import Images, open_images, validates
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
-from fastsuncet.evaluation.accuracy import accuracy
+from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.cross_validation import cross_validated
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import Measured, labels_record, standard_error
-from fastsuncet.metrics.results import send_results, write_result
+from fastsuncet.evaluation.scoring import Measured, accuracy, labels_record, per_class, standard_error
+from fastsuncet.metrics.results import send_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.versions import versions
@@ -60,10 +60,10 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
     """
     first = load_encoder(chosen[0], config)
     _network(first, kind, config)  # a wrong file is refused before a million images are opened
-    alone = kind in WITHOUT_VALIDATION and config.data.kind in FILES and config.data.validation is None
+    alone = kind in WITHOUT_VALIDATION and not validates(config)
     images = open_images(config, place, validation=not alone)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
-    written = []
+    files = []
     for path in chosen:
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
@@ -72,18 +72,18 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
         network = _network(encoder, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
         what = (network, images, config, place)
         measured = cross_validated(kind, *what) if alone else KINDS[kind][0](*what)
-        if len(images.train.classes) <= 5:
-            measured.metrics.pop("top5", None)  # it would always be 1
         if place.first:
-            if not written:
+            if not files:
                 for line in _heading(kind, measured, images, config, encoder):
                     say_line(line)
             say_line(f"{_name(encoder)}  {_accuracy(measured)}")
-            written.append(write_result(config.run_folder, _record(config, kind, measured, encoder, images)))
+            record = _record(config, kind, measured, encoder, images)
+            files.append(write_with_picture(config.run_folder, record))
     if place.first:
-        send_results(config, written)
-        several = f"{written[0].parent}, {len(written)} files"
-        say_line(f"written  {written[0] if len(chosen) == 1 else several}")
+        send_results(config, files)
+        several = [f"written  {files[0].parent}, {len(files)} results, a picture with each"]
+        for line in written(files[0]) if len(chosen) == 1 else several:
+            say_line(line)
 
 
 def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:
@@ -127,6 +127,7 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
         "labels": labels_record(images, config),
         "encoder": encoder.record(),
         "setting": setting,
+        "classes": per_class(measured.confusion, images.train.classes),
         "run": config.run_folder.name,
         "versions": versions(),
     }

@@ -13,17 +13,18 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
-from fastsuncet.data.dataset import open_images
+from fastsuncet.data.dataset import open_images, validates
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
+from fastsuncet.evaluation.confusion import written
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
-from fastsuncet.evaluation.finetuning import (
+from fastsuncet.evaluation.finetuning.job import (
     FineTuningJob,
     accuracy_lines,
     accuracy_table,
-    fit_settings,
     heading,
+    resolve_sizes,
 )
 from fastsuncet.evaluation.scoring import true_labels
 from fastsuncet.metrics.results import send_results
@@ -68,24 +69,25 @@ def finetune_all(
     """
     chosen = choose_on_one_rank(place, where, step, every)
     first = load_encoder(chosen[0], config)
-    images = open_images(config, place, validation=True)
-    truth = true_labels(images, place)
-    settings = fit_settings(config, images, place)
+    images = open_images(config, place, validation=validates(config))
+    if images.held_out is not None:
+        true_labels(images, place)  # one without a label is refused
+    sized = resolve_sizes(config, images, place)
     say = say_line if place.first else lambda line: None
     records = []
     for path in chosen:
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        job = FineTuningJob(config, place, images, encoder, settings, several=every)
-        record, written, new = job.run(truth, signals, heading(job, brief=bool(records)), say)
+        job = FineTuningJob(sized, place, images, encoder, several=every)
+        record, path, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
         accuracy, *more = accuracy_lines(record)
-        for line in (accuracy + ("" if new else " (done before)"), *more):
+        files = [] if path is None else [*written(path), ""]
+        for line in (accuracy + ("" if new else " (done before)"), *more, *files):
             say(line)
-        if written is not None:
-            send_results(config, [written])
-        say(f"written  {written}\n")
+        if path is not None:
+            send_results(config, [path])
     if len(records) > 1:
         for line in accuracy_table(records):
             say(line)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     Skipped,
@@ -24,9 +23,8 @@ from fastsuncet.commands.prediction_page import prediction_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.classifier import Classifier, describe, labeled_images, run_classifier
+from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, run_of
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
-from fastsuncet.metrics.results import read_results
 from pipelines import atomic_files
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex
@@ -54,7 +52,7 @@ class TwoBest(nn.Module):
 
     width = 4
 
-    def __init__(self, encoder: nn.Module, layer: nn.Linear):
+    def __init__(self, encoder: nn.Module, layer: nn.Module):
         super().__init__()
         self.encoder, self.layer = encoder, layer
 
@@ -129,51 +127,16 @@ def predictions(
 
 
 def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
-    """Return the encoder in `where` and its classifier; print what this is worth."""
+    """Return the encoder in `where` and the best classifier of its run; print what this is worth."""
     config = where if isinstance(where, Config) else None
     encoder = load_encoder(where.run_folder if isinstance(where, Config) else where, config)
     known_view(encoder)
-    if encoder.classifier is not None:
-        say_line("classifier   the layer that SOURCE was trained with; its probabilities are not calibrated")
-        return encoder, Classifier(encoder.classifier, encoder.classes, None)
     config = config or encoder.trained
     assert config is not None, "an encoder with a view has the config that it was trained with"
-    run = run_of(Path(encoder.source), config)
-    if (found := _better(run, encoder, len(labeled_images(config, place)[1]))) is not None:
-        tuned, accuracies = found
-        encoder = load_encoder(tuned)
-        assert encoder.classifier is not None, "it was fine-tuned"
-        say_line(f"classifier   fine-tuned, of {tuned}; its probabilities are not calibrated")
-        say_line(f"because      {accuracies}")
-        return encoder, Classifier(encoder.classifier, encoder.classes, None)
-    classifier, path, new = run_classifier(encoder, config, place, run)
-    say_line(f"kept in      {path}" if new else f"from         {path}, fitted before")
-    for line in describe(classifier):
+    encoder, classifier, lines = best_classifier(encoder, config, place, run_of(encoder, config))
+    for line in lines:
         say_line(line)
     return encoder, classifier
-
-
-def _better(run: Path, encoder: Encoder, labels: int) -> tuple[Path, str] | None:
-    """Return the best fine-tuning of `encoder` on this many labels in `run`, if it is above the linear classifier.
-
-    With the accuracies of both, on the same validation images, in words. None where there is none.
-    """
-    best = None
-    for record in read_results(run):
-        folder = run / "finetune" / Path(record.get("finetuned", {}).get("folder", "")).name
-        same = record["encoder"].get("step") == encoder.step and record["labels"].get("count") == labels
-        if record["kind"] == "finetune" and same and "frozen" in record and folder.is_dir():
-            ours, linear = record["metrics"]["top1"], record["frozen"]["linear"]
-            if ours > linear and (best is None or ours > best[0]):
-                said = f"{100 * ours:.1f} % of {record['images']:,} validation images, linear {100 * linear:.1f} %"
-                best = ours, folder, said
-    return best and best[1:]
-
-
-def run_of(source: Path, config: Config) -> Path:
-    """Return the run's folder that a checkpoint or an export lies in, or where the config has it."""
-    runs = (folder for folder in source.absolute().parents if (folder / manager.FOLDER).is_dir())
-    return next(runs, config.run_folder)
 
 
 def _predictions(rows: np.ndarray, index: ImageIndex, classes: tuple[str, ...]) -> Iterator[Prediction | str]:

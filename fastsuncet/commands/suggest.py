@@ -11,11 +11,10 @@ import torch
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import check_output, known_view, one_process
 from fastsuncet.commands.labeling_page import labeling_page
-from fastsuncet.commands.predict import run_of
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
-from fastsuncet.evaluation.classifier import run_classifier
+from fastsuncet.evaluation.classifier import run_classifier, run_of
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.suggestions import typical
@@ -100,7 +99,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     chosen = pool[rows.cpu().numpy()].tolist()
     guesses = []
     if guess and len(np.unique(index.labels[good[labeled[good]]])) > 1:
-        classifier, _, _ = run_classifier(encoder, config, place, run_of(Path(encoder.source), config))
+        classifier, _, _ = run_classifier(encoder, config, place, run_of(encoder, config))
         with torch.inference_mode():
             best = classifier.layer.to(place.device)(features[rows]).softmax(1).topk(2)
         guesses = [

@@ -13,8 +13,8 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.evaluation.transfer_grid.grid import grid, parse_shard
-from fastsuncet.evaluation.transfer_grid.run_grid import open_grids, run_grids
+from fastsuncet.evaluation.finetuning.grid import grid, parse_shard
+from fastsuncet.evaluation.finetuning.transfer import open_grids, run_grids
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 

@@ -50,6 +50,11 @@ class Images:
         return f"{self.train.fingerprint()}/{self.split.fingerprint}"
 
 
+def validates(config: Config) -> bool:
+    """Return whether the config has images to evaluate on; without, an evaluation has to leave out labels."""
+    return config.data.kind not in FILES or config.data.validation is not None
+
+
 def open_images(config: Config, place: Place, *, validation: bool) -> Images:
     """Find and check the images of `config`. Raises DataError, with what to do, on every rank if on any.
 

@@ -3,10 +3,37 @@
 Shapes: N images with a label that the classifier has not learned from, C classes.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 BINS, IN_BIN = 15, 20  # of the calibration error: at most so many bins, and at least so many images in each
 COLDEST, HOTTEST = 1e-6, 1e6  # temperatures
+
+
+class Calibration(NamedTuple):
+    """One temperature, and the expected calibration error with it and without it, on the images it was fitted to."""
+
+    temperature: float = 1.0
+    error: float | None = None  # None: no image could be judged
+    error_before: float | None = None
+
+    def __str__(self) -> str:
+        if self.error is None or self.error_before is None:
+            return "unknown, since no image could be judged"
+        return (
+            f"probabilities are off by {100 * self.error:.1f} points on average, "
+            f"{100 * self.error_before:.1f} before temperature {self.temperature:.2f}"
+        )
+
+
+def calibrate(logits: Tensor, labels: Tensor) -> Calibration:
+    """Return the calibration of logits (N, C) of images that the classifier has not learned from, labels int64 (N,)."""
+    if not len(labels):
+        return Calibration()
+    temperature = fit_temperature(logits, labels)
+    after, before = (calibration_error((logits / t).softmax(1), labels) for t in (temperature, 1.0))
+    return Calibration(temperature, after, before)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

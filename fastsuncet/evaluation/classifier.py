@@ -1,13 +1,14 @@
-"""The classifier of a run: fitted once to its labeled images, calibrated by cross-validation, kept in the run.
+"""The best classifier of a run: fitted once to its labeled images, or a fine-tuning's; calibrated on left-out images.
 
-    RUN/classifier/linear-....safetensors   weight, bias; the metadata says what it was fitted to and what it is worth
+    RUN/classifier/....safetensors   the fitted layer; the metadata says what it was fitted to and what it is worth
 
-Shapes: E the width of the encoder's output, C classes.
+Shapes: N labeled images, E the width of the encoder's output, D that of the projection, C classes.
 """
 
 import hashlib
 import json
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,23 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.calibration import calibration_error, fit_temperature
-from fastsuncet.evaluation.cross_validation import out_of_fold_logits, wilson_interval
-from fastsuncet.evaluation.encoder import Encoder
+from fastsuncet.evaluation.calibration import Calibration, calibrate
+from fastsuncet.evaluation.cross_validation import Classify, linear_logits, out_of_fold
+from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.finetuning.job import RESULT
+from fastsuncet.evaluation.finetuning.record import module_digest
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear
-from fastsuncet.evaluation.supervised.identity import module_digest
+from fastsuncet.evaluation.npi import npi_probabilities
+from fastsuncet.evaluation.scoring import labeled, wilson_interval
+from fastsuncet.metrics.results import read_results
+from fastsuncet.models.pretrained_weights import fill
+from fastsuncet.models.resnet import projection_head_of
 from pipelines import atomic_files
 from pipelines.data_errors import DataError, listed
 from pipelines.datasets.index import ImageIndex
@@ -34,30 +42,138 @@ from pipelines.datasets.label_splits import labeled_split
 from pipelines.datasets.string_table import Names
 
 FOLDER = "classifier"  # in the run's folder
+LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
+BY_FOLDS = f"{FOLDS}-fold cross-validation on {{:,}} labels"
 
 
 @dataclass(frozen=True)
 class Worth:
-    """What a classifier was fitted to, and what cross-validation on its labeled images says about it."""
+    """What a classifier was fitted to, and what images that it has not learned from say about it."""
 
-    kind: str  # "linear"
+    kind: str  # LINEAR, NEIGHBORS or "fine-tuned, of FOLDER"
     labels: int  # images
-    judged: int  # of them, in cross-validation: all that are not the only one of their class
-    temperature: float
+    judged: (
+        int  # images that the accuracy counts; of the labels, all that are not the only one of their class
+    )
+    by: str  # how they were judged, with their number
     accuracy: float | None  # share of the judged images; None where none could be judged
-    interval: tuple[float, float] | None  # 95 %, of the accuracy
-    calibration_error: float | None  # of the probabilities; before: at temperature 1
-    calibration_error_before: float | None
-    strength: float  # inverse of the L2 penalty
+    calibration: Calibration
+    because: str  # the accuracies that it was chosen by, or ""
 
 
 @dataclass(frozen=True, eq=False)
 class Classifier:
     """Features (B, E) to logits (B, C), whose softmax is the calibrated probability of each class."""
 
-    layer: nn.Linear
+    layer: nn.Module
     classes: tuple[str, ...]
-    worth: Worth | None  # None: nothing is known, as of a fine-tuned network
+    worth: Worth | None  # None: nothing is known, as of weights from another program
+
+
+class NearestNeighbors(nn.Module):
+    """PAWS's classifier: log-probabilities by the cosines of projections, divided by a calibrating temperature."""
+
+    supports: Tensor  # (N, D)
+    labels: Tensor  # (N,) int64
+    temperatures: Tensor  # (2,): the method's, the calibration's
+
+    def __init__(self, head: nn.Module, supports: Tensor, labels: Tensor, temperatures: Tensor):
+        super().__init__()
+        self.head, self.num_classes = head.eval(), int(labels.max()) + 1
+        self.register_buffer("supports", supports)
+        self.register_buffer("labels", labels)
+        self.register_buffer("temperatures", temperatures)
+
+    def forward(self, features: Tensor) -> Tensor:
+        method, calibration = self.temperatures.tolist()
+        return (
+            self.log_p(self.head(features), self.supports, self.labels, self.num_classes, method)
+            / calibration
+        )
+
+    @staticmethod
+    def log_p(
+        queries: Tensor, supports: Tensor, labels: Tensor, num_classes: int, temperature: float
+    ) -> Tensor:
+        """Return log p (Q, C) of `npi_probabilities`. Far classes underflow to 0, of which there is no logarithm."""
+        tiny = torch.finfo(torch.float32).tiny
+        return npi_probabilities(queries, supports, labels, num_classes, temperature).clamp(min=tiny).log()
+
+
+def best_classifier(
+    encoder: Encoder, config: Config, place: Place, run: Path
+) -> tuple[Encoder, Classifier, list[str]]:
+    """Return the encoder to use, its classifier, and lines that say where it is from and what it is worth.
+
+    That is the encoder's own classifier; else that of a fine-tuning in `run` with as many labels, if it is above the
+    others on the same images; else `run_classifier`.
+    """
+    if encoder.classifier is not None:
+        try:
+            record = json.loads((run / RESULT).read_bytes())["record"]
+        except (OSError, ValueError, KeyError, TypeError):
+            record = None  # weights of another program, or a fine-tuning that has not ended
+        if record is None:
+            said = f"classifier   the layer of {encoder.source}; its probabilities are not calibrated"
+            return encoder, Classifier(encoder.classifier, encoder.classes, None), [said]
+        tuned = _tuned(encoder, record, "")
+        return encoder, tuned, describe(tuned)
+    found = _best_fine_tuning(run, encoder, len(labeled_images(config, place)[1]))
+    if found is not None:
+        encoder, tuned = found
+        return encoder, tuned, describe(tuned)
+    classifier, path, new = run_classifier(encoder, config, place, run)
+    line = f"kept in      {path}" if new else f"from         {path}, fitted before"
+    return encoder, classifier, [line, *describe(classifier)]
+
+
+def run_of(encoder: Encoder, config: Config) -> Path:
+    """Return the run's folder that a checkpoint or an export lies in, or where the config has it."""
+    above = Path(encoder.source).absolute().parents
+    return next((folder for folder in above if (folder / manager.FOLDER).is_dir()), config.run_folder)
+
+
+def _best_fine_tuning(run: Path, encoder: Encoder, labels: int) -> tuple[Encoder, Classifier] | None:
+    """Return the best fine-tuning of `encoder` on so many labels, if it is above the linear classifier and PAWS's."""
+
+    def of_this_encoder(record: dict[str, Any]) -> bool:
+        return record["encoder"].get("step") == encoder.step and record["labels"].get("count") == labels
+
+    records = [record for record in read_results(run) if of_this_encoder(record)]
+    paws = {
+        record["setting"].get("validation"): record["metrics"]["top1"]
+        for record in records
+        if record["kind"] == "npi" and record["setting"].get("features") == "projection"
+    }
+    best = None
+    for record in records:
+        folder = run / "finetune" / Path(record.get("finetuned", {}).get("folder", "")).name
+        if record["kind"] != "finetune" or "frozen" not in record or not folder.is_dir():
+            continue
+        top1, others = record["metrics"]["top1"], {LINEAR: record["frozen"]["linear"]}
+        if "folds" not in record["setting"] and (rival := paws.get(record["setting"].get("validation"))):
+            others[NEIGHBORS] = rival
+        if top1 > max(others.values()) and (best is None or top1 > best[0]):
+            because = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in others.items())
+            best = top1, record, folder, f"fine-tuned {100 * top1:.1f} %, {because}, on the same images"
+    if best is None:
+        return None
+    _, record, folder, because = best
+    tuned = load_encoder(folder)
+    return tuned, _tuned(tuned, record, because)
+
+
+def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier:
+    """Return the classifier of a fine-tuned network, calibrated on the images that its record was measured on."""
+    assert encoder.classifier is not None, "it was fine-tuned"
+    calibration, count = Calibration(**record["calibration"]), record["images"]
+    by = BY_FOLDS if "folds" in record["setting"] else "on {:,} validation images"
+    with torch.no_grad():
+        for parameter in encoder.classifier.parameters():
+            parameter /= calibration.temperature
+    what = (record["labels"]["count"], count, by.format(count), record["metrics"]["top1"], calibration)
+    worth = Worth(f"fine-tuned, of {Path(encoder.source).parents[1]}", *what, because)
+    return Classifier(encoder.classifier, encoder.classes, worth)
 
 
 def run_classifier(
@@ -76,26 +192,35 @@ def run_classifier(
         raise DataError(
             f"all {len(chosen)} labeled images are of the class {listed(classes)}: a classifier needs two or more"
         )
+    head = None
+    if encoder.trained is not None and encoder.trained.criterion.instance == "paws":
+        head = projection_head_of(encoder.head)
+    if head is not None:
+        fill(head, encoder.head, encoder.source)
+        head.eval()
     names = Names.of(index.name(int(i)) for i in chosen).lines
     identity = {
         "encoder": module_digest(encoder.module),
+        "head": None if head is None else module_digest(head),
         "view": json.loads(json.dumps(astuple(encoder.view))),
         "images": hashlib.sha256(names.tobytes() + labels.astype("<i8").tobytes()).hexdigest(),
         "contents": index.contents(),
         "classes": list(classes),
         "linear": config.linear.model_dump(),
+        "temperature": config.npi.temperature or config.criterion.temperature,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    path = run / FOLDER / f"linear-{digest[:12]}.safetensors"
-    if (kept := _read(path, identity)) is not None:
+    path = run / FOLDER / f"{digest[:12]}.safetensors"
+    if (kept := _read(path, identity, head)) is not None:
         return kept, path, False
     module = encoder.module.to(place.device)
     features = outputs(module, index, chosen, config, place, view=encoder.view)
     module.to("cpu")
-    classifier = fit_classifier(features, torch.from_numpy(labels).to(place.device), classes, config)
+    classifier = fit_classifier(features, torch.from_numpy(labels).to(place.device), classes, config, head)
     assert classifier.worth is not None, "it was fitted here"
     about = {"identity": identity, "worth": asdict(classifier.worth)}
-    payload = safetensors.torch.save(dict(classifier.layer.state_dict()), {"fastsuncet": json.dumps(about)})
+    tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
+    payload = safetensors.torch.save(tensors, {"fastsuncet": json.dumps(about)})
     with disk_errors(path):
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, payload)
@@ -105,10 +230,9 @@ def run_classifier(
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:
     """Return the training images of `config` and the numbers, int64 ascending, of those that have a label to use."""
     images = open_images(config, place, validation=False)
-    split = images.split
     if config.data.split.kind == "none":
-        split = labeled_split(images.train, "all")
-    chosen = split.indices[~np.isin(split.indices, list(images.train.bad))]
+        images = type(images)(images.train, labeled_split(images.train, "all"), images.held_out)
+    chosen = labeled(images)
     if not len(chosen):
         raise config.error(
             "data.split.kind" if len(images.train.classes) else "data.kind",
@@ -118,77 +242,99 @@ def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray
     return images.train, chosen
 
 
+@torch.no_grad()
 def fit_classifier(
     features: Tensor,  # (N, E)
     labels: Tensor,  # (N,) int64 in [0, C)
     classes: tuple[str, ...],
     config: Config,
+    head: nn.Module | None = None,  # PAWS's projection head, in evaluation mode
 ) -> Classifier:
-    """Fit the linear classifier of the config's section linear, and calibrate it by cross-validation."""
+    """Fit the linear classifier of the config's section linear, or with `head` PAWS's nearest neighbors.
+
+    Which of the two, and one temperature, is chosen by cross-validation on the labels.
+    """
     count, strength = len(classes), config.linear.strength
+    method = config.npi.temperature or config.criterion.temperature
     if strength == "auto":
         strength = choose_strength(features, labels, count)
-    numbers, logits = out_of_fold_logits(features, labels, count, strength=strength)
-    truth = labels[numbers]
-    temperature, accuracy, interval, before, after = 1.0, None, None, None, None
-    if len(numbers):
-        temperature = fit_temperature(logits, truth)
-        right = int((logits.argmax(1) == truth).sum())
-        accuracy, interval = right / len(truth), wilson_interval(right, len(truth))
-        before, after = (calibration_error((logits / t).softmax(1), truth) for t in (1.0, temperature))
-    fit = fit_linear(features, labels, count, strength=strength, max_iterations=config.linear.max_iterations)
-    weight = fit.weight / fit.spread / temperature
-    layer = _layer({"weight": weight, "bias": fit.bias / temperature - weight @ fit.mean})
-    worth = Worth(
-        "linear", len(labels), len(numbers), temperature, accuracy, interval, after, before, strength
-    )
-    return Classifier(layer, classes, worth)
+    candidates: dict[str, Classify] = {LINEAR: partial(linear_logits, features, labels, count, strength)}
+    projections = None if head is None else head.to(features.device)(features)
+    if projections is not None:
+
+        def neighbors(learned: Tensor, left_out: Tensor) -> Tensor:
+            near = (projections[learned], labels[learned], count, method)
+            return NearestNeighbors.log_p(projections[left_out], *near)
+
+        candidates[NEIGHBORS] = neighbors
+    found = {kind: out_of_fold(labels, classify) for kind, classify in candidates.items()}
+    judged = len(found[LINEAR][0])
+    kind, accuracy, calibration, because = LINEAR, None, Calibration(), ""
+    if judged:
+        shares = {
+            each: int((logits.argmax(1) == labels[numbers]).sum()) / judged
+            for each, (numbers, logits) in found.items()
+        }
+        kind = max(shares, key=lambda each: shares[each])  # of equal ones the first
+        numbers, logits = found[kind]
+        accuracy, calibration = shares[kind], calibrate(logits, labels[numbers])
+        if len(shares) > 1:
+            because = ", ".join(f"{each} {100 * share:.1f} %" for each, share in shares.items())
+    t = calibration.temperature
+    if kind == LINEAR:
+        options = {"strength": strength, "max_iterations": config.linear.max_iterations}
+        weight, bias = fit_linear(features, labels, count, **options).of_raw_features()
+        layer = _linear({"weight": weight / t, "bias": bias / t})
+        kind = f"{LINEAR}, strength {strength:g}"
+    else:
+        assert head is not None and projections is not None, "they were candidates"
+        layer = NearestNeighbors(head, projections, labels, torch.tensor([method, t]))
+    worth = Worth(kind, len(labels), judged, BY_FOLDS.format(judged), accuracy, calibration, because)
+    return Classifier(layer.to("cpu"), classes, worth)
 
 
 def describe(classifier: Classifier) -> list[str]:
     """Return what a reader should know about the classifier: its labels, expected accuracy and calibration."""
     worth, count = classifier.worth, len(classifier.classes)
     assert worth is not None, "it was fitted here"
-    fitted = f"{worth.labels:,} labels of {count:,} classes, strength {worth.strength:g}"
-    lines = [f"classifier   {worth.kind}, {fitted}"]
-    if worth.accuracy is None or worth.interval is None:
+    lines = [f"classifier   {worth.kind}; {worth.labels:,} labels of {count:,} classes"]
+    if worth.because:
+        lines.append(f"because      {worth.because}")
+    if worth.accuracy is None:
         return [
             *lines,
             "expected     unknown: no class has two labels, so no label can be left out to judge by",
         ]
-    low, high = (100 * x for x in worth.interval)
-    left_out = worth.labels - worth.judged
-    alone = f"; single labels of {left_out} classes cannot be judged" if left_out else ""
+    low, high = (100 * x for x in wilson_interval(worth.accuracy * worth.judged, worth.judged))
+    alone = worth.labels - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
+    left_out = f"; single labels of {alone} classes cannot be judged" if alone else ""
     lines.append(
-        f"expected     {100 * worth.accuracy:.1f} % right, 95 % interval {low:.1f} to {high:.1f} ({FOLDS}-fold "
-        f"cross-validation on {worth.judged:,} labels{alone})"
+        f"expected     {100 * worth.accuracy:.1f} % right, 95 % interval {low:.1f} to {high:.1f} "
+        f"({worth.by}{left_out})"
     )
-    lines.append(
-        f"calibration  probabilities are off by {100 * (worth.calibration_error or 0):.1f} points on average, "
-        f"{100 * (worth.calibration_error_before or 0):.1f} before temperature {worth.temperature:.2f}"
-    )
-    return lines
+    return [*lines, f"calibration  {worth.calibration}"]
 
 
-def _read(path: Path, identity: dict[str, Any]) -> Classifier | None:
+def _read(path: Path, identity: dict[str, Any], head: nn.Module | None) -> Classifier | None:
     """Return the classifier in `path`, None where there is none or it cannot be read: it is then fitted again."""
     try:
         with safetensors.safe_open(path, "pt") as stream:
             about = json.loads(stream.metadata()["fastsuncet"])
-            tensors = {key: stream.get_tensor(key) for key in ("weight", "bias")}
-        worth = about["worth"] | {
-            "interval": about["worth"]["interval"] and tuple(about["worth"]["interval"])
-        }
-        kept = Classifier(_layer(tensors), tuple(identity["classes"]), Worth(**worth))
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 - it is no dictionary
+        worth = Worth(**about["worth"] | {"calibration": Calibration(*about["worth"]["calibration"])})
+        if head is None or worth.kind != NEIGHBORS:
+            layer = _linear(tensors)
+        else:
+            buffers = (tensors[key] for key in ("supports", "labels", "temperatures"))
+            layer = NearestNeighbors(head, *buffers)
+        kept = Classifier(layer, tuple(identity["classes"]), worth)
         return kept if about["identity"] == identity else None
     # RuntimeError: the layer's own check of its shapes.
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError):
         return None
 
 
-def _layer(tensors: dict[str, Tensor]) -> nn.Linear:
-    layer = nn.Linear(tensors["weight"].shape[1], tensors["weight"].shape[0], device="meta").to_empty(
-        device="cpu"
-    )
+def _linear(tensors: dict[str, Tensor]) -> nn.Linear:
+    layer = nn.Linear(tensors["weight"].shape[1], tensors["weight"].shape[0])
     layer.load_state_dict(tensors)
     return layer

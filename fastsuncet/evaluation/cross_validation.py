@@ -1,10 +1,12 @@
 """Accuracy from the labeled images alone: each is classified by a classifier that has not learned from it.
 
-Shapes: N labeled images, E the width of the features, C classes.
+Shapes: N labeled images, n of them that can be judged, E the width of the features, C classes.
 """
 
-import math
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,11 +16,60 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear, folds
-from fastsuncet.evaluation.scoring import Measured, class_names, supports
+from fastsuncet.evaluation.scoring import (
+    Measured,
+    confusion_of,
+    few_labels_note,
+    supports,
+    wilson_interval,
+)
 from pipelines.data_errors import DataError
 
 REPEATS = 5  # draws of the folds
-FEW = 5  # with fewer labels of a class, some folds have none of it
+# Masks (N,) bool of the images to learn from and of those left out -> a row for each of the latter.
+Classify = Callable[[Tensor, Tensor], Tensor]
+
+
+def out_of_fold(labels: Tensor, classify: Classify, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (numbers of the images that can be judged, int64 (n,), their rows, (n, ...)).
+
+    Each fold of FOLDS is left out once, and classified by what `classify` learns from the others. An image that is the
+    only one of its class cannot be judged. Without one that can be, both are empty.
+    """
+    fold_of, judged = folds(labels, seed), torch.bincount(labels)[labels] > 1
+    numbers, rows = [labels.new_zeros(0)], []
+    for fold in fold_of[judged].unique():
+        left_out = (fold_of == fold) & judged
+        numbers.append(left_out.nonzero()[:, 0])
+        rows.append(classify(fold_of != fold, left_out))
+    found = torch.cat(numbers)
+    order = found.argsort()
+    return found[order], torch.cat(rows)[order] if rows else found
+
+
+def linear_logits(
+    features: Tensor, labels: Tensor, num_classes: int, strength: float, learned: Tensor, left_out: Tensor
+) -> Tensor:
+    """Classify by `fit_linear`: logits, float64 (left out, C)."""
+    fit = fit_linear(features[learned], labels[learned], num_classes, strength=strength)
+    return fit.scores(features[left_out])
+
+
+def nearest(
+    features: Tensor, labels: Tensor, num_classes: int, k: int, learned: Tensor, left_out: Tensor
+) -> Tensor:
+    """Classify by `knn_predict`: classes, int64 (left out,)."""
+    return knn_predict(features[left_out], features[learned], labels[learned], num_classes, k=k)
+
+
+def labels_per_class(images: Images, chosen: np.ndarray) -> np.ndarray:
+    """Return how many of the images `chosen` each class has, int64 (C,). DataError where no class has two."""
+    counts = np.bincount(images.train.labels[chosen], minlength=len(images.train.classes))
+    if counts.max(initial=0) < 2:
+        raise DataError(
+            f"no class has two labels, so no label can be left out to judge by. Labels: {images.split}"
+        )
+    return counts
 
 
 def cross_validated(
@@ -32,75 +83,26 @@ def cross_validated(
     labels.
     """
     chosen, count = supports(images, config), len(images.train.classes)
+    counts = labels_per_class(images, chosen)
     features = outputs(network, images.train, chosen, config, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    each = torch.bincount(labels, minlength=count)
-    if not (each > 1).any():
-        raise DataError(
-            f"no class has two labels, so no label can be left out to judge by. Labels: {images.split}"
-        )
     setting: dict[str, float] = {"folds": FOLDS, "repeats": REPEATS}
-    strength = config.linear.strength
     if kind == "linear":
+        strength = config.linear.strength
         if strength == "auto":
             strength = choose_strength(features, labels, count)
         setting["chosen_strength"] = strength
+        classify = partial(linear_logits, features, labels, count, strength)
     else:
         setting["k"] = config.evaluation.knn_k
-    shares = []
+        classify = partial(nearest, features, labels, count, config.evaluation.knn_k)
+    shares, confusion, judged = [], labels.new_zeros(count, count), 0
     for seed in range(REPEATS):
-        if kind == "linear":
-            numbers, logits = out_of_fold_logits(features, labels, count, strength=float(strength), seed=seed)
-            right = logits.argmax(1) == labels[numbers]
-        else:
-            right = _out_of_fold_votes(features, labels, count, config.evaluation.knn_k, seed)
-        shares.append(right.double().mean().item())
-    judged, top1 = int(each[each > 1].sum()), sum(shares) / REPEATS
+        numbers, rows = out_of_fold(labels, classify, seed)
+        predicted, judged = rows.argmax(1) if rows.ndim == 2 else rows, len(numbers)
+        shares.append((predicted == labels[numbers]).double().mean().item())
+        confusion += confusion_of(predicted, labels[numbers], count)
+    top1 = sum(shares) / REPEATS
     low, high = (100 * x for x in wilson_interval(top1 * judged, judged))
-    notes = [f"95 % interval {low:.1f} to {high:.1f}"]
-    few = ((each > 0) & (each < FEW)).nonzero()[:, 0].cpu().numpy()
-    if len(few):
-        notes.append(
-            f"{len(few)} classes have fewer than {FEW} labels ({class_names(images, few)}): this tells nearly "
-            "nothing of each of them, and a single label is not judged"
-        )
-    return Measured({"top1": top1}, judged, setting, tuple(notes))
-
-
-def _out_of_fold_votes(features: Tensor, labels: Tensor, num_classes: int, k: int, seed: int) -> Tensor:
-    """Return for each image that can be judged whether its k nearest of the other folds name its class, bool (n,)."""
-    fold_of = folds(labels, seed)
-    judged = torch.bincount(labels, minlength=num_classes)[labels] > 1
-    right = torch.zeros_like(judged)
-    for fold in fold_of[judged].unique():
-        rest, left_out = fold_of != fold, fold_of == fold
-        votes = knn_predict(features[left_out], features[rest], labels[rest], num_classes, k=k)
-        right[left_out] = votes == labels[left_out]
-    return right[judged]
-
-
-def out_of_fold_logits(
-    features: Tensor, labels: Tensor, num_classes: int, *, strength: float, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return (numbers of the images that can be judged, int64 (n,), their logits, float64 (n, C)).
-
-    Each fold of FOLDS is left out once, and classified by `fit_linear` on the others. An image that is the only one of
-    its class cannot be judged.
-    """
-    fold_of = folds(labels, seed)
-    judged = torch.bincount(labels, minlength=num_classes)[labels] > 1
-    logits = features.new_zeros(len(labels), num_classes, dtype=torch.float64)
-    for fold in fold_of[judged].unique():
-        rest, left_out = fold_of != fold, (fold_of == fold) & judged
-        fit = fit_linear(features[rest], labels[rest], num_classes, strength=strength)
-        logits[left_out] = fit.scores(features[left_out])
-    numbers = judged.nonzero()[:, 0]
-    return numbers, logits[numbers]
-
-
-def wilson_interval(right: float, images: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of independent images (Wilson 1927): useful from few images on."""
-    z, share = 1.96, right / images
-    center, scale = share + z * z / (2 * images), 1 + z * z / images
-    half = z * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
-    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
+    notes = (f"95 % interval {low:.1f} to {high:.1f}", *few_labels_note(counts, images.train.classes))
+    return Measured({"top1": top1}, judged, setting, notes, confusion)

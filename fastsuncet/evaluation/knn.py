@@ -14,8 +14,8 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.features import embed_views, outputs
-from fastsuncet.evaluation.scoring import Measured, own_rows, supports, true_labels
+from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.scoring import Measured, confusion_of, examples, own_rows, share_right, supports
 from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
 
@@ -63,24 +63,26 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     are one random crop of each labeled image, the same views as those of `npi` with one view, since appendix G compares
     the two. Queries are single center crops. With split.kind all, MOST_SUPPORTS images are supports.
     """
-    chosen, truth = supports(images, config), true_labels(images, place)
+    chosen = supports(images, config)
     if config.data.split.kind == "all":
         chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
-    columns = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
-    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    rows = outputs(network, images.validation, np.arange(len(truth)), config, place)
-    mine, classes, k = own_rows(place), len(images.train.classes), config.evaluation.knn_k
-    right = [
-        (knn_predict(rows[mine], columns, labels, classes, k=k, weighted=weighted) == truth[mine]).sum()
-        for weighted in (False, True)
-    ]
-    plain, weighted = (sum_over_ranks(torch.stack(right)).double() / len(truth)).tolist()
+    shown = examples(network, images, config, place, chosen=chosen, crops=1)
+    mine, k, what = (
+        own_rows(place),
+        config.evaluation.knn_k,
+        (shown.features, shown.labels, shown.num_classes),
+    )
+    votes = (knn_predict(shown.queries[mine], *what, k=k, weighted=weighted) for weighted in (False, True))
+    plain, weighted = (
+        sum_over_ranks(confusion_of(vote, shown.truth[mine], shown.num_classes)) for vote in votes
+    )
     setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
         setting["supports"] = len(chosen)
     notes = (f"all {len(chosen)} labeled images vote, fewer than k = {k}",) if k > len(chosen) else ()
-    return Measured({"top1": plain, "top1_weighted": weighted}, len(truth), setting, notes)
+    metrics = {"top1": share_right(plain), "top1_weighted": share_right(weighted)}
+    return Measured(metrics, len(shown.truth), setting, notes, plain)
 
 
 def online_knn(

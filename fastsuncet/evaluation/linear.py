@@ -7,19 +7,19 @@ both with scikit-learn's.
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsuncet.config import Config
+from fastsuncet.config.schema import LinearSection
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import broadcast, broadcast_json
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, supports, true_labels
+from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
 HISTORY = 20  # gradients that L-BFGS keeps: 2 x 20 x C x E float64, 0.7 GB for ImageNet
@@ -48,6 +48,10 @@ class LinearFit:
     def scores(self, features: Tensor) -> Tensor:
         """Return the logits (Q, C) of features (Q, E)."""
         return F.linear((features.double() - self.mean) / self.spread, self.weight, self.bias)
+
+    def of_raw_features(self) -> tuple[Tensor, Tensor]:
+        """Return weight (C, E) and bias (C,) of features that are not standardized, with the same logits."""
+        return self.weight / self.spread, self.bias - self.weight @ (self.mean / self.spread)
 
 
 @torch.no_grad()
@@ -139,33 +143,40 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     return STRENGTHS[int(right.argmax())]
 
 
+def fit_on_rank_0(
+    features: Tensor, labels: Tensor, num_classes: int, section: LinearSection, place: Place
+) -> tuple[LinearFit, float]:
+    """Return the fit of the config's section linear, and its strength, the same on every rank. Collective."""
+    strength = section.strength
+    if strength == "auto":
+        strength = broadcast_json(choose_strength(features, labels, num_classes) if place.first else 0.0)
+    # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
+    most = section.max_iterations if place.first else 0
+    fit = fit_linear(features, labels, num_classes, strength=strength, max_iterations=most)
+    weight, bias = broadcast(fit.weight), broadcast(fit.bias)
+    return LinearFit(
+        weight, bias, fit.mean, fit.spread, *broadcast_json([fit.iterations, fit.gradient])
+    ), strength
+
+
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
     """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
 
     `network` (B, 3, S, S) -> (B, E). Labeled and validation images are shown as single center crops. Rank 0 fits, and
     all ranks count.
     """
-    chosen, truth = supports(images, config), true_labels(images, place)
-    features = outputs(network, images.train, chosen, config, place)
-    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
-    setting, strength, most = config.linear.model_dump(), config.linear.strength, config.linear.max_iterations
-    notes: tuple[str, ...] = ()
-    if strength == "auto":
-        found = choose_strength(features, labels, len(images.train.classes)) if place.first else 0.0
-        strength = setting["chosen_strength"] = broadcast_json(found)
-        notes = (f"strength {strength:g}, by cross-validation from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}",)
-    # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
-    options = {"strength": strength, "max_iterations": most if place.first else 0}
-    fit = fit_linear(features, labels, len(images.train.classes), **options)
-    for tensor in (fit.weight, fit.bias):
-        broadcast(tensor)
-    fit = replace(fit, **broadcast_json({"iterations": fit.iterations, "gradient": fit.gradient}))
-    metrics = accuracies(fit.scores(queries[own_rows(place)]), truth, place)
-    if fit.converged:
-        return Measured(metrics, len(truth), setting, (*notes, f"fitted in {fit.iterations:,} iterations"))
-    note = (
-        f"NOT fitted: after {fit.iterations:,} iterations the largest gradient is {fit.gradient:.1e}, not "
-        f"{TOLERANCE:.0e}. Raise linear.max_iterations, or lower linear.strength"
-    )
-    return Measured(metrics, len(truth), setting | {"converged": False}, (*notes, note))
+    shown = examples(network, images, config, place)
+    fit, strength = fit_on_rank_0(shown.features, shown.labels, shown.num_classes, config.linear, place)
+    setting: dict[str, Any] = config.linear.model_dump()
+    notes = [f"fitted in {fit.iterations:,} iterations"]
+    if not fit.converged:
+        setting["converged"] = False
+        notes = [
+            f"NOT fitted: after {fit.iterations:,} iterations the largest gradient is {fit.gradient:.1e}, not "
+            f"{TOLERANCE:.0e}. Raise linear.max_iterations, or lower linear.strength"
+        ]
+    if config.linear.strength == "auto":
+        setting["chosen_strength"] = strength
+        chosen = f"strength {strength:g}, by cross-validation from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}"
+        notes = [chosen, *notes]
+    return measured(fit.scores(shown.queries[own_rows(place)]), shown.truth, place, setting, tuple(notes))

@@ -7,7 +7,6 @@ Shapes: N labeled support views, Q query images, E the width of the encoder's ou
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.features import embed_views, outputs
-from fastsuncet.evaluation.scoring import Measured, accuracies, own_rows, supports, true_labels
+from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
 
 # Similarities held at a time: 256 MB of float32. All of ImageNet's 50,000 x 128,116 would be 26 GB.
 SIMILARITIES_AT_A_TIME = 1 << 26
@@ -57,26 +55,14 @@ def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     npi.views random crops of each labeled image, or its center crop; queries are single center crops. The temperature
     is npi.temperature, or training's where that is not given.
     """
-    chosen, truth = supports(images, config), true_labels(images, place)
-    count = config.npi.views
     setting: dict[str, Any] = {
         "temperature": config.npi.temperature or config.criterion.temperature,
-        "views": count,
+        "views": config.npi.views,
     }
     if config.npi.features != "encoder":
         setting["features"] = config.npi.features
-    if count:
-        views = embed_views(network, images.train, chosen, count, config, place)
-    else:
-        views = outputs(network, images.train, chosen, config, place)[:, None]
-    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
-    scores = npi_probabilities(
-        queries[own_rows(place)],
-        views.flatten(0, 1),
-        labels.repeat_interleave(views.shape[1]),
-        len(images.train.classes),
-        setting["temperature"],
-    )
+    shown = examples(network, images, config, place, crops=config.npi.views)
+    learned = (shown.features, shown.labels, shown.num_classes)
+    scores = npi_probabilities(shown.queries[own_rows(place)], *learned, setting["temperature"])
     setting["seed"] = config.meta.seed  # the seed of the crops
-    return Measured(accuracies(scores, truth, place), len(truth), setting)
+    return measured(scores, shown.truth, place, setting)

@@ -1,22 +1,37 @@
-"""What all evaluations share: counting correct predictions, and the labeled images that they learn from.
+"""From an encoder to features, and from features to a score: what all evaluations share.
 
-Shapes: Q query images, C classes.
+Shapes: N labeled images, Q images to classify, q of them on this rank, E the width of the encoder's output, C classes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import NumericalError
+from fastsuncet.evaluation.features import embed_views, outputs
 from pipelines.data_errors import DataError, listed
+
+FEW = 5  # with fewer labels of a class, some folds of a cross-validation have none of it
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a classifier learns from, and what it is judged on."""
+
+    features: Tensor  # (N, E)
+    labels: Tensor  # (N,) int64
+    queries: Tensor  # (Q, E): center crops of the validation images
+    truth: Tensor  # (Q,) int64
+    num_classes: int  # C
 
 
 @dataclass(frozen=True)
@@ -24,9 +39,100 @@ class Measured:
     """The outcome of one evaluation, the same on every rank."""
 
     metrics: dict[str, float]  # shares of the images, 0 to 1; "top1" first
-    images: int  # evaluated, each once
+    images: int  # evaluated
     setting: dict[str, Any]  # the numbers that define the evaluation
-    notes: tuple[str, ...] = ()  # what a reader of the number should know
+    notes: tuple[str, ...]  # what a reader of the number should know
+    # (C, C) int64: images of each true class, by predicted class. Every repeat of a cross-validation counts.
+    confusion: Tensor
+
+
+def examples(
+    network: nn.Module,  # (B, 3, S, S) -> (B, E)
+    images: Images,
+    config: Config,
+    place: Place,
+    *,
+    chosen: np.ndarray | None = None,  # of the training images; None: `supports`
+    crops: int = 0,  # random crops of each labeled image, which count as images; 0: its center crop
+) -> Examples:
+    """Return the features of the labeled and of the validation images, all of them on every rank."""
+    chosen = supports(images, config) if chosen is None else chosen
+    truth = true_labels(images, place)
+    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
+    if crops:
+        features = embed_views(network, images.train, chosen, crops, config, place).flatten(0, 1)
+        labels = labels.repeat_interleave(crops)
+    else:
+        features = outputs(network, images.train, chosen, config, place)
+    queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
+    return Examples(features, labels, queries, truth, len(images.train.classes))
+
+
+def measured(
+    scores: Tensor,  # (q, C) of `own_rows`
+    truth: Tensor,  # (Q,)
+    place: Place,
+    setting: dict[str, Any],
+    notes: tuple[str, ...] = (),
+) -> Measured:
+    """Return the top-1 accuracy of scores, and the top-5 accuracy if it says anything, with more than 5 classes.
+
+    Collective: each rank has the rows of `own_rows`, so together the ranks hold each image once. Of equal scores the
+    lower class comes first, so that a model of constant output is not correct by the luck of a sort. Raises
+    NumericalError for scores that are not finite.
+    """
+    if not torch.isfinite(scores).all():
+        raise NumericalError(
+            "the network's outputs are not finite numbers: its weights or BatchNorm statistics overflow on these images"
+        )
+    mine, numbers = truth[own_rows(place)], torch.arange(scores.shape[1], device=scores.device)
+    own = scores.gather(1, mine[:, None])
+    ahead = ((scores > own) | ((scores == own) & (numbers < mine[:, None]))).sum(1)
+    # argmax on a GPU takes any of equal scores.
+    first = torch.where(scores == scores.amax(1, keepdim=True), numbers, scores.shape[1]).amin(1)
+    confusion = sum_over_ranks(confusion_of(first, mine, scores.shape[1]))
+    metrics = {"top1": share_right(confusion)}
+    if scores.shape[1] > 5:
+        metrics["top5"] = sum_over_ranks((ahead < 5).sum()).item() / len(truth)
+    return Measured(metrics, len(truth), setting, notes, confusion)
+
+
+def confusion_of(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
+    """Return how many images of each class (a row) are predicted as each (a column), (C, C) int64."""
+    counts = torch.bincount(truth * num_classes + predicted, minlength=num_classes**2)
+    return counts.view(num_classes, num_classes)
+
+
+def share_right(confusion: Tensor) -> float:
+    """Return the accuracy that a confusion matrix (C, C) has."""
+    return int(confusion.trace()) / int(confusion.sum())
+
+
+def per_class(confusion: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what a result records of each class that has images: their number, accuracy, and predicted classes."""
+    found = {}
+    for name, row in zip(classes, confusion.tolist(), strict=True):
+        if count := sum(row):
+            predicted = {other: n for other, n in zip(classes, row, strict=True) if n}
+            accuracy = predicted.get(name, 0) / count
+            found[name] = {"images": count, "accuracy": accuracy, "predicted": predicted}
+    return found
+
+
+def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
+    """Measure a `network` (B, 3, S, S) -> (B, C), logits, on the validation images: one with a classifier of its own.
+
+    Single center crops, normalized by the config's mean and std: weights of another program need theirs. Raises
+    DataError where C is not the number of classes.
+    """
+    truth, classes = true_labels(images, place), len(images.train.classes)
+    scores = outputs(network, images.validation, np.arange(len(truth)), config, place)
+    if scores.shape[1] != classes:
+        raise DataError(
+            f"the classifier has {scores.shape[1]:,} classes and the images have {classes:,}: it was trained on other "
+            "data"
+        )
+    return measured(scores[own_rows(place)], truth, place, {})
 
 
 def standard_error(share: float, images: int) -> float:
@@ -34,29 +140,22 @@ def standard_error(share: float, images: int) -> float:
     return math.sqrt(share * (1 - share) / images)
 
 
-def correct_in_top(scores: Tensor, truth: Tensor) -> Tensor:
-    """Count rows with the true class among the 1 and 5 highest scores, (2,) int64; scores (Q, C), truth (Q,).
-
-    Of equal scores the lower class comes first, as in argmax on a CPU, so that a model of constant output is not
-    correct by the luck of a sort. Raises NumericalError for scores that are not finite.
-    """
-    if not torch.isfinite(scores).all():
-        raise NumericalError(
-            "the network's outputs are not finite numbers: its weights or BatchNorm statistics overflow on these images"
-        )
-    own = scores.gather(1, truth[:, None])
-    lower = torch.arange(scores.shape[1], device=scores.device) < truth[:, None]
-    ahead = ((scores > own) | ((scores == own) & lower)).sum(1)
-    return torch.stack([(ahead < k).sum() for k in (1, 5)])
+def wilson_interval(right: float, images: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of independent images (Wilson 1927): useful from few images on."""
+    z, share = 1.96, right / images
+    center, scale = share + z * z / (2 * images), 1 + z * z / images
+    half = z * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
-def accuracies(scores: Tensor, truth: Tensor, place: Place) -> dict[str, float]:
-    """Return {"top1": ..., "top5": ...} over all ranks, from this rank's rows of the scores (q, C), and truth (Q,).
-
-    Collective: the rows are those of `own_rows`, so together the ranks hold each image once.
-    """
-    top1, top5 = sum_over_ranks(correct_in_top(scores, truth[own_rows(place)])).tolist()
-    return {"top1": top1 / len(truth), "top5": top5 / len(truth)}
+def few_labels_note(counts: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Return a sentence on the classes of whose few labels, `counts` (C,), a cross-validation tells little; or none."""
+    few = np.flatnonzero((counts > 0) & (counts < FEW))
+    if not len(few):
+        return []
+    names, verb = listed([classes[int(i)] for i in few]), "class has" if len(few) == 1 else "classes have"
+    alone = ", and a single label is not judged" if (counts[few] == 1).any() else ""
+    return [f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of each{alone}"]
 
 
 def own_rows(place: Place) -> slice:
@@ -96,17 +195,12 @@ def supports(images: Images, config: Config) -> np.ndarray:
     asked = np.bincount(truth[truth >= 0], minlength=classes)
     empty = np.flatnonzero((learned == 0) & (asked > 0))
     if len(empty):
+        names = listed([images.train.classes[int(i)] for i in empty])
         raise DataError(
-            f"{len(empty)} of {classes} classes have no labeled training image ({class_names(images, empty)}): no "
-            f"classifier can predict them, and {asked[empty].sum():,} validation images would count as wrong. Labels: "
-            f"{images.split}"
+            f"{len(empty)} of {classes} classes have no labeled training image ({names}): no classifier can predict "
+            f"them, and {asked[empty].sum():,} validation images would count as wrong. Labels: {images.split}"
         )
     return chosen
-
-
-def class_names(images: Images, classes: np.ndarray) -> str:
-    """Return the names of the first few classes, and how many more there are."""
-    return listed([images.train.classes[int(c)] for c in classes])
 
 
 def labeled(images: Images) -> np.ndarray:

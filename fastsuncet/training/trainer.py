@@ -58,7 +58,7 @@ class Stream(Protocol):
 class TrainingTask(ABC, Generic[BatchType]):
     """What a `Trainer` trains: a stream, a step, a schedule, an evaluation, and what a checkpoint says about them.
 
-    Two classes implement it: `training.pretraining.Pretraining` and `evaluation.supervised.fine_tuning.FineTuning`.
+    Two classes implement it: `training.pretraining.Pretraining` and `evaluation.finetuning.fit.FineTuning`.
     """
 
     config: Config

@@ -1,6 +1,13 @@
 """Every test of a command runs in an empty folder, and as if nothing had launched it."""
 
+from pathlib import Path
+
+import PIL.Image
 import pytest
+
+from tests.support.exports import save_run
+
+COLORS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
 
 @pytest.fixture(autouse=True)
@@ -8,3 +15,43 @@ def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_ARRAY_TASK_ID", "FASTSUNCET_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def picture():
+    """A function that writes a picture of one color, with noise that differs from picture to picture."""
+
+    def write(path: Path, color: str, number: int) -> None:
+        noise = PIL.Image.effect_noise((40 + number, 50), 40).convert("RGB")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.blend(noise, PIL.Image.new("RGB", noise.size, COLORS[color]), 0.6).save(path)
+
+    return write
+
+
+@pytest.fixture
+def labels(tmp_path):
+    """A function that writes the labels of `each` pictures of some colors, or the text that it is given."""
+
+    def write(each: int = 6, classes: tuple[str, ...] = tuple(COLORS), *, text: str = "") -> None:
+        lines = [f"{color}{i}.png,{color}" for color in classes for i in range(each)]
+        (tmp_path / "labels.csv").write_text(text or "\n".join(["file,label", *lines]))
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path, picture, labels) -> Path:
+    """A run of a tiny encoder on 18 labeled pictures of three colors, and 12 unlabeled ones in a tree."""
+    for color in COLORS:
+        for i in range(6):
+            picture(tmp_path / "mine" / f"{color}{i}.png", color, i)
+        for i in range(4):
+            picture(tmp_path / "photos" / f"part{i % 2}" / f"{color}{i}.png", color, 7 + i)
+    labels()
+    data = [f"data.root={tmp_path / 'mine'}", f"data.csv={tmp_path / 'labels.csv'}", "data.train=null"]
+    kind = ["data.kind=csv", "data.split.kind=csv", "data.split.file=null", "data.split.sha256=null"]
+    alone = ["data.validation=null", "evaluation.knn_every_epochs=null", "evaluation.knn_k=3"]
+    tiny = ["model.name=resnet_tiny", "data.augmentation.size=32"]
+    save_run(tmp_path / "run", *tiny, *data, *kind, *alone)
+    return tmp_path / "run"

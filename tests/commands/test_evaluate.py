@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place
+from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from tests.support.ranks import run_ranks
@@ -61,7 +63,10 @@ def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     said = re.fullmatch(r"step 20 \(SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3])
     result = results(folder)[f"{kind} 20"]
     assert float(said[1]) == pytest.approx(100 * result["metrics"]["top1"], abs=0.005)
-    assert lines[4] == f"written  {next((folder / 'digits_demo' / 'results').glob(f'{kind}-*step00000020*'))}"
+    assert (
+        lines[4]
+        == f"written  {next((folder / 'digits_demo' / 'results').glob(f'{kind}-*step00000020*.json'))}"
+    )
     assert result["images"] == 355
     assert result["labels"] == {"kind": "bernoulli", "fraction": 0.1, "count": 160}
     assert result["encoder"]["ledger"]["petaflops"] == 0.001
@@ -101,8 +106,8 @@ def test_evaluate_every_checkpoint_writes_one_file_for_each(folder, capsys):
         code, out, _ = evaluate(folder, capsys, "knn", "--every-checkpoint")
         assert code == 0
         assert [line.split(" (")[0] for line in out.splitlines()[3:5]] == ["step 10", "step 20"]
-        assert out.splitlines()[5].endswith("results, 2 files")
-    assert len(list((folder / "digits_demo" / "results").glob("knn-bernoulli-0.1-step*"))) == 2
+        assert out.splitlines()[5].endswith("results, 2 results, a picture with each")
+    assert len(list((folder / "digits_demo" / "results").glob("knn-bernoulli-0.1-step*.json"))) == 2
     one, two = (results(folder)[f"knn {step}"]["metrics"]["top1"] for step in (10, 20))
     code, out, _ = evaluate(folder, capsys, "knn", "--step", "10")
     assert f"{100 * one:.2f} %" in out and one != two
@@ -210,7 +215,35 @@ def test_evaluate_on_ranks_writes_the_same_single_result(folder, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert evaluate_on_rank(0, 1, str(folder)) == 0
     alone = results(folder)["npi 10"]
-    (path,) = (folder / "digits_demo" / "results").glob("npi-*step00000010*")
+    (path,) = (folder / "digits_demo" / "results").glob("npi-*step00000010*.json")
     path.unlink()
     assert run_ranks(evaluate_on_rank, 2, str(folder)) == [0, 0]
     assert json.loads(path.read_text()) == alone
+
+
+@pytest.mark.parametrize("kind", ["linear", "knn"])
+def test_evaluate_without_validation_images_leaves_out_labels(run, labels, capsys, kind):
+    Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
+    command = ["evaluate", kind, "mine.yaml", "logging.write_tag=run"]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "18 labeled ones" in printed and "95 % interval " in printed
+    (record,) = read_results(run)
+    assert record["images"] == 18 and record["setting"]["folds"] == record["setting"]["repeats"] == 5
+    assert record["metrics"]["top1"] > 0.9
+    assert record["classes"]["red"]["images"] == 30, "six labels, each left out in five repeats"
+    # Labels that mean nothing are not recognized, although each is among the images that are learned from.
+    names = [
+        f"{color}{i}.png,{'ab'[(6 * c + i) % 2]}"
+        for c, color in enumerate(("red", "green", "blue"))
+        for i in range(6)
+    ]
+    labels(text="\n".join(["file,label", *names]))
+    assert cli.main(command) == 0
+    assert min(each["metrics"]["top1"] for each in read_results(run)) < 0.85
+    labels(text="file,label\nred0.png,red\nblue0.png,blue\n")
+    assert cli.main(command) == 3
+    assert "no class has two labels" in capsys.readouterr().err
+    labels(text="file,label\nred0.png,red\nred1.png,red\nblue0.png,blue\n")
+    assert cli.main(command) == 0
+    assert "2 classes have fewer than 5 labels (blue, red)" in capsys.readouterr().out

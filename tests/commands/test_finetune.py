@@ -10,10 +10,10 @@ import torch
 import fastsuncet
 from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
-from fastsuncet.evaluation import finetuning
 from fastsuncet.evaluation.encoder import load_encoder
-from fastsuncet.evaluation.supervised.fine_tuning import FineTuning
-from fastsuncet.evaluation.supervised.stream import FineTuningStream
+from fastsuncet.evaluation.finetuning import job
+from fastsuncet.evaluation.finetuning.fit import FineTuning
+from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from tests.support.pictures import write_image, write_pictures
@@ -118,7 +118,7 @@ def test_predict_takes_the_fine_tuned_network_where_it_is_better(
 ):
     """Than the linear classifier on the same images, with the labels that the run has now."""
     runs = Path(shutil.copytree(whole[0], tmp_path / "runs"))
-    (path,) = (runs / "digits_demo" / "results").glob("finetune*")
+    (path,) = (runs / "digits_demo" / "results").glob("finetune*.json")
     record = json.loads(path.read_text())
     record["labels"]["count"] = labels
     path.write_text(json.dumps(record | {"frozen": {"linear": linear}}))
@@ -126,7 +126,8 @@ def test_predict_takes_the_fine_tuned_network_where_it_is_better(
     assert len(fastsuncet.predict(runs / "digits_demo", tmp_path / "photos")) == 1
     printed = capsys.readouterr().out
     assert ("classifier   fine-tuned" in printed, "classifier   linear" in printed) == (tuned, not tuned)
-    assert ("of 355 validation images, linear 0.0 %" in printed) == tuned
+    assert (", linear 0.0 %, on the same images" in printed) == tuned
+    assert ("(on 355 validation images)" in printed) == tuned
 
 
 def no_training(*_, **__):
@@ -135,9 +136,9 @@ def no_training(*_, **__):
 
 def test_finetune_prints_a_finished_one_again_without_training(whole, tmp_path, monkeypatch, capsys):
     runs, _ = whole
-    monkeypatch.setattr(finetuning, "fit", no_training)
+    monkeypatch.setattr(job, "fit", no_training)
     before = results(runs)
-    (written,) = (runs / "digits_demo" / "results").glob("finetune*")
+    (written,) = (runs / "digits_demo" / "results").glob("finetune*.json")
     written.unlink()
     assert run(runs) == 0
     assert results(runs) == before, "the result that was removed was not written again"
@@ -196,7 +197,7 @@ def test_finetune_stopped_anywhere_ends_with_the_same_result(whole, runs, monkey
 @pytest.fixture
 def linear_head(monkeypatch) -> tuple[str, ...]:
     """Overrides of a fine-tuning of four updates that starts from the linear classifier."""
-    monkeypatch.setattr(finetuning, "LEAST_UPDATES", 4)
+    monkeypatch.setattr(job, "LEAST_UPDATES", 4)
     return ("finetune.head=linear", "finetune.epochs=1", "finetune.batch_size=4096", "linear.strength=0.1")
 
 
@@ -259,14 +260,14 @@ def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
 
 
 def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(runs, monkeypatch, capsys):
-    fit, kept = finetuning.fit, runs / "digits_demo" / "checkpoints"
+    fit, kept = job.fit, runs / "digits_demo" / "checkpoints"
 
     def training_goes_on(*arguments, **more):
         (kept / "step_00000010").rename(runs / "step_00000010")
         return fit(*arguments, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning, "fit", training_goes_on)
+        patch.setattr(job, "fit", training_goes_on)
         assert run(runs, "--every-checkpoint") == 0
     assert [record["encoder"]["step"] for record in results(runs)] == [9]
     assert "step_00000010: skipped, deleted by checkpoint.keep" in capsys.readouterr().out
@@ -305,7 +306,6 @@ def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(runs,
     for code, message, *more in (
         (2, "160 labeled images do not fill a batch of 4,096: at most 160", "finetune.batch_size=4096"),
         (2, "3 passes each (finetune.accumulate): a multiple of 3 can", "finetune.accumulate=3"),
-        (2, "validation images: set their folder", *pictures[:2], "data.validation=null"),
         (2, "fine-tuning learns from labeled training images", *UNLABELED),
         (3, "held out", *pictures),
         (3, "no labeled image to fine-tune on", "data.split.fraction=1e-9"),
@@ -334,7 +334,7 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
     (record,) = results(runs)
     assert list(record["metrics"]) == ["top1"] and record["images"] == 5
     assert folder(runs, "some-step_00000010").is_dir()
-    monkeypatch.setattr("fastsuncet.evaluation.supervised.fine_tuning.finetune_step", no_training)
+    monkeypatch.setattr("fastsuncet.evaluation.finetuning.fit.finetune_step", no_training)
     assert run(runs, *options, "data.validation=held") == 0
     assert sorted(record["images"] for record in results(runs)) == [5, 7]
 

@@ -1,54 +1,33 @@
-"""The classes of a folder: names, calibrated probabilities, a classifier that is fitted once, bad images."""
+"""The classes of a folder: names, calibrated probabilities, the best classifier of a run, bad images."""
 
 import csv
 import json
 from pathlib import Path
 
-import PIL.Image
 import pytest
+import torch
 
 import fastsuncet
 from fastsuncet import cli
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import folder_pass, prediction_page
 from fastsuncet.config import ConfigErrors
 from fastsuncet.evaluation import classifier
+from fastsuncet.evaluation.classifier import NearestNeighbors
 from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.evaluation.finetuning import job
+from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.metrics.results import read_results
 from pipelines.data_errors import BadImage, DataError
 from tests.support.exports import save_run
 
-COLORS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
+pytestmark = pytest.mark.slow
 
-
-def picture(path: Path, color: str, number: int) -> None:
-    """Write a picture of one color with noise that differs from picture to picture."""
-    noise = PIL.Image.effect_noise((40 + number, 50), 40).convert("RGB")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    PIL.Image.blend(noise, PIL.Image.new("RGB", noise.size, COLORS[color]), 0.6).save(path)
-
-
-def labels(folder: Path, *, each: int = 6, classes: tuple[str, ...] = tuple(COLORS)) -> None:
-    lines = [f"{color}{i}.png,{color}" for color in classes for i in range(each)]
-    (folder / "labels.csv").write_text("\n".join(["file,label", *lines]))
-
-
-@pytest.fixture
-def run(tmp_path) -> Path:
-    """A run of a tiny encoder on 18 labeled pictures of three colors, and 12 unlabeled ones in a tree."""
-    for color in COLORS:
-        for i in range(6):
-            picture(tmp_path / "mine" / f"{color}{i}.png", color, i)
-        for i in range(4):
-            picture(tmp_path / "photos" / f"part{i % 2}" / f"{color}{i}.png", color, 7 + i)
-    labels(tmp_path)
-    data = [f"data.root={tmp_path / 'mine'}", f"data.csv={tmp_path / 'labels.csv'}", "data.train=null"]
-    kind = ["data.kind=csv", "data.split.kind=csv", "data.split.file=null", "data.split.sha256=null"]
-    save_run(tmp_path / "run", "model.name=resnet_tiny", "data.augmentation.size=32", *data, *kind)
-    return tmp_path / "run"
+COLORS = ("red", "green", "blue")
 
 
 def words(run: Path, output: str = "predictions.csv") -> list[str]:
-    return ["predict", str(run), str(run.parent / "photos"), "--output", output, "--batch", "4"]
+    return ["predict", str(run), "photos", "--output", output, "--batch", "4"]
 
 
 def rows(output: str = "predictions.csv") -> list[dict[str, str]]:
@@ -56,8 +35,7 @@ def rows(output: str = "predictions.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.slow
-def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(run, capsys, monkeypatch):
+def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(run, labels, capsys, monkeypatch):
     assert cli.main(words(run)) == 0
     printed, found = capsys.readouterr().out, rows()
     assert list(found[0]) == ["file", "class", "probability", "second_class", "second_probability"]
@@ -84,13 +62,12 @@ def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(run, ca
     assert [(each.file, each.label, f"{each.probability:.4f}") for each in in_python] == [
         (each["file"], each["class"], each["probability"]) for each in found
     ]
-    labels(run.parent, each=5)
+    labels(5)
     assert cli.main(words(run, "fewer.csv")) == 0
-    assert "15 labels of 3 classes, strength" in capsys.readouterr().out
+    assert "15 labels of 3 classes" in capsys.readouterr().out
     assert len(list((run / "classifier").iterdir())) == 2
 
 
-@pytest.mark.slow
 def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monkeypatch):
     photos, save_every = run.parent / "photos", folder_pass.SAVE_EVERY
     monkeypatch.setitem(save_every, "cpu", 1)
@@ -128,15 +105,14 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert fastsuncet.predict(run, photos, skip_bad=True) == []
 
 
-@pytest.mark.slow
-def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, capsys):
-    labels(run.parent, each=1)
+def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, capsys):
+    labels(1)
     assert cli.main(words(run)) == 0
     assert "unknown: no class has two labels" in capsys.readouterr().out
-    labels(run.parent, each=3, classes=("red",))
+    labels(3, ("red",))
     with pytest.raises(DataError, match="all 3 labeled images are of the class red: a classifier needs two"):
         fastsuncet.predict(run, run.parent / "photos")
-    (run.parent / "labels.csv").write_text("file,label\nred0.png,red\nred1.png,red\ngreen0.png,green\n")
+    labels(text="file,label\nred0.png,red\nred1.png,red\ngreen0.png,green\n")
     fastsuncet.predict(run, run.parent / "photos")
     assert "on 2 labels; single labels of 1 classes cannot be judged" in capsys.readouterr().out
     unlabeled = ["data.kind=images", f"data.root={run.parent / 'mine'}", "criterion.supervised_epochs=0"]
@@ -147,7 +123,79 @@ def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, capsys):
         fastsuncet.predict(run.parent / "plain", run.parent / "photos")
 
 
-@pytest.mark.slow
+def test_predict_takes_pawss_neighbors_where_they_are_better(run, capsys, monkeypatch):
+    """Than the linear classifier, in the same folds. They are kept with their projections."""
+    loaded = manager.load_newest(run / "checkpoints")
+    loaded.meta["config"]["criterion"] |= {"instance": "paws", "supervised_epochs": "all"}
+    loaded.meta["config"]["swav"]["small_crops"] = 0
+    manager.save(run / "checkpoints", 8, model=loaded.model, state={}, meta=loaded.meta, keep=9)
+    assert cli.main(words(run)) == 0
+    assert "classifier   linear" in capsys.readouterr().out, "both are right on all: the first"
+    monkeypatch.setattr(classifier, "linear_logits", lambda *given: torch.zeros(int(given[-1].sum()), 3))
+    for path in (run / "classifier").iterdir():
+        path.unlink()
+    assert cli.main(words(run, "near.csv")) == 0
+    printed, first = capsys.readouterr().out, rows("near.csv")
+    assert "classifier   PAWS's nearest neighbors; 18 labels" in printed
+    assert "because      linear 33.3 %, PAWS's nearest neighbors 100.0 %" in printed
+    assert all(each["class"] in each["file"] for each in first)
+    monkeypatch.delattr(classifier, "fit_classifier")
+    assert cli.main(words(run, "again.csv")) == 0
+    assert "fitted before" in capsys.readouterr().out and rows("again.csv") == first
+
+
+def test_nearest_neighbors_are_pawss_with_a_temperature_that_keeps_the_order():
+    generator = torch.Generator().manual_seed(0)
+    supports, queries = torch.randn(9, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    labels = torch.arange(9) % 3
+    layer = NearestNeighbors(torch.nn.Identity(), supports, labels, torch.tensor([0.1, 2.0]))
+    expected = npi_probabilities(queries, supports, labels, 3, 0.1) ** 0.5
+    torch.testing.assert_close(layer(queries).softmax(1), expected / expected.sum(1, keepdim=True))
+
+
+def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, capsys, monkeypatch):
+    """There are no validation images: five folds measure it. A stop within them continues to the same record."""
+    monkeypatch.setattr(job, "LEAST_UPDATES", 4)
+    Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
+    tune = ["finetune", "mine.yaml", "logging.write_tag=run", "finetune.epochs=1", "finetune.lr=0.001"]
+    tune += ["finetune.head=linear"]
+    fit, calls = job.fit, []
+
+    def stopped(*given):
+        calls.append(given[0].folder.name)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return fit(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "fit", stopped)
+        assert cli.main(tune) == 130
+    assert calls[1:] == ["1", "2", "3"] and not read_results(run)
+    assert cli.main(tune) == 0
+    printed = capsys.readouterr().out
+    assert "about 6 times as long as the network alone" in printed and "fold     5 of 5: 15 images" in printed
+    assert "of 18 labeled images, each left out once, 95 % interval" in printed
+    (record,) = read_results(run)
+    assert record["images"] == 18 and record["setting"]["folds"] == 5
+    assert {name: of["images"] for name, of in record["classes"].items()} == dict.fromkeys(COLORS, 6)
+    (folder,) = (run / "finetune").iterdir()
+    assert {path.name for path in (folder / "folds").iterdir()} == set("12345")
+    (path,) = (run / "results").glob("*.json")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for linear, kind in ((0.0, "fine-tuned"), (1.0, "linear")):
+        path.write_text(json.dumps(record | {"frozen": record["frozen"] | {"linear": linear}}))
+        assert cli.main([*words(run), "--force"]) == 0
+        printed = capsys.readouterr().out
+        assert f"classifier   {kind}" in printed and "5-fold cross-validation on 18 labels" in printed
+    # By itself the fine-tuned network has the same temperature.
+    assert cli.main(words(folder, "own.csv")) == 0
+    assert f"before temperature {record['calibration']['temperature']:.2f}" in capsys.readouterr().out
+    (folder / "result.json").unlink()
+    assert cli.main(words(folder, "raw.csv")) == 0
+    assert "not calibrated" in capsys.readouterr().out and rows("raw.csv") != rows("own.csv")
+    assert [each["class"] for each in rows("raw.csv")] == [each["class"] for each in rows("own.csv")]
+
+
 def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(run, monkeypatch):
     monkeypatch.setattr(prediction_page, "OF_CLASS", 1)
     monkeypatch.setattr(prediction_page, "GAP", 1.1)  # every image
@@ -166,49 +214,3 @@ def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(r
     assert cli.main([*words(run, "other.csv"), "--page"]) == 0
     Path("other.csv").unlink()
     assert cli.main([*words(run, "other.csv"), "--page"]) == 2 and not Path("other.csv").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["linear", "knn"])
-def test_evaluate_without_validation_images_leaves_out_labels(run, capsys, monkeypatch, kind):
-    changes = {"data.validation": None, "evaluation.knn_every_epochs": None, "evaluation.knn_k": 3}
-    config = load_encoder(run).trained.with_values(changes)
-    Path("mine.yaml").write_text(config.to_yaml())
-    assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 0
-    printed = capsys.readouterr().out
-    assert "18 labeled ones" in printed and "95 % interval " in printed
-    (record,) = read_results(run)
-    assert record["images"] == 18 and record["setting"]["folds"] == record["setting"]["repeats"] == 5
-    assert record["metrics"]["top1"] > 0.9
-    # Labels that mean nothing are not recognized, although each is among the images that are learned from.
-    names = [f"{color}{i}" for color in COLORS for i in range(6)]
-    mixed = [f"{name}.png,{'ab'[i % 2]}" for i, name in enumerate(names)]
-    (run.parent / "labels.csv").write_text("\n".join(["file,label", *mixed]))
-    assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 0
-    assert min(each["metrics"]["top1"] for each in read_results(run)) < 0.85
-    (run.parent / "labels.csv").write_text("file,label\nred0.png,red\nblue0.png,blue\n")
-    assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 3
-    assert "no class has two labels" in capsys.readouterr().err
-    (run.parent / "labels.csv").write_text("file,label\nred0.png,red\nred1.png,red\nblue0.png,blue\n")
-    assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 0
-    assert "2 classes have fewer than 5 labels (blue, red)" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_suggest_writes_unlabeled_images_and_a_page(run, capsys):
-    for i in range(8):
-        picture(run.parent / "mine" / f'new"<{i}>.png', "red", 20 + i)
-    words = ["suggest", str(run), "--count", "5", "--output", "next.csv"]
-    assert cli.main([*words, "--page"]) == 0
-    with open("next.csv", newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    assert len(rows) == 5 and all(row["file"].startswith("new") and row["label"] == "" for row in rows)
-    assert "5 of 8 images without a label" in capsys.readouterr().out
-    page = Path("next.html").read_text()
-    assert page.count("data:image/jpeg") == 5 and "<0>" not in page and "https:" not in page
-    guesses = json.loads(page.split('id="data">')[1].split("</script>")[0])["guesses"]
-    assert [each[0][0] for each in guesses] == ["red"] * 5 and all(len(each) == 2 for each in guesses)
-    assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
-    assert cli.main(words) == 2 and "exists" in capsys.readouterr().err
-    assert cli.main([*words[:3], "9", "--output", "more.csv"]) == 3
-    assert "only 8 images" in capsys.readouterr().err and not Path("more.csv").exists()

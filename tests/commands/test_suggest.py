@@ -1,8 +1,14 @@
 """Suggested images: typical ones of clusters without a label, a CSV to fill in, a page to label them on."""
 
+import csv
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+import fastsuncet
+from fastsuncet import cli
 from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.evaluation.suggestions import typical
 from tests.support.chromium import CHROMIUM, Chromium
@@ -62,3 +68,23 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path):
         browser.window(390, 844)
         assert browser.run("document.documentElement.scrollWidth") == 390, "nothing is cut on a phone"
     assert saved == 'file,label\na.png,dog\nc.png,cat\n"b,""<script>.png","bird, small2"\n'
+
+
+@pytest.mark.slow
+def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
+    for i in range(8):
+        picture(run.parent / "mine" / f'new"<{i}>.png', "red", 20 + i)
+    words = ["suggest", str(run), "--count", "5", "--output", "next.csv"]
+    assert cli.main([*words, "--page"]) == 0
+    with open("next.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 5 and all(row["file"].startswith("new") and row["label"] == "" for row in rows)
+    assert "5 of 8 images without a label" in capsys.readouterr().out
+    page = Path("next.html").read_text()
+    assert page.count("data:image/jpeg") == 5 and "<0>" not in page and "https:" not in page
+    guesses = json.loads(page.split('id="data">')[1].split("</script>")[0])["guesses"]
+    assert [each[0][0] for each in guesses] == ["red"] * 5 and all(len(each) == 2 for each in guesses)
+    assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
+    assert cli.main(words) == 2 and "exists" in capsys.readouterr().err
+    assert cli.main([*words[:3], "9", "--output", "more.csv"]) == 3
+    assert "only 8 images" in capsys.readouterr().err and not Path("more.csv").exists()

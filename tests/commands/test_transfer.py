@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 
 from fastsuncet.cli import main
-from fastsuncet.evaluation.transfer_grid import run_grid, tasks
+from fastsuncet.evaluation.finetuning import data_sets, transfer
 from fastsuncet.metrics.results import read_results, write_result
 from fastsuncet.models.resnet import build_model
 from pipelines import atomic_files
 from pipelines.datasets.cifar import CLASSES
 from pipelines.loader import Loader
+from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, Killed, kill, small_config, terminate
 from tests.support.voc import write_voc
@@ -114,25 +115,26 @@ def test_cells_are_compared_on_images_that_they_never_saw(top, tmp_path, monkeyp
     calls, good = [], {0.01: 0.5, 0.1: 0.85, 0.03: 0.2}  # learning rate -> share of right answers
 
     class FakeTask:
-        def __init__(self, encoder, train, indices, settings, *_):
-            self.indices, self.settings = indices, settings
+        def __init__(self, encoder, train, indices, config, *_, bn_momentum, **__):
+            self.indices, self.settings, self.bn_momentum = indices, config.finetune, bn_momentum
 
-    def fake_fit(task, index, evaluated, signals):
-        settings = task.settings
-        calls.append((settings, task.indices, index, evaluated))
-        truth, count = torch.from_numpy(index.labels[evaluated]), round(good[settings.lr] * len(evaluated))
+    def fake_fit(task, index, evaluated, signals, view):
+        calls.append((task, task.indices, index, evaluated))
+        truth = torch.from_numpy(index.labels[evaluated])
+        count = round(good[task.settings.lr] * len(evaluated))
         answers = torch.where(torch.arange(len(evaluated)) < count, truth, (truth + 1) % 10)
         return torch.nn.functional.one_hot(answers, 10).float(), None
 
-    monkeypatch.setattr(run_grid, "FineTuning", FakeTask)
-    monkeypatch.setattr(run_grid, "fit", fake_fit)
+    monkeypatch.setattr(transfer, "FineTuning", FakeTask)
+    monkeypatch.setattr(transfer, "fit", fake_fit)
     assert run(top, tmp_path) == 0
-    *cells, (settings, indices, index, evaluated) = calls
+    *cells, (best, indices, index, evaluated) = calls
     for own, learned, where, validated in cells:
         assert sorted([*learned, *validated]) == list(range(100)) and where is cells[0][2]
-        assert own.weight_decay == pytest.approx(0.001 / own.lr) and own.bn_momentum == pytest.approx(0.1)
+        assert own.settings.weight_decay == pytest.approx(0.001 / own.settings.lr)
+        assert own.bn_momentum == pytest.approx(0.1)
         assert np.array_equal(validated, cells[0][3])
-    assert (settings.lr, len(index)) == (0.1, TEST_IMAGES)
+    assert (best.settings.lr, len(index)) == (0.1, TEST_IMAGES)
     assert indices.tolist() == list(range(100)) and evaluated.tolist() == list(range(TEST_IMAGES))
     (result,) = read_results(tmp_path / "digits_demo")
     assert result["metrics"]["cifar10"] == pytest.approx(20 / 23)  # round(0.85 x 23)
@@ -143,7 +145,7 @@ def test_finished_transfer_trains_nothing(whole, top, monkeypatch, capsys):
     def no_fit(*_, **__):
         raise AssertionError("a finished cell was trained again")
 
-    monkeypatch.setattr(run_grid, "fit", no_fit)
+    monkeypatch.setattr(transfer, "fit", no_fit)
     before, left = records_of(whole), cell_folder(whole) / "fit"
     left.mkdir()  # of a process killed right after it had written the cell's record
     assert run(top, whole) == 0
@@ -243,17 +245,16 @@ def test_voc_is_chosen_on_val_and_tested_by_its_own_metric(top, tmp_path):
 
 
 def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(tmp_path, monkeypatch):
-    identity = dict.fromkeys(run_grid.IN_RESULT, 1)
-    retrained = {**dict.fromkeys(run_grid.FROM_RETRAINED, 1), "test": 0.5, "images": 9}
+    retrained = {**dict.fromkeys(transfer.FROM_RETRAINED, 1), "test": 0.5, "images": 9}
 
     def save(name: str, top: Path = tmp_path / "old") -> None:
         config = small_config(top)
         source = f"{config.run_folder}/checkpoints/step_00000010"
         encoder = types.SimpleNamespace(record=lambda: {"source": source, "step": 10})
         task = types.SimpleNamespace(name=name, title="top-1")
-        shared = {"config": config, "task": task, "identity": identity, "encoder": encoder}
+        shared = {"config": config, "task": task, "encoder": encoder, "place": ALONE}
         dataset = types.SimpleNamespace(**shared, folder=tmp_path / name)
-        run_grid.save_result(dataset, [], {"validation": 0.5, "images": 9}, retrained)
+        transfer.save_result(dataset, [], {"validation": 0.5, "images": 9}, retrained)
 
     other = threading.Thread(target=save, args=["cifar100"])
 
@@ -264,7 +265,7 @@ def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(
         return write_result(run, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_grid, "write_result", write)
+        patch.setattr(transfer, "write_result", write)
         save("cifar10")
         other.join()
     (tmp_path / "old").rename(tmp_path / "new")
@@ -300,9 +301,9 @@ def on_two_ranks(rank, world_size, top: str, runs: str) -> list:
 
     def top1(logits, index, numbers):
         given.append([len(logits), len(set(numbers.tolist())), float(np.abs(logits).sum())])
-        return tasks.top1(logits, index, numbers)
+        return data_sets.top1(logits, index, numbers)
 
-    run_grid.open_task = lambda *arguments: dataclasses.replace(tasks.open_task(*arguments), metric=top1)
+    transfer.open_task = lambda *arguments: dataclasses.replace(data_sets.open_task(*arguments), metric=top1)
     assert run(Path(top), Path(runs), "transfer.learning_rates=[0.1]") == 0
     return given
 

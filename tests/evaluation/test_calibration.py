@@ -1,11 +1,14 @@
 """Temperatures, calibration errors, left-out images and intervals, against what is known about them."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from fastsuncet.evaluation.calibration import calibration_error, fit_temperature
-from fastsuncet.evaluation.cross_validation import out_of_fold_logits, wilson_interval
+from fastsuncet.evaluation.cross_validation import linear_logits, out_of_fold
 from fastsuncet.evaluation.linear import fit_linear, folds
+from fastsuncet.evaluation.scoring import wilson_interval
 
 
 def drawn(generator: torch.Generator, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,11 +42,11 @@ def test_calibration_error_counts_the_gap_of_each_bin():
     assert calibration_error(probabilities, right) == pytest.approx((0.3 + 0.15) / 2)
 
 
-def test_out_of_fold_logits_are_those_of_a_fit_without_the_image():
+def test_out_of_fold_rows_are_those_of_a_fit_without_the_image():
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(31, 6, generator=generator)
     labels = torch.tensor([*range(3)] * 10 + [3])  # class 3 has one image, which cannot be judged
-    numbers, logits = out_of_fold_logits(features, labels, 4, strength=0.1)
+    numbers, logits = out_of_fold(labels, partial(linear_logits, features, labels, 4, 0.1))
     assert numbers.tolist() == list(range(30))
     fold_of = folds(labels)
     for fold in range(5):

@@ -10,11 +10,11 @@ from torch import nn
 
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.launch import Place
-from fastsuncet.evaluation.accuracy import accuracy
 from fastsuncet.evaluation.features import embed_views, outputs, view_size
 from fastsuncet.evaluation.knn import knn, online_knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
+from fastsuncet.evaluation.scoring import accuracy
 from fastsuncet.models.resnet import build_model
 from pipelines.data_errors import BadImage
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors

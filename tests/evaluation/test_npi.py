@@ -73,5 +73,4 @@ def test_npi_counts_all_images_and_records_its_setting(tmp_path):
     measured = npi(build_model("resnet_tiny", seed=1).encoder, images, config, ALONE)
     assert measured.images == 11
     assert 11 * measured.metrics["top1"] == pytest.approx(round(11 * measured.metrics["top1"]))
-    assert measured.metrics["top5"] == 1.0  # there are three classes
     assert measured.setting == {"temperature": 0.1, "views": 1, "seed": 0}

@@ -12,11 +12,10 @@ from torch import nn
 from fastsuncet.config import ConfigErrors
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.errors import NumericalError
-from fastsuncet.evaluation.accuracy import accuracy
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import correct_in_top, standard_error, supports, true_labels
+from fastsuncet.evaluation.scoring import accuracy, measured, per_class, standard_error, supports, true_labels
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.label_splits import labeled_split
@@ -24,18 +23,29 @@ from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 10_000))
-def test_correct_in_top_counts_like_a_stable_sort(rows, classes, seed):
+def test_measured_counts_like_a_stable_sort(rows, classes, seed):
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, 4, (rows, classes))  # many ties
     truth = rng.integers(0, classes, rows)
     order = np.argsort(-scores, axis=1, kind="stable")
-    wanted = [sum(t in row[:k] for t, row in zip(truth, order)) for k in (1, 5)]
-    assert correct_in_top(torch.tensor(scores).float(), torch.tensor(truth)).tolist() == wanted
+    found = measured(torch.tensor(scores).float(), torch.tensor(truth), ALONE, {})
+    assert found.metrics["top1"] == (order[:, 0] == truth).mean()
+    assert found.metrics.get("top5", 1.0) == sum(t in row[:5] for t, row in zip(truth, order)) / rows
+    for c, row in enumerate(found.confusion):
+        assert row.tolist() == np.bincount(order[truth == c, 0], minlength=classes).tolist()
 
 
-def test_correct_in_top_refuses_scores_that_are_not_finite():
+def test_measured_refuses_scores_that_are_not_finite():
     with pytest.raises(NumericalError):
-        correct_in_top(torch.tensor([[float("nan"), 1.0]]), torch.tensor([0]))
+        measured(torch.tensor([[float("nan"), 1.0]]), torch.tensor([0]), ALONE, {})
+
+
+def test_per_class_names_what_each_class_is_taken_for():
+    found = per_class(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 2, 2]]), ("cat", "cow", "dog"))
+    assert found == {
+        "cat": {"images": 4, "accuracy": 0.75, "predicted": {"cat": 3, "cow": 1}},
+        "dog": {"images": 4, "accuracy": 0.5, "predicted": {"cow": 2, "dog": 2}},
+    }
 
 
 def test_standard_error_is_binomial():

@@ -12,8 +12,8 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.launch import Place
+from fastsuncet.evaluation.finetuning.network import Classifier, finetune_step, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step
 from fastsuncet.metrics import interval
 from fastsuncet.models import resnet
 from fastsuncet.training.determinism import PRECISIONS
@@ -101,7 +101,7 @@ def test_watch_sees_what_mixes_devices_or_waits(tmp_path, monkeypatch):
     assert "aten::mul.Tensor" in watched(config, monkeypatch, spoil=host_tensor).mixed
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
 def test_finetuning_step_stays_on_the_gpu(loss):
     drawn = Classifier(resnet.build_model("resnet_tiny").encoder, 64, 10)
     with fake_card():
@@ -112,11 +112,11 @@ def test_finetuning_step_stays_on_the_gpu(loss):
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         autocast = partial(torch.autocast, "cuda", torch.bfloat16)
         targets = torch.arange(4, device=CARD)
-        if loss == "sigmoid":
+        if loss is sigmoid_loss:
             targets = torch.zeros(4, 10, dtype=torch.int8, device=CARD)
         batch = [(pixels(4, 32), targets)] * 2
         with Watch() as watch:
-            values = finetune_step(network, optimizer, scaler, autocast, LOSSES[loss], batch, 2, 0.1)
+            values = finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1)
         assert values.shape == (2,) and places(network, optimizer) == {CARD} == {values.device}
     assert watch.mixed == []
 

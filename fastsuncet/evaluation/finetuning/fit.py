@@ -5,11 +5,11 @@ warm-up; the learning rate falls along half a cosine to 0; an image is cropped a
 normalizes over each process's own images.
 """
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,48 +22,31 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
-from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.frozen import Frozen
-from fastsuncet.evaluation.supervised.identity import refuse_changed
-from fastsuncet.evaluation.supervised.network import LOSSES, Classifier, finetune_step, set_batchnorm_momentum
-from fastsuncet.evaluation.supervised.stream import ROLE, FineTuningStream
+from fastsuncet.evaluation.features import evaluation_view, outputs
+from fastsuncet.evaluation.finetuning.frozen import Frozen
+from fastsuncet.evaluation.finetuning.network import (
+    Classifier,
+    finetune_step,
+    set_batchnorm_momentum,
+    sigmoid_loss,
+    softmax_loss,
+)
+from fastsuncet.evaluation.finetuning.record import refuse_changed, sizes
+from fastsuncet.evaluation.finetuning.stream import ROLE, FineTuningStream
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
 from pipelines.datasets.index import ImageIndex
-from pipelines.sampling.augmentation import Augmentation, Center
+from pipelines.sampling.augmentation import Center
 
 # A classifier of features h that starts from a linear fit needs rates below about 1 / mean of |h|^2: at larger ones it
 # forgets the fit in its first updates. That is so for any unit of the features.
 STABLE = 1.0
 LINES = 100  # of metrics per fit, at most: a transfer grid has dozens of fits
+SAVES = 20  # per fit, at most: a kill then costs a twentieth of it
 REMEDY = "Set these back to continue it, or remove that folder to begin again."
-
-
-@dataclass(frozen=True)
-class FitSettings:
-    """The numbers of a fine-tuning."""
-
-    steps: int  # updates
-    batch: int  # images an update, over all processes and passes
-    momentum: float
-    size: int  # pixels of a crop
-    resize: int  # pixels of the shorter side before the center crop of an evaluation
-    crop_scale: tuple[float, float]  # fraction of the image's area
-    num_classes: int
-    # sigmoid: several classes an image, of the index's `presence`
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    lr: float = 0.0  # of the first update
-    nesterov: bool = True
-    weight_decay: float = 0.0  # of every parameter
-    # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
-    bn_momentum: float | None = None
-    accumulate: int = 1  # passes an update
-    flip: float = 0.5  # probability
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
-    save_every: int = 1000  # updates; the last update and a stop are saved too
 
 
 def resolve_batch(config: Config, section: str, images: int, of: str, world_size: int, passes: int) -> int:
@@ -95,7 +78,10 @@ def resolve_batch(config: Config, section: str, images: int, of: str, world_size
 
 
 class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
-    """An encoder and a new classifier on the images `indices` of `train`. `network.finetune_step` is the update."""
+    """An encoder and a new classifier on the images `indices` of `train`. `network.finetune_step` is the update.
+
+    An index with `presence` has several classes an image: the loss is then a sigmoid's. Else it is the softmax's.
+    """
 
     stream: FineTuningStream
     terms = ("cross_entropy", "train_accuracy")
@@ -110,25 +96,29 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
 
     def __init__(
         self,
-        encoder: Encoder,  # its module is trained in place
+        encoder: Encoder,  # its module is copied
         train: ImageIndex,
         indices: np.ndarray,  # int64 - the images of `train` to learn from
-        settings: FitSettings,
+        config: Config,  # of `with_sizes`: finetune, and how to compute and to read pixels: meta, data, logging
         place: Place,
         folder: Path,  # of checkpoints/, metrics.jsonl and metrics.csv; a fit that was stopped continues from there
-        config: Config,  # how to compute, and to read and normalize pixels: meta, data, logging
         identity: dict[str, Any],  # of `fit_identity`: what must not change in `folder`
+        *,
+        steps: int,  # updates
         remedy: str = REMEDY,
         frozen: Frozen | None = None,  # the classifier starts from its weights; None: at zero
+        # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
+        bn_momentum: float | None = None,
     ):
-        self.encoder, self.settings, self.place, self.config = encoder, settings, place, config
+        self.encoder, self.place, self.config, self.steps = encoder, place, config, steps
         self.folder, self.identity, self.remedy = folder, identity, remedy
         self.classes = list(train.classes)
-        s = settings
+        f, a = config.finetune, config.data.augmentation
+        (self.images, lr), classes = sizes(config), len(train.classes)
         head = None if frozen is None else (frozen.weight, frozen.bias)
-        self.model = Classifier(encoder.module, encoder.width, s.num_classes, head)
-        if s.bn_momentum is not None:
-            set_batchnorm_momentum(self.model, s.bn_momentum)
+        self.model = Classifier(copy.deepcopy(encoder.module), encoder.width, classes, head)
+        if bn_momentum is not None:
+            set_batchnorm_momentum(self.model, bn_momentum)
         layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
         # Torch's stubs lack memory_format.
         self.model.to(place.device, memory_format=layout).train()  # pyright: ignore[reportCallIssue]
@@ -137,10 +127,11 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             torch.autocast, place.device.type, dtype=dtype, enabled=dtype != torch.float32
         )
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=dtype == torch.float16)
+        self.loss = softmax_loss if train.presence is None else sigmoid_loss
 
         def blank(network: nn.Module) -> Tensor:
             with self.autocast():
-                logits = network(torch.zeros(2, 3, s.size, s.size, device=place.device))
+                logits = network(torch.zeros(2, 3, a.size, a.size, device=place.device))
             return logits.float().sum()
 
         # BatchNorm and its running statistics are each rank's own, as in the paper; rank 0's are saved and evaluated.
@@ -151,40 +142,36 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         # Averaged with the last weights (`after_step`). None: the last weights stay.
         self.start = None if frozen is None else [x.clone() for x in self.averaged()]
         # The features' scale decides the bound, so a resume must not measure it anew: the optimizer's state keeps it.
-        scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * s.lr))
+        scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * lr))
         self.optimizer = torch.optim.SGD(
             [{"params": list(self.model.parameters()), "scale": scale}],
-            lr=s.lr,
-            momentum=s.momentum,
-            nesterov=s.nesterov,
-            weight_decay=s.weight_decay,
+            lr=lr,
+            momentum=f.momentum,
+            nesterov=f.nesterov,
+            weight_decay=f.weight_decay,
             # One launch for all weights, and fp16's scaler need not ask the device whether to step.
             fused=True,
         )
-        shown = {"size": s.size, "crop_scale": s.crop_scale, "crop_ratio": s.crop_ratio, "flip": s.flip}
-        a = config.data.augmentation
-        view = Augmentation(**shown, blur=0.0, mean=a.mean, std=a.std).uncolored
-        multi_label, sizes = s.loss == "sigmoid", {"batch": s.batch, "passes": s.accumulate}
-        self.stream = FineTuningStream(train, indices, view, config, place, multi_label=multi_label, **sizes)
-        self.steps, self.steps_per_epoch = s.steps, self.stream.steps_per_epoch
-        # Half a cosine: `settings.lr` at update 0, and 0 one past the last update.
-        self.lr = partial(warmup_cosine, steps=s.steps, warmup_steps=0, start_lr=0.0, lr=s.lr)
-        self.save_every = (s.save_every,)
-        self.log_every = max(config.logging.log_every, -(-s.steps // LINES))
-        macs = classifier_macs(encoder.name, encoder.stem, s.size, encoder.width, s.num_classes)
-        self.macs = s.batch * macs
+        self.stream = FineTuningStream(train, indices, config, place)
+        self.steps_per_epoch = self.stream.steps_per_epoch
+        # Half a cosine: finetune.lr at update 0, and 0 one past the last update.
+        self.lr = partial(warmup_cosine, steps=steps, warmup_steps=0, start_lr=0.0, lr=lr)
+        # Every epoch, unless that is too often: with few labels an epoch is an update or two.
+        self.save_every = (max(self.steps_per_epoch, -(-steps // SAVES)),)
+        self.log_every = max(config.logging.log_every, -(-steps // LINES))
+        self.macs = self.images * classifier_macs(encoder.name, encoder.stem, a.size, encoder.width, classes)
 
     def batch(self, step: int, timer: DataTimer) -> Iterator[tuple[Tensor, Tensor]]:
-        for part in range(self.settings.accumulate):
+        for part in range(self.config.finetune.accumulate):
             timer.begin()
             images, targets = self.stream(step, part)
             timer.end()
             yield images, targets
 
     def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
-        loss, passes = LOSSES[self.settings.loss], self.settings.accumulate
+        passes = self.config.finetune.accumulate
         return finetune_step(
-            self.network, self.optimizer, self.scaler, self.autocast, loss, batch, passes, lr
+            self.network, self.optimizer, self.scaler, self.autocast, self.loss, batch, passes, lr
         )
 
     def averaged(self) -> list[Tensor]:
@@ -203,7 +190,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
                 now.lerp_(start, 0.5)
 
     def cost(self, step: int) -> tuple[int, int]:
-        return self.settings.batch, self.macs
+        return self.images, self.macs
 
     def meta(self, epoch: float) -> dict[str, Any]:
         """Describe the network that is in the checkpoint: config.model of the fine-tuning can be another one.
@@ -230,9 +217,13 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
 
 
 def fit(
-    task: FineTuning, validation: ImageIndex, indices: np.ndarray, signals: SignalFlag
+    task: FineTuning,
+    evaluated: ImageIndex | None,  # None: nothing is evaluated
+    indices: np.ndarray,  # int64 (N,), of `evaluated`
+    signals: SignalFlag,
+    view: Center | None = None,  # of an evaluated image; None: the config's
 ) -> tuple[Tensor, Trainer]:
-    """Train to the last step; return the logits of the images `indices` of `validation`, and the finished trainer.
+    """Train to the last step; return the logits of the images `indices` of `evaluated`, and the finished trainer.
 
     The logits (N, C) are float32, on the device, the same on every rank: every image once, in order. The trainer's
     `means` and `ledger` are the last interval's loss and accuracy, and the cost of the fine-tuning alone.
@@ -249,13 +240,13 @@ def fit(
         task.stream.close()
     if any_rank(signals.requested is not None):
         raise trainer.preempted(signals)
-    # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
-    for buffer in task.model.buffers():
-        broadcast(buffer)
-    a = task.config.data.augmentation
-    view = Center(task.settings.size, task.settings.resize, a.mean, a.std)
-    stop = partial(trainer.stop_if_requested, signals)
-    where = (task.config, task.place)
-    logits = outputs(task.model, validation, indices, *where, view=view, before_batch=stop)
+    logits = torch.empty(0, len(task.classes), device=task.place.device)
+    if evaluated is not None:
+        # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
+        for buffer in task.model.buffers():
+            broadcast(buffer)
+        stop, config = partial(trainer.stop_if_requested, signals), task.config
+        options = {"view": view or evaluation_view(config), "before_batch": stop}
+        logits = outputs(task.model, evaluated, indices, config, task.place, **options)
     trainer.consensus.close()
     return logits, trainer

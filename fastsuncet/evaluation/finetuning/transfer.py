@@ -8,43 +8,47 @@ other settings is never mistaken for one of these. The result holds a metric for
 "chosen":  {"cifar10": {"lr": 0.01, "weight_decay": 1e-5, "validation": 0.974, ...}, ...}
 """
 
-import copy
 import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder, on_rank_0
 from fastsuncet.config import Config
+from fastsuncet.config.schema import FinetuneSection
 from fastsuncet.console import Say, say_line
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder
-from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit, resolve_batch
-from fastsuncet.evaluation.supervised.identity import (
+from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
+from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, resolve_batch
+from fastsuncet.evaluation.finetuning.grid import Cell, Record, as_csv, best, grid, table
+from fastsuncet.evaluation.finetuning.record import (
+    KEYS,
+    config_values,
     fit_identity,
     indices_digest,
     module_digest,
     read_record,
     record_once,
+    sizes,
+    with_sizes,
 )
-from fastsuncet.evaluation.transfer_grid.grid import Cell, Record, as_csv, best, grid, table
-from fastsuncet.evaluation.transfer_grid.tasks import TransferTask, open_task
 from fastsuncet.metrics.results import FOLDER, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
+from pipelines.sampling.augmentation import Center
 
 REMEDY = "Remove that folder to run the cell again."
-PER_CELL = ("lr", "weight_decay", "bn_momentum")
-IN_RESULT = ("steps", "batch", "momentum", "size", "resize", "precision", "seed", "processes")
-FROM_RETRAINED = ("lr", "weight_decay", "weight_decay_over_lr", "train_images", "images")
+PER_CELL = ("finetune.lr", "finetune.weight_decay")
+FROM_RETRAINED = ("lr", "weight_decay", "weight_decay_over_lr", "train_images", "images", "classes")
 RUNNING = "    skipped: another process is running this cell"
 
 
@@ -52,12 +56,11 @@ RUNNING = "    skipped: another process is running this cell"
 class DatasetGrid:
     """The grid of one data set: what its cells have in common."""
 
-    config: Config
+    config: Config  # of `cell_config`: each cell sets its own finetune.lr and finetune.weight_decay
     place: Place
     encoder: Encoder
     task: TransferTask
-    settings: FitSettings  # of all cells; each sets its own lr, weight_decay and bn_momentum
-    identity: Record  # all that a cell's number depends on besides lr and weight decay
+    identity: Record  # all that a cell's number depends on besides rate and weight decay
     folder: Path
     signals: SignalFlag
 
@@ -78,7 +81,7 @@ class DatasetGrid:
         def train(folder: Path) -> Record:
             metric, problem = None, None
             try:
-                metric = self._fit(cell, folder, task.train, task.images, task.validation)
+                metric, _ = self._fit(cell, folder, task.train, task.images, task.validation)
             except NumericalError as error:
                 problem = str(error).splitlines()[0].split(". ")[0]
             return {"validation": metric, "images": len(task.validation), "diverged": problem}
@@ -90,8 +93,8 @@ class DatasetGrid:
         both, test = self.task.both, self.task.test
 
         def train(folder: Path) -> Record:
-            metric = self._fit(cell, folder, both, test, np.arange(len(test)))
-            return {"test": metric, "images": len(test), "train_images": len(both)}
+            metric, classes = self._fit(cell, folder, both, test, np.arange(len(test)))
+            return {"test": metric, "images": len(test), "train_images": len(both), "classes": classes}
 
         return self._once(cell, self.folder / f"selected-{cell.name}" / "selected.json", train)
 
@@ -114,16 +117,18 @@ class DatasetGrid:
 
     def _fit(
         self, cell: Cell, folder: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
-    ) -> float:
-        """Return the metric, on the images `evaluated` of `index`, of `cell` trained on `chosen`. Collective."""
-        momentum = batchnorm_momentum(len(chosen), self.settings.batch)
-        own = {"lr": cell.lr, "weight_decay": cell.weight_decay, "bn_momentum": momentum}
-        # fit trains the module it is given, and every cell begins with the same weights.
-        encoder = replace(self.encoder, module=copy.deepcopy(self.encoder.module))
-        images, where = (self.task.images, chosen), (self.place, folder, self.config)
-        identity = fit_identity({**self.identity, **own}, encoder, *images, self.config)
-        task = FineTuning(encoder, *images, replace(self.settings, **own), *where, identity)
-        logits = fit(task, index, evaluated, self.signals)[0].cpu().numpy()
+    ) -> tuple[float, Record]:
+        """Return the metric of `cell`, trained on `chosen`, on the images `evaluated` of `index`. Collective."""
+        config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
+        images, a = (self.task.images, chosen), config.data.augmentation
+        options = {
+            "steps": t.steps,
+            "bn_momentum": batchnorm_momentum(len(chosen), sizes(config)[0]),
+        }
+        identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
+        task = FineTuning(self.encoder, *images, config, self.place, folder, identity, **options)
+        view = Center(t.size, t.resize, a.mean, a.std)
+        logits = fit(task, index, evaluated, self.signals, view)[0].cpu().numpy()
         if not np.isfinite(logits).all():
             raise NumericalError(f"{self.task.name}, {cell.name}: the outputs are not finite numbers")
         return self.task.metric(logits, index, evaluated)
@@ -137,22 +142,21 @@ def batchnorm_momentum(images: int, batch: int) -> float:
     return 1 - max(1 - 10 * batch / images, 0.9)
 
 
+def cell_config(config: Config, batch: int) -> Config:
+    """Return the config of a fine-tuning, for all cells: the protocol is SimCLR's, and pixels are as in training."""
+    t, a = config.transfer, config.data.augmentation
+    section = FinetuneSection(head="zero", batch_size=batch, momentum=t.momentum, crop_scale=(0.08, 1.0))
+    kept = {"size": t.size, "flip": 0.5, "crop_ratio": (3 / 4, 4 / 3)}
+    data = config.data.model_copy(update={"augmentation": replace(a, **kept)})
+    return config.model_copy(update={"finetune": section, "data": data})
+
+
 def open_grid(
     config: Config, place: Place, encoder: Encoder, task: TransferTask, folder: Path, signals: SignalFlag
 ) -> DatasetGrid:
     """Return the grid of one data set, below `folder`. Raises ConfigErrors for a batch that does not fit."""
-    t, view = config.transfer, config.data.augmentation
     batch = resolve_batch(config, "transfer", len(task.train), f" of {task.name}", place.world_size, passes=1)
-    settings = FitSettings(
-        steps=t.steps,
-        batch=batch,
-        momentum=t.momentum,
-        size=t.size,
-        resize=t.resize,
-        crop_scale=(0.08, 1.0),
-        num_classes=len(task.images.classes),
-        loss=task.loss,
-    )
+    config = cell_config(config, batch)
     identity = {
         "dataset": task.name,
         "encoder": module_digest(encoder.module),
@@ -161,16 +165,13 @@ def open_grid(
         "train": len(task.train),
         "validation": indices_digest(task.validation),
         "processes": place.world_size,
-        "mean": view.mean,
-        "std": view.std,
-        "seed": config.meta.seed,
-        "precision": config.meta.precision,
-        **{key: value for key, value in asdict(settings).items() if key not in (*PER_CELL, "save_every")},
+        "steps": config.transfer.steps,
+        "resize": config.transfer.resize,
+        **config_values(config, (key for key in KEYS if key not in PER_CELL)),
     }
-    identity = json.loads(json.dumps(identity))  # as a record gives it back, with lists for tuples
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     dataset = folder / f"{task.name}-{digest}"
-    return DatasetGrid(config, place, encoder, task, settings, identity, dataset, signals)
+    return DatasetGrid(config, place, encoder, task, identity, dataset, signals)
 
 
 def open_grids(
@@ -184,7 +185,7 @@ def open_grids(
     tasks = [open_task(name, config, place) for name in config.transfer.datasets]
     grids = [open_grid(config, place, encoder, task, folder, signals) for task in tasks]
     if place.first:
-        steps, batch = config.transfer.steps, grids[0].settings.batch
+        steps, batch = config.transfer.steps, grids[0].config.finetune.batch_size
         say_line(f"encoder    {encoder.name}, {encoder.method or 'method unknown'}, {encoder.source}")
         say_line(f"cells      {len(grid(config))} per data set, {steps:,} steps of {batch:,} images each")
         for task, dataset in zip(tasks, grids):
@@ -289,7 +290,7 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
     Processes that evaluate other data sets at the same moment read and write under the same lock, so no metric is lost.
     `labels` is empty: a transfer learns from all labels of another data set. Raises CheckpointError and ResultError.
     """
-    run, name = dataset.config.run_folder, dataset.task.name
+    run, name, t = dataset.config.run_folder, dataset.task.name, dataset.config.transfer
     record = {
         "kind": "transfer",
         "metrics": {name: retrained["test"]},
@@ -297,8 +298,10 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
         "labels": {},
         "encoder": dataset.encoder.record(),
         "setting": {
-            **{key: dataset.identity[key] for key in IN_RESULT},
-            "validation": dataset.config.transfer.validation,
+            **{key: getattr(t, key) for key in ("steps", "momentum", "size", "resize", "validation")},
+            "batch": dataset.config.finetune.batch_size,
+            **{key: getattr(dataset.config.meta, key) for key in ("precision", "seed")},
+            "processes": dataset.place.world_size,
             "learning_rates": sorted({cell.lr for cell in cells}),
             "weight_decays": sorted({cell.decay for cell in cells}),
         },

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.launch import Place
+from fastsuncet.evaluation.finetuning.record import sizes
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
@@ -50,23 +51,15 @@ class AccumulationPlan(Plan):
 class FineTuningStream:
     """`stream(step, part)` is what one pass learns from: a pure function of (seed, step, part, rank) and the files."""
 
-    def __init__(
-        self,
-        index: ImageIndex,
-        indices: np.ndarray,  # int64 - the images to train on
-        view: Augmentation,
-        config: Config,  # seed, back-end, threads, bad images
-        place: Place,
-        *,
-        batch: int,  # B
-        passes: int,  # A
-        multi_label: bool,  # whether an image can show several classes: targets are then the index's presence
-    ):
-        seed = config.meta.seed
-        sampler = SubsetSampler(indices, batch, place.world_size * passes, seed)
-        self.steps_per_epoch, self.passes = sampler.steps_per_epoch, passes
-        self._index, self._multi_label, self._place = index, multi_label, place
-        draws = {"seed": seed, "passes": passes}
+    def __init__(self, index: ImageIndex, indices: np.ndarray, config: Config, place: Place):
+        """Show the images `indices`, int64, as the sections finetune and data of `config` say."""
+        f, a, seed = config.finetune, config.data.augmentation, config.meta.seed
+        shown = {"size": a.size, "crop_scale": f.crop_scale, "crop_ratio": a.crop_ratio, "flip": a.flip}
+        view = Augmentation(**shown, blur=0.0, mean=a.mean, std=a.std).uncolored
+        self.passes, self._index, self._place = f.accumulate, index, place
+        sampler = SubsetSampler(indices, sizes(config)[0], place.world_size * self.passes, seed)
+        self.steps_per_epoch = sampler.steps_per_epoch
+        draws = {"seed": seed, "passes": self.passes}
         ranks = range(place.world_size)
         self._plans = [AccumulationPlan(index, sampler, view, rank=rank, **draws) for rank in ranks]
         plan = self._plans[place.rank]
@@ -78,10 +71,8 @@ class FineTuningStream:
         (images,) = self._loader(number)
         # Asked for after the images: a bad one can be replaced by one of another class.
         draws = self._loader.draws(number)
-        targets = draws.labels
-        if self._multi_label:
-            assert self._index.presence is not None  # a task of several classes an image has an index with it
-            targets = self._index.presence[draws.indices]
+        presence = self._index.presence
+        targets = draws.labels if presence is None else presence[draws.indices]
         device = self._place.device
         return images.to(device, non_blocking=True), torch.from_numpy(targets).to(device, non_blocking=True)
 

@@ -57,9 +57,6 @@ def sigmoid_loss(logits: Tensor, presence: Tensor) -> tuple[Tensor, Tensor]:
     return loss, right.float().mean()
 
 
-LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
-
-
 def finetune_step(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -10,9 +10,9 @@ import pytest
 from fastsuncet.cli import main
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
-from fastsuncet.evaluation.transfer_grid.grid import Cell, as_csv, best, grid, parse_shard, table
-from fastsuncet.evaluation.transfer_grid.run_grid import batchnorm_momentum
-from fastsuncet.evaluation.transfer_grid.tasks import stratified
+from fastsuncet.evaluation.finetuning.data_sets import stratified
+from fastsuncet.evaluation.finetuning.grid import Cell, as_csv, best, grid, parse_shard, table
+from fastsuncet.evaluation.finetuning.transfer import batchnorm_momentum
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from tests.support.runs import CONFIGS

@@ -1,7 +1,6 @@
 """Fine-tuning: against a float64 oracle, in passes, on ranks, stopped, killed, refused."""
 
 import math
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,43 +10,33 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
+from fastsuncet.config import Config
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
-from fastsuncet.evaluation.supervised.fine_tuning import FineTuning, FitSettings, fit
-from fastsuncet.evaluation.supervised.identity import fit_identity
-from fastsuncet.evaluation.supervised.network import Classifier, sigmoid_loss
-from fastsuncet.evaluation.supervised.stream import FineTuningStream
+from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
+from fastsuncet.evaluation.finetuning.network import Classifier, sigmoid_loss
+from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
+from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
-from pipelines.sampling.augmentation import Augmentation
+from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import Killed, assert_equal_to_the_bit, kill, metrics, small_config, terminate
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
-ALONE = Place(0, 1, 0, CPU)
 CLASSES = 3
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
-SETTINGS = FitSettings(
-    steps=6,
-    batch=12,
-    lr=0.1,
-    momentum=0.9,
-    size=8,
-    resize=8,
-    crop_scale=(0.3, 1.0),
-    num_classes=CLASSES,
-    save_every=3,
-)
-FOUR_STEPS = replace(SETTINGS, steps=4)
 
 
-def pictures(count: int, *, seed: int = 0) -> ImageIndex:
-    """Return 8 x 8 images in memory, in noise, whose class is the strongest of the three colors."""
+def pictures(count: int, *, seed: int = 0, several: bool = False) -> ImageIndex:
+    """Return 8 x 8 images in memory, in noise, whose class is the strongest of the three colors.
+
+    With `several` the index says of each class whether it is in the image.
+    """
     draws = np.random.default_rng(seed)
     labels = np.arange(count) % CLASSES
     pixels = draws.integers(0, 90, (count, 8, 8, 3))
@@ -59,7 +48,7 @@ def pictures(count: int, *, seed: int = 0) -> ImageIndex:
         classes=("red", "green", "blue"),
         sizes=np.full((count, 2), 8, np.int32),
         pixels=pixels.astype(np.uint8),
-        presence=np.where(labels[:, None] == np.arange(CLASSES), 1, -1).astype(np.int8),
+        presence=np.where(labels[:, None] == np.arange(CLASSES), 1, -1).astype(np.int8) if several else None,
     )
 
 
@@ -78,36 +67,35 @@ def resnet() -> Encoder:
     return encoder_of(build_model("resnet_tiny", stem="cifar", seed=4).encoder, 64)
 
 
-def config_in(folder: Path, mean=MEAN, std=STD):
+def config_in(folder: Path, **values) -> Config:
+    """Return the config of a fine-tuning of 12 images an update, with other `values` of its section."""
     fast = ("data.backend=torchvision", "data.decode_threads=1", "logging.log_every=2", "meta.device=cpu")
-    pixels = (f"data.augmentation.mean={list(mean)}", f"data.augmentation.std={list(std)}")
-    return small_config(folder, *fast, *pixels, "meta.seed=5")
+    pixels = (f"data.augmentation.mean={list(MEAN)}", f"data.augmentation.std={list(STD)}")
+    config = small_config(folder, *fast, *pixels, "data.augmentation.size=8", "meta.seed=5")
+    own = {"head": "zero", "batch_size": 12, "lr": 0.1, "crop_scale": (0.3, 1.0)}
+    return with_sizes(config, **own | values)
 
 
 def run(
     folder: Path,
-    settings: FitSettings = SETTINGS,
+    steps: int = 6,
     encoder: Encoder | None = None,
     place: Place = ALONE,
     train: ImageIndex | None = None,
+    **values,
 ) -> SimpleNamespace:
     """Fine-tune on 40 of 45 images, evaluate on 10 others."""
     torch.set_num_threads(1)
-    encoder, config = encoder or plain_encoder(), config_in(folder)
+    options = {"steps": steps, "bn_momentum": values.pop("bn_momentum", None)}
+    encoder, config = encoder or plain_encoder(), config_in(folder, **values)
     images = (train or pictures(45), np.arange(5, 45)[::-1].copy())
-    values = {key: value for key, value in asdict(settings).items() if key != "save_every"}
-    identity = fit_identity(values, encoder, *images, config)
-    task = FineTuning(encoder, *images, settings, place, folder, config, identity)
+    identity = fit_identity(config, encoder, *images, **options)
+    task = FineTuning(encoder, *images, config, place, folder, identity, **options)
     with SignalFlag() as signals:
         logits, trainer = fit(task, pictures(10, seed=1), np.arange(10), signals)
     loss, accuracy = trainer.means
-    return SimpleNamespace(logits=logits, loss=loss, accuracy=accuracy, ledger=trainer.ledger)
-
-
-def stream_of(folder: Path, index: ImageIndex, indices: np.ndarray, batch: int, **normalization):
-    view = Augmentation(size=8, crop_scale=(0.3, 1.0), jitter=0, gray=0, blur=0, **normalization)
-    sizes = {"batch": batch, "passes": 1, "multi_label": False}
-    return FineTuningStream(index, indices, view, config_in(folder), ALONE, **sizes)
+    kept = {"loss": loss, "accuracy": accuracy, "ledger": trainer.ledger, "model": task.model}
+    return SimpleNamespace(logits=logits, **kept)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -115,17 +103,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------- what it learns
-def test_fit_learns_a_separable_set(tmp_path):
-    result = run(tmp_path, replace(SETTINGS, steps=45))
+@pytest.mark.parametrize("several", [False, True])
+def test_fit_learns_a_separable_set(tmp_path, several):
+    result = run(tmp_path, 60, train=pictures(45, several=several))
     assert result.logits.shape == (10, CLASSES) and result.logits.dtype == torch.float32
-    assert (result.logits.argmax(1).numpy() == np.arange(10) % CLASSES).all()
-    assert result.accuracy > 0.9 and (result.ledger.images, result.ledger.updates) == (45 * 12, 45)
-
-
-def test_fit_learns_several_classes_an_image_from_presence(tmp_path):
-    result = run(tmp_path, replace(SETTINGS, loss="sigmoid", steps=60))
     wanted = np.arange(10)[:, None] % CLASSES == np.arange(CLASSES)
-    assert ((result.logits.numpy() > 0) == wanted).all()
+    found = result.logits > (0 if several else result.logits.mean(1, keepdim=True))
+    assert (found.numpy() == wanted).all()
+    assert result.accuracy > 0.9 and (result.ledger.images, result.ledger.updates) == (60 * 12, 60)
 
 
 def test_classifier_begins_at_zero_and_draws_no_random_number(tmp_path):
@@ -134,7 +119,7 @@ def test_classifier_begins_at_zero_and_draws_no_random_number(tmp_path):
     model = Classifier(nn.Flatten(), 12, 5)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(model(torch.randn(4, 3, 2, 2)), torch.zeros(4, 5))
-    result = run(tmp_path, replace(SETTINGS, steps=1))
+    result = run(tmp_path, 1)
     assert result.loss == pytest.approx(math.log(CLASSES), rel=1e-6), "classes do not begin equally likely"
 
 
@@ -145,14 +130,14 @@ def cosine(lr: float, step: int, steps: int) -> float:
 @pytest.mark.parametrize(("nesterov", "decay"), [(True, 0.0), (False, 0.05), (True, 0.05)])
 def test_fit_follows_nesterovs_formula_in_float64(tmp_path, nesterov, decay):
     """With a learning rate that falls along half a cosine."""
-    settings = replace(SETTINGS, nesterov=nesterov, weight_decay=decay)
-    run(tmp_path, settings)
+    values = {"nesterov": nesterov, "weight_decay": decay}
+    run(tmp_path, **values)
     rates = [(line["step"], line["lr"]) for line in metrics(tmp_path)]
     assert rates == [(step, pytest.approx(cosine(0.1, step - 1, 6))) for step in (2, 4, 6)]
-    stream = stream_of(tmp_path, pictures(45), np.arange(5, 45), 12, mean=MEAN, std=STD)
+    stream = FineTuningStream(pictures(45), np.arange(5, 45), config_in(tmp_path), ALONE)
     model = Classifier(plain_encoder().module, 16, CLASSES).double()
     speed = [torch.zeros_like(p) for p in model.parameters()]
-    for step in range(settings.steps):
+    for step in range(6):
         images, labels = stream(step, 0)
         logp = model(images.double()).log_softmax(1)
         gradients = torch.autograd.grad(-logp[torch.arange(12), labels].mean(), list(model.parameters()))
@@ -160,7 +145,7 @@ def test_fit_follows_nesterovs_formula_in_float64(tmp_path, nesterov, decay):
             for p, v, g in zip(model.parameters(), speed, gradients, strict=True):
                 g = g + decay * p
                 v.mul_(0.9).add_(g)
-                p -= cosine(0.1, step, settings.steps) * (g + 0.9 * v if nesterov else v)
+                p -= cosine(0.1, step, 6) * (g + 0.9 * v if nesterov else v)
     found = weights(tmp_path)
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name].double(), p.detach(), rtol=2e-5, atol=2e-6)
@@ -169,21 +154,19 @@ def test_fit_follows_nesterovs_formula_in_float64(tmp_path, nesterov, decay):
 def test_stream_shows_each_image_once_an_epoch_in_its_own_color(tmp_path):
     index = pictures(45)
     index.pixels[:] = [10, 200, 90]
-    images, labels = stream_of(tmp_path, index, np.arange(40), 40)(3, 0)
-    color = torch.tensor([10.0, 200, 90]).view(1, 3, 1, 1)
-    assert torch.equal((images * 255).round(), color.expand(40, 3, 8, 8))
+    config = config_in(tmp_path, batch_size=40)
+    images, labels = FineTuningStream(index, np.arange(40), config, ALONE)(3, 0)
+    color, mean, std = (
+        torch.tensor(x).view(1, 3, 1, 1) for x in ([10 / 255, 200 / 255, 90 / 255], MEAN, STD)
+    )
+    torch.testing.assert_close(images, ((color - mean) / std).expand(40, 3, 8, 8), rtol=0, atol=2e-3)
     assert sorted(labels.tolist()) == sorted(index.labels[:40].tolist())
 
 
-def test_epoch_of_a_batch_of_all_images_is_one_update(tmp_path):
-    result = run(tmp_path, replace(SETTINGS, batch=40, steps=2))
+def test_batchnorm_momentum_can_be_set_and_a_batch_of_all_images_is_an_epoch(tmp_path):
+    result = run(tmp_path, 2, resnet(), bn_momentum=0.25, batch_size=40)
+    assert {m.momentum for m in result.model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.25}
     assert result.ledger.images == 80 and metrics(tmp_path)[-1]["epoch"] == 2
-
-
-def test_batchnorm_momentum_can_be_set(tmp_path):
-    encoder = resnet()
-    run(tmp_path, replace(SETTINGS, bn_momentum=0.25, steps=1), encoder)
-    assert {m.momentum for m in encoder.module.modules() if isinstance(m, nn.BatchNorm2d)} == {0.25}
 
 
 def test_sigmoid_loss_has_no_loss_and_no_gradient_where_presence_is_unknown():
@@ -209,23 +192,23 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 @pytest.mark.parametrize("passes", [2, 3])
 def test_update_in_passes_is_the_update_in_one(tmp_path, passes):
     whole = run(tmp_path / "1")
-    parts = run(tmp_path / "2", replace(SETTINGS, accumulate=passes))
+    parts = run(tmp_path / "2", accumulate=passes)
     assert_close(weights(tmp_path / "1"), weights(tmp_path / "2"))
     torch.testing.assert_close(parts.logits, whole.logits, rtol=1e-4, atol=1e-5)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
 
 
 def on_rank(rank: int, world_size: int, folder: str, encoder: str, passes: tuple[int, ...]) -> dict:
-    place = Place(rank, world_size, rank, CPU)
+    place = Place(rank, world_size, rank, ALONE.device)
     for accumulate in passes:
         module = plain_encoder() if encoder == "plain" else resnet()
-        result = run(Path(folder, str(accumulate)), replace(FOUR_STEPS, accumulate=accumulate), module, place)
+        result = run(Path(folder, str(accumulate)), 4, module, place, accumulate=accumulate)
     return {"logits": result.logits, "loss": result.loss, "images": result.ledger.images}
 
 
 def test_three_ranks_equal_one_and_evaluate_ten_images_once(tmp_path):
     ranks = run_ranks(on_rank, 3, str(tmp_path), "plain", (1,))
-    alone = run(tmp_path / "alone", FOUR_STEPS)
+    alone = run(tmp_path / "alone", 4)
     for found in ranks:
         assert found["logits"].shape == (10, CLASSES), (
             "an image is missing, or one that filled up a rank counts"
@@ -240,7 +223,7 @@ def test_batchnorm_on_two_ranks_is_that_of_two_passes_of_one(tmp_path):
     """And two ranks in two passes are four passes of one."""
     run_ranks(on_rank, 2, str(tmp_path / "ranks"), "resnet", (1, 2))
     for accumulate in (1, 2, 4):
-        run(tmp_path / str(accumulate), replace(FOUR_STEPS, accumulate=accumulate), resnet())
+        run(tmp_path / str(accumulate), 4, resnet(), accumulate=accumulate)
     one, two, four = (weights(tmp_path / str(accumulate)) for accumulate in (1, 2, 4))
     ours = weights(tmp_path / "ranks" / "1")
     assert_close(ours, two)
@@ -270,11 +253,11 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
 
     with monkeypatch.context() as patch:
         patch.setattr(FineTuningStream, "__call__", interrupted)
-        if at == SETTINGS.steps:
+        if at == 6:
             patch.setattr(features, "open_evaluation_loader", lambda *a, **more: how() or opened(*a, **more))
         stopped = pytest.raises(Killed)
         if how is terminate:
-            done = min(at + 1, SETTINGS.steps)
+            done = min(at + 1, 6)
             stopped = pytest.raises(Preempted, match=f"SIGTERM: saved after step {done}; the same command")
         with stopped:
             run(tmp_path, encoder=resnet())
@@ -305,8 +288,10 @@ def test_fit_keeps_the_last_network_only_which_can_be_evaluated(whole):
 def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path):
     run(tmp_path)
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file())
-    with pytest.raises(CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  momentum: 0\.9 there, 0\.8 now"):
-        run(tmp_path, replace(SETTINGS, lr=0.2, momentum=0.8))
+    with pytest.raises(
+        CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  finetune.momentum: 0\.9 there, 0\.8"
+    ):
+        run(tmp_path, lr=0.2, momentum=0.8)
     other = plain_encoder()
     with torch.no_grad():
         other.module[0].weight[0, 0, 0, 0] += 1
@@ -314,7 +299,7 @@ def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path
         run(tmp_path, encoder=other)
     with pytest.raises(CheckpointError, match="images: "):
         run(tmp_path, train=pictures(45, seed=8))
-    assert run(tmp_path, replace(SETTINGS, save_every=2)).logits.shape == (10, CLASSES), "save_every is free"
+    assert run(tmp_path).logits.shape == (10, CLASSES)
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()) == before
 
 
@@ -322,6 +307,6 @@ def test_fit_with_a_loss_not_finite_saves_nothing_and_names_images(tmp_path):
     with pytest.raises(
         NumericalError, match=r"cross_entropy is not a finite number at step \d+ on rank 0"
     ) as error:
-        run(tmp_path, replace(SETTINGS, lr=1e38))
+        run(tmp_path, lr=1e38)
     assert "The 12 images of that loss" in str(error.value)
     assert not list((tmp_path / "checkpoints").glob("step_*"))

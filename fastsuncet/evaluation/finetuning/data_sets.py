@@ -8,14 +8,16 @@ voc07       val, trained on train                          4,952 test     11-poi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
+import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
+from fastsuncet.evaluation.scoring import confusion_of, per_class, share_right
 from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
@@ -23,8 +25,9 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.voc07 import part_of, voc07
 from pipelines.sampling.augmentation import uniform
 
-# Takes logits (N, classes), and the index and N numbers of their images.
-Metric = Callable[[np.ndarray, ImageIndex, np.ndarray], float]
+# Takes logits (N, classes), and the index and N numbers of their images; returns the metric, and what a result says of
+# each class.
+Metric = Callable[[np.ndarray, ImageIndex, np.ndarray], tuple[float, dict[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,6 @@ class TransferTask:
     train: np.ndarray  # int64, ascending: numbers in `images` that a cell is trained on
     validation: np.ndarray  # int64, ascending: those that the cells are compared on
     test: ImageIndex
-    loss: Literal["softmax", "sigmoid"]  # of FitSettings
     title: str  # the metric's name in messages and results
     metric: Metric
 
@@ -71,9 +73,9 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
             raise DataError(
                 f"{images.path(both[0])} is in train and in val: val must be separate to choose on"
             )
-        return TransferTask(name, images, train, validation, test, "sigmoid", "11-point mAP", mean_ap)
+        return TransferTask(name, images, train, validation, test, "11-point mAP", mean_ap)
     train, validation = stratified(images, t.validation)
-    return TransferTask(name, images, train, validation, test, "softmax", "top-1", top1)
+    return TransferTask(name, images, train, validation, test, "top-1", top1)
 
 
 def stratified(index: ImageIndex, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -96,12 +98,16 @@ def stratified(index: ImageIndex, fraction: float) -> tuple[np.ndarray, np.ndarr
     return np.setdiff1d(np.arange(len(index)), validation), validation
 
 
-def top1(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> float:
+def top1(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[float, dict[str, Any]]:
     """Return the fraction of images whose highest logit is their class's; of equal logits the first counts."""
-    return float((logits.argmax(1) == index.labels[numbers]).mean())
+    predicted, truth = torch.from_numpy(logits.argmax(1)), torch.from_numpy(index.labels[numbers])
+    confusion = confusion_of(predicted, truth, len(index.classes))
+    return share_right(confusion), per_class(confusion, index.classes)
 
 
-def mean_ap(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> float:
-    """Return VOC 2007's mean average precision, 0 to 1."""
+def mean_ap(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[float, dict[str, Any]]:
+    """Return VOC 2007's mean average precision, 0 to 1; a class without positive images has none of its own."""
     assert index.presence is not None
-    return mean_average_precision(logits, index.presence[numbers])[0]
+    mean, each = mean_average_precision(logits, index.presence[numbers])
+    known = zip(index.classes, each.tolist(), strict=True)
+    return mean, {name: {"average_precision": value} for name, value in known if not np.isnan(value)}

@@ -22,7 +22,14 @@ from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
 
-# Keys of the config that change how numbers are rounded.
+# Keys of the config that decide the weights. In a fine-tuning's config, `with_sizes`, batch size and rate are numbers.
+KEYS = (
+    *(f"finetune.{key}" for key in ("head", "epochs", "batch_size", "lr", "momentum", "nesterov")),
+    *(f"finetune.{key}" for key in ("weight_decay", "accumulate", "crop_scale")),
+    *(f"data.augmentation.{key}" for key in ("size", "flip", "crop_ratio", "mean", "std")),
+    *("meta.seed", "meta.precision"),
+)
+# Those that change how numbers are rounded.
 ROUNDING = ("meta.device", "meta.channels_last", "meta.compile", "meta.threads", "data.backend")
 
 
@@ -47,15 +54,27 @@ def config_values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     return {key: reduce(getitem, key.split("."), values) for key in keys}
 
 
+def with_sizes(config: Config, **values: Any) -> Config:
+    """Return the config with other `values` in its section finetune, such as numbers for batch_size and lr."""
+    return config.model_copy(update={"finetune": config.finetune.model_copy(update=values)})
+
+
+def sizes(config: Config) -> tuple[int, float]:
+    """Return batch size and rate of a fine-tuning, with a config of `with_sizes`."""
+    batch, lr = config.finetune.batch_size, config.finetune.lr
+    assert isinstance(batch, int) and lr is not None, "with_sizes has set them"
+    return batch, lr
+
+
 def fit_identity(
-    settings: dict[str, Any], encoder: Encoder, train: ImageIndex, indices: np.ndarray, config: Config
+    config: Config, encoder: Encoder, train: ImageIndex, indices: np.ndarray, **more: Any
 ) -> dict[str, Any]:
-    """Return all that decides the final weights but the number of ranks: `settings`, and what they apply to."""
+    """Return all that decides the final weights but the number of ranks: settings, `more`, and what they apply to."""
     return {
-        **json.loads(json.dumps(settings)),  # as a checkpoint gives them back, with lists for tuples
+        **config_values(config, (*KEYS, *ROUNDING)),
+        **json.loads(json.dumps(more)),  # as a checkpoint gives them back, with lists for tuples
         "encoder": module_digest(encoder.module),
         "images": f"{train.fingerprint()}/{indices_digest(np.sort(indices))}",
-        **config_values(config, ROUNDING),
     }
 
 

@@ -1,0 +1,111 @@
+"""The result of an evaluation with a classifier, and a picture beside it: which classes are taken for which."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.metrics.results import write_result
+from fastsuncet.versions import drawing_problem
+from pipelines import atomic_files
+
+NUMBERED, NAMED = (
+    20,
+    60,
+)  # with more classes the matrix has no numbers in its cells, and no names at its sides
+DOTS = 150  # with more, each wrong cell is drawn 3 x 3 cells large: a cell is a pixel or two
+PAIRS, WORST = 20, 14  # lines beside the matrix
+LONGEST = 20  # characters of a name that are shown
+
+
+def write_with_picture(run: Path, record: dict[str, Any]) -> Path:
+    """Write `record` to the results of `run` and its confusion matrix as a PNG beside it; return the record's file.
+
+    Without matplotlib there is no picture. Raises as `write_result`, and CheckpointError for a disk that refuses.
+    """
+    path = write_result(run, record)
+    if not drawing_problem():
+        title = f"{record['run']}, {record['kind']}: {100 * record['metrics']['top1']:.1f} % right"
+        picture = path.with_suffix(".png")
+        with disk_errors(picture):
+            atomic_files.replace(picture, confusion_picture(record["classes"], title))
+    return path
+
+
+def written(path: Path) -> list[str]:
+    """Return lines on a result's file and its picture."""
+    return [f"written  {path}", f"picture  {drawing_problem() or path.with_suffix('.png')}"]
+
+
+def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
+    """Return a PNG: the matrix, the most confused pairs and the least accurate classes, of 2 to 1,000 classes.
+
+    `classes` is that of `scoring.per_class`. A row is a true class, a cell its share that is predicted as the column.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    names = list(
+        dict.fromkeys([*classes, *sorted({name for of in classes.values() for name in of["predicted"]})])
+    )
+    column = {name: i for i, name in enumerate(names)}
+    counts = np.zeros((len(names), len(names)), np.int64)
+    for name, of in classes.items():
+        for other, count in of["predicted"].items():
+            counts[column[name], column[other]] = count
+    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    right, wrong = np.diag(np.diag(shares)), shares * (1 - np.eye(len(names)))
+    if len(names) > DOTS:
+        wrong = np.lib.stride_tricks.sliding_window_view(np.pad(wrong, 1), (3, 3)).max((2, 3))
+    figure = Figure(figsize=(13, 8.4), layout="constrained")
+    matrix, text = figure.subplots(1, 2, width_ratios=(8.4, 4.6))
+    # The square root makes a class of which one image in fifty is wrong visible.
+    scale = PowerNorm(0.5, 0, 1)
+    matrix.imshow(np.ma.masked_equal(wrong, 0), cmap="Reds", norm=scale, interpolation="nearest")
+    matrix.imshow(np.ma.masked_equal(right, 0), cmap="Blues", norm=scale, interpolation="nearest")
+    matrix.set(xlabel="predicted", ylabel="true class")
+    matrix.xaxis.set_label_position("top")
+    if len(names) <= NAMED:
+        size = 11 if len(names) <= NUMBERED else 7
+        matrix.set_xticks(range(len(names)), _shown(names), rotation=90, fontsize=size, parse_math=False)
+        matrix.set_yticks(range(len(names)), _shown(names), fontsize=size, parse_math=False)
+    if len(names) <= NUMBERED:
+        for row, at in np.argwhere(counts > 0):
+            color = "white" if shares[row, at] > 0.35 else "black"
+            matrix.text(at, row, f"{counts[row, at]:,}", ha="center", va="center", color=color, fontsize=10)
+    text.set_axis_off()
+    lines = "\n".join(_pairs(counts, _shown(names)) + _worst(counts, _shown(names)))
+    text.text(
+        0, 1, lines, va="top", family="monospace", fontsize=9, parse_math=False, transform=text.transAxes
+    )
+    figure.suptitle(title, fontsize=13, parse_math=False)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=150)
+    return stream.getvalue()
+
+
+def _shown(names: list[str]) -> list[str]:
+    """Return names that fit and can be drawn: names of folders are bytes, and can hold line breaks."""
+    cut = (name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names)
+    return ["".join(x if x.isprintable() else "?" for x in name) for name in cut]
+
+
+def _pairs(counts: np.ndarray, names: list[str]) -> list[str]:
+    """Return the pairs of classes with most images, in words."""
+    wrong = counts * (1 - np.eye(len(names), dtype=np.int64))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
+    found = [(*np.unravel_index(i, wrong.shape), wrong.flat[i]) for i in order if wrong.flat[i]]
+    lines = [f"{n:>5,} of {counts[a].sum():>5,}  {names[a]} as {names[b]}" for a, b, n in found]
+    total = int(wrong.sum())
+    return [f"most confused, of {total:,} wrong of {counts.sum():,}", *lines, ""]
+
+
+def _worst(counts: np.ndarray, names: list[str]) -> list[str]:
+    """Return the classes of the lowest accuracy, in words."""
+    images = counts.sum(1)
+    accuracy = np.diag(counts) / np.maximum(1, images)
+    order = [i for i in np.argsort(accuracy, kind="stable") if images[i]][:WORST]
+    lines = [f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {names[i]}" for i in order]
+    return ["least accurate classes", *lines]
