@@ -9,7 +9,16 @@ LABELS = {"kind": "bernoulli", "fraction": 0.1, "count": 160}
 
 
 def result(
-    run: Path, step: int, top1: float, *, kind="finetune", labels=LABELS, home=None, source=None, **setting
+    run: Path,
+    step: int,
+    top1: float,
+    *,
+    kind="finetune",
+    labels=LABELS,
+    home=None,
+    source=None,
+    tag=None,
+    **setting,
 ) -> None:
     """Write one evaluation of `source`, or the checkpoint of `step` of `home` (this run); an epoch has 10 updates."""
     ledger = {"images": 100 * step, "updates": step, "petaflops": 0.5 * step, "seconds": 36.0 * step}
@@ -18,6 +27,7 @@ def result(
     encoder |= {"method": "SimCLR + SuNCEt", "ledger": ledger}
     metrics = {"top1": top1, "top5": 1 - (1 - top1) / 2}
     record = {"kind": kind, "metrics": metrics, "images": 355, "labels": labels, "encoder": encoder}
+    record |= {"finetuned": {"folder": f"{run}/finetune/{tag}"}} if tag else {}
     write_result(run, {**record, "setting": setting, "run": run.name, "versions": {}})
 
 

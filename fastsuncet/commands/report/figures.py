@@ -16,7 +16,6 @@ from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
@@ -145,28 +144,28 @@ def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cos
 
 
 # --------------------------------------------------------------------------------------------- the curves of one run
-def draw_lines(panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]]) -> str:
-    """Return one SVG of (title, label -> points by update) panels, two in a row, to stand in an HTML page."""
-    rows = -(-len(panels) // 2)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(10, 2.6 * rows), layout=ConstrainedLayoutEngine(h_pad=0.1))
-        grid = figure.subplots(rows, 2, squeeze=False, sharex=True).ravel()
-        for axes, (title, curves) in zip(grid, panels):
-            for i, (label, points) in enumerate(curves.items()):
-                few = {"marker": MARKERS[i], "markersize": 4} if len(points) <= 30 else {}
-                axes.plot(*zip(*points), color=COLORS[i], linestyle=DASHES[i], label=label, **few)
-            axes.set_title(title, loc="left", fontsize=10)
-            axes.tick_params(labelbottom=True)
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-            if len(curves) > 1:  # above the panel, where no curve is
-                above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-                axes.legend(ncols=len(curves), columnspacing=1, handlelength=1.8, fontsize=8, **above)
-        for axes in grid[len(panels) :]:
-            axes.remove()
-        for axes in grid[max(0, len(panels) - 2) : len(panels)]:
-            axes.set_xlabel("updates")
+def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return an SVG of label -> points by update, to stand in an HTML page as wide as a phone or wider.
+
+    Nothing but the curves has a color, so that a page can invert it.
+    """
+    style: dict[Any, Any] = {**STYLE, "grid.color": "black", "grid.alpha": 0.1}
+    with rc_context(style):
+        figure = Figure(figsize=(4.2, 2.3), layout="constrained")
+        axes = figure.subplots()
+        for i, (label, points) in enumerate(curves.items()):
+            few = {"marker": MARKERS[i], "markersize": 4} if len(points) <= 30 else {}
+            axes.plot(*zip(*points), color=COLORS[i], linestyle=DASHES[i], label=label, **few)
+        axes.set_title(title, loc="left", fontsize=10, pad=18 if len(curves) > 1 else None)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        if len(curves) > 1:  # above the panel, where no curve is
+            above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "borderaxespad": 0}
+            axes.legend(ncols=len(curves), columnspacing=1, handlelength=1.8, fontsize=8, **above)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        # Pictures of one page share its names: without a salt of its own, one's clip path would cut another.
+        with rc_context({"svg.hashsalt": title}):
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]  # without the XML declaration
 

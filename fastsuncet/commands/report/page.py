@@ -17,8 +17,8 @@ from typing import Any
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands import export
-from fastsuncet.commands.report.curves import KINDS, NAMES, labels_text, scale
-from fastsuncet.commands.report.reading import require_run
+from fastsuncet.commands.report.curves import NAMES, scale
+from fastsuncet.commands.report.reading import compare_settings, measurement_of, require_run, variant
 from fastsuncet.config import Config, flat, load_config
 from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.console import say_line
@@ -27,7 +27,7 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS, collapse_warning
 from fastsuncet.metrics.results import FOLDER as RESULTS
-from fastsuncet.metrics.results import read_results
+from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
@@ -47,21 +47,23 @@ HEAD = """\
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 {refresh}<title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 70em; margin: 2em auto;
-  padding: 0 1.2em; }}
-h1 {{ font-size: 1.6em; margin: 0; overflow-wrap: anywhere; }}
-h2 {{ font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #ccc; padding-bottom: .2em; }}
-table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; vertical-align: top; padding: .2em 1.4em .2em 0; overflow-wrap: break-word; }}
-th {{ font-weight: 600; }}
-@media (min-width: 45em) {{ th {{ white-space: nowrap; }} }}
-tr + tr {{ border-top: 1px solid #e5e5e5; }}
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 1.5em auto; padding: 0 1em;
+  overflow-wrap: anywhere; }}
+h1 {{ font-size: 1.6em; margin: 0; }}
+h2 {{ font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #8888; }}
+dl {{ columns: 2 26em; column-gap: 3em; margin: 0; }}
+dl div {{ display: flex; gap: 1em; padding: .2em 0; border-bottom: 1px solid #8883; break-inside: avoid; }}
+dt {{ flex: 0 0 55%; font-weight: 600; }}
+dd {{ margin: 0; }}
+.curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24em), 1fr)); gap: 1em 2em; }}
 svg {{ width: 100%; height: auto; }}
+@media (prefers-color-scheme: dark) {{ svg {{ filter: invert(1) hue-rotate(180deg); }} }}
 img {{ max-width: 100%; }}
-pre {{ background: #f4f4f4; padding: .8em 1em; overflow-x: auto; }}
-.state {{ color: #444; margin: .2em 0 1em; }}
-.warning {{ border-left: .35em solid #000; background: #f4f4f4; padding: .6em 1em; }}
-.columns {{ display: flex; flex-wrap: wrap; align-items: flex-start; gap: 0 4em; margin-bottom: 1em; }}
+ul {{ padding-left: 1.2em; }}
+pre {{ background: #8882; padding: .8em 1em; white-space: pre-wrap; }}
+.state {{ margin: .2em 0 1em; }}
+.warning {{ border-left: .35em solid; background: #8882; padding: .6em 1em; }}
 </style>
 </head>
 <body>
@@ -124,17 +126,17 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     parts.append(f'<p class="state">{html.escape(state)}</p>')
     warnings = [collapse_warning(of["knn"][-1]) if of["knn"] else None, problem]
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
-    parts.append(_two_tables(_now(of["train"], of["knn"], meta)))
-    parts += [_section("Curves"), _curves(config, of["train"], of["knn"])]
-    parts += [_section("Results"), *_results(run)]
+    parts.append(_facts(_now(of["train"], of["knn"], meta)))
+    parts += [_section("Curves by update"), _curves(config, of["train"], of["knn"])]
+    parts += [_section("Results"), _results(run)]
     parts += [_section("Weights"), *_weights(run, config)]
     parts += [_section("Views"), _views(run)]
     values = flat(config.canonical())
     changed = [(key, value) for key, value in values.items() if value != DEFAULTS.get(key)]
-    parts += [_section("Settings that are not the defaults"), _two_tables(changed)]
+    parts += [_section("Settings that are not the defaults"), _facts(changed)]
     every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
-    parts += [_section("Environment"), _table(_environment(meta, of["chosen"]))]
+    parts += [_section("Environment"), _facts(_environment(meta, of["chosen"]))]
     return "\n".join([*parts, "</body>\n</html>\n"])
 
 
@@ -147,22 +149,22 @@ def _section(title: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as people write it: 4 digits of a fraction, - for none."""
+    """Return a value as people write it: 4 digits of a number below 1,000, - for none."""
     if value is None:
         return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 and value.is_integer() else f"{value:.4g}"
-    return f"{value:,}" if type(value) is int and abs(value) >= 1e4 else str(value)
+    if type(value) not in (int, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def _table(rows: Iterable[tuple[str, Any]]) -> str:
-    cells = (f"<tr><th>{html.escape(k)}</th><td>{html.escape(_text(v))}</td></tr>" for k, v in rows)
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _two_tables(rows: Sequence[tuple[str, Any]]) -> str:
-    half = (len(rows) + 1) // 2
-    return f'<div class="columns">{_table(rows[:half])}{_table(rows[half:])}</div>'
+def _facts(rows: Iterable[tuple[str, Any]]) -> str:
+    """Return names with their values, in two columns where there is room."""
+    breaks = {ord("."): ".<wbr>", ord("_"): "_<wbr>"}  # where a narrow screen can break a key
+    cells = (
+        f"<div><dt>{html.escape(key).translate(breaks)}</dt><dd>{html.escape(_text(value))}</dd></div>"
+        for key, value in rows
+    )
+    return f"<dl>{''.join(cells)}</dl>"
 
 
 def _now(train: list[Record], knn: list[Record], meta: Record) -> list[tuple[str, Any]]:
@@ -200,7 +202,7 @@ def _duration(seconds: float | None) -> str | None:
 
 
 def _curves(config: Config, train: list[Record], knn: list[Record]) -> str:
-    """Return the curves of the metrics lines as one SVG picture, or why there is none."""
+    """Return the curves of the metrics lines as an SVG picture each, or why there is none."""
     if not train and not knn:
         return "<p>No metrics yet.</p>"
     if problem := drawing_problem():
@@ -227,25 +229,27 @@ def _curves(config: Config, train: list[Record], knn: list[Record]) -> str:
         }
         if curves := {label: points for label, points in curves.items() if points}:
             drawn.append((title, curves))
-    return draw_lines(drawn) if drawn else "<p>No metrics yet.</p>"
+    pictures = (draw_lines(title, curves) for title, curves in drawn)
+    return f'<div class="curves">{"".join(pictures)}</div>' if drawn else "<p>No metrics yet.</p>"
 
 
-def _results(run: Path) -> list[str]:
-    """Return a table of the evaluations in the run's folder."""
-    rows = [
-        (
-            f"{KINDS.get(each['kind'], each['kind'])}, {labels_text(each['labels'])}, "
-            f"update {_text(each['encoder'].get('step'))}",
-            ", ".join(
-                f"{NAMES.get(metric, metric)} {scale(metric) * value:.2f} %"
-                for metric, value in each["metrics"].items()
-            ),
+def _results(run: Path) -> str:
+    """Return the evaluations in the run's folder, each with what distinguishes it from the others."""
+    records = read_results(run)
+    splitting, _ = compare_settings(records)
+    rows = []
+    for record in records:
+        kind = measurement_of(record)
+        metrics = (
+            f"{NAMES.get(name, name)} {scale(name) * value:.2f}\u00a0%"
+            for name, value in record["metrics"].items()
         )
-        for each in read_results(run)
-    ]
+        parts = [str(kind), tuning_of(record), variant(record, splitting[kind])]
+        step = f"update {_text(record['encoder'].get('step'))}"
+        rows.append((", ".join(filter(None, [*parts, step])), ", ".join(metrics)))
     if not rows:
-        return ["<p>None yet. <code>fastsuncet evaluate</code> and <code>finetune</code> write them.</p>"]
-    return [_table(rows)]
+        return "<p>None yet. <code>fastsuncet evaluate</code> and <code>finetune</code> write them.</p>"
+    return _facts(rows)
 
 
 def _weights(run: Path, config: Config) -> list[str]:
