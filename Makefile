@@ -43,7 +43,7 @@ results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
 	  then $(BIN)/python tools/results.py show $$points --figure $$folder/accuracy.png; \
 	  else $(BIN)/python tools/results.py small $$points; fi || exit 1; echo; done
 	@$(BIN)/python tools/results.py runs docs/results/clothing-paws/accuracies.csv
-	@$(BIN)/python tools/suggestions.py show docs/results/suggestions/accuracies.csv
+	@$(BIN)/python tools/results.py suggestions docs/results/suggestions/accuracies.csv
 	@$(BIN)/python tools/results.py demo docs/demo
 
 $(DOCS): $(READY)

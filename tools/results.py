@@ -4,11 +4,12 @@
     python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
     python tools/results.py small docs/results/NAME/points.csv  # from the points of `fastsuncet report` to the tables
     python tools/results.py runs docs/results/NAME/accuracies.csv   # from single runs to their table
+    python tools/results.py suggestions docs/results/suggestions/accuracies.csv
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
 A run folder is named EXPERIMENT-METHOD-seedN. `collect` keeps the other points of its file, so that each run can be
-collected when it ends. `make results` runs `show` for each experiment with rules, `small` for the others, and
-`demo`; a test compares the output with the pages.
+collected when it ends. `make results` runs `show` for each experiment with rules, `small` for the others, and the rest;
+a test compares the output with the pages.
 """
 
 import argparse
@@ -20,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from fastsuncet.commands.report.compute_saved import percent, reached, savings
-from fastsuncet.commands.report.curves import Curve, Group, Measurement, Panel, Point, arrange
+from fastsuncet.commands.report.curves import Curve, Measurement, Panel, Point, arrange
 from fastsuncet.commands.report.figures import COLORS, MARKERS
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.metrics.results import read_results
@@ -80,9 +81,13 @@ RULES = {
     "final": "SimCLR's final accuracy, in % of its whole cost",
     "best": "SimCLR's best accuracy, in % of its own cost of that",
 }
+UNTIL = [f"FLOPs until {words}" for words in RULES.values()]
 DIFFERENCE = "paired difference, points (95 %)"
+ARMS = ("random", "typical", "margin")  # of the suggestions
+Shares = dict[int | None, float]  # seed -> accuracy, 0 to 1
 
 
+# ------------------------------------------------------------------------------------------------ points and seeds
 def collect(runs: Sequence[Path], output: Path) -> None:
     """Add a row of COLUMNS to `output` for every top-1 result in the run folders: the mean of its draws of crops."""
     rows = {row[:-2]: row for row in rows_of(output)} if output.exists() else {}
@@ -114,47 +119,74 @@ def evaluation(result: Mapping) -> str:
     return {"accuracy": "own", "npi": "own"}.get(kind, kind)
 
 
-def rows_of(path: Path) -> list[tuple[str, ...]]:
-    """Return the rows of a points.csv in the order of COLUMNS."""
+def rows_of(path: Path, columns: Sequence[str] = COLUMNS) -> list[tuple[str, ...]]:
+    """Return the rows of a CSV file in the order of `columns`."""
     with path.open(encoding="utf-8", newline="") as file:
-        return [tuple(row.get(column) or "" for column in COLUMNS) for row in csv.DictReader(file)]
+        return [tuple(row.get(column) or "" for column in columns) for row in csv.DictReader(file)]
 
 
-def read(path: Path) -> dict[str, dict[str, Panel]]:
-    """Return the panels of a points.csv by their number of labels, or "" for an experiment with one, and evaluation."""
-    points = defaultdict(list)
-    for labels, method, seed, kind, updates, cost, top1 in sorted(rows_of(path), key=lambda r: int(r[4])):
-        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / 100})
-        points[Measurement(kind, labels), (NAMES | ENDING)[method], int(seed)].append(point)
-    curves = [
-        Curve("", method, seed, measurement, tuple(found), method != BASELINE)
-        for (measurement, method, seed), found in sorted(points.items())
-    ]
-    panels: dict[str, dict[str, Panel]] = defaultdict(dict)
+class Study:
+    """One evaluation of an experiment: its curves by method, in the report's panel."""
+
+    def __init__(self, panel: Panel):
+        self.panel = panel
+        self.groups = {group.name: group for group in panel.groups}
+
+    def curves(self, name: str) -> Sequence[Curve]:
+        """Return the curve of each seed of a method, none if it was not measured."""
+        return self.groups[name].curves if name in self.groups else ()
+
+    def end(self, name: str) -> int:
+        """Return the updates of the last checkpoint that all seeds of a method have."""
+        return self.groups[name].common("top1")[-1].step or 0
+
+    def shares(self, name: str, step: int | None = None) -> Shares:
+        """Return the accuracy of each seed of a method after `step` updates; None: at its `end`."""
+        step = self.end(name) if step is None and name in self.groups else step
+        points = ((curve.seed, point) for curve in self.curves(name) for point in curve.points)
+        return {seed: point.metrics["top1"] for seed, point in points if point.step == step}
+
+    def whole(self, name: str) -> dict[int | None, float]:
+        """Return the petaFLOPs of each seed of a method."""
+        return {curve.seed: curve.points[-1].costs["petaflops"] for curve in self.curves(name)}
+
+    def saved(self, name: str, rule: str) -> list:
+        """Return a method's FLOPs until the baseline's accuracy by a rule of RULES, seed by seed."""
+        key = (name, "petaflops", rule)
+        return [s for s in savings(self.panel, "top1") if (s.method, s.cost, s.rule) == key]
+
+
+Studies = Mapping[str, Study]  # by evaluation
+
+
+def studies(curves: Sequence[Curve]) -> dict[str, dict[str, Study]]:
+    """Return the studies of some curves by their labels, "" for an experiment with one number, and evaluation."""
+    found: dict[str, dict[str, Study]] = defaultdict(dict)
     for panel in arrange(curves):
-        panels[panel.measurement.labels][panel.measurement.kind] = panel
-    return panels
+        found[panel.measurement.labels][panel.measurement.kind] = Study(panel)
+    return found
 
 
-def read_report(path: Path) -> list[Panel]:
-    """Return the panels of fine-tuning in a points.csv of `fastsuncet report`, one for each share of labels."""
+def read(path: Path) -> dict[str, dict[str, Study]]:
+    """Return the studies of a points.csv: of `collect`, or of `fastsuncet report`, whose accuracies are from 0 to 1."""
+    rows, scale = rows_of(path), 100
+    if path.read_text(encoding="utf-8").startswith("run,"):
+        rows, scale = rows_of(path, [{"updates": "step"}.get(column, column) for column in COLUMNS]), 1
     points = defaultdict(list)
-    with path.open(encoding="utf-8", newline="") as file:
-        for r in csv.DictReader(file):
-            if r["evaluation"] == "finetune":
-                point = Point(
-                    int(r["step"]), {"petaflops": float(r["petaflops"])}, {"top1": float(r["top1"])}
-                )
-                points[r["labels"], r["method"], int(r["seed"])].append(point)
-    return arrange(
-        Curve("", method, seed, Measurement("finetune", labels), tuple(found), method != BASELINE)
-        for (labels, method, seed), found in points.items()
+    for labels, method, seed, kind, updates, cost, top1 in sorted(rows, key=lambda r: int(r[4])):
+        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / scale})
+        points[Measurement(kind, labels), (NAMES | ENDING).get(method, method), int(seed)].append(point)
+    return studies(
+        [
+            Curve("", method, seed, measurement, tuple(found), method != BASELINE)
+            for (measurement, method, seed), found in sorted(points.items())
+        ]
     )
 
 
-def groups(panel: Panel) -> dict[str, Group]:
-    """Return the groups of a panel by their names."""
-    return {group.name: group for group in panel.groups}
+def points(base: Mapping[Any, float], ours: Mapping[Any, float]) -> list[float]:
+    """Return the differences of two methods in points, of the seeds that both have."""
+    return [100 * (ours[seed] - share) for seed, share in base.items() if seed in ours]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -163,287 +195,6 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
     n = len(differences)
     return mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
-
-
-def decision(center: float, half: float) -> str:
-    """Apply the rule that was written before the runs: supported above 0, refuted below +1 point."""
-    supported, refuted = center - half > 0, center + half < 1
-    if supported and refuted:
-        return "supported, and smaller than one point"
-    return "supported" if supported else "refuted" if refuted else "undecided"
-
-
-def difference(base: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """Return the paired difference of shares in points, and the half width of its interval."""
-    return interval([100 * (y - x) for x, y in zip(base, ours, strict=True)])
-
-
-def accuracy(shares: Sequence[float]) -> str:
-    """Return the mean of some accuracies in %, with their range."""
-    return percent(shares, 2, unit="")
-
-
-def saved(panel: Panel, method: str) -> list[str]:
-    """Return the FLOPs until the baseline's accuracy by each rule of RULES, in words."""
-    cells = []
-    for rule in RULES:
-        found = [
-            s for s in savings(panel, "top1") if (s.method, s.cost, s.rule) == (method, "petaflops", rule)
-        ]
-        there, said = reached([s.shares and s.shares[0] for s in found])
-        bound = "at most " if there and any(s.at_first for s in found) else ""
-        cells.append(f"{bound}{percent(there, 0)}; {said}" if there else said)
-    return cells
-
-
-def show(path: Path) -> list[str]:
-    """Return the tables of a points.csv beside rules.md as Markdown."""
-    panels, name = read(path), path.parent.name
-    if name == FEW_LABELS:
-        return show_few_labels(panels)
-    if PLATEAU in groups(panels[""]["linear"]):
-        return show_plateau(panels[""]["linear"])
-    return show_paired(panels[""], EXPERIMENTS[name].decided)
-
-
-def shares(panel: Panel, name: str, step: int | None) -> dict[int | None, float]:
-    """Return the accuracy of each seed of a method after `step` updates; the untrained encoder has only one."""
-    curves = groups(panel)[name].curves if name in groups(panel) else ()
-    return {
-        curve.seed: point.metrics["top1"]
-        for curve in curves
-        for point in curve.points
-        if point.step == step or name == UNTRAINED
-    }
-
-
-def paired(
-    panel: Panel, name: str, step: int | None, only: range | None = None
-) -> tuple[list[float], list[float]]:
-    """Return the accuracies of SimCLR and of a method after `step` updates, of the seeds that both have."""
-    base, ours = shares(panel, BASELINE, step), shares(panel, name, step)
-    return by_seed({seed: x for seed, x in base.items() if only is None or seed in only}, ours)
-
-
-def by_seed(
-    base: Mapping[int | None, float], ours: Mapping[int | None, float]
-) -> tuple[list[float], list[float]]:
-    """Return the values of the seeds that both have, in the same order."""
-    seeds = [seed for seed in base if seed in ours]
-    return [base[seed] for seed in seeds], [ours[seed] for seed in seeds]
-
-
-def difference_at_end(panel: Panel, *names: str) -> tuple[float, float]:
-    """Return the paired difference of two methods, each at the last checkpoint that all its seeds have."""
-    steps = (groups(panel)[name].common("top1")[-1].step for name in names)
-    return difference(*by_seed(*(shares(panel, name, step) for name, step in zip(names, steps))))
-
-
-def last_step(panel: Panel, name: str) -> int:
-    """Return the number of updates of the last checkpoint that all seeds of a method have."""
-    return groups(panel)[name].common("top1")[-1].step or 0
-
-
-def cells(panel: Panel, names: Sequence[str], methods: Sequence[str], step: int) -> list[str]:
-    """Return the accuracy of each of `names` after `step` updates, and each of `methods` less SimCLR."""
-    found = [list(shares(panel, name, step).values()) for name in names]
-    row = [accuracy(each) if each else "" for each in found]
-    return row + [difference_cell(*paired(panel, name, step)) for name in methods]
-
-
-def difference_cell(base: Sequence[float], ours: Sequence[float]) -> str:
-    """Return a paired difference in points in words."""
-    if len(base) > 1:
-        return "{:+.2f} ± {:.2f}".format(*difference(base, ours))
-    return "".join(f"{100 * (y - x):+.2f}, one seed" for x, y in zip(base, ours))
-
-
-def seeds_cell(found: Sequence[float]) -> str:
-    """Return the accuracies of some seeds in words, with their number."""
-    seeds = "1 seed" if len(found) == 1 else f"{len(found)} seeds"
-    return f"{accuracy(found)}, {seeds}" if found else ""
-
-
-def absolute(panels: Mapping[str, Panel], names: Sequence[str] = tuple(NAMES.values())) -> str:
-    """Return the table of the accuracy of each method's last checkpoint, and of all of the labels alone."""
-    rows = []
-    for name in names:
-        there = {kind: groups(panel)[name].curves for kind, panel in panels.items() if name in groups(panel)}
-        steps: dict[int | None, float] = {None: 0.0} if there else {}  # of the labels alone, and their FLOPs
-        if name in ALONE.values():
-            points = (p for curves in there.values() for curve in curves for p in curve.points)
-            steps = {p.step: p.costs["petaflops"] for p in points}
-        for step, cost in sorted(steps.items(), key=lambda item: item[1]):
-            found = {
-                kind: shares(panels[kind], name, step or last_step(panels[kind], name)) for kind in there
-            }
-            whole = (
-                next(iter(groups(next(iter(panels.values())))[BASELINE].curves)).points[-1].costs["petaflops"]
-            )
-            said = f", {step:,} updates: {100 * cost / whole:.0f} % of SimCLR's FLOPs" if step else ""
-            rows.append([name + said, *(seeds_cell([*found.get(kind, {}).values()]) for kind in panels)])
-    return "\n".join(markdown(["last checkpoint: top-1, %", *(EVALUATIONS[kind] for kind in panels)], rows))
-
-
-def differences(panels: Mapping[str, Panel]) -> str:
-    """Return the table of the paired differences of PAIRS, and of each method less the labels alone, of all seeds."""
-    alone = [(ours, base) for ours in (METHOD, CROSS_ENTROPY) for base in ALONE.values()]
-    rows = []
-    for ours, base in (*PAIRS, *alone):
-        row = []
-        for panel in panels.values():
-            there = [name for name in (base, ours) if name in groups(panel)]
-            pair = [shares(panel, name, last_step(panel, name)) for name in there]
-            complete = len(pair) == 2 and (base not in ALONE.values() or pair[0].keys() >= pair[1].keys())
-            row.append(difference_cell(*by_seed(*pair)) if complete else "")
-        if any(row):
-            rows.append([f"{ours}, less {base}", *row])
-    return "\n".join(markdown([DIFFERENCE, *(EVALUATIONS[kind] for kind in panels)], rows))
-
-
-def sensitive(panel: Panel) -> bool:
-    """Return whether an evaluation tells SimCLR from an untrained encoder: its gain's interval lies above 0."""
-    if UNTRAINED not in groups(panel):
-        return True
-    center, half = difference_at_end(panel, UNTRAINED, BASELINE)
-    return center > half
-
-
-def decision_line(panel: Panel, step: int | None, seeds: range) -> str:
-    """Return the decision on SuNCEt against SimCLR after `step` updates, on the `seeds` of the rules."""
-    base, ours = paired(panel, METHOD, step, seeds)
-    if len(base) < len(seeds):
-        return f"Decision by the rule: none yet, {len(base)} of {len(seeds)} seeds."
-    center, half = difference(base, ours)
-    shown = f"{center:+.2f} ± {half:.2f} points, seeds {seeds[0]} to {seeds[-1]}"
-    return f"Decision by the rule: **{decision(center, half)}**, {shown}."
-
-
-def show_paired(panels: dict[str, Panel], decided: Mapping[str, range]) -> list[str]:
-    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved.
-
-    Compute saved is shown for a `sensitive` evaluation only: elsewhere an untrained encoder reaches SimCLR's accuracy.
-    """
-    order = [*decided, *(kind for kind in EVALUATIONS if kind not in decided)]
-    panels = {kind: panels[kind] for kind in order if kind in panels}
-    tables, costs = [], []
-    for kind, panel in panels.items():
-        title, there = EVALUATIONS[kind], groups(panel)
-        if BASELINE not in there:
-            continue
-        checkpoints = there[BASELINE].common("top1")
-        methods = [name for name in (METHOD, CROSS_ENTROPY) if name in there]
-        if len(checkpoints) > 1:
-            trained = [BASELINE, *methods]
-            wide = [DIFFERENCE if len(methods) == 1 else f"{name}: {DIFFERENCE}" for name in methods]
-            head = ["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *wide]
-            rows = [
-                [str(c.step), f"{c.costs['petaflops']:.5f}", *cells(panel, trained, methods, c.step or 0)]
-                for c in checkpoints
-            ]
-            tables.append("\n".join(markdown(head, rows)))
-            shown = methods if sensitive(panel) else ()
-            costs += [[f"{name}, {title}", *saved(panel, name)] for name in shown]
-        if kind in decided:
-            line = decision_line(panel, checkpoints[-1].step, decided[kind])
-            tables.append(f"{title[0].upper()}{title[1:]}. {line}")
-    saving = "\n".join(markdown(["FLOPs until a method has", *RULES.values()], costs))
-    return [*tables, absolute(panels), differences(panels), saving]
-
-
-def costs(panel: Panel, method: str) -> dict[int | None, tuple[float, bool]]:
-    """Return, for each seed, the FLOPs until SimCLR's final accuracy as a share of SimCLR's, and whether it got there.
-
-    A seed that did not counts with all its FLOPs (docs/results/cifar10-plateau/rules.md).
-    """
-    whole = {curve.seed: curve.points[-1].costs["petaflops"] for curve in groups(panel)[method].curves}
-    base = {curve.seed: curve.points[-1].costs["petaflops"] for curve in groups(panel)[BASELINE].curves}
-    return {
-        s.seed: (s.shares[0] if s.shares else whole[s.seed] / base[s.seed], s.shares is not None)
-        for s in savings(panel, "top1")
-        if (s.method, s.cost, s.rule) == (method, "petaflops", "final") and s.seed is not None
-    }
-
-
-def decision_on_cost(center: float, half: float, *, most_arrived: bool) -> str:
-    """Apply the rule of the plateau: supported below +10 points of SimCLR's FLOPs, refuted above 0."""
-    supported, refuted = center + half < 10, center - half > 0
-    if not most_arrived or not (supported or refuted):
-        return "undecided"
-    if supported and refuted:
-        return "it saves less, by under 10 points"
-    return "supported" if supported else "refuted"
-
-
-def show_plateau(panel: Panel) -> list[str]:
-    """Return the table of a plateau's experiment as Markdown, and the decision."""
-    rows = []
-    for name in ENDING.values():
-        end = groups(panel)[name].common("top1")[-1]
-        spent = [curve.points[-1].costs["petaflops"] for curve in groups(panel)[name].curves]
-        flops = f"{mean(spent):.5f} ({min(spent):.5f} to {max(spent):.5f})"
-        rows.append([name, str(end.step), flops, accuracy(end.metrics["top1"]), ""])
-        if name != BASELINE:
-            found = costs(panel, name).values()
-            arrived = sum(there for _, there in found)
-            rows[-1][-1] = f"{percent([c for c, _ in found], 0)}; {arrived} of {len(found)} seeds reached it"
-    fixed, plateau = costs(panel, FIXED), costs(panel, PLATEAU)
-    center, half = difference(
-        *by_seed(*({seed: c for seed, (c, _) in found.items()} for found in (fixed, plateau)))
-    )
-    most = all(2 * sum(there for _, there in found.values()) > len(found) for found in (fixed, plateau))
-    columns = ["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", f"FLOPs until {RULES['final']}"]
-    paired, against = (
-        "{:+.2f} ± {:.2f}".format(*difference_at_end(panel, *pair))
-        for pair in ((FIXED, PLATEAU), (BASELINE, FIXED))
-    )
-    share = 100 * float(rows[1][2].split()[0]) / float(rows[0][2].split()[0])
-    return [
-        "\n".join(markdown(columns, rows)),
-        f"Fixed end against SimCLR, paired (95 %): accuracy {against} points, with {share:.0f} % of its FLOPs.",
-        f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
-        f"accuracy {paired} points.",
-        f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
-    ]
-
-
-def best(
-    panels: Mapping[str, Panel], name: str, kinds: Sequence[str] = ("own", "linear_auto", "finetune")
-) -> dict:
-    """Return each seed's best accuracy of a method over the checkpoints and evaluations."""
-    found: dict[int | None, float] = defaultdict(float)
-    for kind in kinds:
-        for curve in (
-            groups(panels[kind])[name].curves if kind in panels and name in groups(panels[kind]) else ()
-        ):
-            found[curve.seed] = max(found[curve.seed], *(p.metrics["top1"] for p in curve.points))
-    return dict(found)
-
-
-def show_gate(every: Mapping[str, Mapping[str, Panel]]) -> list[str]:
-    """Return the table of what the unlabeled images add at each number of labels, with the gate's one seed."""
-    kinds = ("own", "linear_auto", "finetune")
-    rows = []
-    for labels, panels in sorted(every.items(), key=lambda item: int(item[0])):
-        tops = {name: best(panels, name).get(GATE_SEED) for name in (BASELINE, *ALONE.values())}
-        for name in (BASELINE, *ALONE.values()):
-            cells = [best(panels, name, [kind]).get(GATE_SEED) for kind in kinds]
-            if any(cells):
-                rows.append([labels, name, *(f"{100 * x:.2f}" if x else "" for x in cells), ""])
-        alone = [tops[name] for name in ALONE.values()]
-        if (top := tops[BASELINE]) and all(alone):
-            rows[-1][-1] = f"{100 * (top - max(x for x in alone if x)):+.2f}"
-    head = ["labels", "best checkpoint", *(f"{EVALUATIONS[kind]}, %" for kind in kinds)]
-    return ["\n".join(markdown([*head, "the unlabeled images add, points"], rows))] if rows else []
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p values corrected by Holm's method, in the given order."""
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        corrected[i] = largest
-    return corrected
 
 
 def p_value(values: Sequence[float]) -> float:
@@ -456,13 +207,32 @@ def p_value(values: Sequence[float]) -> float:
     return float(2 * t.sf(abs(mean(values)) / error, len(values) - 1))
 
 
-def log_ratios(panel: Panel) -> list[float]:
-    """Return, for each seed, log of the FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it."""
-    return [
-        log(s.shares[0] if s.shares else NOT_REACHED)
-        for s in savings(panel, "top1")
-        if (s.method, s.cost, s.rule) == (METHOD, "petaflops", "best")
-    ]
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p values corrected by Holm's method, in the given order."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+# ------------------------------------------------------------------------------------------------------------ rules
+def decision(center: float, half: float) -> str:
+    """Apply the rule that was written before the runs: supported above 0, refuted below +1 point."""
+    supported, refuted = center - half > 0, center + half < 1
+    if supported and refuted:
+        return "supported, and smaller than one point"
+    return "supported" if supported else "refuted" if refuted else "undecided"
+
+
+def decision_on_cost(center: float, half: float, *, most_arrived: bool) -> str:
+    """Apply the rule of the plateau: supported below +10 points of SimCLR's FLOPs, refuted above 0."""
+    supported, refuted = center + half < 10, center - half > 0
+    if not most_arrived or not (supported or refuted):
+        return "undecided"
+    if supported and refuted:
+        return "it saves less, by under 10 points"
+    return "supported" if supported else "refuted"
 
 
 def decision_on_ratio(low: float, high: float) -> str:
@@ -481,124 +251,324 @@ def decision_on_losses(low: float, high: float) -> str:
     return "refuted" if high < 0.5 else "undecided"
 
 
-def show_few_labels(every: Mapping[str, Mapping[str, Panel]]) -> list[str]:
+# ------------------------------------------------------------------------------------------------------------ cells
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join(markdown(head, rows))
+
+
+def accuracy(shares: Sequence[float]) -> str:
+    """Return the mean of some accuracies in %, with their range; "" of none."""
+    return percent(shares, 2, unit="") if shares else ""
+
+
+def with_seeds(shares: Mapping[Any, float]) -> str:
+    """Return the accuracies of some seeds in words, with their number; "" of none."""
+    seeds = "1 seed" if len(shares) == 1 else f"{len(shares)} seeds"
+    return f"{accuracy([*shares.values()])}, {seeds}" if shares else ""
+
+
+def gain(base: Mapping[Any, float], ours: Mapping[Any, float], digits: int = 2) -> str:
+    """Return a paired difference in points in words; "" without a seed that both have."""
+    found = points(base, ours)
+    if len(found) > 1:
+        return "{:+.{digits}f} ± {:.{digits}f}".format(*interval(found), digits=digits)
+    return "".join(f"{each:+.2f}, one seed" for each in found)
+
+
+def saved_cells(study: Study, name: str) -> list[str]:
+    """Return the FLOPs until the baseline's accuracy by each rule of RULES, in words."""
+    cells = []
+    for rule in RULES:
+        found = study.saved(name, rule)
+        there, said = reached([s.shares and s.shares[0] for s in found])
+        bound = "at most " if there and any(s.at_first for s in found) else ""
+        cells.append(f"{bound}{percent(there, 0)}; {said}" if there else said)
+    return cells
+
+
+# ----------------------------------------------------------------------------------------------- SimCLR and labels
+def show(path: Path) -> list[str]:
+    """Return the tables of a points.csv beside rules.md as Markdown."""
+    every, name = read(path), path.parent.name
+    if name == FEW_LABELS:
+        return show_few_labels(every)
+    if PLATEAU in every[""]["linear"].groups:
+        return show_plateau(every[""]["linear"])
+    return show_paired(every[""], EXPERIMENTS[name].decided)
+
+
+def show_paired(found: Studies, decided: Mapping[str, range]) -> list[str]:
+    """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved.
+
+    Compute saved is shown for an evaluation that tells SimCLR from an untrained encoder: elsewhere that one reaches
+    SimCLR's accuracy.
+    """
+    order = [*decided, *(kind for kind in EVALUATIONS if kind not in decided)]
+    found = {kind: found[kind] for kind in order if kind in found}
+    tables, costs = [], []
+    for kind, study in found.items():
+        if BASELINE not in study.groups:
+            continue
+        title, checkpoints = EVALUATIONS[kind], study.groups[BASELINE].common("top1")
+        methods = [name for name in (METHOD, CROSS_ENTROPY) if name in study.groups]
+        if len(checkpoints) > 1:
+            trained = [BASELINE, *methods]
+            wide = [DIFFERENCE if len(methods) == 1 else f"{name}: {DIFFERENCE}" for name in methods]
+            rows = []
+            for c in checkpoints:
+                base, *ours = (study.shares(name, c.step) for name in trained)
+                means = [accuracy([*each.values()]) for each in (base, *ours)]
+                gains = [gain(base, each) for each in ours]
+                rows.append([str(c.step), f"{c.costs['petaflops']:.5f}", *means, *gains])
+            tables.append(table(["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *wide], rows))
+            control = (
+                points(study.shares(UNTRAINED), study.shares(BASELINE)) if UNTRAINED in study.groups else []
+            )
+            if not control or interval(control)[0] > interval(control)[1]:
+                costs += [[f"{name}, {title}", *saved_cells(study, name)] for name in methods]
+        if kind in decided:
+            line = decision_line(study, checkpoints[-1].step, decided[kind])
+            tables.append(f"{title[0].upper()}{title[1:]}. {line}")
+    return [
+        *tables,
+        absolute(found),
+        differences(found),
+        table(["FLOPs until a method has", *RULES.values()], costs),
+    ]
+
+
+def decision_line(study: Study, step: int | None, seeds: range) -> str:
+    """Return the decision on SuNCEt against SimCLR after `step` updates, on the `seeds` of the rules."""
+    base, ours = ({s: x for s, x in study.shares(n, step).items() if s in seeds} for n in (BASELINE, METHOD))
+    found = points(base, ours)
+    if len(found) < len(seeds):
+        return f"Decision by the rule: none yet, {len(found)} of {len(seeds)} seeds."
+    center, half = interval(found)
+    shown = f"{center:+.2f} ± {half:.2f} points, seeds {seeds[0]} to {seeds[-1]}"
+    return f"Decision by the rule: **{decision(center, half)}**, {shown}."
+
+
+def absolute(found: Studies, names: Sequence[str] = tuple(NAMES.values())) -> str:
+    """Return the table of the accuracy of each method's last checkpoint, and of all of the labels alone."""
+    whole = next(iter(next(iter(found.values())).whole(BASELINE).values()))
+    rows = []
+    for name in names:
+        there = {kind: study for kind, study in found.items() if name in study.groups}
+        steps: dict[int | None, float] = {None: 0.0} if there else {}  # of the labels alone, and their FLOPs
+        if name in ALONE.values():
+            every = (p for study in there.values() for curve in study.curves(name) for p in curve.points)
+            steps = {p.step: p.costs["petaflops"] for p in every}
+        for step, cost in sorted(steps.items(), key=lambda item: item[1]):
+            said = f", {step:,} updates: {100 * cost / whole:.0f} % of SimCLR's FLOPs" if step else ""
+            cells = [with_seeds(there[kind].shares(name, step)) if kind in there else "" for kind in found]
+            rows.append([name + said, *cells])
+    return table(["last checkpoint: top-1, %", *(EVALUATIONS[kind] for kind in found)], rows)
+
+
+def differences(found: Studies) -> str:
+    """Return the table of the paired differences of PAIRS, and of each method less the labels alone, of all seeds."""
+    alone = [(ours, base) for ours in (METHOD, CROSS_ENTROPY) for base in ALONE.values()]
+    rows = []
+    for ours, base in (*PAIRS, *alone):
+        row = []
+        for study in found.values():
+            less, more = study.shares(base), study.shares(ours)
+            complete = less and more and (base not in ALONE.values() or less.keys() >= more.keys())
+            row.append(gain(less, more) if complete else "")
+        if any(row):
+            rows.append([f"{ours}, less {base}", *row])
+    return table([DIFFERENCE, *(EVALUATIONS[kind] for kind in found)], rows)
+
+
+def costs_until(study: Study, name: str) -> dict[int | None, tuple[float, bool]]:
+    """Return, for each seed, the FLOPs until SimCLR's final accuracy as a share of SimCLR's, and whether it got there.
+
+    A seed that did not counts with all its FLOPs (docs/results/cifar10-plateau/rules.md).
+    """
+    whole, base = study.whole(name), study.whole(BASELINE)
+    return {
+        s.seed: (s.shares[0] if s.shares else whole[s.seed] / base[s.seed], s.shares is not None)
+        for s in study.saved(name, "final")
+        if s.seed is not None
+    }
+
+
+def show_plateau(study: Study) -> list[str]:
+    """Return the table of a plateau's experiment as Markdown, and the decision."""
+    rows, costs = [], {name: costs_until(study, name) for name in (FIXED, PLATEAU)}
+    for name in ENDING.values():
+        spent, ends = study.whole(name).values(), study.shares(name).values()
+        flops = f"{mean(spent):.5f} ({min(spent):.5f} to {max(spent):.5f})"
+        rows.append([name, str(study.end(name)), flops, accuracy([*ends]), ""])
+        if name != BASELINE:
+            shares, there = zip(*costs[name].values())
+            rows[-1][-1] = f"{percent(shares, 0)}; {sum(there)} of {len(there)} seeds reached it"
+    fixed, plateau = ({seed: share for seed, (share, _) in found.items()} for found in costs.values())
+    center, half = interval(points(fixed, plateau))
+    most = all(2 * sum(there for _, there in found.values()) > len(found) for found in costs.values())
+    base, ends, later = (study.shares(name) for name in ENDING.values())
+    share = 100 * float(rows[1][2].split()[0]) / float(rows[0][2].split()[0])
+    return [
+        table(["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", UNTIL[0]], rows),
+        f"Fixed end against SimCLR, paired (95 %): accuracy {gain(base, ends)} points, "
+        f"with {share:.0f} % of its FLOPs.",
+        f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
+        f"accuracy {gain(ends, later)} points.",
+        f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ few labels
+def best(found: Studies, name: str, kinds: Sequence[str] = ("own", "linear_auto", "finetune")) -> Shares:
+    """Return each seed's best accuracy of a method over the checkpoints and evaluations."""
+    tops: Shares = defaultdict(float)
+    for kind in kinds:
+        for curve in found[kind].curves(name) if kind in found else ():
+            tops[curve.seed] = max(tops[curve.seed], *(p.metrics["top1"] for p in curve.points))
+    return dict(tops)
+
+
+def only(found: Studies, seeds: range) -> dict[str, Study]:
+    """Return the studies with the curves of these seeds, without those that have none."""
+    curves = [
+        c for study in found.values() for name in study.groups for c in study.curves(name) if c.seed in seeds
+    ]
+    return {kind: study for each in studies(curves).values() for kind, study in each.items()}
+
+
+def show_gate(every: Mapping[str, Studies]) -> list[str]:
+    """Return the table of what the unlabeled images add at each number of labels, with the gate's one seed."""
+    kinds, rows = ("own", "linear_auto", "finetune"), []
+    for labels, found in sorted(every.items(), key=lambda item: int(item[0])):
+        tops = {name: best(found, name).get(GATE_SEED) for name in (BASELINE, *ALONE.values())}
+        for name in tops:
+            cells = [best(found, name, [kind]).get(GATE_SEED) for kind in kinds]
+            if any(cells):
+                rows.append([labels, name, *(f"{100 * x:.2f}" if x else "" for x in cells), ""])
+        top, *alone = tops.values()
+        if top and all(alone):
+            rows[-1][-1] = f"{100 * (top - max(x for x in alone if x)):+.2f}"
+    head = ["labels", "best checkpoint", *(f"{EVALUATIONS[kind]}, %" for kind in kinds)]
+    return [table([*head, "the unlabeled images add, points"], rows)] if rows else []
+
+
+def show_few_labels(every: Mapping[str, Studies]) -> list[str]:
     """Return the tables from few labels to many: the gate, accuracies, and the four decisions corrected by Holm."""
     gate = show_gate(
-        {labels: only(panels, range(GATE_SEED, GATE_SEED + 1)) for labels, panels in every.items()}
+        {labels: only(found, range(GATE_SEED, GATE_SEED + 1)) for labels, found in every.items()}
     )
     runs = {labels: only(every[labels], range(SEEDS)) for labels in ("100", "500") if labels in every}
-    trained = (BASELINE, METHOD, CROSS_ENTROPY)
+    trained, kinds = (BASELINE, METHOD, CROSS_ENTROPY), ("finetune", "linear_auto")
     ended = [
-        sum(len(curve.points) == CHECKPOINTS for curve in groups(panels[kind])[name].curves)
-        if kind in panels and name in groups(panels[kind])
-        else 0
-        for panels in runs.values()
-        for kind in ("finetune", "linear_auto")
+        sum(len(curve.points) == CHECKPOINTS for curve in found[kind].curves(name)) if kind in found else 0
+        for found in runs.values()
+        for kind in kinds
         for name in trained
     ]
     if len(runs) < 2 or min(ended) < SEEDS:
         return [*gate, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
-    tables = [f"{labels} labels:\n\n{absolute(panels, trained)}" for labels, panels in runs.items()]
+    tables = [f"{labels} labels:\n\n{absolute(found, trained)}" for labels, found in runs.items()]
     controls = [
-        [f"{labels} labels", name, seeds_cell([*best(panels, name).values()])]
-        for labels, panels in runs.items()
+        [f"{labels} labels", name, with_seeds(best(found, name))]
+        for labels, found in runs.items()
         for name in ALONE.values()
     ]
-    tables.append("\n".join(markdown(["", "best checkpoint and evaluation", "top-1, %"], controls)))
-    for kind in ("finetune", "linear_auto"):
-        found, rows = [], []
-        for panels in runs.values():
-            ends = (
-                shares(panels[kind], name, last_step(panels[kind], name)) for name in (CROSS_ENTROPY, METHOD)
-            )
-            points = [100 * (y - x) for x, y in zip(*by_seed(*ends))]
-            found += [log_ratios(panels[kind]), points]
-        corrected = holm([p_value(values) for values in found])
-        for i, (values, p) in enumerate(zip(found, corrected)):
-            center, half = interval(values)
+    tables.append(table(["", "best checkpoint and evaluation", "top-1, %"], controls))
+    for kind in kinds:
+        values, rows = {}, []
+        for labels, found in runs.items():
+            # log of the FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it
+            ratios = [
+                log(s.shares[0] if s.shares else NOT_REACHED) for s in found[kind].saved(METHOD, "best")
+            ]
+            values[f"{labels} labels: compute saved, r"] = ratios
+            ends = (found[kind].shares(name) for name in (CROSS_ENTROPY, METHOD))
+            values[f"{labels} labels: SuNCEt less cross-entropy"] = points(*ends)
+        for (what, each), p in zip(values.items(), holm([p_value(each) for each in values.values()])):
+            center, half = interval(each)
             low, high = center - half, center + half
-            if i % 2:
-                shown, said = f"{center:+.2f} ± {half:.2f} points", decision_on_losses(low, high)
-            else:
+            if what.endswith(", r"):
                 low, high = exp(low), exp(high)
                 shown, said = f"{exp(center):.2f} ({low:.2f} to {high:.2f})", decision_on_ratio(low, high)
+            else:
+                shown, said = f"{center:+.2f} ± {half:.2f} points", decision_on_losses(low, high)
             if said.startswith(("confirmed", "better")) and p >= 0.05:
                 said = "undecided"
-            what = "SuNCEt less cross-entropy" if i % 2 else "compute saved, r"
-            decided = [f"{p:.3f}", f"**{said}**"] if kind == "finetune" else []
-            rows.append([f"{list(runs)[i // 2]} labels: {what}", shown, *decided])
+            rows.append([what, shown, *([f"{p:.3f}", f"**{said}**"] if kind == "finetune" else [])])
         heads = ["p, Holm", "decision by the rule"] if kind == "finetune" else []
-        tables.append("\n".join(markdown([EVALUATIONS[kind], "mean (95 %)", *heads], rows)))
+        tables.append(table([EVALUATIONS[kind], "mean (95 %)", *heads], rows))
     return [*gate, *tables]
 
 
-def only(panels: Mapping[str, Panel], seeds: range) -> dict[str, Panel]:
-    """Return the panels with the curves of these seeds, without panels that have none."""
-    found = arrange(
-        curve for panel in panels.values() for g in panel.groups for curve in g.curves if curve.seed in seeds
-    )
-    return {panel.measurement.kind: panel for panel in found}
-
-
-def show_small(panels: Sequence[Panel]) -> list[str]:
+# ---------------------------------------------------------------------------------------------------- other tables
+def show_small(path: Path) -> list[str]:
     """Return the tables of fine-tuned accuracies, and of compute until the baseline's, as Markdown."""
     ends, shares = [], []
-    for panel in panels:
-        base, *others = panel.groups
-        end = base.common("top1")[-1]
-        cost, top1 = end.costs["petaflops"], end.metrics["top1"]
-        ends.append([panel.measurement.labels, base.name, "100", percent(top1, unit=""), ""])
-        for group in others:
-            ours = group.common("top1")[-1]
-            found = ours.metrics["top1"]
-            flops = f"{100 * ours.costs['petaflops'] / cost:.0f}"
-            paired = "{:+.1f} ± {:.1f}".format(*difference_at_end(panel, base.name, group.name))
-            ends.append(["", group.name, flops, percent(found, unit=""), paired])
-            shares.append([panel.measurement.labels, group.name, *saved(panel, group.name)])
-    columns = ["labels", "method", "FLOPs, % of SimCLR's", "top-1, %, fine-tuned", DIFFERENCE]
-    heads = [f"FLOPs until {words}" for words in RULES.values()]
-    return ["\n".join(markdown(columns, ends)), "\n".join(markdown(["labels", "method", *heads], shares))]
+    for labels, found in read(path).items():
+        study = found["finetune"]
+        base, *others = (group.common("top1")[-1] for group in study.groups.values())
+        _, *names = study.groups
+        ends.append([labels, BASELINE, "100", percent(base.metrics["top1"], unit=""), ""])
+        for name, ours in zip(names, others):
+            flops = f"{100 * ours.costs['petaflops'] / base.costs['petaflops']:.0f}"
+            paired = gain(study.shares(BASELINE), study.shares(name), digits=1)
+            ends.append(["", name, flops, percent(ours.metrics["top1"], unit=""), paired])
+            shares.append([labels, name, *saved_cells(study, name)])
+    head = ["labels", "method", "FLOPs, % of SimCLR's", "top-1, %, fine-tuned", DIFFERENCE]
+    return [table(head, ends), table(["labels", "method", *UNTIL], shares)]
 
 
-def read_demo(folder: Path) -> Panel:
-    """Return the numbers that `fastsuncet demo` wrote, demo_seedN.json."""
+def show_demo(folder: Path) -> list[str]:
+    """Return the tables of what `fastsuncet demo` wrote: README's, of all checkpoints, of each seed."""
     curves = []
     for path in sorted(folder.glob("demo_seed*.json")):
+        seed = int(path.stem.removeprefix("demo_seed"))
         for method, run in json.loads(path.read_text(encoding="utf-8")).items():
             rows = zip(run["updates"], run["petaflops"], run["accuracy"])
-            points = tuple(Point(step, {"petaflops": cost}, {"top1": top1}) for step, cost, top1 in rows)
-            seed = int(path.stem.removeprefix("demo_seed"))
-            curves.append(Curve("", method, seed, Measurement("linear", ""), points, method != BASELINE))
-    (panel,) = arrange(curves)
-    return panel
-
-
-def show_demo(panel: Panel) -> list[str]:
-    """Return the demo's tables as Markdown: README's, that of all checkpoints, that of each seed."""
-    base, ours = (groups(panel)[name] for name in (BASELINE, METHOD))
-    heads = [f"FLOPs until {words}" for words in RULES.values()]
-    checkpoints = list(zip(base.common("top1"), ours.common("top1")))
-    end = checkpoints[-1]
-    readme = [[name, percent(point.metrics["top1"])] for name, point in zip((BASELINE, METHOD), end)]
-    head = f"after {end[0].step} updates, {1e6 * end[0].costs['petaflops']:.0f} gigaFLOPs"
-    rows = [
-        [
-            f"{a.step}",
-            f"{1e6 * a.costs['petaflops']:.1f}",
-            *(percent(p.metrics["top1"], unit="") for p in (a, b)),
-        ]
-        for a, b in checkpoints
-    ]
-    seeds = []
-    for a, b in zip(base.curves, ours.curves):
-        last = [f"{100 * curve.points[-1].metrics['top1']:.1f}" for curve in (a, b)]
-        own = [s for s in savings(panel, "top1") if s.seed == a.seed]
-        seeds.append([str(a.seed), *last, *(percent([s.shares[1]], 0) if s.shares else "never" for s in own)])
+            found = tuple(Point(step, {"petaflops": cost}, {"top1": top1}) for step, cost, top1 in rows)
+            curves.append(Curve("", method, seed, Measurement("linear", ""), found, method != BASELINE))
+    study = studies(curves)[""]["linear"]
+    rows, readme, seeds = [], [], []
+    for a, b in zip(*(study.groups[name].common("top1") for name in (BASELINE, METHOD))):
+        means = [percent(p.metrics["top1"], unit="") for p in (a, b)]
+        rows.append([f"{a.step}", f"{1e6 * a.costs['petaflops']:.1f}", *means])
+        readme = [[name, percent(p.metrics["top1"])] for name, p in ((BASELINE, a), (METHOD, b))]
+        head = f"after {a.step} updates, {1e6 * a.costs['petaflops']:.0f} gigaFLOPs"
+    for seed in study.shares(BASELINE):
+        last = [f"{100 * study.shares(name)[seed]:.1f}" for name in (BASELINE, METHOD)]
+        own = [s for s in savings(study.panel, "top1") if s.seed == seed]
+        seeds.append([str(seed), *last, *(percent([s.shares[1]], 0) if s.shares else "never" for s in own)])
     return [
-        "\n".join(markdown([head, "accuracy of a linear classifier on the labeled 10 %"], readme)),
-        "\n".join(markdown(["updates", "gigaFLOPs", f"{BASELINE}, %", f"{METHOD}, %"], rows)),
-        "\n".join(markdown(["seed", f"{BASELINE}, last", f"{METHOD}, last", *heads], seeds)),
+        table([head, "accuracy of a linear classifier on the labeled 10 %"], readme),
+        table(["updates", "gigaFLOPs", f"{BASELINE}, %", f"{METHOD}, %"], rows),
+        table(["seed", f"{BASELINE}, last", f"{METHOD}, last", *UNTIL], seeds),
     ]
+
+
+def show_runs(path: Path) -> list[str]:
+    """Return the table of a file of single runs as Markdown: its columns, as they are."""
+    with path.open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    return [table([name.replace("_", " ") for name in head], rows)]
+
+
+def show_suggestions(path: Path) -> list[str]:
+    """Return the table of what suggested images add to random ones, with the decisions of the rules beside it."""
+    tops: dict[tuple, dict[str, float]] = defaultdict(dict)
+    for images, arm, draw, labels, top1 in rows_of(path, ("images", "arm", "draw", "labels", "top1")):
+        tops[images, labels, arm][draw] = float(top1)
+    rows = []
+    for images, labels in dict.fromkeys(key[:2] for key in tops):
+        base, *others = (tops[images, labels, arm] for arm in ARMS)
+        cells = []
+        for ours in others:
+            center, half = interval([top1 - base[draw] for draw, top1 in ours.items()])
+            word = "better" if center - half > 0 else "worse" if center + half < 0 else "undecided"
+            cells.append(f"{center:+.2f} ± {half:.2f}, {word}")
+        rows.append([images, labels, f"{sum(base.values()) / len(base):.2f}", *cells])
+    head = ("images", "labels", "random, %", "typical, less random, points (95 %)", "margin, less random")
+    return [table(head, rows)]
 
 
 def draw(points: Path, path: Path) -> None:
@@ -609,22 +579,21 @@ def draw(points: Path, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
-    panels, (title, labels, _) = read(points)[""], EXPERIMENTS[points.parent.name]
-    shown = [
-        kind
+    found, (title, labels, _) = read(points)[""], EXPERIMENTS[points.parent.name]
+    shown = {
+        kind: found[kind]
         for kind in EVALUATIONS
-        if kind in panels
-        and BASELINE in groups(panels[kind])
-        and len(groups(panels[kind])[BASELINE].common("top1")) > 1
-    ]
+        if kind in found
+        and BASELINE in found[kind].groups
+        and len(found[kind].groups[BASELINE].common("top1")) > 1
+    }
     figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4.6), layout="constrained")
-    seeds = len(groups(panels[shown[0]])[BASELINE].curves)
+    seeds = len(next(iter(shown.values())).curves(BASELINE))
     figure.suptitle(f"{title}, {labels} of the labels, paired seeds: {seeds}", size=11)
-    for axes, kind in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
-        found = groups(panels[kind])
-        names = [name for name in found if name != UNTRAINED and name not in ALONE.values()]
+    for axes, (kind, study) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
+        names = [name for name in study.groups if name != UNTRAINED and name not in ALONE.values()]
         for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, ("-", "--", ":"))):
-            checkpoints = found[name].common("top1")
+            checkpoints = study.groups[name].common("top1")
             x = [p.costs["petaflops"] * 1e3 for p in checkpoints]
             columns = [[100 * share for share in p.metrics["top1"]] for p in checkpoints]
             axes.plot(x, columns, color=color, lw=0.6, alpha=0.45)
@@ -646,11 +615,13 @@ def draw(points: Path, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def show_runs(path: Path) -> list[str]:
-    """Return the table of a file of single runs as Markdown: its columns, as they are."""
-    with path.open(encoding="utf-8", newline="") as file:
-        head, *rows = csv.reader(file)
-    return ["\n".join(markdown([name.replace("_", " ") for name in head], rows))]
+SHOWN = {
+    "show": show,
+    "small": show_small,
+    "runs": show_runs,
+    "suggestions": show_suggestions,
+    "demo": show_demo,
+}
 
 
 def main() -> None:
@@ -661,30 +632,17 @@ def main() -> None:
     one = commands.add_parser("collect", help="write the points of run folders")
     one.add_argument("runs", type=Path, nargs="+")
     one.add_argument("--output", type=Path, required=True)
-    two = commands.add_parser("show", help="print the tables of points, and draw the figure")
-    two.add_argument("points", type=Path)
-    two.add_argument("--figure", type=Path)
-    three = commands.add_parser("small", help="print the tables of the points of a report")
-    three.add_argument("points", type=Path)
-    four = commands.add_parser("demo", help="print the tables of the demo")
-    four.add_argument("folder", type=Path)
-    five = commands.add_parser("runs", help="print the table of single runs")
-    five.add_argument("accuracies", type=Path)
+    for command, function in SHOWN.items():
+        added = commands.add_parser(command, help=(function.__doc__ or "").splitlines()[0])
+        added.add_argument("points", type=Path)
+        if command == "show":
+            added.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "runs":
-        print("\n\n".join(show_runs(arguments.accuracies)))
-        return
-    if arguments.command == "demo":
-        print("\n\n".join(show_demo(read_demo(arguments.folder))))
-        return
-    if arguments.command == "small":
-        print("\n\n".join(show_small(read_report(arguments.points))))
-        return
     if arguments.command == "collect":
         collect(arguments.runs, arguments.output)
         return
-    print("\n\n".join(show(arguments.points)))
-    if arguments.figure and arguments.points.parent.name != FEW_LABELS:
+    print("\n\n".join(SHOWN[arguments.command](arguments.points)))
+    if arguments.command == "show" and arguments.figure and arguments.points.parent.name != FEW_LABELS:
         draw(arguments.points, arguments.figure)
 
 

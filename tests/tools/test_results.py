@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import results, suggestions
+from tools import results
 from tools.results import decision, decision_on_cost, interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ INTERVAL = r"[+-]\d+\.\d+ ± \d+\.\d+"
 
 def tables_of(points):
     paired = (points.parent / "rules.md").exists()
-    return results.show(points) if paired else results.show_small(results.read_report(points))
+    return results.show(points) if paired else results.show_small(points)
 
 
 @pytest.mark.parametrize("points", EXPERIMENTS, ids=lambda path: path.parent.name)
@@ -30,14 +30,17 @@ def test_results_page_holds_the_tables_of_the_points(points):
 
 @pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
 def test_page_names_no_interval_that_is_not_in_a_table(name):
-    tables = [*(each for points in EXPERIMENTS for each in tables_of(points)), *suggestions.show(SUGGESTIONS)]
+    tables = [
+        *(each for points in EXPERIMENTS for each in tables_of(points)),
+        *results.show_suggestions(SUGGESTIONS),
+    ]
     known = set(re.findall(INTERVAL, "".join(tables)))
     named = set(re.findall(INTERVAL, " ".join((ROOT / name).read_text(encoding="utf-8").split())))
     assert named and named <= known
 
 
 def test_results_page_holds_the_table_of_the_suggestions():
-    (table,) = suggestions.show(SUGGESTIONS)
+    (table,) = results.show_suggestions(SUGGESTIONS)
     assert table in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
 
 
@@ -47,7 +50,7 @@ def test_results_page_holds_the_table_of_single_runs():
 
 
 def test_pages_hold_the_tables_of_the_demo():
-    summary, *tables = results.show_demo(results.read_demo(ROOT / "docs" / "demo"))
+    summary, *tables = results.show_demo(ROOT / "docs" / "demo")
     assert summary in (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(table in (ROOT / "RESULTS.md").read_text(encoding="utf-8") for table in tables)
 
@@ -62,7 +65,7 @@ def test_results_pair_seeds_where_a_method_lacks_one(name, one, others, tmp_path
     path, shown = tmp_path / "points.csv", []
     for dropped in ([one], [one, others]):
         path.write_text("".join(line for line in lines if not any(each in line for each in dropped)))
-        tables = results.show_small(results.read_report(path)) if name == "digits" else results.show(path)
+        tables = results.show_small(path) if name == "digits" else results.show(path)
         shown.append(re.findall(INTERVAL, "".join(tables)))
     assert shown[0] == shown[1] and shown[0]
 
