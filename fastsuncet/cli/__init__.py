@@ -86,11 +86,18 @@ def main(arguments: list[str] | None = None) -> int:
     An error that the user can fix is printed on stderr as a message; FASTSUNCET_TRACEBACK=1 adds its traceback. Any
     other exception is a bug: Python ends with its traceback and exit code 1.
     """
-    code = _run(arguments)
+    try:
+        code = _run(arguments)
+    except Exception:
+        if arguments is not None:
+            raise
+        traceback.print_exc()
+        code = 1
     distributed = sys.modules.get("torch.distributed")
     if arguments is None and code and distributed and distributed.is_initialized():
         # After an error the ranks' group is left as it is (launch.join). Its threads can abort the interpreter's end,
-        # and the job would have the abort's exit code (-6).
+        # and the job would have the abort's exit code (-6). Nothing is lost: on its way here the error has left all
+        # `with` blocks, and so closed the metrics and the trackers. A checkpoint is written whole or not at all.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
@@ -98,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    """Do what `main` describes, but leave the end of the process to it."""
+    """Do what `main` describes, but leave bugs and the end of the process to it."""
     if arguments is None and sys.getfilesystemencoding() != "utf-8":
         # Configs and lists are UTF-8 and name files. In another locale Python would look for files of other names.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

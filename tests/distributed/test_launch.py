@@ -265,6 +265,31 @@ def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
         time.sleep(0.05)
 
 
+FAILS = """
+import atexit
+from fastsuncet import cli
+from fastsuncet.distributed import launch
+from pipelines.data_errors import DataError
+def fail(arguments):
+    with launch.join("cpu") as place:
+        if place.first:
+            time.sleep(60)
+        atexit.register(os.abort)  # as the group's threads can do at the interpreter's end
+        raise {error}("damaged: " + 50_000 * "x" + " end")
+cli._dispatch = fail
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [("DataError", 3), ("ZeroDivisionError", 1)])
+def test_rank_that_fails_in_its_group_ends_with_its_code_and_whole_message(tmp_path, error, code):
+    process = job_of_two(tmp_path, FAILS.replace("{error}", error))
+    process.join(120)
+    said = (tmp_path / "errors").read_text()
+    assert process.exitcode == code, said[-2000:]
+    assert "damaged: " + 50_000 * "x" + " end\n" in said
+
+
 def test_start_ranks_trains_in_a_folder_with_packages_of_our_names(tmp_path):
     shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
     sizes = ["criterion.unsupervised_batch_size=16", "optimization.warmup=0", "optimization.steps=2"]
