@@ -2,6 +2,9 @@
 
 import csv
 import json
+import re
+import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import folder_pass, prediction_page
 from fastsuncet.config import ConfigErrors
 from fastsuncet.evaluation import classifier
+from fastsuncet.evaluation.calibration import Calibration
 from fastsuncet.evaluation.classifier import NearestNeighbors
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.finetuning import job
@@ -20,6 +24,7 @@ from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.metrics.results import read_results
 from pipelines.data_errors import BadImage, DataError
 from tests.support.exports import save_run
+from tests.support.pictures import write_image
 
 pytestmark = pytest.mark.slow
 
@@ -214,3 +219,33 @@ def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(r
     assert cli.main([*words(run, "other.csv"), "--page"]) == 0
     Path("other.csv").unlink()
     assert cli.main([*words(run, "other.csv"), "--page"]) == 2 and not Path("other.csv").exists()
+
+
+def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):
+    """docs/export.md, as it is written: by onnxruntime alone, over HTTP."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    folder = Path("runs/mine/finetune/all")
+    save_run(folder, "model.name=resnet_tiny", "data.augmentation.size=96", classes=4)
+    record = {"calibration": Calibration(2.5, 0.1, 0.2)._asdict(), "images": 40, "labels": {"count": 80}}
+    record |= {"metrics": {"top1": 0.9}, "setting": {}}
+    (folder / "result.json").write_text(json.dumps({"record": record}))
+    assert cli.main(["export", str(folder), "--to", "onnx"]) == 0
+    for i in range(4):
+        write_image(Path(f"photos/{i}.png"), 150, 120 + 20 * i)
+    page = (Path(__file__).parents[2] / "docs/export.md").read_text()
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        if "classify(" in block:
+            exec(block.replace("8000", "0"), names)
+    for found in fastsuncet.predict(folder, "photos"):
+        label, probability = names["classify"](f"photos/{found.file}")
+        assert label == found.label and probability == pytest.approx(found.probability, abs=0.01)
+    server = names["server"]
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    body = Path("photos/3.png").read_bytes()
+    with urllib.request.urlopen(f"http://localhost:{server.server_port}", body, timeout=30) as answer:
+        assert json.load(answer) == {"class": label, "probability": probability}
+    thread.join()
+    server.server_close()
