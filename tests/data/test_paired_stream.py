@@ -11,6 +11,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, loader_options
 from fastsuncet.distributed.launch import Place
 from pipelines import backend
+from tests.support.colors import ALONE, color_config, write_colors
 
 
 def test_two_streams_on_a_gpu_share_the_cores_of_their_process(monkeypatch):
@@ -18,7 +19,7 @@ def test_two_streams_on_a_gpu_share_the_cores_of_their_process(monkeypatch):
     config, gpu = load_config("digits_demo"), Place(0, 1, 0, torch.device("cuda", 0))
     assert loader_options(config, gpu, streams=2).threads == 8
     assert loader_options(config, gpu).threads == 16  # an evaluation
-    assert loader_options(config, Place(0, 1, 0, torch.device("cpu")), streams=2).threads == 16
+    assert loader_options(config, ALONE, streams=2).threads == 16
 
 
 def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_ends(monkeypatch):
@@ -29,11 +30,10 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
         return replace(real(config, place), threads=4 // streams)
 
     monkeypatch.setattr(paired_stream, "loader_options", shared)
-    here = Place(0, 1, 0, torch.device("cpu"))
     config = load_config("digits_demo", ["criterion.supervised_epochs=1"])
-    images = open_images(config, here, validation=False)
+    images = open_images(config, ALONE, validation=False)
     arithmetic = config.resolve(1, *images.counts())
-    with closing(PairedStream(config, images.train, images.split.indices, arithmetic, here)) as stream:
+    with closing(PairedStream(config, images.train, images.split.indices, arithmetic, ALONE)) as stream:
 
         def threads() -> dict[str, int]:
             return {role: loader.options.threads for role, loader in stream._loaders.items()}
@@ -42,3 +42,15 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
         assert threads() == {UNLABELED: 2, LABELED: 2}
         assert len(stream(arithmetic.supervised_steps).labeled) == 0
         assert threads() == {UNLABELED: 4}
+
+
+def test_config_sets_trainings_decoder_and_never_an_evaluations(tmp_path):
+    labeled = ("criterion.classes_per_batch=2", "criterion.supervised_imgs_per_class=2")
+    decoder = ("data.hw_decoder_share=0.5", "data.decoder_buffers=largest")
+    config = color_config(write_colors(tmp_path), *labeled, *decoder, "criterion.supervised_epochs=all")
+    images = open_images(config, ALONE, validation=False)
+    arithmetic = config.resolve(1, *images.counts())
+    with closing(PairedStream(config, images.train, images.split.indices, arithmetic, ALONE)) as stream:
+        options = [loader.options for loader in stream._loaders.values()]
+    assert [(each.hw_decoder_share, each.decoder_buffers) for each in options] == [(0.5, "largest")] * 2
+    assert loader_options(config, ALONE).hw_decoder_share == 0

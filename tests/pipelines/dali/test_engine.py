@@ -1,4 +1,4 @@
-"""How an engine builds its graph: the GPU's graph up to the driver, its decoder's options, streams and memory."""
+"""How an engine feeds and runs its graph: the decoder's options, files, streams and memory."""
 
 import contextlib
 import os
@@ -13,16 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-import nvidia.dali.fn as fn
 from nvidia.dali import Pipeline
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
-from fastsuncet.config import load_config
-from fastsuncet.data import paired_stream
-from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed.launch import join
 from pipelines.backend import LoaderOptions
-from pipelines.dali import engine, graphs
+from pipelines.dali import engine
 from pipelines.dali.engine import (
     PADDING,
     READERS,
@@ -36,54 +31,16 @@ from pipelines.dali.engine import (
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import open_pack, write_pack
-from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view
+from pipelines.sampling.augmentation import ViewParams, draw_view
 from pipelines.sampling.step_plan import BatchDraws
-from tests.support.streams import SMALL, assert_same, evaluation, opened, unlabeled
+from tests.support.streams import SMALL, assert_same, opened, unlabeled
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-def arguments_of(operator: str, monkeypatch) -> list[dict]:
-    """The arguments of every call of a DALI operator from now on."""
-    module = fn.decoders if operator == "image" else fn
-    real, calls = getattr(module, operator), []
-    monkeypatch.setattr(module, operator, lambda *a, **k: (calls.append(k), real(*a, **k))[1])
-    return calls
 
 
 def engine_on(device: str, plan, draws=None) -> DaliEngine:
     options = LoaderOptions(device=device, threads=2, prefetch=1, view_operator=False)
     return DaliEngine(plan, options, draws=draws or plan, first_step=0)
-
-
-def gpu_views(stored: str, **options):
-    augmentations = (Augmentation(), Augmentation(blur=0), Center())
-    build = {"batch_size": 2, "num_threads": 1, "device_id": None, "decode": "mixed"}
-    return graphs.views(lambda _: None, lambda _: None, augmentations, stored=stored, **build, **options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_graphs.py runs the graph on it")
-@pytest.mark.slow
-@pytest.mark.parametrize("stored", ["files", "bytes", "pixels"])
-def test_gpu_graph_is_accepted_up_to_the_driver(stored, monkeypatch):
-    """DALI checks all operators and the places of their inputs when it builds a graph, before it needs the driver."""
-    sources = arguments_of("external_source", monkeypatch)
-    stream = 12345 if stored == "pixels" else None
-    with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
-        gpu_views(stored, images_stream=stream).build()
-    assert sources[0].get("cuda_stream") == stream
-
-
-@pytest.mark.slow
-def test_gpu_graph_takes_the_decoders_options_and_one_decoder_by_default(monkeypatch):
-    calls = arguments_of("image", monkeypatch)
-    with contextlib.suppress(RuntimeError):  # no driver; the graph is defined by then
-        gpu_views("files").build()
-    with contextlib.suppress(RuntimeError):
-        gpu_views("files", decoder={"hw_decoder_load": 0.5, "device_memory_padding": 7}).build()
-    one, asked = calls
-    assert one["hw_decoder_load"] == 0 and "device_memory_padding" not in one
-    assert asked == {**one, "hw_decoder_load": 0.5, "device_memory_padding": 7}
 
 
 def test_decoder_options_follow_the_largest_image_within_limits(monkeypatch):
@@ -119,25 +76,6 @@ def test_decoder_buffers_of_a_stream_take_a_twentieth_of_what_is_free(
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: meminfo)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert room_for_buffers(0, threads=7) == pytest.approx(expected * 10**9 / 20 / 8, rel=1e-6)
-
-
-def test_config_sets_trainings_decoder_and_never_an_evaluations(index, tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text(
-        f"data: {{kind: image_folder, root: {index.root}, train: ., validation: null, split: {{kind: all}}, "
-        "hw_decoder_share: 0.5, decoder_buffers: largest, augmentation: {size: 16, blur: 0}}\n"
-        "criterion: {temperature: 0.1, unsupervised_batch_size: 4, classes_per_batch: 2, "
-        "supervised_imgs_per_class: 2, supervised_epochs: all}\noptimization: {epochs: 1, lr: 1.0}\n"
-    )
-    config, calls = load_config(str(tmp_path / "run.yaml")), []
-    real = paired_stream.Loader
-    monkeypatch.setattr(paired_stream, "Loader", lambda p, o, **k: (calls.append(o), real(p, o, **k))[1])
-    labeled = np.arange(len(index))
-    with join("cpu") as place:
-        PairedStream(config, index, labeled, config.resolve(1, len(index), 3, len(index)), place).close()
-    assert [(each.hw_decoder_share, each.decoder_buffers) for each in calls] == [(0.5, "largest")] * 2
-    decoders = arguments_of("image", monkeypatch)
-    next(evaluation(index, labeled, "dali"))
-    assert [call["hw_decoder_load"] for call in decoders] == [0]
 
 
 def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):

@@ -5,10 +5,10 @@ comparisons are exact on any CPU.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 
@@ -16,7 +16,6 @@ from pipelines.dali import graphs
 from pipelines.dali.view_operator import check_equal
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
-from tests.support.streams import opened, unlabeled
 from tests.support.view_operator import needs_view_operator
 
 pytestmark = [needs_view_operator, pytest.mark.usefixtures("view_operator")]
@@ -48,32 +47,21 @@ def cube(step: int, first: int) -> np.ndarray:
     return np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), 3).reshape(len(levels), -1, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("seed", "dtype"), [(1, "float32"), (2, "float16")])
-def test_view_operator_any_image_with_any_numbers_has_dalis_bits(seed, dtype):
-    require_same_bits(*check_equal.random_batch(seed), dtype=dtype)
+def random_numbers(seed: int, dtype: str) -> tuple:
+    return *check_equal.random_batch(seed), check_equal.EXACT, dtype
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", ["auto", 1, 3, 23])
-def test_view_operator_blur_of_any_sigma_and_window_has_dalis_bits(window):
+def blurred(window: int | str) -> tuple:
     """Images around multiples of the 64 floats that are summed at once, and just wide enough for the window."""
     rng = np.random.default_rng(0)
     sigmas = [*np.geomspace(0.01, 2, 40), 1 / 3, 2 / 3, 1, 4 / 3]
     shapes = [(14, 13), (13, 14), (22, 43), (16, 64), (40, 21)]
     images = [rng.integers(0, 256, (*shapes[i % 5], 3), np.uint8) for i in range(len(sigmas))]
-    flips = np.arange(len(images)) % 2
-    made = require_same_bits(
-        images, inputs(len(images), sigma=sigmas, flip=flips), replace(PLAIN, blur_window=window)
-    )
-    same = [
-        np.array_equal(one, image[:, ::-1] if flip else image)
-        for one, image, flip in zip(made, images, flips)
-    ]
-    assert all(same) if window == 1 else not any(same[-5:])
+    given = inputs(len(images), sigma=sigmas, flip=np.arange(len(images)) % 2)
+    return images, given, replace(PLAIN, blur_window=window)
 
 
-def test_view_operator_every_seventh_level_has_dalis_bits_in_each_factor():
+def every_seventh_level() -> tuple:
     values = {
         "brightness": (0, BELOW_HALF, 0.2, 1.001, 1.8, 1e6),
         "contrast": (0, 0.2, 0.999, 1.001, 1.8, 1e6),
@@ -85,31 +73,46 @@ def test_view_operator_every_seventh_level_has_dalis_bits_in_each_factor():
     given = inputs(len(cases))
     for row, (name, value) in enumerate(cases):
         given[name][row] = value
-    require_same_bits([cube(7, row % 7) for row in range(len(cases))], given)
+    return [cube(7, row % 7) for row in range(len(cases))], given
 
 
-def test_view_operator_every_size_of_image_has_dalis_bits():
-    """It works in pieces of 256 pixels and vectors of 4 or 8: sizes around their multiples, in one batch."""
+def every_size() -> tuple:
+    """The operator works in pieces of 256 pixels and vectors of 4 or 8: sizes around their multiples, in one batch."""
     shapes = [(1, 1), (1, 2), (255, 1), (1, 256), (1, 257), (16, 16), (13, 79), (511, 3), (224, 224)]
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (*shape, 3), np.uint8) for shape in shapes * 2]
     gray = np.arange(len(images)) >= len(shapes)
-    require_same_bits(
-        images, inputs(len(images), brightness=1.3, contrast=0.6, saturation=1.4, hue=-0.15, gray=gray)
-    )
+    return images, inputs(len(images), brightness=1.3, contrast=0.6, saturation=1.4, hue=-0.15, gray=gray)
+
+
+def never_drawn(name: str) -> tuple:
+    """An augmentation that leaves a number out."""
+    return *check_equal.random_batch(7, count=6), replace(Augmentation(), **{name: 0})
+
+
+BATCHES = {
+    "any images and numbers": lambda: random_numbers(1, "float32"),
+    "in half precision": lambda: random_numbers(2, "float16"),
+    **{f"blur, window {window}": partial(blurred, window) for window in ("auto", 1, 3, 23)},
+    "every seventh level": every_seventh_level,
+    "every size": every_size,
+    **{
+        f"never {name}": partial(never_drawn, name)
+        for name in (*graphs.FACTORS, "gray", "blur", "flip", "jitter")
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", BATCHES)
+def test_view_operator_has_dalis_bits(batch):
+    require_same_bits(*BATCHES[batch]())
 
 
 def test_view_operator_neutral_factors_change_no_pixel():
     images = [cube(15, 0), cube(17, 3)]
     for ours, image in zip(require_same_bits(images, inputs(2), PLAIN), images):
         np.testing.assert_array_equal(ours, image)
-
-
-@pytest.mark.slow
-def test_view_operator_leaves_out_a_factor_that_the_augmentation_never_draws():
-    images, given = check_equal.random_batch(7, count=6)
-    for name in (*check_equal.FACTORS, "gray", "blur", "flip", "jitter"):
-        require_same_bits(images, given, replace(Augmentation(), **{name: 0}))
 
 
 # -- the check
@@ -146,22 +149,3 @@ def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
     assert any(total * np.float32(1 / n) != total / n for total, n in zip(sums, counts))
     assert (images[-1] == 1).any()
     assert given["brightness"][-1] < 0.5 and given["brightness"][-1] + np.float32(0.5) == 1
-
-
-# -- in a loader
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error:The external source node")
-@pytest.mark.parametrize("extra", [{}, {"gray": 0, "flip": 0, "color_order": "random"}, {"jitter": 0}])
-def test_loader_gives_the_same_bits_with_and_without_view_operator(index, monkeypatch, extra):
-    plan = unlabeled(index, augmentations=(replace(Augmentation(size=48), **extra),))
-    real, calls, views = graphs.by_view_operator, [], {}
-    monkeypatch.setattr(graphs, "by_view_operator", lambda *a: calls.append(a) or real(*a))
-    for operator in (False, True, "auto"):
-        loader = opened(plan, "dali", view_operator=operator)
-        (views[operator],) = loader(0)
-        assert loader.options.view_operator == (operator is not False)
-        assert views[operator].is_contiguous(memory_format=torch.channels_last)
-    assert len(calls) == 2
-    assert torch.equal(views[False], views[True]) and torch.equal(views[False], views["auto"])

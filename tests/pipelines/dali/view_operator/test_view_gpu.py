@@ -131,26 +131,6 @@ def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
 
 @needs_view_operator
 @no_gpu
-def test_dali_accepts_the_operator_on_a_gpu_up_to_the_driver(view_operator, monkeypatch):
-    from pipelines.dali import graphs
-
-    calls = []
-    real = graphs.fn.fastsuncet.view
-    monkeypatch.setattr(graphs, "kernels", lambda *_: b"kernels")
-    monkeypatch.setattr(
-        graphs.fn.fastsuncet, "view", lambda image, **k: calls.append((image.device, k)) or real(image, **k)
-    )
-    options = {"decode": "mixed", "stored": "files", "view_operator": True}
-    build_options = {"batch_size": 2, "num_threads": 1, "device_id": None}
-    pipeline = graphs.views(lambda _: None, lambda _: None, (Augmentation(),), **options, **build_options)
-    with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
-        pipeline.build()
-    ((image, given),) = calls
-    assert image == "gpu" and given["kernels"] == b"kernels".hex()
-
-
-@needs_view_operator
-@no_gpu
 def test_choose_view_operator_on_a_gpu_that_is_absent_says_so(view_operator):
     with pytest.raises(DataError, match="view_operator: true: device gpu was asked for, but no NVIDIA GPU"):
         use.choose(True, "gpu")
