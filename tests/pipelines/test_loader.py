@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,15 +19,15 @@ from pipelines.backend import LoaderOptions
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
+from pipelines.loader import open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation, ViewParams
-from pipelines.sampling.step_plan import Plan
+from pipelines.sampling.step_plan import EvaluationPlan
 from tests.support.pictures import texture, unusable_files
 from tests.support.streams import (
     BACKENDS,
     SMALL,
     assert_same,
     evaluation,
-    labeled,
     needs_dali,
     opened,
     unlabeled,
@@ -46,13 +47,17 @@ def reader(request) -> str:
 # -- views
 
 
-def test_loader_views_are_channels_last_floats_one_per_augmentation(index, reader):
+def test_loader_views_are_normalized_channels_last_floats_one_per_augmentation(index, reader):
     views = opened(unlabeled(index, augmentations=CROPS), reader)(0)
     assert [tuple(view.shape) for view in views] == [(6, 3, 32, 32), (6, 3, 32, 32), (6, 3, 16, 16)]
     for view in views:
         assert view.dtype == torch.float32 and not view.requires_grad
         assert view.is_contiguous(memory_format=torch.channels_last)
         assert 0 <= view.min() < 0.2 and 0.8 < view.max() <= 1
+    normalized = replace(SMALL, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
+    (scaled,) = opened(unlabeled(index, augmentations=(normalized,)), reader)(0)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (normalized.mean, normalized.std))
+    torch.testing.assert_close(scaled, (views[0] - mean) / std, atol=1e-5, rtol=0)
 
 
 @needs_dali
@@ -65,14 +70,6 @@ def test_loader_makes_as_many_calls_for_many_images_as_for_few(index):
         profiler.runcall(loader, 1)
         calls.append(sum(entry.callcount for entry in profiler.getstats()))
     assert calls[0] < 2000 and calls[1] < 1.2 * calls[0]
-
-
-def test_loader_mean_and_std_come_last(index, reader):
-    normalized = replace(SMALL, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
-    (plain,) = opened(unlabeled(index, augmentations=(SMALL,)), reader)(3)
-    (scaled,) = opened(unlabeled(index, augmentations=(normalized,)), reader)(3)
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (normalized.mean, normalized.std))
-    torch.testing.assert_close(scaled, (plain - mean) / std, atol=1e-5, rtol=0)
 
 
 def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
@@ -112,52 +109,31 @@ def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, read
         assert_same(ours(step), theirs(step))
 
 
-# -- any step, any number of threads and ranks
+# -- any step
 
 
 @pytest.mark.slow
 def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
+    """With any number of threads and of steps read ahead."""
     loader = opened(unlabeled(index, augmentations=CROPS), reader)
     run = [[view.clone() for view in loader(step)] for step in range(6)]
-    for start in (1, 4, 5):
-        resumed = opened(unlabeled(index, augmentations=CROPS), reader)
+    for start, options in ((0, {"threads": 2}), (1, {"prefetch": 1}), (4, {"prefetch": 4, "threads": 3})):
+        resumed = opened(unlabeled(index, augmentations=CROPS), reader, **options)
         for step in range(start, 6):
             assert_same(resumed(step), run[step])
     for step in (4, 0, 3, 3):  # and back and forth in the same loader
         assert_same(loader(step), run[step])
-
-
-def test_loader_threads_and_prefetching_change_no_bit(index, reader):
-    loaders = [
-        opened(unlabeled(index), reader, **options)
-        for options in ({}, {"threads": 2}, {"prefetch": 1}, {"prefetch": 4, "threads": 3})
-    ]
-    for step in range(3):
-        first, *others = (loader(step) for loader in loaders)
-        for other in others:
-            assert_same(first, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", ["unlabeled", "labeled"])
-def test_loader_two_ranks_rows_are_one_processes_rows(index, reader, stream):
-    def plan(world_size, rank):
-        if stream == "unlabeled":
-            return unlabeled(index, 6, world_size, rank, augmentations=CROPS)
-        return labeled(index, np.arange(0, 24, 2), world_size, rank)
-
-    one = opened(plan(1, 0), reader)
-    ranks = [opened(plan(2, rank), reader) for rank in range(2)]
-    for step in (0, 1, 7):
-        joined = [torch.cat(parts) for parts in zip(*(loader(step) for loader in ranks))]
-        assert_same(one(step), joined)
-        labels = np.concatenate([loader.draws(step).labels for loader in ranks])
-        np.testing.assert_array_equal(labels, one.draws(step).labels)
+    kept = loader._engine
+    loader.use_threads(1)
+    assert loader._engine is kept  # it has 1 already
+    loader.use_threads(3)
+    assert_same(loader(4), run[4])
+    assert loader._engine is not kept and loader.options.threads == 3
 
 
 # -- bad files
 
-REASONS = {
+DAMAGE = {  # what happens to a file -> what is said
     "half.jpg": "truncated JPEG",
     "beginning.jpg": "",
     "empty.jpg": "empty file",
@@ -165,12 +141,20 @@ REASONS = {
     "noise.jpg": "not an image",
     "gif.JPEG": "GIF",
     "page.jpg": "not an image",
+    "another size": "is 8 x 8 now, in the index",  # its crop would reach over the edge
+    # It decodes to the same size, so that nothing else tells it from the image that the index describes.
+    "another length": "bytes now, other than in the index: make the index again",
 }
 
 
 def spoil(path: Path, how: str) -> None:
     if how == "missing":
         path.unlink()
+    elif how == "another size":
+        Image.fromarray(texture(0, 8, 8)).save(path)
+    elif how == "another length":
+        with Image.open(path) as image:
+            image.convert("RGB").save(path, quality=20)
     else:
         path.write_bytes(unusable_files(path.read_bytes())[how])
 
@@ -184,8 +168,8 @@ def own(index, tmp_path) -> ImageIndex:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", REASONS)
-def test_loader_bad_file_raises_at_its_step_with_name_and_reason(own, reader, how):
+@pytest.mark.parametrize("how", DAMAGE)
+def test_loader_bad_file_is_named_at_its_step_or_replaced(own, reader, how):
     plan = unlabeled(own)
     bad = int(plan(2).indices[3])
     spoil(own.path(bad), how)
@@ -194,8 +178,11 @@ def test_loader_bad_file_raises_at_its_step_with_name_and_reason(own, reader, ho
     with pytest.raises(BadImage) as caught:
         loader(2)
     ((path, reason),) = caught.value.files
-    assert path == str(own.path(bad)) and REASONS[how] in reason
+    assert path == str(own.path(bad)) and DAMAGE[how] in reason
     assert caught.value.step == 2 and "step 2" in str(caught.value) and path in str(caught.value)
+    loader = opened(plan, reader, bad_images=1)
+    loader(2)
+    assert list(loader.replaced) == [bad] and list(loader.bad.items()) == [(path, reason)]
 
 
 CUT_SHORT = """
@@ -231,17 +218,6 @@ def test_loader_replaces_or_names_a_file_cut_short_while_it_is_read(own, tmp_pat
         f"replaced ({bad!r}, 'an empty file')",
         f"named ({bad!r}, 'an empty file')",
     ]
-
-
-def test_loader_names_a_file_exchanged_for_one_of_another_size(own, reader):
-    plan = unlabeled(own)
-    bad = int(plan(0).indices[0])
-    box = plan(0).views[0].box[0]
-    # The box reaches over the new image's edge.
-    Image.fromarray(texture(0, box[0] + box[2] - 1, 300)).save(own.path(bad))
-    with pytest.raises(BadImage, match="make the index again") as caught:
-        opened(plan, reader)(0)
-    assert [path for path, _ in caught.value.files] == [str(own.path(bad))]
 
 
 def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index, reader, capfd):
@@ -320,18 +296,6 @@ def test_loader_one_bad_file_more_than_allowed_raises_and_names_all(own, reader)
         assert [path for path, _ in caught.value.files] == [str(own.path(i)) for i in found]
 
 
-def test_loader_names_or_replaces_a_file_of_another_length_than_in_the_index(own, reader):
-    """It decodes to the same size, so that nothing else tells it from the image that the index describes."""
-    changed = int(unlabeled(own)(1).indices[2])
-    with Image.open(own.path(changed)) as image:
-        image.convert("RGB").save(own.path(changed), quality=20)
-    with pytest.raises(BadImage, match="bytes now, other than in the index: make the index again"):
-        [opened(unlabeled(own), reader)(step) for step in (0, 1)]
-    loader = opened(unlabeled(own), reader, bad_images=1)
-    [loader(step) for step in (0, 1)]
-    assert list(loader.replaced) == [changed]
-
-
 def test_loader_known_bad_files_are_replaced_from_the_start_or_refused(own, reader):
     bad = int(unlabeled(own)(0).indices[0])
     spoil(own.path(bad), "page.jpg")
@@ -346,65 +310,34 @@ def test_loader_known_bad_files_are_replaced_from_the_start_or_refused(own, read
     loader(0)
 
 
-class FailingEngine:
-    def __init__(self, *_, **__):
-        pass
-
-    def run(self):
-        raise RuntimeError("the device is lost")
+LOST = "the device is lost"
 
 
 @pytest.mark.parametrize(
-    "failure",
+    ("failure", "decoder_works"),
     [
-        "Can't allocate 9 bytes on device 0.",
-        "CUDA allocation failed",
-        "CUDA runtime API error cudaErrorUnknown (999)",
+        ("Can't allocate 9 bytes on device 0.", False),
+        ("CUDA allocation failed", False),
+        ("CUDA runtime API error cudaErrorUnknown (999)", False),
+        (LOST, False),
+        (LOST, True),
     ],
 )
-def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure):
-    """The decoder, which meets the same failure, refuses every file by then."""
+def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure, decoder_works):
+    """The decoder, which can meet the same failure, refuses every file by then."""
     plan = unlabeled(own)
-    spoil(own.path(int(plan(0).indices[0])), "empty.jpg")
-
-    class Engine(FailingEngine):
-        def run(self):
-            raise RuntimeError(f"Error in MIXED operator\n{failure}")
-
-    decode = lambda images: [RuntimeError(failure) for _ in images]  # noqa: E731
+    if failure != LOST:
+        spoil(own.path(int(plan(0).indices[0])), "empty.jpg")
+    sizes = {own.path(i): tuple(own.sizes[i].tolist()) for i in range(len(own))}
+    engine = mock.Mock(run=mock.Mock(side_effect=RuntimeError(f"Error in MIXED operator\n{failure}")))
     loader = opened(plan, bad_images=5)
-    loader._start, loader._decode = Engine, decode
+    loader._start = lambda *_, **__: engine
+    loader._decode = lambda images: [
+        sizes[image] if decoder_works else RuntimeError(failure) for image in images
+    ]
     with pytest.raises(RuntimeError, match=re.escape(failure)):
         loader(0)
     assert not loader.bad
-
-
-@pytest.mark.slow
-def test_loader_use_threads_changes_no_bit(index, reader):
-    loader, other = (opened(unlabeled(index), reader) for _ in range(2))
-    assert_same(loader(0), other(0))
-    kept = loader._engine
-    loader.use_threads(1)
-    assert loader._engine is kept  # it has 1 already
-    loader.use_threads(3)
-    assert_same(loader(1), other(1))
-    assert loader._engine is not kept and loader.options.threads == 3
-
-
-def test_loader_passes_on_a_failure_that_no_file_caused(index):
-    """The files are good, and the decoder either still works or has failed with the device."""
-    plan: Plan = unlabeled(index)
-    for outcome in (None, RuntimeError("the device is lost")):
-
-        def decode(images, outcome=outcome):
-            sizes = {index.path(i): tuple(index.sizes[i].tolist()) for i in range(len(index))}
-            return [outcome or sizes[image] for image in images]
-
-        loader = opened(plan, bad_images=5)
-        loader._start, loader._decode = FailingEngine, decode
-        with pytest.raises(RuntimeError, match="the device is lost"):
-            loader(0)
-        assert not loader.bad
 
 
 # -- evaluation
@@ -422,6 +355,14 @@ def test_evaluation_shows_every_image_once_in_order_and_can_be_repeated(index, r
         index, indices[9:10], reader, 1, 32, 36
     )  # an image's place in a batch does not count
     assert torch.equal(alone[0], rounds[0][1][1])
+
+
+def test_evaluation_shares_no_batch_between_two_decoders(index, monkeypatch):
+    opened_with = mock.Mock()
+    monkeypatch.setattr("pipelines.loader.Loader", opened_with)
+    plan = EvaluationPlan(index, np.arange(3), 2, ())
+    open_evaluation_loader(plan, LoaderOptions(threads=7, hw_decoder_share=0.5))
+    assert opened_with.call_args.args == (plan, LoaderOptions(threads=7))
 
 
 def test_evaluation_leaves_images_in_memory_of_the_target_size_unchanged(reader):

@@ -1,9 +1,12 @@
 """Plans: which images and draws a step has, and which image stands in for a bad one. No pixel is read."""
 
+from dataclasses import fields
+from functools import partial
+
 import numpy as np
 import pytest
 
-from pipelines.sampling.augmentation import Augmentation
+from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.step_plan import EvaluationPlan
 from tests.support.streams import labeled, unlabeled
 
@@ -17,6 +20,19 @@ def test_plan_streams_of_other_roles_seeds_views_and_steps_differ(index):
     boxes += [plans[0](0).views[1].box, plans[0](1).views[0].box]
     for i, box in enumerate(boxes):
         assert not any((box == other).all(1).any() for other in boxes[i + 1 :])
+
+
+@pytest.mark.parametrize("plan", [unlabeled, partial(labeled, indices=np.arange(0, 24, 2))])
+def test_plan_of_ranks_joined_is_one_processes(index, plan):
+    for step in (0, 1, 7):
+        one, *ranks = (plan(index, world_size=n, rank=k)(step) for n, k in ((1, 0), (2, 0), (2, 1)))
+        for name in ("indices", "labels"):
+            joined = np.concatenate([getattr(draws, name) for draws in ranks])
+            np.testing.assert_array_equal(joined, getattr(one, name))
+        for view, parts in zip(one.views, zip(*(draws.views for draws in ranks)), strict=True):
+            for field in fields(ViewParams):
+                joined = np.concatenate([getattr(part, field.name) for part in parts])
+                np.testing.assert_array_equal(joined, getattr(view, field.name))
 
 
 def test_plan_refuses_a_rank_beyond_the_samplers(index):
