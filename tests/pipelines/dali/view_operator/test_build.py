@@ -1,4 +1,4 @@
-"""How the view operator is compiled and kept, and what the command says where it cannot be."""
+"""How the view operator is compiled and kept, when a loader uses it, and what is said where it cannot be used."""
 
 import os
 import platform
@@ -15,18 +15,22 @@ from pipelines.dali.view_operator import build, use
 from pipelines.dali.view_operator.__main__ import main
 from pipelines.data_errors import DataError
 from tests.support.ranks import run_ranks
+from tests.support.streams import opened, unlabeled
 from tests.support.view_operator import MISSING, needs_view_operator, tiny_compiler
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path) -> Path:
+    """The folder of an own cache, for libraries that a tiny compiler writes."""
+    if MISSING is not None and "compiler" not in MISSING:
+        pytest.skip(f"the view operator cannot be built: {MISSING}")
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path)))
+    return tmp_path / "cache" / "view_operator"
 
 
 def kept_by_default(**options) -> Path:
     return build.build(lambda _: None, **options)
-
-
-def message_of_command(capsys, *arguments) -> str:
-    assert main([*arguments]) == 1
-    message = capsys.readouterr().err
-    assert "DALI's own operators are used instead" in message
-    return message
 
 
 def libraries(folder: Path) -> list[Path]:
@@ -77,20 +81,6 @@ def test_build_prebuilt_serves_every_user_of_an_installation(tiny, tmp_path, mon
     assert path.parent.stat().st_mode & 0o777 == 0o755 and path.stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("echo it is a nuisance >&2; exit 1", r"does not compile with .*cc:\nit is a nuisance"),
-        (":", r"does not compile with .*cc:\nit wrote no library"),
-    ],
-)
-def test_build_shows_a_compilers_complaint(tiny, monkeypatch, tmp_path, body, message):
-    monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path, body)))
-    with pytest.raises(DataError, match=message):
-        kept_by_default()
-    assert libraries(tiny) == []
-
-
 @pytest.mark.parametrize("name", ["folder", "file"])
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o720])
 def test_build_uses_no_library_that_others_can_write_to(tiny, mode, name):
@@ -129,10 +119,9 @@ def test_library_name_depends_on_everything_that_decides_the_code(tiny, monkeypa
     assert build.library_name() != before
 
 
-@pytest.mark.parametrize("cxx", ["no-such-compiler", "g++ '"])
-def test_unavailable_names_a_compiler_that_is_missing(monkeypatch, cxx):
-    monkeypatch.setenv("CXX", cxx)
-    assert build.unavailable() == f"no C++ compiler: $CXX ({cxx}) was not found"
+def test_unavailable_names_a_compiler_with_an_unclosed_quotation_mark(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ '")
+    assert build.unavailable() == "no C++ compiler: $CXX (g++ ') was not found"
 
 
 def test_unavailable_names_headers_that_are_missing(monkeypatch):
@@ -145,16 +134,88 @@ def test_unavailable_names_headers_that_are_missing(monkeypatch):
     assert build.unavailable().startswith("CUDA's headers cuda.h and crt/host_config.h and nv/target were")
 
 
-def test_unavailable_names_a_user_without_a_home(tiny, monkeypatch):
+# -- where a loader uses it
+
+
+def no_home(monkeypatch, tmp_path):
     monkeypatch.delenv("FASTSUNCET_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine it.")))
+
+
+def broken_library(monkeypatch, tmp_path):
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    monkeypatch.setattr(use, "kept", lambda: tmp_path / "broken.so")
+
+
+def compiler(body: str):
+    return lambda monkeypatch, tmp_path: monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path, body)))
+
+
+def cache(folder: str):
+    def move(monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("not a folder")
+        monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / folder))  # an absolute one stands for itself
+
+    return move
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            lambda patch, _: patch.setenv("CXX", "no-such-compiler"),
+            r"here: no C\+\+ compiler: \$CXX \(no-such-c",
+        ),
+        (compiler("echo a nuisance >&2; exit 1"), r"does not compile with .*cc:\na nuisance"),
+        (compiler(":"), r"does not compile with .*cc:\nit wrote no library"),
+        (compiler('echo code > "$out"'), "DALI cannot run it: Failed to load library"),
+        (broken_library, "Failed to load library"),
+        (no_home, r"no cache folder \(Could not determine it.*; set FASTSUNCET_CACHE"),
+        (cache("file/cache"), "cannot be kept in .*/file/cache.*; set FASTSUNCET_CACHE"),
+        (cache("/proc/nowhere"), "cannot be kept in /proc/nowhere.*; set FASTSUNCET_CACHE"),
+    ],
+)
+def test_choose_auto_falls_back_and_true_raises_where_it_cannot_be_used(
+    tiny, monkeypatch, tmp_path, capsys, spoil, said
+):
+    spoil(monkeypatch, tmp_path)
+    monkeypatch.setattr(use, "_loaded", [])
+    use.say_once.cache_clear()
     assert not use.choose("auto", "cpu")
-    with pytest.raises(DataError, match=r"no cache folder \(Could not .*set FASTSUNCET_CACHE"):
+    shown = capsys.readouterr().out
+    assert shown.count("Falling back to DALI's own operators (same pixels, slower): ") == 1
+    assert re.search(said, shown) and libraries(tiny) == []
+    with pytest.raises(DataError, match=f"view_operator: true: (.|\n)*{said}"):
         use.choose(True, "cpu")
+    if spoil is not broken_library:
+        assert main([]) == 1
+        message = capsys.readouterr().err
+        assert re.search(said, message) and "DALI's own operators are used instead" in message
 
 
-# -- the command
+@pytest.mark.parametrize("setting", ["auto", True])
+def test_choose_builds_what_is_not_built(tiny, monkeypatch, capsys, setting):
+    calls = []
+    monkeypatch.setattr(use, "build", lambda prove, **_: calls.append(prove) or tiny / "made.so")
+    monkeypatch.setattr(use, "load", calls.append)
+    assert use.choose(setting, "cpu") and calls[1:] == [tiny / "made.so"]
+    assert "Building the view operator, once for this machine" in capsys.readouterr().out
+    assert not use.choose(False, "cpu") and not use.choose("auto", "gpu")
+
+
+def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_path):
+    """DALI would keep the first, and its pixels would prove the second."""
+    monkeypatch.setattr(use, "_loaded", ["first.so"])
+    with pytest.raises(RuntimeError, match=r"already loaded first\.so, so it cannot load second\.so"):
+        use.load(tmp_path / "second.so")
+
+
+def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
+    with pytest.raises(
+        DataError, match="true asks for an operator of DALI's, but torchvision reads the images"
+    ):
+        opened(unlabeled(index), "torchvision", view_operator=True)
 
 
 @needs_view_operator
@@ -163,19 +224,7 @@ def test_command_builds_once(view_operator, capsys):
     assert capsys.readouterr().out == f"The view operator was built before: {view_operator}\n"
 
 
-@pytest.mark.parametrize("place", ["file/cache", "/proc/nowhere"])
-def test_command_names_a_cache_that_cannot_be_written(tiny, monkeypatch, tmp_path, capsys, place):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / place))  # an absolute one stands for itself
-    message = message_of_command(capsys)
-    assert f"cannot be kept in {tmp_path / place}" in message and "set FASTSUNCET_CACHE" in message
-    assert not use.choose("auto", "cpu")
-
-
-def test_command_keeps_no_library_that_dali_cannot_load(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(use, "_loaded", [])
-    assert "DALI cannot run it: Failed to load library" in message_of_command(capsys)
-    assert libraries(tiny) == []
+# -- its code
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code of x86-64 is read")
