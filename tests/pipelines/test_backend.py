@@ -55,63 +55,36 @@ def test_imports_of_pipelines_need_no_dali():
             assert "nvidia.dali" not in line and not any(name in line for name in names), f"{path}: {line}"
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """Set the number of cores, the container's quota, and the ranks that share them."""
-
-    def set_up(offered: int, quota: str | None = None, ranks: int | None = None) -> None:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(offered)), raising=False)
-        monkeypatch.setattr(backend, "QUOTA", tmp_path / "cpu.max")
-        if quota is not None:
-            (tmp_path / "cpu.max").write_text(quota)
-        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-        if ranks is not None:
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-
-    return set_up
-
-
 @pytest.mark.parametrize(
-    ("offered", "quota", "expected"),
+    ("offered", "quota", "environment", "cores", "threads"),
     [
-        (64, None, 64),
-        (64, "max 100000\n", 64),
-        (64, "800000 100000\n", 8),
-        (4, "800000 100000\n", 4),  # more time than cores
-        (64, "50000 100000\n", 1),  # half a core is still one thread
-        (64, "what is this\n", 64),
+        (2, None, {}, 2, 2),
+        (64, None, {}, 64, 16),
+        (64, "max 100000\n", {}, 64, 16),
+        (64, "800000 100000\n", {}, 8, 8),
+        (4, "800000 100000\n", {}, 4, 4),  # more time than cores
+        (64, "50000 100000\n", {}, 1, 1),  # half a core is still one thread
+        (64, "what is this\n", {}, 64, 16),
+        (128, None, {"LOCAL_WORLD_SIZE": "8"}, 128, 16),
+        (32, None, {"LOCAL_WORLD_SIZE": "8"}, 32, 4),
+        (2, None, {"LOCAL_WORLD_SIZE": "4"}, 2, 1),
+        # A Slurm task that is bound to its share of the node, one that is not, and torchrun's in a task for the node.
+        (8, None, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_ON_NODE": "64"}, 8, 8),
+        (64, None, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_ON_NODE": "64"}, 64, 8),
+        (64, None, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "7"}, 64, 8),
+        (32, None, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "7"}, 32, 4),
     ],
 )
-def test_cores_are_limited_by_a_containers_quota(machine, offered, quota, expected):
-    machine(offered, quota)
-    assert backend.cores() == expected
-
-
-@pytest.mark.parametrize(
-    ("offered", "ranks", "expected"),
-    [(2, None, 2), (16, 1, 16), (128, 8, 16), (192, 4, 16), (32, 8, 4), (2, 4, 1)],
-)
-def test_decode_threads_are_a_share_of_the_cores_up_to_16(machine, offered, ranks, expected):
-    machine(offered, ranks=ranks)
-    assert backend.decode_threads(None) == expected
-    assert backend.decode_threads(12, streams=2) == 12
-
-
-@pytest.mark.parametrize(
-    ("offered", "slurm", "expected"),
-    [
-        (8, {"SLURM_CPUS_ON_NODE": "64"}, 8),  # a task that is bound to its share
-        (64, {"SLURM_CPUS_ON_NODE": "64"}, 8),  # one that is not bound
-        (
-            64,
-            {"SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "77"},
-            8,
-        ),  # torchrun's, in a task for the node
-        (32, {"SLURM_CPUS_ON_NODE": "64", "TORCHELASTIC_RUN_ID": "77"}, 4),
-    ],
-)
-def test_slurm_tasks_decode_on_their_share_of_the_node(machine, monkeypatch, offered, slurm, expected):
-    machine(offered, ranks=8)
-    for name, value in slurm.items():
+def test_decode_threads_are_a_share_of_the_cores_up_to_16(
+    monkeypatch, tmp_path, offered, quota, environment, cores, threads
+):
+    """Cores are limited by a container's quota, and shared by the ranks of a machine or of a node of Slurm's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(offered)), raising=False)
+    monkeypatch.setattr(backend, "QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert backend.decode_threads(None) == expected
+    assert backend.cores() == cores
+    assert backend.decode_threads(None) == threads and backend.decode_threads(12, streams=2) == 12
