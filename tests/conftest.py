@@ -2,6 +2,8 @@
 
 import contextlib
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,27 @@ def _signal_handlers():
     for number, handler in before.items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(options) gives a folder on a file system of its own; skips where mounting is not allowed."""
+    folder, mounted = tmp_path / "disk", []
+
+    def mount(options: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if mounted:
+            command = ["mount", "-o", f"remount,{options}", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no mount command here")
+        if done.returncode:
+            pytest.skip(f"mounting a small disk is not allowed here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", str(folder)], check=True)

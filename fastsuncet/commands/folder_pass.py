@@ -24,7 +24,7 @@ from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed import launch
 from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.evaluation.encoder import Encoder
+from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
@@ -54,6 +54,20 @@ def check_output(output: Path, endings: tuple[str, ...], force: bool) -> None:
         other = next(ending for ending in endings if ending != ".parquet")
         raise ConfigError(f"a .parquet file needs pyarrow: pip install pyarrow, or write a {other} file")
     refuse_existing(output, force)
+
+
+def encoder_of(where: Path | Config) -> Encoder:
+    """Return the encoder of a config's run, of a run, a checkpoint or an export.
+
+    Raises ConfigError for a run of another network than the config's.
+    """
+    if not isinstance(where, Config):
+        return load_encoder(where)
+    encoder = load_encoder(where.run_folder, where)
+    if encoder.name != where.model.name:
+        text = f"is not the network of {encoder.source}, which is {encoder.name}: train this config, with another "
+        raise where.error("model.name", text + "logging.write_tag, or give the run in place of the config")
+    return encoder
 
 
 def known_view(encoder: Encoder) -> Center:

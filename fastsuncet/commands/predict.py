@@ -14,6 +14,7 @@ from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     Skipped,
     check_output,
+    encoder_of,
     known_view,
     one_process,
     rows_of,
@@ -24,8 +25,9 @@ from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, run_of
-from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex
 
@@ -92,9 +94,12 @@ def predict(
 
     network = TwoBest(encoder.module, classifier.layer)
     options = {"batch": batch, "skip_bad": skip_bad, "force": force}
-    rows, skipped = write_pass(
-        output, network, network.width, index, known_view(encoder), place, save, **options
-    )
+    try:
+        rows, skipped = write_pass(
+            output, network, network.width, index, known_view(encoder), place, save, **options
+        )
+    except BadImage as error:
+        raise error if skip_bad else DataError(f"{error} Or leave them out: --skip-bad") from None
     summary = _summary(rows)
     for line in (*_skipped_lines(skipped, index), *summary):
         say_line(line)
@@ -129,7 +134,7 @@ def predictions(
 def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
     """Return the encoder in `where` and the best classifier of its run; print what this is worth."""
     config = where if isinstance(where, Config) else None
-    encoder = load_encoder(where.run_folder if isinstance(where, Config) else where, config)
+    encoder = encoder_of(where)
     known_view(encoder)
     config = config or encoder.trained
     assert config is not None, "an encoder with a view has the config that it was trained with"

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
-from fastsuncet.commands.folder_pass import check_output, known_view, one_process
+from fastsuncet.commands.folder_pass import check_output, encoder_of, known_view, one_process
 from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
-from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
@@ -77,7 +76,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     With `guess`, the linear classifier of the run, which is fitted if there is none yet, guesses their classes.
     """
     place = one_process()
-    encoder = load_encoder(where.run_folder if isinstance(where, Config) else where)
+    encoder = encoder_of(where)
     view = known_view(encoder)
     config = where if isinstance(where, Config) else encoder.trained
     assert config is not None, "an encoder with a view has the config that it was trained with"

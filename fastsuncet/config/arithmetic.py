@@ -114,11 +114,9 @@ def arithmetic(
     per_class, _ = sizes(c.supervised_imgs_per_class) if c.supervised else (0, 0)
     batch_key, class_key = "criterion.unsupervised_batch_size", "criterion.supervised_imgs_per_class"
     few = f"must be at most {num_classes}: that many classes have a labeled image"
-    if num_classes == 1 and c.contrasts_labels:
-        few = (
-            "must be 2 or more, and only 1 class has a labeled image: label images of another one, or write "
-        )
-        few += "criterion.supervised_epochs: 0"
+    if num_classes == 1:
+        few = "needs labels of 2 classes or more, and only 1 class has a labeled image: label images of another one"
+        few += ", or write criterion.supervised_epochs: 0" if c.instance not in ("none", "paws") else ""
     key, kind, batch, there = batch_key, "images", unlabeled, num_images
     if labels_alone:
         key, kind, batch = class_key, "labeled images", classes * per_class

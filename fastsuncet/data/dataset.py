@@ -6,6 +6,7 @@ read what it wrote: 64 ranks that ask for a million files at once bring a file s
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,7 +135,7 @@ def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
         say_line(f"note: {note}")
     with _naming(config, "data.bad_images"):
         # Accuracies are comparable only on the same images.
-        index.require_good(data.bad_images if train else 0)
+        index.require_good(data.bad_images if train else None)
     return index
 
 
@@ -258,7 +259,7 @@ def index_path(config: Config, folder: Path, train: bool) -> Path:
     # A folder in both roles has two indexes: a CSV's training images have no classes.
     role = config.data.kind if train else f"{config.data.kind}, validation"
     role += ", upright" if config.data.exif_orientation else ""
-    return _beside_runs(config, folder.name, f"{role}:{folder.resolve()}")
+    return _beside_runs(config, folder.name, f"{role}:{os.path.realpath(folder)}")
 
 
 def pack_index_path(config: Config) -> Path:

@@ -202,6 +202,8 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
         reader = csv.reader(lines, strict=True, skipinitialspace=True)
         header = next(reader, [])
         if [cell.strip() for cell in header] != ["file", "label"]:
+            if not header:
+                raise DataError(f"{table} is empty: the first line must be `file,label`")
             hint = ": separate them by commas, not semicolons" if ";" in "".join(header) else ""
             raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}{hint}")
         for cells in filter(None, reader):
@@ -211,15 +213,19 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
             elif (name, label) == ("file", "label"):
                 continue  # the header of a table that was appended to another
             elif not name or not label:
-                wrong.append((line, f"no {'label' if name else 'file name'}"))
+                wrong.append((line, f"no {'label' if name else 'file name'}: write one, or remove the line"))
             elif leaves_root(name):
                 wrong.append((line, f"{name}: paths must lead downwards from the data folder"))
             else:
                 rows.append((line, name, label))
     except OSError as error:
         raise DataError(f"cannot read the labels {table}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table} is not a CSV in UTF-8: {error}") from error
+    except UnicodeDecodeError as error:
+        line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
+        text = f"{table} is not a CSV in UTF-8 (byte {byte:#x} on line {line}): save it as UTF-8"
+        raise DataError(text) from error
+    except csv.Error as error:
+        raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error
     return rows, wrong
 
 

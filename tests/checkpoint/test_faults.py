@@ -162,30 +162,6 @@ def test_power_cut_after_make_folder_leaves_it_and_its_parents(tmp_path):
 # ------------------------------------------------------------------------------------------------------- disk
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """mount(options) gives a folder on a file system of its own; skips where mounting is not allowed."""
-    folder, mounted = tmp_path / "disk", []
-
-    def mount(options: str) -> Path:
-        folder.mkdir(exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if mounted:
-            command = ["mount", "-o", f"remount,{options}", str(folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("no mount command here")
-        if done.returncode:
-            pytest.skip(f"mounting a small disk is not allowed here: {done.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def assert_refused_and_untouched(folder: Path, step: int, *words: str, rows: int = 64) -> None:
     """Saving fails with all of `words` in the message, and leaves everything as it was."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -41,7 +41,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
             f"the folder {output.parent} does not exist: make it first, or give another --output"
         )
     made = make(folder, labels, hours, weights, output)
-    with disk_errors(output):
+    with disk_errors(output, "--output"):
         atomic_files.replace(output, made.text.encode())
     plan = made.plan
     values = {choice.key: choice.value for choice in plan.choices}

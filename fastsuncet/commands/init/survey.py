@@ -86,8 +86,12 @@ def _class_folders(folder: Path) -> str | None:
             continue
         with os.scandir(folder / name) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
-        images = any(os.path.splitext(each.name)[1].lower() in EXTENSIONS for each in shown if each.is_file())
-        folders = [each.name for each in shown if each.is_dir()]
+        folders = [
+            each.name for each in shown if os.path.isdir(each)
+        ]  # each.is_dir() raises for a link in a loop
+        images = any(
+            os.path.splitext(each.name)[1].lower() in EXTENSIONS for each in shown if os.path.isfile(each)
+        )
         if name == "train" and folders and not images:
             return name
         if len(folders) > 1 and not images and not {"train", *VALIDATION} & set(folders):

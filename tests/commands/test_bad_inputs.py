@@ -1,0 +1,233 @@
+"""Bad input to `init`, `train`, `predict` and `suggest`: an exit code, what to do, and nothing half-written."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from fastsuncet import cli
+from fastsuncet.commands.init import survey
+from fastsuncet.commands.init.rules import Machine
+from tests.support.pictures import write_images
+
+RUN = """\
+data: {kind: csv, root: photos, csv: labels.csv, split: {kind: csv}, validation: null, backend: torchvision}
+model: {name: resnet_tiny, hidden: 16, stem: cifar}
+criterion: {temperature: 0.1, unsupervised_batch_size: 4, supervised_epochs: all, classes_per_batch: 2,
+  supervised_imgs_per_class: 2}
+optimization: {optimizer: adamw, steps: 1, lr: 0.001}
+checkpoint: {export: []}
+"""
+NAMES = [f"{i:02}.jpg" for i in range(12)]
+ROWS = [f"{name},{('cat', 'dog')[i % 2]}" for i, name in enumerate(NAMES[:8])]
+COMMANDS = {
+    "init": "init photos --labels labels.csv --weights none --hours 0.1",
+    "train": "train run.yaml",
+    "predict": "predict run.yaml photos --output out.csv --page",
+    "suggest": "suggest run.yaml --count 2 --output out.csv --page",
+}
+PHOTOS, LABELS, CONFIG = Path("photos"), Path("labels.csv"), Path("run.yaml")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """Return a folder with photos, labels, a config and its run."""
+    folder = tmp_path_factory.mktemp("sound")
+    write_images(folder / PHOTOS, *NAMES)
+    (folder / LABELS).write_text("\n".join(["file,label", *ROWS, ""]))
+    (folder / CONFIG).write_text(
+        RUN.replace("backend: torchvision", "backend: torchvision, augmentation: {size: 16}")
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main(["train", "run.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(sound, tmp_path, monkeypatch) -> Path:
+    """Return a copy of it, in which a test can do damage; the speed of this machine is not measured."""
+    monkeypatch.setattr(survey, "machine", lambda: Machine("cpu", "CPU", 1, 16e9, 4, 1e11))
+    shutil.copytree(sound, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    """Return what is in a folder, without what is kept whole between commands: indices, classifiers, finished rows."""
+    kept = re.compile(r"runs(/indices.*|/run(/\.running|/classifier.*)?)?|\.out\.csv\.part.*")
+    names = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {
+        name: path.read_bytes() if path.is_file() else None
+        for name, path in names.items()
+        if not kept.fullmatch(name)
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+def table(*rows: str, encoding: str = "utf-8") -> Callable[[], object]:
+    return lambda: LABELS.write_bytes("".join(f"{row}\n" for row in rows).encode(encoding))
+
+
+def link(path: Path, target: str) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def each_photo(change: Callable[[Path], object]) -> Callable[[], object]:
+    return lambda: [change(path) for path in sorted(PHOTOS.iterdir())]
+
+
+class Case(NamedTuple):
+    """A change of the sound folder, and for each command (all that are not named: `others`) its code and its words."""
+
+    change: Callable[[], object]
+    others: tuple[int, str] | None = None
+    init: tuple[int, str] | None = None
+    train: tuple[int, str] | None = None
+    predict: tuple[int, str] | None = None
+    suggest: tuple[int, str] | None = None
+
+
+GOOD = (0, "")
+HEAD = "file,label"
+CASES = {
+    "no labels": Case(table(HEAD), (3, "labels.csv labels no image: it has a header and no line after it")),
+    "an empty CSV": Case(table(), (3, "labels.csv is empty: the first line must be `file,label`")),
+    "no header": Case(table(*ROWS), (3, "the first line must be `file,label`, not '00.jpg,cat'")),
+    "semicolons": Case(table("file;label", "00.jpg;cat"), (3, "separate them by commas, not semicolons")),
+    "UTF-16": Case(table(HEAD, *ROWS, encoding="utf-16"), (3, "(byte 0xff on line 1): save it as UTF-8")),
+    "an open quote": Case(table(HEAD, '"00.jpg,cat'), (3, "Is a quote not closed?")),
+    "a BOM": Case(table(HEAD, *ROWS, encoding="utf-8-sig"), GOOD),
+    "a line twice": Case(table(HEAD, *ROWS, ROWS[0]), GOOD),
+    "two labels for an image": Case(
+        table(HEAD, *ROWS, "00.jpg,dog"), (3, "line 10: 00.jpg is labeled 'dog', but 'cat' on line 2")
+    ),
+    "a line of suggest without its label": Case(
+        table(HEAD, *ROWS, "08.jpg,"), (3, "line 10: no label: write one, or remove the line")
+    ),
+    "a label for a missing file": Case(
+        table(HEAD, *ROWS, "gone.jpg,cat"), (3, "line 10: no image gone.jpg under")
+    ),
+    "one class": Case(
+        table(HEAD, "00.jpg,cat", "01.jpg,cat"),
+        init=(2, "all labels are of one class"),
+        train=(2, "only 1 class has a labeled image: label images of another"),
+        predict=(3, "a classifier needs two or more"),
+        suggest=GOOD,
+    ),
+    "a class with one label": Case(table(HEAD, *ROWS, "08.jpg,owl"), GOOD),
+    "a folder for the labels": Case(
+        lambda: (LABELS.unlink(), LABELS.mkdir()), (3, "labels.csv: Is a directory")
+    ),
+    "labels in a circle of links": Case(
+        lambda: link(LABELS, "labels.csv"),
+        (3, "labels.csv: Too many levels of symbolic links"),
+        train=(3, "labels.csv: give the list of labels or names"),
+    ),
+    "no images": Case(each_photo(Path.unlink), (3, "holds no image (.bmp, .jpeg,")),
+    "only .heic files": Case(
+        each_photo(lambda path: path.rename(path.with_suffix(".heic"))),
+        (3, "note: 12 .heic files below"),
+    ),
+    "unreadable images": Case(
+        lambda: [(PHOTOS / name).write_bytes(b"") for name in NAMES[8:]],
+        (3, "11.jpg: an empty file"),
+        init=GOOD,
+    ),
+    "unreadable images that are not the run's": Case(
+        lambda: (
+            shutil.copytree(PHOTOS, "own"),
+            CONFIG.write_text(CONFIG.read_text().replace("root: photos", "root: own")),
+            (PHOTOS / "11.jpg").write_bytes(b""),
+        ),
+        GOOD,
+        predict=(3, "11.jpg: an empty file\nRepair or remove them. Or leave them out: --skip-bad"),
+    ),
+    "only unreadable images": Case(
+        each_photo(lambda path: path.write_bytes(b"")),
+        (3, "11.jpg: an empty file"),
+        init=(3, "none of the 12 images below photos can be read: 00.jpg (an empty file)"),
+    ),
+    "a name with a line break": Case(
+        lambda: (PHOTOS / "00.jpg").rename(PHOTOS / "a\nb.jpg"), (3, r"rename it: 'a\nb.jpg'")
+    ),
+    "a link from photos to photos": Case(
+        lambda: link(PHOTOS / "again", "../photos"),
+        (3, "again is a link to a folder; links to folders are not"),
+    ),
+    "an image in a circle of links": Case(
+        lambda: link(PHOTOS / "00.jpg", "00.jpg"), (3, "00.jpg: Too many levels of symbolic links")
+    ),
+    "photos in a circle of links": Case(lambda: link(PHOTOS, "photos"), (3, "no data folder")),
+    "no such folder": Case(lambda: shutil.rmtree(PHOTOS), (3, "no data folder")),
+    "a file for the folder": Case(
+        lambda: (shutil.rmtree(PHOTOS), PHOTOS.write_text("")), (3, "no data folder")
+    ),
+    "a run of another network": Case(
+        lambda: CONFIG.write_text(CONFIG.read_text().replace("resnet_tiny", "resnet18")),
+        (2, "is not the network of"),
+        init=GOOD,
+        train=(5, "model.name: 'resnet_tiny' in the checkpoint, 'resnet18' now"),
+    ),
+    "no run": Case(
+        lambda: shutil.rmtree("runs"),
+        (2, "runs/run does not exist. An encoder is"),
+        init=GOOD,
+        train=GOOD,
+    ),
+    "an output that exists": Case(
+        lambda: [Path(name).write_text("mine") for name in ("mine.yaml", "out.csv")],
+        (2, "exists. Choose another name, or add --force"),
+        init=(2, "mine.yaml exists, and init replaces no file"),
+        train=GOOD,
+    ),
+    "an output that is a folder": Case(
+        lambda: [Path(name).mkdir() for name in ("mine.yaml", "out.csv")],
+        (2, "exists. Choose another name"),
+        init=(2, "mine.yaml exists, and init replaces no file"),
+        train=GOOD,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_ends_with_its_code_its_words_and_nothing_half_written(name, command, here, capsys):
+    case = CASES[name]
+    if command == "train" and "run" not in name:
+        shutil.rmtree("runs")
+    case.change()
+    before = files(here)
+    code, words = getattr(case, command) or case.others
+    assert cli.main(COMMANDS[command].split()) == code
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    if code:
+        assert "error: " in said.err and files(here) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("size=64k", "free some"), ("ro,size=64k", "You cannot write there")],
+    ids=["full", "ro"],
+)
+def test_bad_disk_ends_with_5_and_nothing_half_written(options, words, command, here, small_disk, capsys):
+    disk = small_disk("size=64k")
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "fill").write_bytes(bytes(1 << 20))
+    small_disk(options)
+    line = COMMANDS[command].replace("out.csv", f"{disk}/out.csv")
+    line += {"init": f" --output {disk}/mine.yaml", "train": f" logging.folder={disk}/runs"}.get(command, "")
+    assert cli.main(line.split()) == 5
+    said = capsys.readouterr().err
+    assert words in said and ("logging.folder" if command == "train" else "--output") in said
+    assert list(files(disk)) == ["fill"]
