@@ -17,7 +17,6 @@ from pipelines.dali.graphs import BITS, FACTORS
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import ORDERS, Augmentation
 
-Pictures = list[np.ndarray]  # each uint8 (H, W, 3)
 # One number for each image, by the names of `pipelines.dali.graphs.view_inputs`.
 Inputs = dict[str, np.ndarray]
 INPUTS = graphs.OF_VIEW_OPERATOR
@@ -50,7 +49,7 @@ def both(
     augmentation: Augmentation = EXACT,
     dtype: str = "float32",
     device: str = "cpu",
-) -> tuple[Pictures, Pictures]:
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the views of `images`: those to compare with, made on the CPU, and the view operator's on `device`."""
     arrays = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]]
 
@@ -81,7 +80,7 @@ def both(
     return [np.asarray(expected[i]) for i in count], [np.asarray(made[i]) for i in count]
 
 
-def random_batch(seed: int, count: int = 24) -> tuple[Pictures, Inputs]:
+def random_batch(seed: int, count: int = 24) -> tuple[list[np.ndarray], Inputs]:
     """Draw images of ragged sizes and of many kinds, and factors beyond what training draws."""
     rng = np.random.default_rng(seed)
     images = [_picture(rng) for _ in range(count)]
@@ -100,7 +99,7 @@ def random_batch(seed: int, count: int = 24) -> tuple[Pictures, Inputs]:
     return images, numbers
 
 
-def full_batch() -> tuple[Pictures, Inputs]:
+def full_batch() -> tuple[list[np.ndarray], Inputs]:
     """Return a batch as large as training's, of images of training's size, for a GPU: 256 of 224 pixels, one larger.
 
     The larger one has more than 65,536 pixels, and no contrast, whose mean a GPU rounds otherwise there.
@@ -113,7 +112,7 @@ def full_batch() -> tuple[Pictures, Inputs]:
     return [*images, rng.integers(0, 256, (400, 300, 3), np.uint8)], inputs
 
 
-def rounding_batch() -> tuple[Pictures, Inputs]:
+def rounding_batch() -> tuple[list[np.ndarray], Inputs]:
     """Return a batch where another rounding shows: a product just below a half, and means whose last bit matters.
 
     Above 65,793 white pixels the sum of the gray levels exceeds 2^24 and the order of its parts counts. A contrast of

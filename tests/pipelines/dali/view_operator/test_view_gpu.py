@@ -98,13 +98,15 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bit
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_kernels_compile_to_the_code_of_every_card_that_torch_supports(card):
-    arch = cuda_compiler.architecture(*card)  # portable where the compiler is older than the card
-    code = cuda_compiler.compiled(build.SOURCES / "view.cu", arch, build.NVRTC_OPTIONS)
-    assert code.startswith(b"\x7fELF") == arch.startswith("sm_") and all(
-        name in code for name in (b"gray_sums", b"make_16", b"make_32")
-    )
+@pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (99, 0)])
+def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card):
+    """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: card)
+    code = build.kernels(23, 0)
+    known = cuda_compiler.architecture(*card).startswith("sm_")
+    assert card == (99, 0) or known or card > (9, 0)
+    assert code.lstrip().startswith(b"\x7fELF" if known else b"//")
+    assert all(name in code for name in (b"gray_sums", b"make_16", b"make_32"))
 
 
 @needs_nvrtc
@@ -112,14 +114,6 @@ def test_kernels_contract_no_product_and_divide_exactly():
     code = cuda_compiler.compiled(build.SOURCES / "view.cu", "compute_75", build.NVRTC_OPTIONS).decode()
     assert "fma." not in code and "div.rn.f32" in code
     assert not [kind for kind in ("div.approx", "div.full", "rcp.approx") if kind in code]
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("card", "start"), [((9, 0), b"\x7fELF"), ((99, 0), b"//")])
-def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card, start):
-    """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: card)
-    assert build.kernels(23, 0).lstrip().startswith(start)
 
 
 def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
