@@ -1,6 +1,7 @@
 """The generated pages of the documentation site hold everything, and links lead to pages of the site."""
 
 import pytest
+import yaml
 
 from fastsuncet import cli
 from fastsuncet.config.schema import CONFIG
@@ -46,3 +47,11 @@ def test_sources_has_a_page_for_each_linked_file():
     pages = docs_site.sources()
     assert "````yaml\n# ImageNet" in pages["source/configs/in1k_10pct.yaml.md"]
     assert "source/fastsuncet/training/step.py.md" in pages
+
+
+def test_site_searches_without_a_server():
+    """The plugin's own script is of another host: the site has a copy."""
+    config = yaml.safe_load((docs_site.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert config["plugins"][:2] == ["search", "offline"]
+    (script,) = config["extra"]["polyfills"]
+    assert "iframe-worker" in script and (docs_site.ROOT / "docs" / script).is_file()
