@@ -7,6 +7,7 @@ deleted at any time.
 import contextlib
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 
 from pipelines import atomic_files
@@ -20,6 +21,19 @@ def cache_folder(kind: str) -> Path:
     if folder := os.environ.get("FASTSUNCET_CACHE"):
         return Path(folder) / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / kind
+
+
+def private_folder(kind: str) -> Path:
+    """Return a folder for compiled code that another program writes and executes: `cache_folder`, made for this user.
+
+    It is a new folder below /tmp where that one is not safe (see `problem`) or cannot be written.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = cache_folder(kind)
+        atomic_files.make_folder(folder, 0o700)
+        if not problem(folder / "code") and os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.mkdtemp(prefix=f"fastsuncet-{kind}-"))
 
 
 def problem(path: Path) -> str | None:

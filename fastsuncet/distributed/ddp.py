@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
+from pipelines import code_cache
 
 # torch 2.15 renamed the option and warns of the old name; older ones do not know the new one.
 _ddp_options = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
@@ -32,6 +33,9 @@ def parallel(
     inner = network
     if compiled:
         require_compiler()
+        # By default /tmp/torchinductor_NAME, which another user can make first and fill with code.
+        if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(code_cache.private_folder("inductor"))
         # Static shapes: when the labeled stream ends, a run would otherwise recompile to other kernels than a run that
         # is resumed after that.
         network = cast(nn.Module, torch.compile(network, dynamic=False))

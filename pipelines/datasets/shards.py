@@ -8,6 +8,7 @@ or its disk or server fails, the system kills the process without a message (SIG
 """
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, stamp
 from pipelines.datasets.string_table import leaves_root, links_out
@@ -54,15 +56,16 @@ class Shards:
             )
         self.paths, self.stamps, self.members = list(paths), stamps, members
         self._files: list[io.FileIO] = []
-        weakref.finalize(self, lambda files: [file.close() for file in files], self._files)
+        weakref.finalize(self, _close, self._files)
         allow_open_files(len(self.paths))
         for path, (size, time) in zip(self.paths, stamps.tolist()):
             try:
                 self._files.append(io.FileIO(path))
                 now = stamp(os.fstat(self._files[-1].fileno()))
             except OSError as error:
+                remedy = REMEDY if error.errno == errno.ENOENT else atomic_files.advice(error, "data.pack")
                 raise DataError(
-                    f"cannot open the shard {path}: {error.strerror or error}. {REMEDY}"
+                    f"cannot open the shard {path}: {error.strerror or error}. {remedy}"
                 ) from error
             if now[0] != size or time not in (-1, now[1]):
                 raise DataError(
@@ -85,18 +88,14 @@ class Shards:
         Raises DataError with the shard's name once it has been cut short or cannot be read any more.
         """
         shard, start, length, _ = self.members[i].item()
-        path, file, content = self.paths[shard], self._files[shard].fileno(), b""
-        length = min(length, most or length)
+        path, file, length = self.paths[shard], self._files[shard].fileno(), min(length, most or length)
         try:
-            # A file server can return less than it was asked for, and the rest when it is asked again.
-            while len(content) < length:
-                more = os.pread(file, length - len(content), start + len(content))
-                if not more:
-                    raise DataError(
-                        f"the shard {path} was cut short while it was in use: {os.fstat(file).st_size:,} bytes, and "
-                        f"image {i} ends at {start + length:,}. {REMEDY}"
-                    )
-                content = content + more if content else more
+            content = _pread(file, length, start)
+            if len(content) < length:
+                raise DataError(
+                    f"the shard {path} was cut short while it was in use: {os.fstat(file).st_size:,} bytes, and "
+                    f"image {i} ends at {start + length:,}. {REMEDY}"
+                )
         except OSError as error:
             raise DataError(f"the shard {path} cannot be read: {error.strerror or error}") from error
         return content
@@ -117,6 +116,23 @@ class Shards:
             return None
         path = self.paths[self.members[i]["shard"]]
         return f"damaged in the shard {path}: its checksum is another. {REMEDY}"
+
+
+def _pread(file: int, length: int, start: int) -> bytes:
+    """Return `length` bytes of a file from `start` on, fewer only at its end.
+
+    A file server can return less than it was asked for, and the rest when it is asked again.
+    """
+    content = b""
+    while len(content) < length and (more := os.pread(file, length - len(content), start + len(content))):
+        content = content + more if content else more
+    return content
+
+
+def _close(files: list[io.FileIO]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):  # of a file server: nothing was written
+            file.close()
 
 
 def require_inside(paths: Sequence[Path], root: Path) -> None:
@@ -162,7 +178,7 @@ def scan_shard(path: Path) -> Scan:
                 if key in (labels if extension == ".cls" else images) and extension in (".cls", *EXTENSIONS):
                     raise ValueError(f"it has two images or two labels of the key {key.lstrip('/')!r}")
                 if extension == ".cls":
-                    text = os.pread(file.fileno(), min(member.size, 32), member.offset_data).strip()
+                    text = _pread(file.fileno(), min(member.size, 32), member.offset_data).strip()
                     if member.size > 32 or not text.isdigit() or (label := int(text)) >= _MOST_CLASSES:
                         raise ValueError(f"its label {name!r} is no whole number from 0: {text!r}")
                     labels[key] = label
@@ -188,12 +204,12 @@ def _require_end(file: int, end: int) -> None:
     It takes a damaged header, a lost page and the end of the first of two joined shards for the end.
     """
     size = os.fstat(file).st_size
-    if os.pread(file, _BLOCK, end) != bytes(_BLOCK):
+    if _pread(file, _BLOCK, end) != bytes(_BLOCK):
         raise ValueError(f"it is cut short or damaged after byte {end:,}")
     if size - end > _PADDING:
         text = f"it has {size - end:,} bytes after its end at byte {end:,}, more than any program writes"
         raise ValueError(f"{text}: a copy that was not finished, a lost page, or shards that were joined")
-    rest = os.pread(file, size - end, end)
+    rest = _pread(file, size - end, end)
     if after := rest.lstrip(b"\0"):
         raise ValueError(
             f"it seems to end at byte {end:,}, and more follows at byte {size - len(after):,}: a lost page, or shards "

@@ -1,12 +1,12 @@
-"""A save is interrupted: by a kill at every system call, by a power cut, by the disk. What is left must load.
+"""A writer is interrupted: by a kill at every system call, by a power cut, by the disk. What is left must load.
 
 `tests/training/test_killed.py` kills the process of a real run at random moments.
 """
 
-import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -17,14 +17,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, require_run_folder
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from tests.support.checkpoints import assert_whole, save
-from tests.support.power_cut import CALLS, intercept, watch
-from tests.support.runs import Killed
+from tests.support.exports import save_run
+from tests.support.power_cut import CALLS, crash_at_every_syscall, intercept, watch
+from tests.support.writers import REFUSALS, WRITERS, Writer, images
 from tools.bench import slow_files
 
 pytestmark = pytest.mark.slow
@@ -41,99 +43,56 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-SCENARIOS = {  # steps saved before, their keep; the step saved next
-    "the first of all": ((), 2, 1),
-    "one more, the oldest goes": ((1, 2), 2, 3),
-    "one more, in place of the only one": ((2,), 1, 3),
-    "the only one again": ((2,), 1, 2),
-}
+CASES = [  # what is written, the numbers before, that which is written next
+    ("checkpoint", (), 1),
+    ("checkpoint", (1, 2), 3),  # number 3 is the only one that stays
+    ("checkpoint", (2,), 2),  # in place of itself
+    ("index", (), 1),
+    ("index", (1,), 2),
+    ("code", (1,), 2),
+    ("pack", (), 1),
+]
 
 
-def prepare(folder: Path, scenario: str) -> tuple[set[int | None], int, int]:
-    """Fill `folder`; return the steps (None: no checkpoint) that can be newest after a cut, the next step, its keep."""
-    before, keep, step = SCENARIOS[scenario]
-    folder.mkdir()
-    for number in before:
-        save(folder, number, keep)
-    return {before[-1] if before else None, step}, step, keep
+def prepare(folder: Path, writer: Writer, numbers: tuple[int, ...]) -> None:
+    images()  # written once, and not by what is crashed
+    folder.mkdir(parents=True)
+    for number in numbers:
+        writer.write(folder, number)
 
 
-# ------------------------------------------------------------------------------------------------------- kill
+def require_next(name: str, folder: Path, number: int) -> None:
+    """Run the same command again, and another one: what a dead writer left is gone or hidden."""
+    writer = WRITERS[name]
+    for each in (number, 3):
+        writer.write(folder, each)
+        assert writer.read(folder) == each
+    left = {path.name for path in folder.iterdir()} - {"1", ".lock-1"}  # of a pack
+    if name in ("index", "code"):  # nobody knows whether their writer is alive
+        left = {each for each in left if not each.startswith(".tmp-")}
+    assert left == writer.names
 
 
-def save_and_die(folder: Path, step: int, keep: int, fatal: int, half: bool = False) -> list[str]:
-    """Save, but die just before the system call number `fatal`, or half through a write; return the calls before.
-
-    What is on the disk is what kill -9 would leave: from that call on, every call fails without any effect.
-    """
-    calls = []
-
-    def hook(name, call, arguments, keywords):
-        if len(calls) == fatal and half:
-            call(arguments[0], arguments[1][: len(arguments[1]) // 2])
-        calls.append(name)
-        if len(calls) > fatal:
-            raise Killed
-        return call(*arguments, **keywords)
-
-    with intercept(hook), contextlib.suppress(Killed):
-        save(folder, step, keep)
-    return calls[:fatal]
+# --------------------------------------------------------------------------------------- kill and power cut
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_kill_at_every_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path, scenario):
-    possible, step, keep = prepare(tmp_path / "before", scenario)
-    shutil.copytree(tmp_path / "before", tmp_path / "undisturbed")
-    calls = save_and_die(tmp_path / "undisturbed", step, keep, fatal=1000)
-    # What this test is about must be in there: three files and `latest`, each synced, and the two renames.
-    assert calls.count("write") == 4
-    assert calls.count("fsync") >= 7
-    assert calls.count("rename") + calls.count("replace") >= 2
-    found = set()
-    for fatal, name in enumerate(calls):
-        for half in [False, True] if name == "write" else [False]:
-            folder = tmp_path / f"{fatal}_{half}"
-            shutil.copytree(tmp_path / "before", folder)
-            assert save_and_die(folder, step, keep, fatal, half) == calls[:fatal]
-            loaded = manager.load_newest(folder, say=pytest.fail)
-            found.add(loaded and loaded.step)
-            for path in folder.glob("step_*"):  # what has a name is whole, also what was being removed
-                assert_whole(manager.load(path))
-            # The same command again: what the dead writer left is gone after the next save.
-            save(folder, step + 1, keep=1)
-            assert names(folder) == {".lock", "latest", f"step_{step + 1:08d}"}
-            assert load_silently(folder).step == step + 1
-            shutil.rmtree(folder)
-    assert found == possible  # cut before the new one counted, and after
+@pytest.mark.parametrize(("name", "before", "number"), CASES)
+def test_crash_at_every_call_leaves_the_old_content_or_the_new(tmp_path, name, before, number):
+    writer, found = WRITERS[name], set()
+    prepare(tmp_path / "before", writer, before)
 
+    def look(folder: Path) -> None:
+        found.add(writer.read(folder))
+        for path in folder.glob("step_*"):  # what has a name is whole, also what was being removed
+            assert_whole(manager.load(path))
+        require_next(name, folder, number)
 
-# -------------------------------------------------------------------------------------------------- power cut
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_power_cut_after_any_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path, scenario):
-    folder = tmp_path / "run"
-    possible, step, keep = prepare(folder, scenario)
-    disks = tmp_path / "disks"
-    disks.mkdir()
-    found = set()
-
-    def look(watched):
-        for _, disk in watched.disks(disks):
-            loaded = manager.load_newest(disk, say=pytest.fail)
-            found.add(loaded and loaded.step)
-            if loaded is not None:
-                assert_whole(loaded)
-            shutil.rmtree(disk)
-
-    with watch(folder, look) as watched:
-        save(folder, step, keep)
-    assert found == possible
-    assert watched.calls.count("fsync") >= 7
-    # Once save has returned, the new one is what any disk holds.
-    for kind, disk in watched.disks(disks):
-        assert load_silently(disk).step == step, kind
+    calls = crash_at_every_syscall(lambda folder: writer.write(folder, number), tmp_path / "before", look)
+    assert found == {before[-1] if before else None, number}  # cut before the new one counted, and after
+    # What this test is about must be in there: each file is written, synced and renamed, and so is its folder.
+    least = {"checkpoint": (4, 7, 2), "index": (1, 2, 1), "code": (1, 2, 1), "pack": (2, 6, 3)}[name]
+    assert [calls.count("write") >= least[0], calls.count("fsync") >= least[1]] == [True, True], calls
+    assert calls.count("rename") + calls.count("replace") >= least[2]
 
 
 def test_power_cut_model_forgets_what_was_not_synced(tmp_path):
@@ -216,6 +175,36 @@ def test_disk_that_refuses_a_save_keeps_what_was_there(small_disk, monkeypatch, 
         assert load_silently(folder).step == 2
 
 
+CONFIG = """\
+data: {kind: images, root: IMAGES, backend: torchvision}
+criterion: {temperature: 0.1, unsupervised_batch_size: 2}
+optimization: {epochs: 1, lr: 1.0}
+logging: {folder: runs}
+"""
+
+
+@pytest.mark.parametrize("command", ["embed", "data pack"])
+def test_command_on_a_full_disk_ends_with_5_and_continues_on_a_larger_one(
+    small_disk, tmp_path, monkeypatch, capsys, command
+):
+    disk = small_disk("size=8k")
+    save_run(tmp_path / "run", "model.name=resnet_tiny", "data.augmentation.size=32")
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("IMAGES", str(images().root)))
+    words = {
+        "embed": ["embed", str(tmp_path / "run"), str(images().root), "--output", str(disk / "output.npz")],
+        "data pack": ["data", "pack", str(tmp_path / "run.yaml"), "--output", str(disk / "output")],
+    }[command]
+    # As under a quota: the disk is not known to be small before it is full.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 60))
+    for _ in range(2):
+        assert cli.main(words) == 5
+        assert re.search(r"cannot .*: .*No space left on device.*df -h", capsys.readouterr().err)
+        assert not Path(words[-1]).exists()
+    small_disk("size=8m")
+    assert cli.main(words) == 0
+    assert names(disk) == {Path(words[-1]).name}
+
+
 def test_disk_that_is_unmounted_under_a_run_ends_it_and_nothing_is_written_below(small_disk):
     disk = small_disk("size=4m")
     place = Place(0, 1, 0, torch.device("cpu"))
@@ -238,76 +227,100 @@ def test_limit_on_file_sizes_is_named(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_io_error_at_any_call_leaves_a_good_checkpoint_and_no_rubbish(tmp_path):
-    """The save fails with the reason, or (in the cleanup only) succeeds and reports what it could not remove."""
-    before = tmp_path / "before"
-    before.mkdir()
-    for step in (1, 2):
-        save(before, step)
-    outcomes, calls, fatal = set(), [], 0
-    while fatal <= len(calls):
-        folder = tmp_path / str(fatal)
-        shutil.copytree(before, folder)
-        outcome, calls = _save_with_io_error(folder, fatal)
-        outcomes.add(outcome)
-        assert load_silently(folder).path == folder / "step_00000002"  # not only under its hidden name
-        save(folder, 3, keep=1)
-        assert names(folder) == {".lock", "latest", "step_00000003"}
-        fatal += 1
-    assert fatal > 20
-    assert outcomes == {"refused", "saved", "saved, and something said"}
+@pytest.mark.parametrize(
+    ("name", "before", "number"), [case for case in CASES if case[1] or case[0] == "pack"]
+)
+def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(tmp_path, capsys, name, before, number):
+    """The writer fails with the reason, or (in the cleanup only) succeeds and reports what it could not remove."""
+    writer, outcomes, calls, fatal = WRITERS[name], set(), [], 0
+    prepare(tmp_path / "before", writer, before)
 
-
-def _save_with_io_error(folder: Path, fatal: int) -> tuple[str, list[str]]:
-    """Save step 2 again with keep=1 while system call number `fatal` fails; return the outcome and the calls."""
-    calls, lines = [], []
-
-    def hook(name, call, arguments, keywords):
-        calls.append(name)
+    def hook(kind, call, arguments, keywords):
+        calls.append(kind)
         if len(calls) == fatal + 1:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return call(*arguments, **keywords)
 
-    with intercept(hook, CALLS[1:]):  # opening a file that cannot be opened is tested with the disks
-        try:
-            save(folder, 2, keep=1, say=lines.append)
-        except CheckpointError as refusal:
-            error = str(refusal)
-        else:
-            return "saved, and something said" if lines else "saved", calls
-    assert "Input/output error" in error and "dmesg" in error
-    return "refused", calls
+    while fatal <= len(calls):
+        calls.clear()
+        folder = tmp_path / str(fatal)
+        shutil.copytree(tmp_path / "before", folder)
+        capsys.readouterr()
+        with intercept(hook, CALLS[1:]):  # opening a file that cannot be opened is tested with the disks
+            try:
+                writer.write(folder, number)
+                outcomes.add("saved, and something said" if capsys.readouterr().out else "saved")
+            except REFUSALS as error:
+                outcomes.add(f"refused: {'Input/output error' in str(error)}, {'dmesg' in str(error)}")
+        assert writer.read(folder) in (before[-1] if before else None, number)
+        if name == "checkpoint":
+            assert load_silently(folder).path.name[0] != "."  # not only under its hidden name
+        elif name != "pack":
+            assert not list(folder.rglob(".tmp-*"))
+        require_next(name, folder, number)
+        fatal += 1
+    assert outcomes - {"saved", "saved, and something said"} == {f"refused: True, {name != 'code'}"}
+    assert "saved" in outcomes and ("saved, and something said" in outcomes) == (before == (1, 2))
+
+
+# --------------------------------------------------------------------------------------------- another account
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["index", "code"])
+@pytest.mark.parametrize("theirs", ["*", "*/*", "link"])
+def test_cache_that_another_account_wrote_is_made_anew(tmp_path, capsys, name, theirs):
+    writer = WRITERS[name]
+    prepare(tmp_path / "cache", writer, (1,))
+    if not (found := [*(tmp_path / "cache").glob("*" if theirs == "link" else theirs)]):
+        pytest.skip("an index is in no folder of its own")
+    for path in found:
+        if theirs == "link":  # to content of this user
+            path.rename(tmp_path / "mine")
+            path.symlink_to(tmp_path / "mine")
+        os.chown(path, 12345, 12345, follow_symlinks=False)
+    assert writer.read(tmp_path / "cache") == (1 if (name, theirs) == ("code", "link") else None)
+    assert name == "code" or "is made anew, because " in capsys.readouterr().out
+    if found[0].is_file():
+        writer.write(tmp_path / "cache", 2)
+        assert writer.read(tmp_path / "cache") == 2
 
 
 # ------------------------------------------------------------------------------------------------ file server
 
 
-def faulty(call: str, error: int, late: int) -> list[dict[str, str]]:
-    """Return faults: each of the first eight calls of one kind ends with an error, once."""
-    kind = {"FAULT_CALL": call, "FAULT_ERRNO": str(error), "FAULT_LATE": str(late), "FAULT_US": "1000"}
-    return [{**kind, "FAULT_AT": str(number)} for number in range(1, 9)]
-
-
-@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
-def test_save_and_load_on_a_wrong_file_server_give_whole_checkpoints(tmp_path):
-    """Also where a call has happened and only its answer is lost."""
+def faults(name: str) -> list[dict[str, str]]:
+    """Return faults: each of the first calls of every kind ends with an error, once, or comes after two seconds."""
     calls = ("open", "read", "write", "fsync", "close", "rename", "mkdir", "stat")
-    faults = [
-        fault
+    found = [
+        {"FAULT_CALL": call, "FAULT_ERRNO": str(error), "FAULT_LATE": str(late), "FAULT_AT": str(number)}
         for call in calls
         for error in (errno.EIO, errno.ESTALE)
         for late in (0, 1)
-        for fault in faulty(call, error, late)
-    ] + [{"SHORT_READS": "7"}]
-    command = [sys.executable, "-m", "tests.support.faulty_server", str(tmp_path), *map(json.dumps, faults)]
+        for number in range(1, 9 if name == "checkpoint" else 4)
+    ]
+    found += [{"FAULT_CALL": call, "FAULT_US": "2000000"} for call in ("open", "fsync", "rename")]
+    return [{"writer": name, **fault} for fault in (*found, {"SHORT_READS": "7"})]
+
+
+@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
+def test_writers_on_a_wrong_file_server_leave_whole_content(tmp_path):
+    """Also where a call has happened and only its answer is lost, and where it comes late."""
+    table = [fault for name in WRITERS for fault in faults(name)]
+    command = [sys.executable, "-m", "tests.support.faulty_server", str(tmp_path), *map(json.dumps, table)]
     done = subprocess.run(command, env=slow_files.preloaded(tmp_path), capture_output=True, text=True)
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(outcomes) == len(faults), done.stderr
-    for fault, outcome in zip(faults, outcomes, strict=True):
+    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(outcomes) == len(table) and not done.stderr, done.stderr
+    refused = set()
+    for fault, outcome in zip(table, outcomes, strict=True):
         # It can be refused and complete, where the answer of its last calls was lost.
-        assert outcome["newest"] == 2 if outcome["save"] is None else outcome["newest"] in (1, 2), fault
-        assert outcome["read"] in (1, 2) or "cannot be" in outcome["read"], (fault, outcome)
+        assert outcome["newest"] == 2 if outcome["refused"] is None else outcome["newest"] in (1, 2), fault
+        # A cache that cannot be read is made anew.
+        cache = fault["writer"] in ("index", "code")
+        read = outcome["read"]
+        assert read in (1, 2) or (cache and read is None) or str(tmp_path) in read, (fault, outcome)
         assert outcome["after"] == 3, fault
-    kinds = {fault.get("FAULT_CALL") for fault, outcome in zip(faults, outcomes) if outcome["save"]}
-    assert kinds >= {"open", "write", "fsync", "rename", "mkdir"}
-    assert outcomes[-1] == {"save": None, "newest": 2, "read": 2, "after": 3}
+        sound = "FAULT_ERRNO" not in fault
+        assert not sound or outcome == {"refused": None, "newest": 2, "read": 2, "after": 3}, fault
+        refused |= {(fault["writer"], fault.get("FAULT_CALL"))} if outcome["refused"] else set()
+    assert refused >= {(name, call) for name in WRITERS for call in ("open", "write", "fsync", "rename")}

@@ -1,5 +1,7 @@
 """What is refused before a first step. What the wrapped network computes is tested with ranks and captured steps."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,18 @@ def test_compiled_network_without_a_compiler_is_refused(no_compiler):
         parallel(
             nn.Linear(2, 2), place, compiled=True, static_graph=True, blank_pass=lambda net: net.weight.sum()
         )
+
+
+def test_compiled_code_is_kept_where_no_other_user_can_put_some(monkeypatch, tmp_path):
+    """PyTorch's own place, /tmp/torchinductor_NAME, is known to everybody on the machine."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", lambda network, **_: network)
+    for wanted in (str(tmp_path / "inductor"), "/mine"):
+        place = Place(0, 1, 0, torch.device("cpu"))
+        parallel(nn.Linear(2, 2), place, compiled=True, static_graph=True, blank_pass=lambda net: net)
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
 
 
 def test_ddp_logs_no_times_after_its_first_passes():

@@ -1,6 +1,7 @@
 """Compiled code on disk: for its owner alone, whatever the umask, and executed only if nobody else could write it."""
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -76,6 +77,21 @@ def test_read_gives_no_code_of_another_user(tmp_path, monkeypatch, name):
     owned = os.stat_result((*stat[:4], 12_345, *stat[5:]))
     monkeypatch.setattr(os, "stat", lambda p, **k: owned if real(p, **k) == stat else real(p, **k))
     assert code_cache.read(path) is None
+
+
+def test_private_folder_is_the_cache_or_a_new_one_where_others_could_write(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
+    folder = code_cache.private_folder("inductor")
+    assert folder == tmp_path / "cache" / "inductor" and modes(folder, tmp_path) == [0o700, 0o700]
+    folder.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    new = code_cache.private_folder("inductor")
+    assert new.parent == tmp_path and new.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(
+        code_cache, "cache_folder", lambda kind: tmp_path / "cache" / "inductor" / "no" / kind
+    )
+    monkeypatch.setattr(code_cache.atomic_files, "make_folder", mock.Mock(side_effect=PermissionError))
+    assert code_cache.private_folder("inductor") not in (folder, new)
 
 
 def test_compiled_refuses_a_folder_of_others_and_says_so(tmp_path, monkeypatch, capsys):

@@ -1,8 +1,9 @@
-"""Save and load checkpoints on a file server that is slow and wrong; print a line of JSON for each fault.
+"""Write and read on a file server that is slow and wrong; print a line of JSON for each fault.
 
     LD_PRELOAD=slow_files.so python -m tests.support.faulty_server FOLDER FAULT...
 
-It needs a process of its own: tools/bench/slow_files.c is preloaded. A fault is JSON, the variables of slow_files.c.
+It needs a process of its own: tools/bench/slow_files.c is preloaded. A fault is JSON: the name of a writer, and the
+variables of slow_files.c.
 """
 
 import ctypes
@@ -12,9 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from fastsuncet.checkpoint import manager
-from fastsuncet.errors import CheckpointError
-from tests.support.checkpoints import assert_whole, save
+from tests.support.writers import REFUSALS, WRITERS, images
 
 server = ctypes.CDLL(None)
 
@@ -27,38 +26,32 @@ def use(folder: Path, fault: dict[str, str]) -> None:
     server.slow_files_settings()
 
 
-def newest(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint, which must be whole."""
-    loaded = manager.load_newest(folder, say=lambda line: None)
-    if loaded is not None:
-        assert_whole(loaded)
-    return loaded and loaded.step
-
-
-def outcome(folder: Path, fault: dict[str, str]) -> dict:
-    """Save step 2 after step 1 and load it, all on the faulty server; then look at what is there, on a sound one."""
-    save(folder, 1)
+def outcome(folder: Path, name: str, fault: dict[str, str]) -> dict:
+    """Write 2 after 1 and read it, all on the faulty server; then look at what is there, on a sound one."""
+    writer = WRITERS[name]
+    writer.write(folder, 1)
     use(folder, fault)
     try:
-        save(folder, 2)
-        saved = None
-    except CheckpointError as error:
-        saved = str(error)
+        writer.write(folder, 2)
+        refused = None
+    except REFUSALS as error:
+        refused = str(error)
     use(folder, {})
-    found = newest(folder)
+    found = writer.read(folder)
     use(folder, fault)
     try:
-        read = newest(folder)
-    except CheckpointError as error:
+        read = writer.read(folder)
+    except REFUSALS as error:
         read = str(error)
     use(folder, {})
-    save(folder, 3)
-    return {"save": saved, "newest": found, "read": read, "after": newest(folder)}
+    writer.write(folder, 3)
+    return {"refused": refused, "newest": found, "read": read, "after": writer.read(folder)}
 
 
 if __name__ == "__main__":
+    images()
     for number, text in enumerate(sys.argv[2:]):
-        place = Path(sys.argv[1], str(number))
+        place, fault = Path(sys.argv[1], str(number)), json.loads(text)
         place.mkdir()
-        print(json.dumps(outcome(place, json.loads(text))), flush=True)
+        print(json.dumps(outcome(place, fault.pop("writer"), fault)), flush=True)
         shutil.rmtree(place)

@@ -1,5 +1,6 @@
-"""A file system that forgets: what a disk can hold after a power cut, at worst, by the words of POSIX.
+"""Crash a writer at every system call, by a kill and by a power cut.
 
+A power cut needs a file system that forgets: what a disk can hold afterwards, at worst, by the words of POSIX.
 `watch(folder)` records what a program does under a folder, call by call. After each call, `disks()` builds the two
 worst disks that a power cut could leave there:
 
@@ -12,12 +13,15 @@ uses these).
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.runs import Killed
 
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 
@@ -138,3 +142,55 @@ def watch(folder: Path, after_call: Callable[[Watched], None]) -> Iterator[Watch
 
     with intercept(hook):
         yield watched
+
+
+def die_at(write: Callable[[], object], fatal: int, half: bool = False) -> list[str]:
+    """Call `write`, but die just before the system call number `fatal`, or half through a write; return those before.
+
+    What is on the disk is what kill -9 would leave: from that call on, every call fails without any effect.
+    """
+    calls = []
+
+    def hook(name: str, call: Callable, args: tuple, keys: dict) -> Any:
+        if len(calls) == fatal and half:
+            call(args[0], args[1][: len(args[1]) // 2])
+        calls.append(name)
+        if len(calls) > fatal:
+            raise Killed
+        return call(*args, **keys)
+
+    with intercept(hook), contextlib.suppress(Killed):
+        write()
+    return calls[:fatal]
+
+
+def crash_at_every_syscall(
+    write: Callable[[Path], object], before: Path, look: Callable[[Path], None]
+) -> list[str]:
+    """Crash `write(folder)`, which changes a folder that is as `before`, and `look(folder)` at what is left each time.
+
+    It is killed before each system call and half through each write, and its power is cut after each call. Return the
+    calls of a whole write, the last one of which leaves the new content on any disk.
+    """
+    scratch = before.with_name(f"{before.name}-crashed")
+    shutil.copytree(before, scratch / "whole")
+    calls = die_at(lambda: write(scratch / "whole"), 100_000)
+    for fatal, name in enumerate(calls):
+        for half in (False, True) if name == "write" else (False,):
+            folder = scratch / f"{fatal}-{half}"
+            shutil.copytree(before, folder)
+            assert die_at(lambda folder=folder: write(folder), fatal, half) == calls[:fatal]
+            look(folder)
+            shutil.rmtree(folder)
+
+    def look_at_disks(watched: Watched) -> None:
+        for _, disk in watched.disks(scratch):
+            look(disk)
+            shutil.rmtree(disk)
+
+    shutil.copytree(before, scratch / "watched")
+    with watch(scratch / "watched", look_at_disks) as watched:
+        write(scratch / "watched")
+    for _, disk in watched.disks(scratch):
+        look(disk)
+    return calls

@@ -24,7 +24,9 @@ from pipelines.datasets import pack as module
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack, write_pack
+from pipelines.datasets.shards import scan_shard
 from pipelines.verify import check
+from tests.support.archives import tar_of
 from tests.support.pictures import cut_short, write_kinds, write_pictures
 from tests.support.streams import BACKENDS, assert_same, labeled, opened, unlabeled
 
@@ -304,6 +306,8 @@ def test_reads_in_pieces_are_joined_and_failed_ones_named(index, pack, monkeypat
     packed, whole, pread = open_pack(pack), index.path(3).read_bytes(), os.pread
     monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 100), start))
     assert len(whole) > 250 and packed.content(3) == whole
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 1), start))
+    assert scan_shard(tar_of(pack / "foreign.tar", ("1.jpg", b"image"), ("1.cls", b"12"))).labels == [12]
     monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(DataError, match=r"00000\d\.tar cannot be read: Input/output error"):
         packed.content(3)

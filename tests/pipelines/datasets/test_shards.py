@@ -96,7 +96,7 @@ def test_open_pack_names_what_is_missing(folder, tmp_path):
         open_pack(tmp_path / "empty")
 
 
-def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypatch):
+def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypatch, capsys):
     kept, scanned = tmp_path / "kept.npz", []
     monkeypatch.setattr(
         "pipelines.datasets.pack.scan_shard", lambda p: scanned.append(p.name) or scan_shard(p)
@@ -117,6 +117,9 @@ def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypa
     assert len(scanned) == 10
     kept.write_bytes(b"damaged")
     assert len(open_pack(folder, kept=kept)) == 6
+    kept.chmod(0o666)
+    assert len(open_pack(folder, kept=kept)) == 6 and len(scanned) == 16
+    assert "is made anew, because other users can write it" in capsys.readouterr().out
 
 
 def test_open_pack_finds_a_size_behind_a_long_header(tmp_path):
