@@ -10,11 +10,11 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands.report import paper
-from fastsuncet.commands.sweep.jobs import mark_path
 from fastsuncet.commands.sweep.runs import Job, expand, runs_named
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.config import Config, load_config
 from fastsuncet.data.paired_stream import run_macs
+from fastsuncet.metrics.results import asked
 from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.models.resnet import WIDTHS
 from pipelines.datasets.label_splits import bernoulli
@@ -308,15 +308,21 @@ def test_run_shared_by_two_files_is_the_same_run(here, run, there):
     assert ours.run_folder == theirs.run_folder and ours.changed_keys(theirs.canonical()) == []
 
 
-def finetune_marks(command: str) -> set:
-    return {mark_path(job) for job in jobs_of(command) if job.command == "finetune"}
+def identity(job: Job) -> str:
+    """Return what a sweep tells the results of a job by."""
+    settings = asked(job.config, job.command.split()[-1])
+    return repr((job.command, job.config.run_folder, job.options, sorted(settings.items())))
 
 
-def test_evaluations_have_different_marks_unless_they_are_the_same():
+def finetunings(command: str) -> set:
+    return {identity(job) for job in jobs_of(command) if job.command == "finetune"}
+
+
+def test_evaluations_have_different_results_unless_they_are_the_same():
     for name in SWEEPS:
-        marks = [mark_path(job) for job in jobs_in(name) if job.command != "train"]
-        assert len(set(marks)) == len(marks), name
+        identities = [identity(job) for job in jobs_in(name) if job.command != "train"]
+        assert len(set(identities)) == len(identities), name
     npi, suncet = (f"fastsuncet sweep paper/{name}" for name in ("in1k_npi", "in1k_suncet_10pct"))
-    assert finetune_marks(npi) == finetune_marks(f"{suncet} --only *-400ep") != set()
+    assert finetunings(npi) == finetunings(f"{suncet} --only *-400ep") != set()
     two_lists = "fastsuncet sweep paper/in1k_simclr finetune.epochs=30 --only *-100ep"
-    assert len(finetune_marks(two_lists)) == 2
+    assert len(finetunings(two_lists)) == 2

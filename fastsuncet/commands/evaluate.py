@@ -21,7 +21,7 @@ from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
 from fastsuncet.evaluation.scoring import Measured, accuracy, labels_record, per_class, standard_error
-from fastsuncet.metrics.results import send_results
+from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.versions import versions
@@ -127,6 +127,7 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
         "labels": labels_record(images, config),
         "encoder": encoder.record(),
         "setting": setting,
+        "asked": asked(config, kind),
         "classes": per_class(measured.confusion, images.train.classes),
         "run": config.run_folder.name,
         "versions": versions(),

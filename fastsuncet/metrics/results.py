@@ -8,6 +8,7 @@ The name follows from what was evaluated, so that a repeated evaluation replaces
      "labels": {"kind": "bernoulli", "fraction": 0.1, "count": 5006},
      "encoder": {"source", "step", "epoch", "method", "ledger"},      of Encoder.record
      "setting": {"k": 10},                             the numbers that define the evaluation
+     "asked": {"evaluation.knn_k": 10, ...},           what the config says about it, where that is not a default
      "run": "cifar10_suncet",
      "versions": {"torch": "2.15.0", ...}}
 """
@@ -19,14 +20,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
-from fastsuncet.config import Config
+from fastsuncet.config import Config, flat
+from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.metrics.trackers import Tracker, Trackers, named
 from pipelines import atomic_files
 
 FOLDER = "results"  # in the run's folder
+
+
+# Kind -> the sections that are its own.
+OWN = {
+    "finetune": ("finetune",),
+    "knn": ("evaluation",),
+    "npi": ("npi",),
+    "linear": ("linear",),
+    "transfer": ("transfer", "finetune"),
+}
+# Keys that no number depends on: paths, how fast pixels are made, what is written.
+FREE = (
+    *(
+        "data.root",
+        "data.index",
+        "data.download",
+        "data.decode_threads",
+        "data.prefetch",
+        "data.decoder_buffers",
+    ),
+    *("transfer.root", "transfer.download", "logging.", "checkpoint."),
+)
 
 
 class Record(BaseModel):
@@ -92,17 +118,33 @@ def send_results(config: Config, paths: Sequence[Path]) -> None:
     """Send the results in some files to the trackers that `config` names, as "results/KIND/METRIC" of the run."""
     if not named(config):
         return
-    records = [(f"results/{path.name}", read_result(path)) for path in paths]
+    # An evaluation with a classifier draws its confusion matrix.
+    drawn = {path: path.with_suffix(".png") for path in paths if path.with_suffix(".png").is_file()}
+    pictures = {path: np.asarray(Image.open(picture).convert("RGB")) for path, picture in drawn.items()}
+    records = [(f"results/{path.name}", read_result(path), pictures.get(path)) for path in paths]
 
     def send(tracker: Tracker) -> None:
-        for name, record in records:
+        for name, record, picture in records:
             step = record["encoder"].get("step") or 0
             series = "/".join(filter(None, ["results", record["kind"], tuning_of(record)]))
             tracker.write(step, {f"{series}/{key}": value for key, value in record["metrics"].items()})
             tracker.text(name, json.dumps(record, indent=1), step)
+            if picture is not None:
+                tracker.picture(name.removesuffix(".json"), picture, step)
 
     with Trackers(config, config.run_folder) as trackers:
         trackers.tell(send)
+
+
+def asked(config: Config, kind: str) -> dict[str, Any]:
+    """Return the settings that decide a result of `kind`, by dotted keys, where they are not the defaults.
+
+    Without those of other evaluations, places, and `meta.precision: auto`, whose meaning is in the result's setting.
+    """
+    others = {section for sections in OWN.values() for section in sections}.difference(OWN.get(kind, ()))
+    free = (*FREE, *(f"{section}." for section in others), "meta.precision")
+    values = flat(config.canonical()).items()
+    return {key: value for key, value in values if value != DEFAULTS.get(key) and not key.startswith(free)}
 
 
 def tuning_of(record: Mapping[str, Any]) -> str:

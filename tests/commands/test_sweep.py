@@ -14,9 +14,12 @@ from fastsuncet import cli
 from fastsuncet.commands.sweep import sweep
 from fastsuncet.commands.sweep.child import Children
 from fastsuncet.commands.sweep.jobs import JobState, job_state
+from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
+from fastsuncet.metrics.results import asked
 from fastsuncet.paths import cli_command
 from pipelines import atomic_files
+from tests.support.reports import result
 from tests.support.sweeps import ROOT, TWO, expanded, written
 
 pytestmark = pytest.mark.slow
@@ -26,27 +29,34 @@ FIRST, SECOND = "two-fraction0.1", "two-fraction0.5"
 
 @pytest.fixture
 def script(monkeypatch):
-    """Replace the processes: note their arguments, do what a train does, end with the next of `codes`."""
+    """Replace the processes: note their arguments, write what a command writes, end with the next of `codes`."""
 
     class Script:
         def __init__(self):
             self.ran, self.codes, self.meanwhile = [], [], lambda children: None
 
         def run(self, children, arguments):
-            command = " ".join(word for word in arguments[:2] if "." not in word and "/" not in word)
-            tag = next(word for word in arguments if word.startswith("logging.write_tag=")).partition("=")[2]
-            self.ran.append(f"{command} {tag}")
+            words = 2 if arguments[0] == "evaluate" else 1
+            command, (base, *overrides) = " ".join(arguments[:words]), arguments[words:]
+            config = load_config(base, overrides)
+            self.ran.append(f"{command} {config.logging.write_tag}")
             self.meanwhile(children)
             code = self.codes.pop(0) if self.codes else 0
             if code == 0 and command == "train":
-                folder = Path("runs") / tag
-                folder.mkdir(parents=True)
-                (folder / "status.json").write_text('{"state": "done", "step": 2}')
+                write_status(config.run_folder, 2)
+            elif code == 0:
+                settings = asked(config, arguments[1])
+                result(config.run_folder, 2, 0.5, kind=arguments[1], asked=settings)
             return code
 
     script = Script()
     monkeypatch.setattr(Children, "run", lambda self, arguments: script.run(self, arguments))
     return script
+
+
+def write_status(folder: Path, step: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "status.json").write_text(json.dumps({"state": "done", "step": step}))
 
 
 def states() -> list[str]:
@@ -71,18 +81,16 @@ def test_sweep_trains_and_evaluates_once(capfd, monkeypatch):
         "                 evaluate knn  done\n"
         "1 run, 2 commands: all done\n"
     )
-    (result,) = Path("runs", SECOND, "results").glob("knn-*.json")
-    assert json.loads(result.read_text())["labels"]["fraction"] == 0.5
+    (written_result,) = Path("runs", SECOND, "results").glob("knn-*.json")
+    assert json.loads(written_result.read_text())["labels"]["fraction"] == 0.5
     started = []
     monkeypatch.setattr(Children, "run", lambda self, arguments: started.append(arguments[:2]) or 0)
-    for same in ([], ["data.decode_threads=1", "logging.log_every=1"]):
+    for same in ([], ["data.decode_threads=1", "logging.log_every=1"], ["finetune.epochs=3"]):
         assert cli.main([*command, *same]) == 0
     assert started == []
     assert cli.main([*command, "evaluation.knn_k=3"]) == 0
     assert started == [("evaluate", "knn")]
-    result.unlink()
-    assert cli.main(["sweep", "two.yaml", "--list"]) == 0
-    assert f"to do again: {result.name} is gone" in capfd.readouterr().out
+    written_result.unlink()
     assert cli.main(command) == 0
     assert started == [("evaluate", "knn")] * 2
 
@@ -139,8 +147,37 @@ def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(scrip
         assert script.ran == [
             f"{command} {run}" for run in (FIRST, SECOND) for command in ("train", "evaluate knn")
         ]
-    Path("runs", FIRST, "status.json").write_text('{"state": "done", "step": 3}')
+    write_status(Path("runs", FIRST), 3)
     assert states() == ["done", "to do again: the run has gone on", "done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "done"),
+    [
+        ("evaluate knn: ", {}, True),
+        ("evaluate knn: ", {"kind": "linear"}, False),
+        ("evaluate knn: ", {"asked": {}}, False),
+        ("evaluate knn: ", {"setting": {"precision": "bf16"}}, False),
+        ("evaluate knn: ", {"encoder": {"source": "moved/two-fraction0.1/checkpoints/step_00000002", "step": 2}}, True),
+        ("evaluate knn: ", {"encoder": {"source": "runs/other/checkpoints/step_00000002", "step": 2}}, False),
+        ("evaluate knn: {every_checkpoint: true}", {}, False),  # there are two
+        ("evaluate knn: {encoder: finetune/x}", {}, False),
+        ("evaluate knn: {encoder: finetune/x}",
+         {"encoder": {"source": "runs/two-fraction0.1/finetune/x/checkpoints/step_00000009", "step": 2}}, True),
+        ("transfer: ", {"kind": "transfer", "metrics": {"cifar10": 0.5}}, False),
+        ("transfer: ", {"kind": "transfer", "metrics": {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5}}, True),
+    ],
+)  # fmt: skip
+def test_job_is_done_when_its_result_exists(command, changes, done):
+    text = TWO.replace("[train, evaluate knn]", "{" + command.replace(": {", ": {", 1) + "}")
+    job = expanded(text.replace("0.5]", "]"))[0].jobs[0]
+    folder = job.config.run_folder
+    write_status(folder, 2)
+    for step in (1, 2):
+        (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    settings = asked(job.config, job.command.split()[-1])
+    result(folder, 2, 0.5, **{"kind": "knn", "asked": settings, **changes})
+    assert job_state(job).done == done
 
 
 @pytest.mark.parametrize(

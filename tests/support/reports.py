@@ -18,17 +18,26 @@ def result(
     home=None,
     source=None,
     tag=None,
-    **setting,
+    **changes,
 ) -> None:
-    """Write one evaluation of `source`, or the checkpoint of `step` of `home` (this run); an epoch has 10 updates."""
-    ledger = {"images": 100 * step, "updates": step, "petaflops": 0.5 * step, "seconds": 36.0 * step}
-    checkpoint = f"{home or run}/checkpoints/step_{step:08d}"
-    encoder = {"source": str(source or checkpoint), "step": step, "epoch": step / 10}
+    """Write one evaluation of `source`, or the checkpoint of `step` of `home` (this run); an epoch has 10 updates.
+
+    `changes` are other values of the record's keys; what is none of them is in the setting.
+    """
+    done = step or 0
+    ledger = {"images": 100 * done, "updates": done, "petaflops": 0.5 * done, "seconds": 36.0 * done}
+    checkpoint = f"{home or run}/checkpoints/step_{done:08d}"
+    encoder = {"source": str(source or checkpoint), "step": step, "epoch": done / 10}
     encoder |= {"method": "SimCLR + SuNCEt", "ledger": ledger}
+    if step is None:  # a file of another program
+        encoder |= dict.fromkeys(("epoch", "method", "ledger"))
     metrics = {"top1": top1, "top5": 1 - (1 - top1) / 2}
     record = {"kind": kind, "metrics": metrics, "images": 355, "labels": labels, "encoder": encoder}
+    record |= {"setting": {}, "asked": {}, "run": run.name, "versions": {}}
     record |= {"finetuned": {"folder": f"{run}/finetune/{tag}"}} if tag else {}
-    write_result(run, {**record, "setting": setting, "run": run.name, "versions": {}})
+    record |= {key: value for key, value in changes.items() if key in record}
+    record["setting"] |= {key: value for key, value in changes.items() if key not in record}
+    write_result(run, record)
 
 
 def make_run(folder: Path, name: str, *accuracies: float, seed=0, suncet=True, overrides=()) -> Path:

@@ -7,6 +7,7 @@ step, so that a browser that refreshes never sees half of it.
 import base64
 import html
 import math
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -159,11 +160,9 @@ def _text(value: Any) -> str:
 
 def _facts(rows: Iterable[tuple[str, Any]]) -> str:
     """Return names with their values, in two columns where there is room."""
-    breaks = {ord("."): ".<wbr>", ord("_"): "_<wbr>"}  # where a narrow screen can break a key
-    cells = (
-        f"<div><dt>{html.escape(key).translate(breaks)}</dt><dd>{html.escape(_text(value))}</dd></div>"
-        for key, value in rows
-    )
+    # A key can be broken behind a dot or an underscore; a number cannot.
+    rows = ((re.sub(r"(?<=[a-z][._])", "<wbr>", html.escape(key)), html.escape(_text(v))) for key, v in rows)
+    cells = (f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in rows)
     return f"<dl>{''.join(cells)}</dl>"
 
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from fastsuncet.commands.sweep.child import PREEMPTED, Children
-from fastsuncet.commands.sweep.jobs import job_state, mark_done, results_of
+from fastsuncet.commands.sweep.jobs import job_state
 from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of_task
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.console import Say, say_line
@@ -71,7 +71,6 @@ def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
                     say(f"sweep    {children.requested}: stopped; the same command continues")
                     return PREEMPTED
                 say(f"sweep    run {number}/{len(runs)}, {run.name}: {_command_line(job)}")
-                before = results_of(run.folder)
                 code = children.run(job.arguments)
                 if code == PREEMPTED:
                     say(f"sweep    {run.name}: a signal stopped {job.command}; the same command continues")
@@ -84,7 +83,6 @@ def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
                     if not keep_going or children.requested is not None:
                         return failed
                     break
-                mark_done(job, before)
     return failed
 
 

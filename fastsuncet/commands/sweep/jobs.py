@@ -1,36 +1,16 @@
-"""What is done already: a run says so in its status.json, a finished evaluation has a mark.
+"""What is done already: a run says so in its status.json, an evaluation by its results in the run's folder."""
 
-The mark is RUN/jobs/COMMAND-DIGEST.json, with the digest of everything that the evaluation's numbers depend on. It
-counts as long as the run has not gone on and all results named in it still exist.
-"""
-
-import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastsuncet.commands.sweep.runs import Job
-from fastsuncet.config import Config, ConfigErrors, flat
+from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.reader import parse
-from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics.results import FOLDER as RESULTS
+from fastsuncet.metrics.results import asked, read_results
 from pipelines import atomic_files
-
-FOLDER = "jobs"  # in the run's folder
-# Keys that no number depends on: paths, how fast pixels are made, what is written.
-PLACES = (
-    "data.root",
-    "data.index",
-    "data.download",
-    "data.decode_threads",
-    "data.prefetch",
-    "data.decoder_buffers",
-    "logging.",
-    "checkpoint.",
-    "transfer.root",
-    "transfer.download",
-)
 
 
 class JobState(NamedTuple):
@@ -42,18 +22,38 @@ class JobState(NamedTuple):
 
 
 def job_state(job: Job) -> JobState:
-    """Return the state of `job` from the files in its run's folder."""
+    """Return the state of `job` from the files in its run's folder. Raises ResultError for a damaged result."""
     folder = job.config.run_folder
     status = _json(folder / "status.json")
     if job.command == "train":
         return _training_state(job.config, status)
-    mark = _json(mark_path(job))
-    if not mark:
-        return JobState(False, "to do")
-    if mark.get("step") != status.get("step"):
-        return JobState(False, "to do again: the run has gone on")
-    missing = [name for name in mark.get("results", []) if not (folder / RESULTS / str(name)).is_file()]
-    return JobState(False, f"to do again: {missing[0]} is gone") if missing else JobState(True, "done")
+    steps = {record["encoder"].get("step") for record in _results_of(job)}
+    if "--encoder" in job.options:
+        return JobState(True, "done") if steps else JobState(False, "to do")
+    wanted = {status.get("step")}
+    if "--every-checkpoint" in job.options:
+        wanted |= {int(path.name[5:]) for path in (folder / "checkpoints").glob("step_[0-9]*")}
+    if wanted <= steps:
+        return JobState(True, "done")
+    return JobState(False, "to do again: the run has gone on" if steps else "to do")
+
+
+def _results_of(job: Job) -> Iterator[dict[str, Any]]:
+    """Yield the results that the job's command wrote with its settings, of its encoder at any step."""
+    kind, folder = job.command.split()[-1], job.config.run_folder
+    encoder = Path(job.options[1]) if "--encoder" in job.options else folder
+    settings, precision = asked(job.config, kind), job.config.meta.precision
+    data_sets = set(job.config.transfer.datasets) if kind == "transfer" else set()
+    for record in read_results(folder):
+        source = Path(record["encoder"].get("source") or "")
+        # By name, since a run can be moved: the folder that holds checkpoints/step_..., or a file.
+        of_encoder = encoder.name in (source.parent.parent.name, source.name)
+        # A transfer's result grows with each data set.
+        complete = data_sets <= set(record["metrics"])
+        # "auto" took what the hardware has.
+        same = precision in ("auto", record["setting"].get("precision", precision))
+        if of_encoder and complete and same and (record["kind"], record.get("asked")) == (kind, settings):
+            yield record
 
 
 def _training_state(config: Config, status: dict[str, Any]) -> JobState:
@@ -91,41 +91,6 @@ def _is_running(folder: Path) -> bool:
             return not free
     except OSError:
         return False  # the lock is another user's: status.json is all there is to know
-
-
-def results_of(run: Path) -> dict[str, tuple[int, int]]:
-    """Return the name of each result of a run, with numbers that change when it is written again."""
-    stats = {path.name: path.stat() for path in (run / RESULTS).glob("[!.]*.json")}
-    return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
-
-
-def mark_done(job: Job, before: dict[str, tuple[int, int]]) -> None:
-    """Write that `job` succeeded; `before` are the results when it began. Raises CheckpointError if it cannot."""
-    if job.command == "train":
-        return  # status.json says so
-    folder, kind = job.config.run_folder, job.command.split()[-1]
-    written = [name for name, stat in results_of(folder).items() if stat != before.get(name)]
-    record = {
-        "arguments": list(job.arguments),
-        "step": _json(folder / "status.json").get("step"),
-        "results": sorted(name for name in written if name.startswith(kind)),
-    }
-    path = mark_path(job)
-    try:
-        atomic_files.make_folder(path.parent)
-        atomic_files.replace(path, atomic_files.as_json(record))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
-
-
-def mark_path(job: Job) -> Path:
-    """Return the file that says that an evaluation is done; its name has a digest of all that decides its numbers."""
-    folder = job.config.run_folder
-    options = [option.removeprefix(f"{folder}/") for option in job.options]
-    values = {key: value for key, value in flat(job.config.canonical()).items() if not key.startswith(PLACES)}
-    identity = json.dumps([job.command, options, values], sort_keys=True)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return folder / FOLDER / f"{job.command.replace(' ', '-')}-{digest}.json"
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from fastsuncet.evaluation.scoring import (
     true_labels,
     wilson_interval,
 )
+from fastsuncet.metrics.results import asked
 from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
@@ -139,8 +140,9 @@ class FineTuningJob:
             for line in () if new else heading[:2]:
                 say(line)
             # As they are named now: with those of a run that was moved since, it would be a second result.
-            record = kept["record"] | {"encoder": self.encoder.record(), "run": self.config.run_folder.name}
             run, written = self.config.run_folder, None
+            now = {"encoder": self.encoder.record(), "run": run.name, "asked": asked(self.config, "finetune")}
+            record = kept["record"] | now
             if self.place.first:
                 written = write_with_picture(run, record)
         return record, written, new

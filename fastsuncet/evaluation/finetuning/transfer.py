@@ -40,7 +40,7 @@ from fastsuncet.evaluation.finetuning.record import (
     sizes,
     with_sizes,
 )
-from fastsuncet.metrics.results import FOLDER, name_of, read_result, send_results, write_result
+from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
@@ -305,6 +305,7 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
             "learning_rates": sorted({cell.lr for cell in cells}),
             "weight_decays": sorted({cell.decay for cell in cells}),
         },
+        "asked": asked(dataset.config, "transfer"),
         "chosen": {
             name: {
                 "metric": dataset.task.title,
