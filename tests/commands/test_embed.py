@@ -4,9 +4,9 @@ import json
 import os
 import resource
 import sys
+from pathlib import Path
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
@@ -14,199 +14,176 @@ from fastsuncet import cli
 from fastsuncet.commands import embed as command
 from fastsuncet.commands import folder_pass
 from fastsuncet.commands.embed import embed
-from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
-from tests.support.exports import save_run
+from tests.support.colors import ALONE
 
-TINY = ("model.name=resnet_tiny", "data.augmentation.size=32")
+pytestmark = pytest.mark.slow
 
-
-@pytest.fixture
-def run(tmp_path):
-    """Return a run of a tiny encoder, with 20 pictures in a tree next to it."""
-    save_run(tmp_path / "run", *TINY)
-    for i in range(20):
-        path = tmp_path / "images" / f"part{i % 3}" / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        PIL.Image.effect_noise((40 + i, 50), 60).convert("RGB").save(path)
-    return tmp_path / "run"
+IMAGES, OUTPUT = Path("photos"), Path("features.npz")
 
 
-@pytest.mark.slow
-def test_embed_writes_the_features_of_the_evaluation(run, tmp_path, capsys):
-    output = tmp_path / "features.npz"
-    words = ["embed", str(run), str(tmp_path / "images"), "--output", str(output), "--batch", "8"]
-    assert cli.main(words) == 0
-    index, encoder = image_tree(tmp_path / "images"), load_encoder(run)
-    place = Place(0, 1, 0, torch.device("cpu"))
-    expected = outputs(encoder.module, index, np.arange(20), encoder.trained, place, batch=8)
-    found = np.load(output)
-    np.testing.assert_array_equal(found["features"], expected.numpy())
-    assert list(found["files"]) == [index.name(i) for i in range(20)]
-    assert json.loads(str(found["about"]))["encoder"]["step"] == 7
-    assert not list(tmp_path.glob(".features*"))
-    assert cli.main(words) == 2
-    assert "features.npz exists" in capsys.readouterr().err
-    assert cli.main([*words, "--force"]) == 0
-
-
-def test_embed_continues_after_an_interruption_to_the_same_bits(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
-    embed(run, tmp_path / "images", tmp_path / "whole.npz", batch=6)
-    calls = []
-
-    def stopped(*arguments, **options):
-        calls.append(arguments[2][0])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return outputs(*arguments, **options)
-
-    monkeypatch.setattr(folder_pass, "outputs", stopped)
-    output = tmp_path / "part.npz"
-    with pytest.raises(KeyboardInterrupt):
-        embed(run, tmp_path / "images", output, batch=6)
-    assert not output.exists()
-    embed(run, tmp_path / "images", output, batch=6)
-    assert calls == [0, 6, 12, 12, 18] and "continuing after 12 of 20 images" in capsys.readouterr().out
-    np.testing.assert_array_equal(np.load(output)["features"], np.load(tmp_path / "whole.npz")["features"])
-
-
-def begin(run, output, patch) -> None:
-    """Stop after 12 of 20 images."""
+def begin(run: Path, patch: pytest.MonkeyPatch) -> np.ndarray:
+    """Stop after 8 of 12 images; return the features of all of them."""
     patch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
+    embed(run, IMAGES, Path("whole.npz"), batch=4)
 
     def stopped(*arguments, **options):
-        if arguments[2][0] == 12:
+        if arguments[2][0] == 8:
             raise KeyboardInterrupt
         return outputs(*arguments, **options)
 
     with patch.context() as inner:
         inner.setattr(folder_pass, "outputs", stopped)
         with pytest.raises(KeyboardInterrupt):
-            embed(run, run.parent / "images", output, batch=6)
+            embed(run, IMAGES, OUTPUT, batch=4)
+    assert not OUTPUT.exists()
+    return np.load("whole.npz")["features"]
 
 
-CHANGES = {
-    "negative": {"done": -6},
+def test_embed_writes_the_features_of_the_evaluation(run, capsys):
+    words = ["embed", str(run), str(IMAGES), "--output", str(OUTPUT), "--batch", "8"]
+    assert cli.main(words) == 0
+    index, encoder = image_tree(IMAGES), load_encoder(run)
+    expected = outputs(encoder.module, index, np.arange(12), encoder.trained, ALONE, batch=8)
+    found = np.load(OUTPUT)
+    np.testing.assert_array_equal(found["features"], expected.numpy())
+    assert list(found["files"]) == [index.name(i) for i in range(12)]
+    assert json.loads(str(found["about"]))["encoder"]["step"] == 7
+    assert not list(Path().glob(".features*"))
+    assert cli.main(words) == 2
+    assert "features.npz exists" in capsys.readouterr().err
+    assert cli.main([*words, "--force"]) == 0
+
+
+def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, monkeypatch):
+    whole, calls = begin(run, monkeypatch), []
+    monkeypatch.setattr(
+        folder_pass, "outputs", lambda *given, **more: calls.append(given[2][0]) or outputs(*given, **more)
+    )
+    embed(run, IMAGES, OUTPUT, batch=4)
+    assert calls == [8] and "continuing after 8 of 12 images" in capsys.readouterr().out
+    np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
+
+
+def pipe(state: Path) -> None:
+    state.unlink()
+    os.mkfifo(state)
+
+
+def flip_bit(rows: Path) -> None:
+    content = bytearray(rows.read_bytes())
+    content[500] ^= 1
+    rows.write_bytes(content)
+
+
+# What happens to a file of what was begun: a change of the state's values, or a function of its path.
+HARMS = {
+    "negative": {"done": -4},
     "too many": {"done": 999},
     "no number": {"done": True},
-    "fewer": {"done": 6},
+    "fewer": {"done": 4},
     "other skipped": {"skipped": [[3, "bad"]]},
+    "no JSON": ("state.json", lambda path: path.write_bytes(b"{")),
+    "a list": ("state.json", lambda path: path.write_bytes(b"[]")),
+    "deep": ("state.json", lambda path: path.write_bytes(b"[" * 100_000)),
+    "text": ("state.json", lambda path: path.write_bytes(b'{"identity": 1, "done": "12"}')),
+    "pipe": ("state.json", pipe),
+    "bit": ("rows", flip_bit),
+    "short": ("rows", lambda path: os.truncate(path, 1000)),
+    "gone": ("rows", Path.unlink),
 }
-STATES = {"no JSON": b"{", "a list": b"[]", "deep": b"[" * 100_000, "text": b'{"identity": 1, "done": "12"}'}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", [*STATES, *CHANGES, "pipe", "bit", "short", "gone"])
-def test_embed_starts_over_where_what_was_begun_is_damaged(run, tmp_path, capsys, monkeypatch, harm):
-    output, part = tmp_path / "features.npz", tmp_path / ".features.npz.part"
-    begin(run, output, monkeypatch)
-    state, rows = part / "state.json", part / "rows"
-    saved = json.loads(state.read_bytes())
-    for name, change in CHANGES.items():
-        if harm == name:
-            state.write_text(json.dumps(saved | change))
-    if harm in STATES:
-        state.write_bytes(STATES[harm])
-    elif harm == "pipe":
-        state.unlink()
-        os.mkfifo(state)
-    elif harm == "bit":
-        content = bytearray(rows.read_bytes())
-        content[500] ^= 1
-        rows.write_bytes(content)
-    elif harm == "short":
-        os.truncate(rows, 1000)
-    elif harm == "gone":
-        rows.unlink()
-    embed(run, tmp_path / "images", output, batch=6)
+@pytest.mark.parametrize("harm", HARMS)
+def test_embed_starts_over_where_what_was_begun_is_damaged(run, capsys, monkeypatch, harm):
+    whole, part = begin(run, monkeypatch), Path(".features.npz.part")
+    if isinstance(HARMS[harm], dict):
+        saved = json.loads((part / "state.json").read_bytes())
+        (part / "state.json").write_text(json.dumps(saved | HARMS[harm]))
+    else:
+        name, change = HARMS[harm]
+        change(part / name)
+    embed(run, IMAGES, OUTPUT, batch=4)
     assert f"starting over: what was begun in {part} is damaged" in capsys.readouterr().out
-    embed(run, tmp_path / "images", tmp_path / "whole.npz", batch=6)
-    np.testing.assert_array_equal(np.load(output)["features"], np.load(tmp_path / "whole.npz")["features"])
+    np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
 
 
-@pytest.mark.slow
-def test_embed_on_a_full_disk_keeps_what_is_done(run, tmp_path, capsys, monkeypatch):
+def test_embed_on_a_full_disk_keeps_what_is_done(run, capsys, monkeypatch):
     monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
-    output, limits = tmp_path / "features.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with monkeypatch.context() as patch:
         patch.setattr(folder_pass, "set_determinism", lambda *_: resource.setrlimit(  # for what is written from here on
-            resource.RLIMIT_FSIZE, (4 * 64 * 14, limits[1])))  # fmt: skip
+            resource.RLIMIT_FSIZE, (4 * 64 * 10, limits[1])))  # fmt: skip
         try:
             with pytest.raises(CheckpointError, match=r"features\.npz cannot be written.*File too large"):
-                embed(run, tmp_path / "images", output, batch=6)
+                embed(run, IMAGES, OUTPUT, batch=4)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    embed(run, tmp_path / "images", output, batch=6)
-    assert "continuing after 12 of 20 images" in capsys.readouterr().out
+    embed(run, IMAGES, OUTPUT, batch=4)
+    assert "continuing after 8 of 12 images" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_embed_never_replaces_a_file_that_appears_while_it_runs(run, tmp_path, monkeypatch):
-    output, save = tmp_path / "features.npz", command._save
-    monkeypatch.setattr(command, "_save", lambda *given: save(*given) or output.write_text("mine"))
+def test_embed_never_replaces_a_file_that_appears_while_it_runs(run, monkeypatch):
+    save = command._save
+    monkeypatch.setattr(command, "_save", lambda *given: save(*given) or OUTPUT.write_text("mine"))
     with pytest.raises(ConfigError, match=r"features\.npz exists"):
-        embed(run, tmp_path / "images", output)
-    assert output.read_text() == "mine"
-    embed(run, tmp_path / "images", output, force=True)
-    assert np.load(output)["features"].shape == (20, 64)
+        embed(run, IMAGES, OUTPUT)
+    assert OUTPUT.read_text() == "mine"
+    embed(run, IMAGES, OUTPUT, force=True)
+    assert np.load(OUTPUT)["features"].shape == (12, 64)
 
 
-def test_embed_starts_over_for_other_images(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
-    output = tmp_path / "features.npz"
+def test_embed_starts_over_for_other_images(run, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(command, "_save", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
-            embed(run, tmp_path / "images", output)
-    hidden = (tmp_path / "images" / "part0" / "0.png").rename(tmp_path / "0.png")
+            embed(run, IMAGES, OUTPUT)
+    hidden = (IMAGES / "part0" / "red0.png").rename("red0.png")
     with monkeypatch.context() as patch:
         patch.setattr(folder_pass, "outputs", lambda *_, **__: sys.exit("killed before the first save"))
         with pytest.raises(SystemExit):
-            embed(run, tmp_path / "images", output)
+            embed(run, IMAGES, OUTPUT)
     assert "has other images" in capsys.readouterr().out
-    hidden.rename(tmp_path / "images" / "part0" / "0.png")
-    embed(run, tmp_path / "images", output)
-    features = np.load(output)["features"]
-    assert features.shape == (20, 64) and features.any(axis=1).all()
+    hidden.rename(IMAGES / "part0" / "red0.png")
+    embed(run, IMAGES, OUTPUT)
+    features = np.load(OUTPUT)["features"]
+    assert features.shape == (12, 64) and features.any(axis=1).all()
 
 
-def test_embed_writes_parquet(run, tmp_path, monkeypatch):
-    images = tmp_path / "images"
+def test_embed_writes_parquet(run, monkeypatch):
+    table = Path("features.parquet")
     with monkeypatch.context() as patch:
         patch.setattr(folder_pass, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="needs pyarrow: pip install pyarrow"):
-            embed(run, images, tmp_path / "features.parquet")
+            embed(run, IMAGES, table)
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
-    for name in ("features.parquet", "features.npz"):
-        embed(run, images, tmp_path / name)
-    table, arrays = parquet.read_table(tmp_path / "features.parquet"), np.load(tmp_path / "features.npz")
-    assert table["file"].to_pylist() == list(arrays["files"])
-    np.testing.assert_array_equal(np.array(table["features"].to_pylist(), np.float32), arrays["features"])
+    for output in (table, OUTPUT):
+        embed(run, IMAGES, output)
+    rows, arrays = parquet.read_table(table), np.load(OUTPUT)
+    assert rows["file"].to_pylist() == list(arrays["files"])
+    np.testing.assert_array_equal(np.array(rows["features"].to_pylist(), np.float32), arrays["features"])
 
 
-def test_embed_refuses_names_that_make_a_huge_array(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "MOST_NAMES", 4 * 20 * 12 - 1)
-    with pytest.raises(ConfigError, match=r"20 names of up to 12 characters take .* write a \.parquet file"):
-        embed(run, tmp_path / "images", tmp_path / "features.npz")
-
-
-def test_embed_refuses_what_it_cannot_do(run, tmp_path):
+def test_embed_refuses_what_it_cannot_do(run, monkeypatch):
     with pytest.raises(ConfigError, match=r"must end in \.npz or \.parquet"):
-        embed(run, tmp_path / "images", tmp_path / "features.csv")
-    torch.save(load_encoder(run).module.state_dict(), tmp_path / "weights.pth")
+        embed(run, IMAGES, Path("features.csv"))
+    torch.save(load_encoder(run).module.state_dict(), "weights.pth")
     with pytest.raises(ConfigError, match="does not say which pixels"):
-        embed(tmp_path / "weights.pth", tmp_path / "images", tmp_path / "features.npz")
-    (tmp_path / "images" / "bad.png").write_bytes(b"no image")
+        embed(Path("weights.pth"), IMAGES, OUTPUT)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "MOST_NAMES", 4 * 12 * 16 - 1)
+        with pytest.raises(ConfigError, match=r"12 names of up to 16 characters take .* a \.parquet file"):
+            embed(run, IMAGES, OUTPUT)
+    (IMAGES / "bad.png").write_bytes(b"no image")
     with pytest.raises(BadImage, match=r"bad\.png"):
-        embed(run, tmp_path / "images", tmp_path / "features.npz")
-    (tmp_path / "images" / "bad.png").unlink()
-    (tmp_path / ".features.npz.part").write_text("in the way")
+        embed(run, IMAGES, OUTPUT)
+    (IMAGES / "bad.png").unlink()
+    Path(".features.npz.part").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"features\.npz cannot be written"):
-        embed(run, tmp_path / "images", tmp_path / "features.npz")
+        embed(run, IMAGES, OUTPUT)

@@ -1,4 +1,7 @@
-"""`fastsuncet finetune` from the command line: a reproducible accuracy, in a folder that can be continued."""
+"""`fastsuncet finetune` from the command line: a reproducible accuracy, in a folder that can be continued.
+
+`tests/evaluation/finetuning/test_fit.py` stops and kills the training itself at every step.
+"""
 
 import json
 import shutil
@@ -18,26 +21,16 @@ from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from tests.support.pictures import write_image, write_pictures
 from tests.support.ranks import run_ranks
-from tests.support.runs import CONFIGS, SMALL, Killed, kill, small_config, terminate, train
+from tests.support.runs import CONFIGS, SMALL, small_config, terminate, train
 
 pytestmark = pytest.mark.slow
 
 QUICK = (
-    "data.backend=torchvision",
-    "data.decode_threads=1",
-    "meta.device=cpu",
-    "finetune.head=zero",
-    "finetune.batch_size=64",
-    "finetune.epochs=3",
-    "finetune.crop_scale=[0.5,1.0]",
-    "logging.log_every=1",
+    *("data.backend=torchvision", "data.decode_threads=1", "meta.device=cpu", "logging.log_every=1"),
+    *("finetune.head=zero", "finetune.batch_size=64", "finetune.epochs=3", "finetune.crop_scale=[0.5,1.0]"),
 )
+LINEAR = ("finetune.head=linear", "finetune.epochs=1", "finetune.batch_size=4096", "linear.strength=0.1")
 TAG = "bernoulli0.1-step_00000010"
-SMALL_BATCHES = (
-    "criterion.classes_per_batch=2",
-    "criterion.unsupervised_batch_size=4",
-    "finetune.batch_size=4",
-)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +45,17 @@ def pretrained(tmp_path_factory) -> Path:
 def runs(pretrained, tmp_path) -> Path:
     """A copy of it, for one test to write in."""
     return Path(shutil.copytree(pretrained, tmp_path / "runs"))
+
+
+@pytest.fixture(scope="module")
+def whole(pretrained, tmp_path_factory) -> tuple[Path, str]:
+    """An undisturbed fine-tuning, and its output."""
+    top = Path(shutil.copytree(pretrained, tmp_path_factory.mktemp("whole") / "runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("fastsuncet.commands.finetune.say_line", printed.append)
+        assert run(top) == 0
+    return top, "\n".join(printed)
 
 
 def run(runs: Path, *more: str, command: tuple[str, ...] = ("finetune",)) -> int:
@@ -73,15 +77,8 @@ def results(runs: Path) -> list[dict]:
     return found
 
 
-@pytest.fixture(scope="module")
-def whole(pretrained, tmp_path_factory) -> tuple[Path, str]:
-    """An undisturbed fine-tuning, and its output."""
-    top = Path(shutil.copytree(pretrained, tmp_path_factory.mktemp("whole") / "runs"))
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[str] = []
-        patch.setattr("fastsuncet.commands.finetune.say_line", printed.append)
-        assert run(top) == 0
-    return top, "\n".join(printed)
+def no_training(*_, **__):
+    raise AssertionError("trained again")
 
 
 def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
@@ -97,7 +94,8 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
         assert part in printed
     (record,) = results(runs)
     assert record["kind"] == "finetune" and record["images"] == 355
-    assert record["metrics"]["top1"] * 355 == pytest.approx(round(record["metrics"]["top1"] * 355))
+    right = sum(of["predicted"].get(name, 0) for name, of in record["classes"].items())
+    assert record["metrics"]["top1"] * 355 == pytest.approx(right)
     assert record["labels"] == {"kind": "bernoulli", "fraction": 0.1, "count": 160}
     assert (record["encoder"]["step"], record["encoder"]["method"]) == (10, "SimCLR + SuNCEt")
     assert record["setting"]["lr"] == 0.05 * 64 / 256 and record["setting"]["batchnorm_images"] == 64
@@ -130,10 +128,6 @@ def test_predict_takes_the_fine_tuned_network_where_it_is_better(
     assert ("(on 355 validation images)" in printed) == tuned
 
 
-def no_training(*_, **__):
-    raise AssertionError("trained again")
-
-
 def test_finetune_prints_a_finished_one_again_without_training(whole, tmp_path, monkeypatch, capsys):
     runs, _ = whole
     monkeypatch.setattr(job, "fit", no_training)
@@ -149,63 +143,23 @@ def test_finetune_prints_a_finished_one_again_without_training(whole, tmp_path, 
     assert results(elsewhere) == before, "a run that was moved has its result twice"
 
 
-def times_of(folder: Path) -> dict[Path, int]:
-    """Return when each file was written, but for the lock that every command holds."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".running")
-    return {path: path.stat().st_mtime_ns for path in files}
-
-
-def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, capsys):
-    runs, _ = whole
-    before = times_of(runs)
+def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, tmp_path, capsys):
+    runs = Path(shutil.copytree(whole[0], tmp_path / "runs"))
+    files = [path for path in runs.rglob("*") if path.is_file() and path.name != ".running"]
+    before = {path: path.stat().st_mtime_ns for path in files}
     assert run(runs, "finetune.lr=0.5", "finetune.epochs=4") == 5
     error = capsys.readouterr().err
     assert "finetune.epochs: 3 there, 4 now" in error and "finetune.lr: 0.0125 there, 0.5 now" in error
     assert "finetune.write_tag=" in error
-    assert times_of(runs) == before
-    copy = Path(shutil.copytree(runs, runs.with_name("copy")))
-    assert run(copy, "finetune.lr=0.5", "finetune.write_tag=fast") == 0
-    assert sorted(record["setting"]["lr"] for record in results(copy)) == [0.0125, 0.5]
-    assert folder(copy, "fast").is_dir()
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    assert run(runs, "finetune.lr=0.5", "finetune.write_tag=fast") == 0
+    assert sorted(record["setting"]["lr"] for record in results(runs)) == [0.0125, 0.5]
+    assert folder(runs, "fast").is_dir()
 
 
-@pytest.mark.parametrize(("at", "how"), [(0, kill), (3, terminate), (5, kill)])  # an epoch is two steps
-def test_finetune_stopped_anywhere_ends_with_the_same_result(whole, runs, monkeypatch, capsys, at, how):
-    read = FineTuningStream.__call__
-
-    def interrupted(stream, step, part):
-        if step == at:
-            how()
-        return read(stream, step, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FineTuningStream, "__call__", interrupted)
-        if how is terminate:
-            assert run(runs) == 75
-            assert "the same command continues" in capsys.readouterr().err
-        else:
-            with pytest.raises(Killed):
-                run(runs)
-    assert results(runs) == []
-    if at > 0:  # a stopped one refuses other settings just as a finished one
-        assert run(runs, "finetune.epochs=4") == 5
-        assert "finetune.epochs: 3 there, 4 now" in capsys.readouterr().err
-    assert run(runs) == 0
-    assert results(runs) == results(whole[0])
-
-
-@pytest.fixture
-def linear_head(monkeypatch) -> tuple[str, ...]:
-    """Overrides of a fine-tuning of four updates that starts from the linear classifier."""
+def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(runs, monkeypatch, capsys):
     monkeypatch.setattr(job, "LEAST_UPDATES", 4)
-    return ("finetune.head=linear", "finetune.epochs=1", "finetune.batch_size=4096", "linear.strength=0.1")
-
-
-def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
-    runs, linear_head, monkeypatch, capsys
-):
-    seen = {}
-    after_step = FineTuning.after_step
+    seen, after_step = {}, FineTuning.after_step
 
     def watched(task, step, values):
         """Note the starting weights, and the last ones before and after the mean."""
@@ -218,31 +172,27 @@ def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
 
     with monkeypatch.context() as patch:
         patch.setattr(FineTuning, "after_step", watched)
-        assert run(runs, *linear_head, "finetune.lr=1.0") == 0
+        assert run(runs, *LINEAR, "finetune.lr=1.0") == 0
     printed = capsys.readouterr().out
     (record,) = results(runs)
     assert record["finetuned"]["ledger"]["updates"] == 4 and record["setting"]["batch_size"] == 160
     assert "the linear classifier of the frozen features" in printed and "note     less than 90 %" in printed
     assert all(seen["means"]) and seen["moved"] and seen["scale"] < 1
     # The start is what `evaluate linear` measures, and k-NN what `evaluate knn` does.
-    assert run(runs, *linear_head, command=("evaluate", "linear")) == 0
-    assert run(runs, *linear_head, command=("evaluate", "knn")) == 0
-    measured = {
-        each["kind"]: each["metrics"]["top1"]
-        for each in read_results(runs / "digits_demo")
-        if "finetuned" not in each
-    }
-    assert record["frozen"]["linear"] == pytest.approx(measured["linear"], abs=1 / 355)
-    assert record["frozen"]["knn_random_crops"] == pytest.approx(measured["knn"], abs=1 / 355)
+    for kind, key in (("linear", "linear"), ("knn", "knn_random_crops")):
+        assert run(runs, *LINEAR, command=("evaluate", kind)) == 0
+        (measured,) = (each for each in read_results(runs / "digits_demo") if each["kind"] == kind)
+        assert record["frozen"][key] == pytest.approx(measured["metrics"]["top1"], abs=1 / 355)
     assert f"linear {100 * record['frozen']['linear']:.2f} %, k-NN " in printed
 
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
-    runs, tmp_path, linear_head, monkeypatch, at
+    runs, tmp_path, monkeypatch, capsys, at
 ):
+    monkeypatch.setattr(job, "LEAST_UPDATES", 4)
     whole = Path(shutil.copytree(runs, tmp_path / "whole"))
-    assert run(whole, *linear_head) == 0
+    assert run(whole, *LINEAR) == 0
     read = FineTuningStream.__call__
 
     def interrupted(stream, step, part):
@@ -252,8 +202,10 @@ def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
 
     with monkeypatch.context() as patch:
         patch.setattr(FineTuningStream, "__call__", interrupted)
-        assert run(runs, *linear_head) == 75
-    assert run(runs, *linear_head) == 0
+        assert run(runs, *LINEAR) == 75
+    assert "the same command continues" in capsys.readouterr().err and results(runs) == []
+    assert run(runs, *LINEAR, "finetune.momentum=0.8") == 5, "a stopped one refuses as a finished one"
+    assert run(runs, *LINEAR) == 0
     assert results(runs) == results(whole)
     ours, theirs = (manager.load_newest(folder(top) / "checkpoints") for top in (runs, whole))
     assert all(torch.equal(x, theirs.model[name]) for name, x in ours.model.items())
@@ -271,9 +223,7 @@ def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(run
         assert run(runs, "--every-checkpoint") == 0
     assert [record["encoder"]["step"] for record in results(runs)] == [9]
     assert "step_00000010: skipped, deleted by checkpoint.keep" in capsys.readouterr().out
-    assert run(runs, "--every-checkpoint", command=("evaluate", "knn")) == 0
     (runs / "step_00000010").rename(kept / "step_00000010")
-    capsys.readouterr()
     assert run(runs, "--every-checkpoint") == 0
     assert {path.name for path in folder(runs).parent.iterdir()} == {"bernoulli0.1-step_00000009", TAG}
     out = capsys.readouterr().out
@@ -281,14 +231,16 @@ def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(run
     table = out.strip().splitlines()[-3:]
     assert table[0].split() == ["step", "epoch", "top", "1", "top", "5"]
     assert table[1].split()[:2] == ["9", "2.25"]
-    assert run(runs, "--step", "9", "finetune.write_tag=named") == 0
-    assert folder(runs, "named").is_dir()
 
 
-def test_finetune_of_a_file_of_weights_is_named_after_it(runs, tmp_path):
+def test_finetune_of_a_file_of_weights_is_named_after_it_and_saves_twenty_times(runs, tmp_path, monkeypatch):
     weights = build_model("resnet_tiny", stem="imagenet").encoder.state_dict()
     torch.save(weights, tmp_path / "their weights.pth")
-    assert run(runs, "--encoder", str(tmp_path / "their weights.pth")) == 0
+    saved, save = [], manager.save
+    monkeypatch.setattr(manager, "save", lambda *a, **more: saved.append(a[1]) or save(*a, **more))
+    epochs = ("finetune.epochs=30", "finetune.batch_size=160")
+    assert run(runs, "--encoder", str(tmp_path / "their weights.pth"), *epochs) == 0
+    assert saved == [*range(2, 31, 2)], "30 updates in 30 epochs"
     assert folder(runs, "bernoulli0.1-their_weights").is_dir()
     (record,) = results(runs)
     assert record["encoder"] == {"step": None, "epoch": None, "method": None, "ledger": None}
@@ -323,9 +275,11 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
     names = sorted(path.relative_to(data / "train") for path in data.rglob("train/*/*"))
     labels = tmp_path / "some.txt"
     labels.write_text("".join(f"{name}\n" for name in names if name.parts[0] != "class_1"))
-    split = ("data.split.kind=names", f"data.split.file={labels}", "data.split.fraction=null")
-    where = ("data.kind=image_folder", f"data.root={data}", "--encoder", str(runs / "digits_demo"))
-    options = (*where, *split, *SMALL_BATCHES)
+    options = (
+        *("data.kind=image_folder", f"data.root={data}", "--encoder", str(runs / "digits_demo")),
+        *("data.split.kind=names", f"data.split.file={labels}", "data.split.fraction=null"),
+        *("criterion.classes_per_batch=2", "criterion.unsupervised_batch_size=4", "finetune.batch_size=4"),
+    )
     assert run(runs, *options, "data.validation=val") == 0
     unlabeled = (
         "1 of 3 classes have no labeled image (class_1): their 2 validation images will count as wrong"
@@ -339,13 +293,6 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
     assert sorted(record["images"] for record in results(runs)) == [5, 7]
 
 
-def test_finetune_with_many_short_epochs_saves_at_most_twenty_times(runs, monkeypatch):
-    saved, save = [], manager.save
-    monkeypatch.setattr(manager, "save", lambda *a, **more: saved.append(a[1]) or save(*a, **more))
-    assert run(runs, "finetune.epochs=30", "finetune.batch_size=160") == 0
-    assert saved == [*range(2, 31, 2)], "30 updates in 30 epochs"
-
-
 def on_rank(rank: int, world_size: int, runs: str) -> int:
     return run(Path(runs), "finetune.batch_size=60")
 
@@ -354,6 +301,5 @@ def test_finetune_on_three_ranks_counts_every_image_once(runs):
     assert run_ranks(on_rank, 3, str(runs)) == [0, 0, 0]
     (record,) = results(runs)
     assert record["images"] == 355 and record["setting"]["batchnorm_images"] == 20
-    right = record["metrics"]["top1"] * 355
-    assert right == pytest.approx(round(right), abs=1e-6)
+    assert sum(of["images"] for of in record["classes"].values()) == 355
     assert json.loads((folder(runs) / "result.json").read_text())["record"]["images"] == 355
