@@ -35,7 +35,17 @@ def transfer(
     """
     shard = parse_shard(cell)
     cells = grid(config)
-    check_section(config)
+    t = config.transfer
+    if t.root is None:
+        raise config.error(
+            "transfer.root",
+            "must name the folder that holds the data sets to transfer to (cifar-10-batches-py, cifar-100-python, "
+            "VOCdevkit)",
+        )
+    if t.resize < t.size:
+        raise config.error(
+            "transfer.resize", f"must not be below transfer.size, the {t.size} pixels of a crop"
+        )
     status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
     with as_rank(config, arguments, status) as place, SignalFlag() as signals:
         config, _ = resolve_precision(config, place.device)
@@ -48,22 +58,3 @@ def transfer(
             run_status.write("running", None)
             run_grids(grids, cells, shard, signals)
     return 0
-
-
-def check_section(config: Config) -> None:
-    """Raise ConfigErrors for a section `transfer` that no cell could be run with."""
-    t = config.transfer
-    if t.root is None:
-        raise config.error(
-            "transfer.root",
-            "must name the folder that holds the data sets to transfer to (cifar-10-batches-py, cifar-100-python, "
-            "VOCdevkit)",
-        )
-    if t.resize < t.size:
-        raise config.error(
-            "transfer.resize", f"must not be below transfer.size, the {t.size} pixels of a crop"
-        )
-    if t.validation == 1:
-        raise config.error("transfer.validation", "must be below 1: it would leave no image to train on")
-    if len(set(t.datasets)) < len(t.datasets):
-        raise config.error("transfer.datasets", "names a data set twice")

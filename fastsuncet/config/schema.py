@@ -93,12 +93,25 @@ PartialShare = Annotated[
 ]
 ShareOrZero = Annotated[float, Ge(0), Le(1), described("a share from 0 to 1, such as 0.75")]
 Momentum = Annotated[float, Ge(0), Lt(1)]
-Numbers = Annotated[
-    tuple[NotNegative, ...], Allowed(bool, "a list of numbers, 0 or more, such as [0.001, 0.01]")
+
+
+def different(values: tuple) -> bool:
+    """Return whether there are values, and each is there once: folders have their names to six digits."""
+    names = {f"{x:.6g}" if isinstance(x, float) else x for x in values}
+    return 0 < len(names) == len(values)
+
+
+Rates = Annotated[
+    tuple[Positive, ...],
+    Allowed(different, "a list of different numbers above 0, such as [0.001, 0.01]"),
+]
+Decays = Annotated[
+    tuple[NotNegative, ...],
+    Allowed(different, "a list of different numbers, 0 or more, such as [0.001, 0.01]"),
 ]
 Datasets = Annotated[
     tuple[Literal["cifar10", "cifar100", "voc07"], ...],
-    Allowed(bool, "a list of cifar10, cifar100 and voc07"),
+    Allowed(different, "a list of cifar10, cifar100 and voc07, each once"),
 ]
 Exports = Annotated[
     tuple[Literal["torchvision", "timm", "safetensors", "onnx"], ...],
@@ -563,15 +576,15 @@ class TransferSection(Section):
     """images over all processes"""
     momentum: Momentum = 0.9
     """momentum of SGD"""
-    learning_rates: Numbers = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)
+    learning_rates: Rates = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)
     """of the grid"""
-    weight_decays: Numbers = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)
+    weight_decays: Decays = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)
     """weight decays of the grid, each divided by the learning rate"""
     size: Count = 224
     """side of a crop, in pixels"""
     resize: Count = 256
     """shorter side before the center crop, in pixels"""
-    validation: Share = 0.1
+    validation: Annotated[float, Gt(0), Lt(1), described("a share between 0 and 1, such as 0.1")] = 0.1
     """share of CIFAR's training images; VOC07 has a validation set"""
 
 

@@ -1,6 +1,5 @@
 """`fastsuncet evaluate`: what it prints, what it writes, and its exit codes."""
 
-import json
 import re
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
-from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, small_config
 
 pytestmark = pytest.mark.slow
@@ -204,21 +202,6 @@ def test_evaluate_reports_a_fit_that_did_not_converge(folder, capsys):
     setting = results(folder)["linear 10"]["setting"]
     assert setting["converged"] is False and setting["strength"] == "auto"
     assert f"strength {setting['chosen_strength']:g}, by cross-validation from 1e-05 to 100" in out
-
-
-def evaluate_on_rank(rank: int, world_size: int, folder: str) -> int:
-    words = ["--step", "10", f"logging.folder={folder}", "meta.device=cpu", "npi.views=2"]
-    return cli.main(["evaluate", "npi", CONFIG, *words])
-
-
-def test_evaluate_on_ranks_writes_the_same_single_result(folder, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert evaluate_on_rank(0, 1, str(folder)) == 0
-    alone = results(folder)["npi 10"]
-    (path,) = (folder / "digits_demo" / "results").glob("npi-*step00000010*.json")
-    path.unlink()
-    assert run_ranks(evaluate_on_rank, 2, str(folder)) == [0, 0]
-    assert json.loads(path.read_text()) == alone
 
 
 @pytest.mark.parametrize("kind", ["linear", "knn"])

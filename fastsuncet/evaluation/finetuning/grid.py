@@ -10,7 +10,13 @@ from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.writer import csv_table
 
 Record = dict[str, Any]  # a cell's result, as its JSON file holds it
-COLUMNS = ("learning_rate", "weight_decay", "weight_decay_over_lr", "validation", "images", "diverged")
+# Of grid.csv, and their keys in a record.
+COLUMNS = {
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "weight_decay_over_lr": "weight_decay_over_lr",
+}
+COLUMNS |= {"validation": "metric", "images": "images", "diverged": "diverged"}
 
 
 @dataclass(frozen=True)
@@ -38,20 +44,9 @@ class Cell:
 
 
 def grid(config: Config) -> tuple[Cell, ...]:
-    """Return the cells in the order they are run: by learning rate, then by weight decay, as the config lists them.
-
-    Raises ConfigErrors for a learning rate of 0, which weight decays cannot be divided by, and for a repeated cell.
-    """
-    rates, decays = config.transfer.learning_rates, config.transfer.weight_decays
-    if min(rates) <= 0:
-        raise config.error(
-            "transfer.learning_rates", "must be above 0: weight decays are divided by the learning rate"
-        )
-    cells = tuple(Cell(lr, decay) for lr in rates for decay in decays)
-    if len({cell.name for cell in cells}) < len(cells):
-        key = "learning_rates" if len({f"{lr:.6g}" for lr in rates}) < len(rates) else "weight_decays"
-        raise config.error(f"transfer.{key}", "has a value twice: each cell of the grid is run once")
-    return cells
+    """Return the cells in the order they are run: by learning rate, then by weight decay, as the config lists them."""
+    t = config.transfer
+    return tuple(Cell(lr, decay) for lr in t.learning_rates for decay in t.weight_decays)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -68,8 +63,8 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def best(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> Cell | None:
     """Return the cell of the highest validation metric, the first of equal ones. None where all diverged."""
-    finite = [cell for cell in cells if records[cell]["validation"] is not None]
-    return max(finite, key=lambda cell: records[cell]["validation"], default=None)
+    finite = [cell for cell in cells if records[cell]["metric"] is not None]
+    return max(finite, key=lambda cell: records[cell]["metric"], default=None)
 
 
 def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | None) -> list[str]:
@@ -83,7 +78,7 @@ def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | 
     def entry(cell: Cell) -> str:
         if cell not in records:
             return ". "
-        value = records[cell]["validation"]
+        value = records[cell]["metric"]
         return f"{'nan' if value is None else format(100 * value, '.2f')}{'*' if cell == chosen else ' '}"
 
     head = f"{'lr  /  wd':>10}" + "".join(f"{decay:>9.3g} " for decay in decays)
@@ -93,9 +88,5 @@ def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | 
 
 def as_csv(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> bytes:
     """Return one line per finished cell, in the grid's order; a diverged one has a reason and no validation metric."""
-    rows = [
-        [cell.lr, cell.decay, cell.weight_decay, *(records[cell][key] for key in COLUMNS[3:])]
-        for cell in cells
-        if cell in records
-    ]
-    return csv_table([COLUMNS, *rows])
+    rows = [[records[cell][key] for key in COLUMNS.values()] for cell in cells if cell in records]
+    return csv_table([list(COLUMNS), *rows])

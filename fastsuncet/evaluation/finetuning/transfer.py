@@ -11,7 +11,7 @@ other settings is never mistaken for one of these. The result holds a metric for
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,40 +71,49 @@ class DatasetGrid:
         return {cell: record for cell, record in zip(cells, records, strict=True) if record is not None}
 
     def run(self, cell: Cell) -> tuple[Record | None, bool]:
-        """Return (the cell's record, whether it was trained just now); (None, False) if another process trains it.
-
-        A cell whose loss became NaN or infinite is finished too, without a validation metric: at the top of a grid of
-        learning rates that is a result and not an error.
-        """
+        """Train the cell and measure it on the validation images; as `_once`."""
         task = self.task
-
-        def train(folder: Path) -> Record:
-            metric, problem = None, None
-            try:
-                metric, _ = self._fit(cell, folder, task.train, task.images, task.validation)
-            except NumericalError as error:
-                problem = str(error).splitlines()[0].split(". ")[0]
-            return {"validation": metric, "images": len(task.validation), "diverged": problem}
-
-        return self._once(cell, self.folder / cell.name / "cell.json", train)
+        path = self.folder / cell.name / "cell.json"
+        return self._once(cell, path, task.train, task.images, task.validation)
 
     def retrain(self, cell: Cell) -> tuple[Record | None, bool]:
-        """Train the chosen cell on training and validation images, and evaluate it on the test images; as `run`."""
-        both, test = self.task.both, self.task.test
+        """Train the chosen cell on training and validation images, and measure it on the test images; as `_once`."""
+        task = self.task
+        path = self.folder / f"selected-{cell.name}" / "selected.json"
+        return self._once(cell, path, task.both, task.test, np.arange(len(task.test)))
 
-        def train(folder: Path) -> Record:
-            metric, classes = self._fit(cell, folder, both, test, np.arange(len(test)))
-            return {"test": metric, "images": len(test), "train_images": len(both), "classes": classes}
+    def _once(
+        self, cell: Cell, path: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
+    ) -> tuple[Record | None, bool]:
+        """Train on the images `chosen`, and measure on the images `evaluated` of `index`. Collective.
 
-        return self._once(cell, self.folder / f"selected-{cell.name}" / "selected.json", train)
+        Return (the record, whether it was made just now); (None, False) if another process is at it. A cell whose loss
+        became NaN or infinite is finished too, with the metric None: at the top of a grid of learning rates that is a
+        result and not an error.
+        """
+        config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
+        images, a = (self.task.images, chosen), config.data.augmentation
+        momentum, checkpoints = batchnorm_momentum(len(chosen), sizes(config)[0]), path.parent / "fit"
+        options = {"steps": t.steps, "bn_momentum": momentum}
 
-    def _once(self, cell: Cell, path: Path, train: Callable[[Path], Record]) -> tuple[Record | None, bool]:
-        checkpoints = path.parent / "fit"
+        def measure() -> Record:
+            identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
+            task = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
+            try:
+                view = Center(t.size, t.resize, a.mean, a.std)
+                logits = fit(task, index, evaluated, self.signals, view)[0].cpu().numpy()
+                if not np.isfinite(logits).all():
+                    raise NumericalError("the outputs are not finite numbers")
+            except NumericalError as error:
+                return {"metric": None, "classes": {}, "diverged": str(error).splitlines()[0].split(". ")[0]}
+            metric, classes = self.task.metric(logits, index, evaluated)
+            return {"metric": metric, "classes": classes, "diverged": None}
 
         def make() -> Record:
             began = time.monotonic()
             values = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
-            return {**values, **train(checkpoints), "seconds": round(time.monotonic() - began, 1)}
+            counts = {"train_images": len(chosen), "images": len(evaluated)}
+            return {**values, **counts, **measure(), "seconds": round(time.monotonic() - began, 1)}
 
         with lock_folder(path.parent, self.place) as locked:
             if not locked:
@@ -114,24 +123,6 @@ class DatasetGrid:
                 # 56 cells' checkpoints of a ResNet-50 would be 10 GB. A kill after the record was written leaves some.
                 atomic_files.remove(checkpoints)
             return record, new
-
-    def _fit(
-        self, cell: Cell, folder: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
-    ) -> tuple[float, Record]:
-        """Return the metric of `cell`, trained on `chosen`, on the images `evaluated` of `index`. Collective."""
-        config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
-        images, a = (self.task.images, chosen), config.data.augmentation
-        options = {
-            "steps": t.steps,
-            "bn_momentum": batchnorm_momentum(len(chosen), sizes(config)[0]),
-        }
-        identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
-        task = FineTuning(self.encoder, *images, config, self.place, folder, identity, **options)
-        view = Center(t.size, t.resize, a.mean, a.std)
-        logits = fit(task, index, evaluated, self.signals, view)[0].cpu().numpy()
-        if not np.isfinite(logits).all():
-            raise NumericalError(f"{self.task.name}, {cell.name}: the outputs are not finite numbers")
-        return self.task.metric(logits, index, evaluated)
 
 
 def batchnorm_momentum(images: int, batch: int) -> float:
@@ -219,8 +210,8 @@ def run_grids(
             say(RUNNING)
             continue
         text = f"diverged: {record['diverged']}"
-        if record["validation"] is not None:
-            percent, spent = 100 * record["validation"], record["seconds"]
+        if record["metric"] is not None:
+            percent, spent = 100 * record["metric"], record["seconds"]
             text = f"{dataset.task.title} {percent:.2f} % in {spent:,.0f} s"
         if new:
             seconds.append(record["seconds"])
@@ -277,7 +268,9 @@ def conclude(dataset: DatasetGrid, cells: Sequence[Cell], say: Say) -> None:
     if record is None:
         say(RUNNING)
         return
-    say(f"    {task.title} {100 * record['test']:.2f} % of {record['images']:,} test images")
+    if record["metric"] is None:
+        raise NumericalError(f"{task.name}, {chosen}: the retraining diverged: {record['diverged']}")
+    say(f"    {task.title} {100 * record['metric']:.2f} % of {record['images']:,} test images")
     if place.first:
         written = save_result(dataset, cells, records[chosen], record)
         send_results(dataset.config, [written])
@@ -293,7 +286,7 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
     run, name, t = dataset.config.run_folder, dataset.task.name, dataset.config.transfer
     record = {
         "kind": "transfer",
-        "metrics": {name: retrained["test"]},
+        "metrics": {name: retrained["metric"]},
         "images": retrained["images"],
         "labels": {},
         "encoder": dataset.encoder.record(),
@@ -310,7 +303,7 @@ def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, 
             name: {
                 "metric": dataset.task.title,
                 **{key: retrained[key] for key in FROM_RETRAINED},
-                "validation": validated["validation"],
+                "validation": validated["metric"],
                 "validation_images": validated["images"],
                 "folder": str(dataset.folder),
             }

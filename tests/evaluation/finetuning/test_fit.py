@@ -271,17 +271,12 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
     assert metrics(tmp_path) == metrics(folder)
 
 
-def test_fit_keeps_the_last_network_only_which_can_be_evaluated(whole):
-    folder, result = whole
+def test_fit_keeps_the_last_network_only_with_the_cost_of_its_pre_training(whole):
+    folder, _ = whole
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000006"]
-    encoder = load_encoder(folder, config_in(folder))
+    encoder = load_encoder(folder)
     assert (encoder.step, encoder.epoch, encoder.method, encoder.tuned) == (7, 1.5, "SimCLR", 6)
     assert encoder.ledger == {"updates": 7} and encoder.stem == "cifar"
-    pixels = torch.from_numpy(pictures(10, seed=1).pixels).permute(0, 3, 1, 2) / 255
-    mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
-    with torch.no_grad():
-        logits = encoder.classifier(encoder.module.eval()((pixels - mean) / std))
-    torch.testing.assert_close(logits, result.logits, rtol=1e-4, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

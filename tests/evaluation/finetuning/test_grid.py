@@ -76,7 +76,7 @@ def test_stratified_takes_the_same_fraction_of_every_class_each_time():
 
 def record(value: float | None) -> dict:
     diverged = None if value is not None else "a loss is nan, at step 3"
-    return {"validation": value, "images": 10, "diverged": diverged}
+    return {"metric": value, "images": 10, "diverged": diverged}
 
 
 def test_best_cell_is_the_first_of_the_highest_that_did_not_diverge():
@@ -88,7 +88,11 @@ def test_best_cell_is_the_first_of_the_highest_that_did_not_diverge():
 
 def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
     cells = cells_of(*FOUR)
-    records = dict(zip(cells, map(record, [0.5, None, 0.75])))
+    records = {
+        cell: record(value)
+        | {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
+        for cell, value in zip(cells, [0.5, None, 0.75])
+    }
     assert table(cells, records, cells[2]) == [
         " lr  /  wd        0     0.001 ",
         "       0.1    50.00       nan ",
@@ -104,12 +108,12 @@ def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
     ("override", "message"),
     [
         ("transfer.root=null", "transfer.root.*must name the folder that holds the data sets"),
-        ("transfer.learning_rates=[0, 0.1]", "transfer.learning_rates.*must be above 0"),
-        ("transfer.learning_rates=[0.1, 0.1]", "transfer.learning_rates.*has a value twice"),
-        ("transfer.weight_decays=[0, 0]", "transfer.weight_decays.*has a value twice"),
+        ("transfer.learning_rates=[0, 0.1]", "transfer.learning_rates.*above 0"),
+        ("transfer.learning_rates=[0.1, 0.1]", "transfer.learning_rates.*different numbers"),
+        ("transfer.weight_decays=[0, 0]", "transfer.weight_decays.*different numbers"),
         ("transfer.resize=200", "transfer.resize.*must not be below transfer.size"),
-        ("transfer.validation=1.0", "transfer.validation.*must be below 1"),
-        ("transfer.datasets=[voc07, voc07]", "transfer.datasets.*names a data set twice"),
+        ("transfer.validation=1.0", "transfer.validation.*between 0 and 1, such as"),
+        ("transfer.datasets=[voc07, voc07]", "transfer.datasets.*each once"),
         ("transfer.datasets=[imagenet]", "transfer.datasets.*cifar10"),
         ("--cell=9/8", "--cell is I/N"),
         ("--step=-1", "--step: must be a whole number, 0 or more"),
