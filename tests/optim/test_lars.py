@@ -1,19 +1,29 @@
-"""LARS against the authors' trajectories and a NumPy oracle; its state; no host sync, also under a scaler."""
+"""LARS against the authors' trajectories and a NumPy oracle over any run; no host sync, also under a scaler."""
 
 import copy
 import io
 from dataclasses import asdict
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS, LARSSettings, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars_apex, lars_kernel, parameter_groups
+from tests.support.amp_c import StandIn
+from tests.support.host_kernels import SIZES, on_the_host
 from tests.support.networks import give_gradients, tiny_network
 from tests.support.vectors import load_vectors
 
@@ -31,10 +41,6 @@ def with_gradient(values, gradient, dtype=torch.float32):
     p = nn.Parameter(torch.as_tensor(values, dtype=dtype).clone())
     p.grad = torch.as_tensor(gradient, dtype=dtype) + torch.zeros_like(p)
     return p
-
-
-def weights_and_momentum(network, optimizer):
-    return [x for p in network.parameters() for x in (p.detach(), optimizer.state[p]["momentum_buffer"])]
 
 
 def all_equal(found, expected):
@@ -66,6 +72,7 @@ def test_lars_takes_the_steps_of_the_authors(profile, weight_decay, implementati
             torch.testing.assert_close(p.data, expected, rtol=1e-14, atol=1e-15)
 
 
+# ------------------------------------------------------------------------------- any run, by every implementation
 def oracle(w, g, b, lr, s):
     """One step in NumPy's float64, as recipe 4.1 writes it. Returns the new weight and momentum."""
     w_norm, g_norm = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
@@ -82,61 +89,163 @@ def oracle(w, g, b, lr, s):
     return w - (update if s.lr_in_momentum else lr * update), b
 
 
-settings = st.builds(
-    LARSSettings,
-    momentum=st.floats(0.05, 0.99),
-    weight_decay=st.sampled_from([0.0, 1e-6, 1e-2]),
-    nesterov=st.booleans(),
-    lr_in_momentum=st.booleans(),
-    lars=st.booleans(),
+def settings(least):
+    return st.floats(least, 0.99).flatmap(
+        lambda momentum: st.builds(
+            LARSSettings,
+            momentum=st.just(momentum),
+            weight_decay=st.sampled_from([0.0, 1e-6, 1e-2]),
+            trust_coefficient=st.sampled_from([0.001, 1]),
+            eps=st.sampled_from([0.0, 1e-8]),
+            nesterov=st.booleans() if momentum else st.just(False),
+            lr_in_momentum=st.booleans(),
+            lars=st.booleans(),
+        )
+    )
+
+
+# A tensor: its shape, where it starts in its memory, which need not be a multiple of 16 bytes, and what is zero. The
+# sizes are around the 32 of a chunk on the host and a vector of four.
+tensors = st.lists(
+    st.tuples(
+        st.integers(1, 70).map(lambda n: (n,)) | st.sampled_from([(), (2, 3), (3, 2, 2, 2), (4, 6, 1, 1)]),
+        st.integers(0, 3),
+        st.sampled_from(["", "", "w", "g", "wg"]),
+    ),
+    min_size=1,
+    max_size=2 * SIZES["TENSORS"] + 1,
 )
-# A smaller rate would make weights whose squares underflow.
-rates = st.just(0.0) | st.floats(1e-3, 10)
 
 
-@both
-@given(
-    lr=rates,
-    on_device=st.booleans(),
-    settings=settings,
-    scale=st.sampled_from([None, 1024.0]),
-    seed=st.integers(0, 2**32 - 1),
-    zeros=st.lists(st.sampled_from("wg-"), max_size=4),
-)
-def test_lars_follows_the_formula(implementation, lr, on_device, settings, scale, seed, zeros):
-    """With weights or gradients of zero, a rate on the device, and gradients scaled by a GradScaler."""
-    rng = np.random.default_rng(seed)
-    shapes = [(3, 2, 2, 2), (4,), (), (2, 3)]
-    kinds = ["-"] * (4 - len(zeros)) + zeros
-    weights = [rng.normal(size=s) * (kind != "w") for s, kind in zip(shapes, kinds)]
-    buffers = [np.zeros(s) for s in shapes]
-    parameters = [nn.Parameter(torch.tensor(w, dtype=torch.float64)) for w in weights]
-    rate = torch.tensor(0.0, dtype=torch.float64) if on_device else 0.0
-    optimizer = LARS(parameters, rate, **asdict(settings), implementation=implementation)
-    optimizer.set_lr(lr)
-    if scale is not None:
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
-    for step in range(3):
-        for i, (p, kind) in enumerate(zip(parameters, kinds)):
-            gradient = rng.normal(size=shapes[i]) * (kind != "g" or step == 1)
-            weights[i], buffers[i] = oracle(weights[i], gradient, buffers[i], lr, settings)
-            p.grad = torch.tensor(gradient * (scale or 1), dtype=torch.float64)
-        optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == lr
-    assert not on_device or optimizer.param_groups[0]["lr"] is rate
-    for p, w, b in zip(parameters, weights, buffers):
-        np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(optimizer.state[p]["momentum_buffer"].numpy(), b, rtol=1e-12, atol=1e-13)
+class Run(RuleBasedStateMachine):
+    """Groups of parameters that take steps, under a scaler or not, are saved, and are loaded by another optimizer."""
+
+    implementation = "reference"
+
+    @initialize(on_device=st.booleans(), channels_last=st.booleans(), seed=st.integers(0, 2**32 - 1))
+    def begin(self, on_device, channels_last, seed):
+        self.on_device, self.channels_last = on_device, channels_last
+        self.generator = torch.Generator().manual_seed(seed)
+        self.single = self.implementation in ("kernel", "apex")
+        self.groups, self.model, self.optimizer = [], {}, None
+
+    def draw(self, shape, start, zero=False, dtype=torch.float32):
+        """Return numbers in the layout of the run, `start` elements behind an aligned address."""
+        x = torch.randn(shape, generator=self.generator, dtype=dtype) * (not zero)
+        if self.channels_last and x.dim() == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+        return torch.cat([torch.zeros(start, dtype=dtype), x.flatten()])[start:].view(shape)
+
+    def fresh(self, lr):
+        """Return an optimizer of the first group with other settings, whose groups the later ones join."""
+        (first, _, given), *others = self.groups
+        rate = torch.tensor(lr) if self.on_device else lr
+        made = LARS(first, rate, **asdict(given), implementation=self.implementation)
+        for params, _, given in others:
+            made.add_param_group({"params": params, **asdict(given)})
+        return made
+
+    @precondition(lambda self: len(self.groups) < 3)
+    @rule(data=st.data(), given=tensors)
+    def add_group(self, data, given):
+        own = data.draw(settings(0.05 if self.implementation == "apex" else 0.0))
+        params = []
+        for shape, start, zero in given:
+            # A group can have tensors of several dtypes, where the implementation takes them.
+            dtype = torch.float64 if not self.single and len(params) % 3 else torch.float32
+            params.append(nn.Parameter(self.draw(shape, start, "w" in zero, dtype)))
+            self.model[params[-1]] = params[-1].detach().double().numpy().copy(), np.zeros(shape)
+        self.groups.append((params, given, own))
+        if self.optimizer is None:
+            self.optimizer = self.fresh(0.5)
+        else:
+            self.optimizer.add_param_group({"params": params, **asdict(own)})
+
+    @precondition(lambda self: self.groups)
+    @rule(
+        lr=st.sampled_from([0.0, 0.5]) | st.floats(1e-3, 10),
+        scale=st.sampled_from([None, None, 8.0, 65536.0]),
+        poison=st.sampled_from([None, None, torch.inf, -torch.inf, torch.nan]),
+        without=st.integers(0, 9),
+    )
+    def step(self, lr, scale, poison, without):
+        """Update; an overflow under a scaler changes nothing, and a parameter without gradient stays."""
+        lr = float(np.float32(lr))
+        overflow = poison is not None and scale is not None
+        scaling = (torch.tensor(scale), torch.tensor(float(overflow))) if scale else (None, None)
+        self.optimizer.set_lr(lr)
+        self.optimizer.grad_scale, self.optimizer.found_inf = scaling
+        expected = {}
+        for params, given, own in self.groups:
+            for number, (p, (shape, start, zero)) in enumerate(zip(params, given)):
+                w, b = self.model[p]
+                p.grad = None
+                if number == without:
+                    expected[p] = w, b
+                    continue
+                gradient = self.draw(shape, 3 - start, "g" in zero, p.dtype)
+                expected[p] = (w, b) if overflow else oracle(w, gradient.double().numpy(), b, lr, own)
+                p.grad = gradient.mul_(scale or 1)
+                if overflow:
+                    p.grad.fill_(poison)
+        self.optimizer.step()
+        for p, wanted in expected.items():
+            found = p.detach(), self.optimizer.state[p]["momentum_buffer"]
+            for x, y, before in zip(found, wanted, self.model[p]):
+                # Relative to the summands: the sum can cancel.
+                near = (2e-6 if p.dtype == torch.float32 else 1e-12) * max(abs(y).max(), abs(before).max())
+                assert abs(x.double().numpy() - y).max() <= near * (not overflow and p.grad is not None)
+            self.model[p] = tuple(x.double().numpy().copy() for x in found)
+
+    @precondition(lambda self: self.groups)
+    @rule(missing=st.booleans())
+    def save_and_load(self, missing):
+        """Another optimizer fills its own buffers and rate in place, and takes the settings that were saved."""
+        file = io.BytesIO()
+        saved = self.optimizer.state_dict()
+        if missing:
+            del saved["state"][0]
+        torch.save(saved, file)
+        file.seek(0)
+        groups = self.groups
+        self.groups = [(params, given, LARSSettings(weight_decay=0.7)) for params, given, _ in groups]
+        other, self.groups = self.fresh(0.125), groups
+        before = [
+            (group["lr"], [other.state[p]["momentum_buffer"] for p in group["params"]])
+            for group in other.param_groups
+        ]
+        other.load_state_dict(torch.load(file, weights_only=True))
+        for group, (_, _, own), (held, buffers), mine in zip(
+            other.param_groups, groups, before, self.optimizer.param_groups
+        ):
+            assert {key: group[key] for key in asdict(own)} == asdict(own)
+            assert group["implementation"] == self.implementation and float(group["lr"]) == float(mine["lr"])
+            assert (group["lr"] is held) == self.on_device
+            # In place: a captured graph still points at the buffers and at the rate.
+            assert all(other.state[p]["momentum_buffer"] is b for p, b in zip(group["params"], buffers))
+        if missing:
+            first = groups[0][0][0]
+            self.model[first] = self.model[first][0], np.zeros(first.shape)
+        self.optimizer = other
+
+    @invariant()
+    def momentum_is_that_of_the_model(self):
+        for p, (_, b) in getattr(self, "model", {}).items():
+            buffer = self.optimizer.state[p]["momentum_buffer"]
+            assert (buffer.stride(), buffer.dtype, buffer.requires_grad) == (p.stride(), p.dtype, False)
+            assert np.array_equal(buffer.double().numpy(), b)
 
 
-@given(seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-3, 1e3))
-def test_lars_without_decay_ignores_the_gradients_scale(seed, scale):
-    w, g = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    p = with_gradient(w, scale * g, torch.float64)
-    LARS([p], 0.5, momentum=0.0, eps=0.0).step()
-    # The step's length is lr x trust_coefficient x |w|, straight down the gradient.
-    expected = -0.5 * 0.001 * w.norm() * g / g.norm()
-    torch.testing.assert_close(p.detach() - w, expected, rtol=1e-11, atol=1e-15)
+@pytest.mark.parametrize("implementation", ["reference", "foreach", "kernel", "apex"])
+def test_lars_follows_the_formula(implementation, monkeypatch):
+    """The kernel's own source runs thread for thread on the CPU, apex's kernels by a stand-in."""
+    monkeypatch.setattr(lars_apex, "extension", StandIn)
+    machine = type("Run", (Run,), {"implementation": implementation})
+    # Without a shorter example, whose search takes minutes.
+    phases = [phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")]
+    limits = hypothesis.settings(stateful_step_count=8, deadline=None, phases=phases)
+    with on_the_host(lars_kernel):
+        run_state_machine_as_test(machine, settings=limits)
 
 
 # ---------------------------------------------------------------------------------------------- dtypes and rates
@@ -164,13 +273,6 @@ def test_lars_float16_norms_do_not_overflow(implementation):
     p = with_gradient(torch.full((600, 600), 200.0), 150.0, torch.float16)  # |w| = 120,000 > 65,504
     LARS([p], 10.0, implementation=implementation).step()
     assert torch.all(p == 198)  # a step of 10 x 0.001 x 200, whatever the gradient's length
-
-
-@both
-def test_lars_steps_a_model_of_mixed_dtypes(implementation):
-    parameters = [with_gradient(torch.ones(4), 1, t) for t in (torch.float32, torch.float64, torch.float32)]
-    LARS(parameters, 100.0, implementation=implementation).step()
-    assert all(torch.allclose(p, torch.full_like(p, 0.9)) for p in parameters)
 
 
 # ---------------------------------------------------------------------------------------------------- host syncs
@@ -225,26 +327,6 @@ def test_lars_does_not_sync_under_a_scaler():
 
 
 # ----------------------------------------------------------------------------------------------- mixed precision
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"lr_in_momentum": True, "nesterov": True}])
-def test_lars_skips_a_step_with_an_overflow(implementation, dtype, options):
-    network = tiny_network(dtype)
-    groups = parameter_groups(network, exclude_bias_and_norm=True)
-    settings = LARSSettings(weight_decay=1e-3, **options)
-    optimizer = LARS(groups, torch.tensor(0.7), **asdict(settings), implementation=implementation)
-    give_gradients(network, 0)
-    optimizer.step()
-    before = copy.deepcopy(weights_and_momentum(network, optimizer))
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
-    for poison in (torch.inf, -torch.inf, torch.nan):
-        give_gradients(network, 1)
-        for p in network.parameters():
-            p.grad.flatten()[-1] = poison
-        optimizer.step()
-        assert all_equal(weights_and_momentum(network, optimizer), before), poison
-
-
 def test_lars_works_with_torchs_gradient_scaler():
     network, plain = tiny_network(), tiny_network()
     optimizer, expected = LARS(network.parameters(), 1.0), LARS(plain.parameters(), 1.0)
@@ -271,79 +353,10 @@ def test_lars_works_with_torchs_gradient_scaler():
 
 
 # --------------------------------------------------------------------------------------------------------- state
-@both
-@pytest.mark.parametrize("on_device", [False, True])
-def test_lars_saved_and_loaded_continues_bit_for_bit(implementation, on_device):
-    def rate(lr):
-        return torch.tensor(lr) if on_device else lr
-
-    network = tiny_network(memory_format=torch.channels_last)
-    settings = LARSSettings(weight_decay=1e-3)
-    optimizer = LARS(network.parameters(), rate(0.9), **asdict(settings), implementation=implementation)
-    give_gradients(network, 0)
-    optimizer.step()
-    file = io.BytesIO()
-    torch.save((network.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-
-    again = tiny_network(memory_format=torch.channels_last)
-    again.load_state_dict(weights)
-    other = LARSSettings(weight_decay=0.5)
-    second = LARS(again.parameters(), rate(0.0), **asdict(other), implementation=implementation)
-    (group,) = second.param_groups
-    buffers, held = [second.state[p]["momentum_buffer"] for p in again.parameters()], group["lr"]
-    second.load_state_dict(state)
-    (group,) = second.param_groups
-    # In place: a captured graph still points at the buffers and at the rate.
-    assert all(second.state[p]["momentum_buffer"] is b for p, b in zip(again.parameters(), buffers))
-    assert group["lr"] == pytest.approx(0.9) and (group["lr"] is held) == on_device
-    assert group["weight_decay"] == 1e-3
-    for seed in (1, 2):
-        for n, o in ((network, optimizer), (again, second)):
-            give_gradients(n, seed)
-            o.step()
-    assert all_equal(weights_and_momentum(again, second), weights_and_momentum(network, optimizer))
-
-
 def test_lars_state_has_the_keys_of_older_checkpoints():
     (group,) = LARS(tiny_network().parameters(), 0.1).state_dict()["param_groups"]
     keys = "lr momentum weight_decay trust_coefficient eps nesterov lr_in_momentum lars implementation params"
     assert set(group) == set(keys.split())
-
-
-def test_lars_momentum_exists_before_the_first_step():
-    network = tiny_network(torch.bfloat16, torch.channels_last)
-    optimizer = LARS(network.parameters(), 0.1)
-    for p in network.parameters():
-        buffer = optimizer.state[p]["momentum_buffer"]
-        assert (buffer.stride(), buffer.dtype) == (p.stride(), p.dtype)
-        assert not buffer.any() and not buffer.requires_grad
-    assert len(optimizer.state_dict()["state"]) == 8
-
-
-def test_lars_loads_a_state_of_another_layout():
-    saved, loaded = tiny_network(), tiny_network(memory_format=torch.channels_last)
-    optimizer, second = LARS(saved.parameters(), 0.1), LARS(loaded.parameters(), 0.1)
-    give_gradients(saved, 0)
-    optimizer.step()
-    second.load_state_dict(optimizer.state_dict())
-    for a, b in zip(saved.parameters(), loaded.parameters()):
-        buffer = second.state[b]["momentum_buffer"]
-        assert buffer.stride() == b.stride() and torch.equal(buffer, optimizer.state[a]["momentum_buffer"])
-
-
-def test_lars_loading_keeps_the_implementation_and_zeroes_missing_momentum():
-    network = tiny_network()
-    file = LARS(network.parameters(), 0.1, implementation="reference").state_dict()
-    del file["state"][0]
-    optimizer = LARS(network.parameters(), 0.2, implementation="foreach")
-    give_gradients(network, 0)
-    optimizer.step()
-    optimizer.load_state_dict(file)
-    (group,) = optimizer.param_groups
-    assert (group["implementation"], group["lr"]) == ("foreach", 0.1)
-    assert not any(optimizer.state[p]["momentum_buffer"].any() for p in network.parameters())
 
 
 def test_lars_refuses_the_state_of_another_network():
@@ -363,16 +376,6 @@ def test_lars_copied_steps_its_own_parameters():
     assert not {id(p) for p in network.parameters()} & {id(p) for p in twin.parameters()}
 
 
-@both
-def test_lars_leaves_a_parameter_without_gradient(implementation):
-    still, moving = nn.Parameter(torch.ones(3)), with_gradient(torch.ones(3), 1)
-    optimizer = LARS([still, moving], 1.0, weight_decay=0.1, implementation=implementation)
-    optimizer.step()
-    assert torch.all(still == 1) and torch.all(moving < 1)
-    optimizer.zero_grad()
-    optimizer.step()  # no parameter has a gradient
-
-
 def test_lars_runs_a_closure_with_gradients():
     p = nn.Parameter(torch.ones(3))
     optimizer = LARS([p], 1.0)
@@ -384,15 +387,6 @@ def test_lars_runs_a_closure_with_gradients():
 
     assert optimizer.step(closure) == 3 and torch.all(p < 1)
     assert optimizer.step() is None
-
-
-def test_lars_group_added_later_has_momentum_and_its_own_settings():
-    first, second = with_gradient(torch.ones(4), 1), with_gradient(torch.ones(4), 1)
-    optimizer = LARS([first], 1.0, weight_decay=0.5)
-    optimizer.add_param_group({"params": [second], "lars": False, "weight_decay": 0.0, "lr": 0.25})
-    optimizer.step()
-    torch.testing.assert_close(second.data, torch.full((4,), 0.75))
-    torch.testing.assert_close(first.data, torch.full((4,), 0.999))
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
