@@ -14,13 +14,9 @@ from fastsuncet.config.reader import Document, as_yaml
 from fastsuncet.config.schema import Schema
 from pipelines.sampling.augmentation import Allowed
 
-# Keys of facebookresearch/suncet (both releases) whose name or meaning differs here.
+# Keys of facebookresearch/suncet (both releases) that have another name here.
 ANCESTOR = {
     "supervised_batch_size": "criterion.supervised_imgs_per_class, counted over all processes",
-    "supervised_views": "always 1: every labeled image gives one view",
-    "gather_tensors": "always on: the losses contrast across all processes",
-    "label_smoothing": "not part of SuNCEt as published (the authors had it at 0)",
-    "unique_classes_per_rank": "not offered: all processes share the classes of a batch, as in the paper",
     "color_jitter": "data.augmentation.strength",
     "color_jitter_strength": "data.augmentation.strength",
     "normalize": "data.augmentation.mean and .std (the authors trained without)",
@@ -30,14 +26,10 @@ ANCESTOR = {
     "image_folder": "data.root, with data.train and data.validation below it",
     "subset_path": "data.split.file",
     "unlabeled_frac": "data.split.fraction, which is the labeled share",
-    "copy_data": "not needed: files are read where they are",
-    "read_checkpoint": "not needed: the same command continues from the newest checkpoint",
-    "load_checkpoint": "not needed: the same command continues from the newest checkpoint",
     "model_name": "model.name",
     "output_dim": "model.output",
-    "use_pred_head": "not part of SuNCEt as published",
     "use_fp16": "meta.precision: fp16 (or bf16, which needs no loss scaling)",
-    "training": "not needed: `fastsuncet train` trains",
+    "load_checkpoint": "not needed: the same command continues from the newest checkpoint",
 }
 
 

@@ -22,7 +22,7 @@ Rule = tuple[Sequence[str], Callable[[Values, str], bool], str]
 CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 FILES, CIFAR = ("image_folder", "images", "csv"), ("cifar10", "cifar100")
 ROOT = "it is the folder that holds the images"
-SMALL_CROPS, WITH_SMALL_CROPS = ["swav.small_crops", "swav.small_size", "swav.small_scale"], ("swav", "paws")
+WITH_SMALL_CROPS = ("swav", "paws")
 
 
 def changed(v: Values, key: str) -> bool:
@@ -30,37 +30,28 @@ def changed(v: Values, key: str) -> bool:
     return v[key] != DEFAULTS[key]
 
 
-# Keys, the key that decides whether they are read, its values with which they are. Another value than the default has
-# no effect otherwise.
+# The key that decides whether others are read, its values with which they are, and these keys or sections. Another
+# value than the default has no effect otherwise.
 READ_ONLY_WITH = [
-    (["data.root"], "data.kind", (*FILES, *CIFAR)),
-    (["data.index", "data.pack", "data.max_megapixels", "data.changed_images"], "data.kind", FILES),
-    (["data.hw_decoder_share", "data.decoder_buffers"], "data.kind", FILES),
-    ([key for key in CONFIG.values if key.startswith("data.synthetic.")], "data.kind", ("synthetic",)),
-    (["data.csv"], "data.kind", ("csv",)),
-    (["data.download"], "data.kind", CIFAR),
-    (
-        ["data.hw_decoder_share", "data.decoder_buffers", "data.view_operator"],
-        "data.backend",
-        ("auto", "dali"),
-    ),
-    (["data.split.file"], "data.split.kind", ("names", "csv")),
-    (["data.split.sha256"], "data.split.kind", ("names",)),
-    (["data.split.fraction"], "data.split.kind", ("bernoulli",)),
-    (["data.split.images"], "data.split.kind", ("stratified",)),
-    (["data.split.seed"], "data.split.kind", ("bernoulli", "stratified")),
-    (["criterion.plateau_epochs", "criterion.plateau_gain"], "criterion.supervised_epochs", ("plateau",)),
-    (["criterion.labeled_share"], "criterion.instance", ("nt_xent",)),
-    (
-        [key for key in CONFIG.values if key.startswith("swav.") and key not in SMALL_CROPS],
-        "criterion.instance",
-        ("swav",),
-    ),
-    (SMALL_CROPS, "criterion.instance", WITH_SMALL_CROPS),
-    ([key for key in CONFIG.values if key.startswith("paws.")], "criterion.instance", ("paws",)),
-    (["model.prediction_head"], "criterion.instance", ("paws",)),
-    (["optimization.trust_coefficient", "optimization.lr_in_momentum"], "optimization.optimizer", ("lars",)),
-    (["optimization.nesterov"], "optimization.optimizer", ("lars", "sgd")),
+    ("data.kind", (*FILES, *CIFAR), "data.root"),
+    ("data.kind", FILES, "data.train data.index data.pack data.max_megapixels data.changed_images"),
+    ("data.kind", FILES, "data.hw_decoder_share data.decoder_buffers"),
+    ("data.kind", ("synthetic",), "data.synthetic"),
+    ("data.kind", ("csv",), "data.csv"),
+    ("data.kind", CIFAR, "data.download"),
+    ("data.backend", ("auto", "dali"), "data.hw_decoder_share data.decoder_buffers data.view_operator"),
+    ("data.split.kind", ("names", "csv"), "data.split.file"),
+    ("data.split.kind", ("names",), "data.split.sha256"),
+    ("data.split.kind", ("bernoulli",), "data.split.fraction"),
+    ("data.split.kind", ("stratified",), "data.split.images"),
+    ("data.split.kind", ("bernoulli", "stratified"), "data.split.seed"),
+    ("criterion.supervised_epochs", ("plateau",), "criterion.plateau_epochs criterion.plateau_gain"),
+    ("criterion.instance", ("nt_xent",), "criterion.labeled_share"),
+    ("criterion.instance", ("swav",), "swav.prototypes swav.epsilon swav.iterations swav.freeze_steps"),
+    ("criterion.instance", WITH_SMALL_CROPS, "swav.small_crops swav.small_size swav.small_scale"),
+    ("criterion.instance", ("paws",), "paws model.prediction_head"),
+    ("optimization.optimizer", ("lars",), "optimization.trust_coefficient optimization.lr_in_momentum"),
+    ("optimization.optimizer", ("lars", "sgd"), "optimization.nesterov"),
 ]
 
 # A key that must be written, the key that decides it, its values with which it must, and what to write.
@@ -83,12 +74,16 @@ def _least(v: Values) -> int:
 RULES: list[Rule] = [
     *(
         (
-            keys,
+            [
+                key
+                for key in CONFIG.values
+                if f"{key}.".startswith(tuple(f"{each}." for each in names.split()))
+            ],
             lambda v, key, decider=decider, those=those: changed(v, key) and v[decider] not in those,
             f"is read only with {decider}: {words(those)}, and that is %({decider})s; remove it or set it to "
             "%(default)s",
         )
-        for keys, decider, those in READ_ONLY_WITH
+        for decider, those, names in READ_ONLY_WITH
     ),
     *(
         (
@@ -99,11 +94,6 @@ RULES: list[Rule] = [
         for key, decider, those, meaning in NEEDED_WITH
     ),
     # ---- data
-    (
-        ["data.train"],
-        lambda v, key: v["data.kind"] not in FILES and v[key] is not None,
-        f"is read only with data.kind: {words(FILES)}, and that is %(data.kind)s; remove it or set it to null",
-    ),
     (
         ["data.root"],
         lambda v, key: v["data.kind"] in FILES and v[key] is None and v["data.pack"] is None,

@@ -77,6 +77,7 @@ def test_shipped_config_hyper_parameters_are_the_papers(name):
     assert (a.size, a.strength, a.blur) == ((224, 1.0, 0.5) if imagenet else (32, 0.5, 0.0))
     assert (a.crop_scale, a.crop_ratio, a.flip) == ((0.08, 1.0), (3 / 4, 4 / 3), 0.5)
     assert (a.jitter, a.gray, a.blur_sigma) == (0.8, 0.2, (0.1, 2.0))
+    assert (a.brightness, a.contrast, a.saturation, a.hue) == (0.8, 0.8, 0.8, 0.2)
     assert (a.mean, a.std) == ((0.0,) * 3, (1.0,) * 3)
     assert (m.name, m.stem) == ("resnet50", "imagenet" if imagenet else "cifar")
     assert (m.hidden, m.output, m.head_batchnorm, m.sync_batchnorm) == (2048, 128, False, True)
