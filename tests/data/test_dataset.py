@@ -94,22 +94,16 @@ def test_validation_by_a_table_and_by_a_folder_elsewhere(here):
 
 
 @pytest.mark.parametrize(
-    ("table", "validation", "said"),
+    ("validation", "said"),
     [
-        (
-            "cat0.jpg,dog\n",
-            "check.csv",
-            "1 labels differ from those of the data set: cat0.jpg (dog instead of cat)",
-        ),
-        ("cat0.jpg,cow\n", "check.csv", "label 'cow' is not one of the 2 classes"),
-        ("gone.jpg,cat\n", "check.csv", "no image gone.jpg under"),
-        ("", "0.9", "dog: no labeled image would be left to train on"),
-        ("", "gone.csv", "cannot read the labels"),
+        ("check.csv", "label 'cow' is not one of the 2 classes"),
+        ("0.9", "dog: no labeled image would be left to train on"),
+        ("gone.csv", "cannot read the labels"),
     ],
 )
-def test_validation_refuses(here, table, validation, said):
+def test_validation_that_is_refused_names_its_key(here, validation, said):
     csv = labeled_tree(here)
-    (here / "check.csv").write_text(f"file,label\n{table}")
+    (here / "check.csv").write_text("file,label\ncat0.jpg,cow\n")
     with pytest.raises(DataError) as caught:
         opened(*csv, f"data.validation={validation}", validation=True)
     assert said in str(caught.value) and f"data.validation={validation}" in str(caught.value)

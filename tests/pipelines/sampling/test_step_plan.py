@@ -51,6 +51,21 @@ def test_plan_stand_ins_come_from_the_class_first_and_then_from_the_stream(index
     assert len({unlabeled(index).stand_in(image, 0) for image in range(24)}) > 8  # not one for all
 
 
+def test_plan_stand_in_gets_its_own_crop_and_label_and_the_rows_other_draws(index):
+    plan, (bad, *_) = unlabeled(index), unlabeled(index)(0).indices
+    stand_in = plan.stand_in(int(bad), 0)
+    assert stand_in == unlabeled(index, world_size=2, rank=1).stand_in(int(bad), 0)  # on every rank
+    before, after = plan(0), plan(0, {int(bad): stand_in})
+    assert after.indices[0] == stand_in and after.labels[0] == index.labels[stand_in]
+    # What a run would show whose sampler had drawn the stand-in in that row.
+    plan.sampler.rows = lambda step, rank: after.indices
+    for field in fields(ViewParams):
+        values, drawn, others = (getattr(each.views[0], field.name) for each in (after, plan(0), before))
+        np.testing.assert_array_equal(values, drawn)
+        first = 1 if field.name == "box" else 0
+        np.testing.assert_array_equal(values[first:], others[first:])
+
+
 # -- one pass
 
 
