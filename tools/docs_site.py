@@ -10,20 +10,21 @@ mkdocs and its plug-ins are imported where they are used, so that tests can impo
 """
 
 import html
-import io
 import os
 import posixpath
 import re
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from fastsuncet import cli
+from fastsuncet.cli import COMMANDS
+from fastsuncet.cli._parser import Parser, overview
 from fastsuncet.config import FREE_ON_RESUME
-from fastsuncet.config.describe import describe
-from fastsuncet.config.schema import CONFIG
+from fastsuncet.config.describe import meaning
+from fastsuncet.config.messages import allowed
+from fastsuncet.config.reader import as_yaml
+from fastsuncet.config.schema import CONFIG, DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("BENCHMARKS", "CHANGELOG", "CONTRIBUTING", "RESULTS", "SECURITY")
@@ -95,7 +96,6 @@ def sources() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------- generated pages
 def config_page() -> str:
     """Return the page of every config key, from the descriptions that `fastsuncet config` prints."""
-    meanings = dict(line.split(maxsplit=1) for section in CONFIG.sections for line in describe(section))
     free = ", ".join(f"`{key}`" for key in FREE_ON_RESUME)
     lines = [
         "# Every config key",
@@ -105,14 +105,12 @@ def config_page() -> str:
         f"A run can be continued with other values of {free}; of every other key it cannot.",
     ]
     for section in filter(None, CONFIG.sections):
-        keys = [key for key in meanings if key in CONFIG.values and key.rpartition(".")[0] == section]
-        lines += ["", f"## {section}", "", _cell(meanings[section]), ""]
+        lines += ["", f"## {section}", "", _cell(meaning(section)), ""]
         lines += ["| key | meaning | default | allowed |", "|---|---|---|---|"]
-        for key in keys:
-            found = dict(line.split(maxsplit=1) for line in describe(key)[1:])
-            default = found["default"] if CONFIG.values[key].is_required() else f"`{found['default']}`"
+        for key in [key for key in CONFIG.values if key.rpartition(".")[0] == section]:
+            default = f"`{as_yaml(DEFAULTS[key])}`" if key in DEFAULTS else "none: it must be written"
             name = f'<span id="{key}">`{key.rpartition(".")[2]}`</span>'
-            lines.append(f"| {name} | {_cell(found['meaning'])} | {default} | {_cell(found['allowed'])} |")
+            lines.append(f"| {name} | {_cell(meaning(key))} | {default} | {_cell(allowed(CONFIG, key))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -124,10 +122,10 @@ def _cell(text: str) -> str:
 def commands_page() -> str:
     """Return the page with the `--help` of every command."""
     parts = ["# Commands\n"]
-    for name in ("", *cli.COMMANDS):
-        with patch.dict(os.environ, COLUMNS="100"), redirect_stdout(io.StringIO()) as printed:
-            cli.main([*name.split(), "--help"])
-        parts.append(f"## fastsuncet {name}".rstrip() + f"\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
+    with patch.dict(os.environ, COLUMNS="100"):
+        texts = {"": overview(COMMANDS), **{name: Parser(name).format_help() for name in COMMANDS}}
+    for name, text in texts.items():
+        parts.append(f"## fastsuncet {name}".rstrip() + f"\n\n```text\n{text.rstrip()}\n```\n")
     return "\n".join(parts)
 
 

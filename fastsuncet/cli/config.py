@@ -1,8 +1,8 @@
-"""Explain a key of a config: meaning, type, default, allowed values.
+"""Explain a key of a config: meaning, default, allowed values.
 
-Prints what a key of a config means, its type, its default and what is allowed; or all keys of a
-section. --json-schema prints the same for editors. With the YAML language server, a config that
-begins with `# yaml-language-server: $schema=fastsuncet.json` is then checked and completed.
+Prints what a key of a config means, its default and what is allowed; or all keys of a section.
+--json-schema prints the same for editors. With the YAML language server, a config that begins with
+`# yaml-language-server: $schema=fastsuncet.json` is then checked and completed.
 
 examples:
   fastsuncet config criterion

@@ -13,9 +13,9 @@ finetune.head=zero is the paper's: the configs of the paper have it.
 
 Each fine-tuning has a folder in <run>/finetune, named after its labels and checkpoint, or by
 finetune.write_tag. The same command continues one that was stopped, and does not repeat one that is
-finished. The accuracy is written to <run>/results, with what each class is taken for and a picture of
-it. With data.validation=null it is measured by leaving out labels: five more networks, and about six
-times as long. The network stays in the folder: measure it with
+finished. The accuracy is written to <run>/results, with what each class is taken for and a picture
+of it. With data.validation=null it is measured by leaving out labels: five more networks, and about
+six times as long. The network stays in the folder: measure it with
 `fastsuncet evaluate npi CONFIG --encoder FOLDER`.
 
 examples:

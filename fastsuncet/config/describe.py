@@ -1,23 +1,13 @@
 """What a key of a config means, or all keys of a section, from the schema itself."""
 
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from fastsuncet.config.messages import allowed, keys_ending_in, nearest_key
 from fastsuncet.config.problems import words
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.schema import CONFIG, DEFAULTS, Sections
 from fastsuncet.errors import ConfigError
-
-# Types of Python -> what YAML calls them.
-TYPES = {
-    int: "whole number",
-    float: "number",
-    bool: "true or false",
-    str: "text",
-    tuple: "list",
-    type(None): "null",
-}
 
 
 def describe(key: str) -> list[str]:
@@ -26,15 +16,9 @@ def describe(key: str) -> list[str]:
     Raises ConfigError for an unknown key, with the nearest.
     """
     if key in CONFIG.values:
-        field = CONFIG.values[key]
-        default = "none: it must be written" if field.is_required() else as_yaml(DEFAULTS[key])
-        return [
-            key,
-            f"  meaning  {_meaning(key)}",
-            f"  type     {words(_types(field.annotation))}",
-            f"  default  {default}",
-            f"  allowed  {allowed(CONFIG, key)}",
-        ]
+        default = as_yaml(DEFAULTS[key]) if key in DEFAULTS else "none: it must be written"
+        facts = {"meaning": meaning(key), "default": default, "allowed": allowed(CONFIG, key)}
+        return [key, *(f"  {name:<8} {fact}" for name, fact in facts.items())]
     if key not in CONFIG.sections:
         leaf = key.rpartition(".")[2]
         near = keys_ending_in(CONFIG, leaf) or get_close_matches(key, [*CONFIG.values, *CONFIG.sections], 1)
@@ -42,7 +26,15 @@ def describe(key: str) -> list[str]:
         hint = f"did you mean {words(near)}?" if near else "`fastsuncet config` lists the sections"
         raise ConfigError(f"a config has no key {key}; {hint}")
     above = f"{key}." if key else ""
-    return [f"{above}{name:<24} {_meaning(above + name)}" for name in CONFIG.sections[key]]
+    return [f"{above}{name:<24} {meaning(above + name)}" for name in CONFIG.sections[key]]
+
+
+def meaning(key: str) -> str:
+    """Return what a dotted key or a section is for, on one line."""
+    section, _, name = key.rpartition(".")
+    field = CONFIG.sections[section][name]
+    text = (field.annotation.__doc__ if key in CONFIG.sections else field.description) or ""
+    return " ".join(text.split())
 
 
 def json_schema() -> dict[str, Any]:
@@ -52,23 +44,3 @@ def json_schema() -> dict[str, Any]:
         part.pop("required", None)
     schema["properties"]["base"] = {"type": "string", "description": "another config, which this one changes"}
     return schema
-
-
-def _meaning(key: str) -> str:
-    section, _, name = key.rpartition(".")
-    field = CONFIG.sections[section][name]
-    text = (field.annotation.__doc__ if key in CONFIG.sections else field.description) or ""
-    return " ".join(text.split())
-
-
-def _types(kind: Any) -> dict[str, None]:
-    """Return the names of the types that a value can have, as the keys of a dict."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return {"word": None}
-    if kind in TYPES or origin in TYPES:
-        return {TYPES[origin or kind]: None}
-    found: dict[str, None] = {}
-    for part in get_args(kind):
-        found |= _types(part) if isinstance(part, type) or get_origin(part) else {}
-    return found or {"section": None}

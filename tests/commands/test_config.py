@@ -14,7 +14,7 @@ def test_config_has_the_meaning_of_every_key():
         name, *lines = describe(key)
         assert name == key
         facts = {line.split()[0]: line.split(maxsplit=1)[1:] for line in lines}
-        assert list(facts) == ["meaning", "type", "default", "allowed"] and all(facts.values()), key
+        assert list(facts) == ["meaning", "default", "allowed"] and all(facts.values()), key
 
 
 def test_config_of_a_key(capsys):
@@ -22,12 +22,10 @@ def test_config_of_a_key(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "logging.wandb",
         "  meaning  project of Weights & Biases; null: none",
-        "  type     text or null",
         "  default  null",
         "  allowed  text, not empty and without control characters, or null",
     ]
     assert "  default  none: it must be written" in describe("criterion.temperature")
-    assert "  type     list" in describe("data.augmentation.mean")
 
 
 def test_config_of_a_section_lists_its_keys():
