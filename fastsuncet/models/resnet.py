@@ -306,12 +306,17 @@ def build_model(
     if torch.device(device).type == "meta":
         return model
     if own:
-        model.to_empty(device="cpu")
+        _to_empty(model)
         initialize(model, seed)
     else:
         # timm's networks have parameters that only timm knows how to draw. The seed gives the other layers too.
         model.encoder = nn.Module()
-        model.to_empty(device="cpu")
+        _to_empty(model)
         initialize(model, seed)
         model.encoder = timm_backbone.create(name, "cpu", seed)
     return model.to(device)
+
+
+def _to_empty(model: nn.Module) -> None:
+    """Give a model on the device "meta" memory on the CPU. Torch's `to_empty` imports sympy, a second, for that."""
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))

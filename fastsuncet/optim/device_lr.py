@@ -4,6 +4,7 @@ A captured CUDA graph reads the rate of the present step from that tensor.
 """
 
 from collections.abc import Iterable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def on_host(lr: float | Tensor) -> float | None:
 class DeviceLR(Optimizer):
     """An optimizer with `set_lr`, whose `load_state_dict` keeps how the learning rate is held."""
 
+    # torch's own, without the wrapper for an optimizer that is compiled: its first call imports torch._dynamo, which
+    # takes as long as torch itself.
+    add_param_group = unwrap(Optimizer.add_param_group)
+    state_dict = unwrap(Optimizer.state_dict)
+    zero_grad = unwrap(Optimizer.zero_grad)
+
     def set_lr(self, lr: float | Tensor) -> None:
         """Set the learning rate of every group; a tensor is filled, without waiting for the device.
 
@@ -47,7 +54,7 @@ class DeviceLR(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but fill a tensor learning rate in place, and keep each group's HELD settings."""
         held = [{key: group[key] for key in HELD if key in group} for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        unwrap(Optimizer.load_state_dict)(self, state_dict)
         for group, own in zip(self.param_groups, held):
             saved = float(group["lr"])
             group |= own

@@ -69,7 +69,7 @@ def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, caps
     call = step.nn.Module.__call__
 
     def full(module, *given):
-        if getattr(given[0], "is_meta", False):  # the plan counts the network's cost
+        if not module.training:  # the plan counts the network's cost
             return call(module, *given)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
@@ -97,6 +97,18 @@ def test_train_says_that_a_run_was_complete(tmp_path, capsys):
     run(config)
     said = f"complete {config.run_folder} has had all its 1 updates: nothing was trained"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_first_steps_import_neither_dynamo_nor_sympy(tmp_path):
+    """Together they take as long as torch itself. torchvision imports them, so DALI makes the views here."""
+    pytest.importorskip("nvidia.dali")
+    words = ["train", "digits_demo", *SMALL, "optimization.steps=2", "optimization.warmup=0"]
+    code = "import sys; from fastsuncet import cli; assert cli.main(sys.argv[1:]) == 0; "
+    code += "print(*(name for name in ('torch._dynamo', 'sympy') if name in sys.modules))"
+    program = [sys.executable, "-c", code, *words, f"logging.folder={tmp_path}"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n\n")
 
 
 AUDIT = """
