@@ -11,8 +11,10 @@ from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images, validates
+from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.evaluation.classifier import run_of
 from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.cross_validation import cross_validated
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
@@ -71,7 +73,11 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
         # Torch's stubs lack memory_format together with a device.
         network = _network(encoder, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
         what = (network, images, config, place)
-        measured = cross_validated(kind, *what) if alone else KINDS[kind][0](*what)
+        if alone:
+            known = learned(run_of(encoder, config), images.train, encoder.trained)
+            measured = cross_validated(kind, *what, known)
+        else:
+            measured = KINDS[kind][0](*what)
         if place.first:
             if not files:
                 for line in _heading(kind, measured, images, config, encoder):

@@ -5,6 +5,7 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
     config.yaml     the resolved config               checkpoints/    step_00012345/ ..., latest
     metrics.jsonl   one line per metrics interval     metrics.csv     the same as a table
     status.json     running, done, preempted or failed, and at which step
+    learned.csv     the labels it learns from         held_out.csv    those of data.validation, taken out
     export/         the encoder for other programs, at the end of the run
 """
 
@@ -23,6 +24,7 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
+from fastsuncet.data.learned_labels import write_learned_labels
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import any_rank
@@ -87,6 +89,9 @@ def train(config: Config, place: launch.Place) -> Trainer[Pretraining]:
                 atomic_files.replace(folder / "config.yaml", text.encode())
             for line in lines:
                 say_line(line)
+            if trainer.step == 0:
+                for warning in write_learned_labels(folder, trainer.task.images, config):
+                    say_line(f"note: {warning}")
         with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"

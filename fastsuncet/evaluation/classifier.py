@@ -22,6 +22,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
+from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.launch import Place
 from fastsuncet.evaluation.calibration import Calibration, calibrate
 from fastsuncet.evaluation.cross_validation import Classify, linear_logits, out_of_fold
@@ -56,6 +57,7 @@ class Worth:
         int  # images that the accuracy counts; of the labels, all that are not the only one of their class
     )
     by: str  # how they were judged, with their number
+    learned: int  # of the labels, those that the encoder has learned from: nothing can be judged by them
     accuracy: float | None  # share of the judged images; None where none could be judged
     calibration: Calibration
     because: str  # the accuracies that it was chosen by, or ""
@@ -105,10 +107,10 @@ def best_classifier(
 ) -> tuple[Encoder, Classifier, list[str]]:
     """Return the encoder to use, its classifier, and lines that say where it is from and what it is worth.
 
-    That is the encoder's own classifier; else that of a fine-tuning in `run` with as many labels, if it is above the
-    others on the same images; else `run_classifier`.
+    That is the classifier of a fine-tuning or an export; else that of a fine-tuning in `run` with as many labels, if it
+    is above the others on the same images; else `run_classifier`.
     """
-    if encoder.classifier is not None:
+    if encoder.classifier is not None and not _pre_trained(encoder):
         try:
             record = json.loads((run / RESULT).read_bytes())["record"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -125,6 +127,11 @@ def best_classifier(
     classifier, path, new = run_classifier(encoder, config, place, run)
     line = f"kept in      {path}" if new else f"from         {path}, fitted before"
     return encoder, classifier, [line, *describe(classifier)]
+
+
+def _pre_trained(encoder: Encoder) -> bool:
+    """Return whether this is a checkpoint of pre-training, whose own classifier knows no later label."""
+    return encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
 
 
 def run_of(encoder: Encoder, config: Config) -> Path:
@@ -171,7 +178,7 @@ def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier
     with torch.no_grad():
         for parameter in encoder.classifier.parameters():
             parameter /= calibration.temperature
-    what = (record["labels"]["count"], count, by.format(count), record["metrics"]["top1"], calibration)
+    what = (record["labels"]["count"], count, by.format(count), 0, record["metrics"]["top1"], calibration)
     worth = Worth(f"fine-tuned, of {Path(encoder.source).parents[1]}", *what, because)
     return Classifier(encoder.classifier, encoder.classes, worth)
 
@@ -181,11 +188,15 @@ def run_classifier(
 ) -> tuple[Classifier, Path, bool]:
     """Return the classifier of `encoder` on the labeled images of `config`, its file in `run`, and whether it is new.
 
-    The labeled images are those of data.split, and with data.split.kind none all that have a label. A class without a
-    labeled image is never predicted. Raises ConfigErrors or DataError where there are no labels, or only one class.
+    The labeled images are those of data.split, and with data.split.kind none all that have a label; those of
+    data.validation too, where it takes them out of the training images. A class without one is never predicted.
+    Raises ConfigErrors or DataError where there are no labels, or only one class.
     """
     assert encoder.view is not None, "the pixels are known"
+    if isinstance(config.data.validation, float) or config.data.validation_table:
+        config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
     index, chosen = labeled_images(config, place)
+    known = learned(run, index, encoder.trained)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
     if len(classes) < 2:
@@ -204,6 +215,7 @@ def run_classifier(
         "head": None if head is None else module_digest(head),
         "view": json.loads(json.dumps(astuple(encoder.view))),
         "images": hashlib.sha256(names.tobytes() + labels.astype("<i8").tobytes()).hexdigest(),
+        "learned": hashlib.sha256(known.tobytes()).hexdigest(),
         "contents": index.contents(),
         "classes": list(classes),
         "linear": config.linear.model_dump(),
@@ -216,7 +228,8 @@ def run_classifier(
     module = encoder.module.to(place.device)
     features = outputs(module, index, chosen, config, place, view=encoder.view)
     module.to("cpu")
-    classifier = fit_classifier(features, torch.from_numpy(labels).to(place.device), classes, config, head)
+    truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
+    classifier = fit_classifier(features, truth, given, classes, config, head)
     assert classifier.worth is not None, "it was fitted here"
     about = {"identity": identity, "worth": asdict(classifier.worth)}
     tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
@@ -246,6 +259,7 @@ def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray
 def fit_classifier(
     features: Tensor,  # (N, E)
     labels: Tensor,  # (N,) int64 in [0, C)
+    known: Tensor,  # (N,) bool: the encoder has learned from it
     classes: tuple[str, ...],
     config: Config,
     head: nn.Module | None = None,  # PAWS's projection head, in evaluation mode
@@ -267,19 +281,23 @@ def fit_classifier(
             return NearestNeighbors.log_p(projections[left_out], *near)
 
         candidates[NEIGHBORS] = neighbors
-    found = {kind: out_of_fold(labels, classify) for kind, classify in candidates.items()}
+    found = {kind: out_of_fold(labels, classify, learned=known) for kind, classify in candidates.items()}
     judged = len(found[LINEAR][0])
     kind, accuracy, calibration, because = LINEAR, None, Calibration(), ""
-    if judged:
+    if not judged and len(candidates) > 1:  # labels that were learned still choose, but tell no accuracy
+        found = {kind: out_of_fold(labels, classify) for kind, classify in candidates.items()}
+    if len(found[LINEAR][0]):
         shares = {
-            each: int((logits.argmax(1) == labels[numbers]).sum()) / judged
+            each: int((logits.argmax(1) == labels[numbers]).sum()) / len(numbers)
             for each, (numbers, logits) in found.items()
         }
         kind = max(shares, key=lambda each: shares[each])  # of equal ones the first
-        numbers, logits = found[kind]
-        accuracy, calibration = shares[kind], calibrate(logits, labels[numbers])
+        if judged:
+            numbers, logits = found[kind]
+            accuracy, calibration = shares[kind], calibrate(logits, labels[numbers])
         if len(shares) > 1:
             because = ", ".join(f"{each} {100 * share:.1f} %" for each, share in shares.items())
+            because += "" if judged else ", on labels that the network has learned from"
     t = calibration.temperature
     if kind == LINEAR:
         options = {"strength": strength, "max_iterations": config.linear.max_iterations}
@@ -289,7 +307,8 @@ def fit_classifier(
     else:
         assert head is not None and projections is not None, "they were candidates"
         layer = NearestNeighbors(head, projections, labels, torch.tensor([method, t]))
-    worth = Worth(kind, len(labels), judged, BY_FOLDS.format(judged), accuracy, calibration, because)
+    what = (len(labels), judged, BY_FOLDS.format(judged), int(known.sum()), accuracy, calibration)
+    worth = Worth(kind, *what, because)
     return Classifier(layer.to("cpu"), classes, worth)
 
 
@@ -301,13 +320,14 @@ def describe(classifier: Classifier) -> list[str]:
     if worth.because:
         lines.append(f"because      {worth.because}")
     if worth.accuracy is None:
-        return [
-            *lines,
-            "expected     unknown: no class has two labels, so no label can be left out to judge by",
-        ]
+        why = "no class has two labels, so no label can be left out to judge by"
+        if worth.learned:
+            why = "the network has learned from these labels. Label more images to know it"
+        return [*lines, f"expected     unknown: {why}"]
     low, high = (100 * x for x in wilson_interval(worth.accuracy * worth.judged, worth.judged))
-    alone = worth.labels - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
+    alone = worth.labels - worth.learned - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
     left_out = f"; single labels of {alone} classes cannot be judged" if alone else ""
+    left_out += f"; the network has learned from the other {worth.learned:,}" if worth.learned else ""
     lines.append(
         f"expected     {100 * worth.accuracy:.1f} % right, 95 % interval {low:.1f} to {high:.1f} "
         f"({worth.by}{left_out})"

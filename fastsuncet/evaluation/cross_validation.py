@@ -30,13 +30,19 @@ REPEATS = 5  # draws of the folds
 Classify = Callable[[Tensor, Tensor], Tensor]
 
 
-def out_of_fold(labels: Tensor, classify: Classify, seed: int = 0) -> tuple[Tensor, Tensor]:
+def out_of_fold(
+    labels: Tensor, classify: Classify, seed: int = 0, learned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (numbers of the images that can be judged, int64 (n,), their rows, (n, ...)).
 
     Each fold of FOLDS is left out once, and classified by what `classify` learns from the others. An image that is the
-    only one of its class cannot be judged. Without one that can be, both are empty.
+    only one of its class cannot be judged, and one that the encoder has `learned` from, bool (N,), tells nothing: it is
+    never left out. Without one that can be judged, both are empty.
     """
     fold_of, judged = folds(labels, seed), torch.bincount(labels)[labels] > 1
+    if learned is not None:
+        judged &= ~learned
+        fold_of = fold_of.masked_fill(learned, -1)
     numbers, rows = [labels.new_zeros(0)], []
     for fold in fold_of[judged].unique():
         left_out = (fold_of == fold) & judged
@@ -73,14 +79,15 @@ def labels_per_class(images: Images, chosen: np.ndarray) -> np.ndarray:
 
 
 def cross_validated(
-    kind: str, network: nn.Module, images: Images, config: Config, place: Place
+    kind: str, network: nn.Module, images: Images, config: Config, place: Place, learned: np.ndarray
 ) -> Measured:  # kind: linear or knn
     """Return the mean top-1 accuracy of REPEATS stratified cross-validations on the labeled images alone.
 
     `network` (B, 3, S, S) -> (B, E). Images and, for k-NN, their neighbors are single center crops. The 95 % interval
     is that of as many independent images: repeats see the same images, so they make it no narrower. The strength of the
-    linear classifier is chosen on all labels. Every rank computes the same. Raises DataError where no class has two
-    labels.
+    linear classifier is chosen on all labels. Images that the network has `learned` from, bool of the training images,
+    are not judged, unless there are no others: a note says so. Every rank computes the same. Raises DataError where no
+    class has two labels.
     """
     chosen, count = supports(images, config), len(images.train.classes)
     counts = labels_per_class(images, chosen)
@@ -96,13 +103,23 @@ def cross_validated(
     else:
         setting["k"] = config.evaluation.knn_k
         classify = partial(nearest, features, labels, count, config.evaluation.knn_k)
+    known = torch.from_numpy(learned[chosen]).to(place.device)
+    notes = few_labels_note(counts, images.train.classes)
+    if known.any():
+        new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
+        notes.append(
+            f"the network has learned from the other {int(known.sum())} labels"
+            if new
+            else "the network has learned from these labels: the accuracy on other images is lower, perhaps by far"
+        )
+        known &= new > 0
     shares, confusion, judged = [], labels.new_zeros(count, count), 0
     for seed in range(REPEATS):
-        numbers, rows = out_of_fold(labels, classify, seed)
+        numbers, rows = out_of_fold(labels, classify, seed, known)
         predicted, judged = rows.argmax(1) if rows.ndim == 2 else rows, len(numbers)
         shares.append((predicted == labels[numbers]).double().mean().item())
         confusion += confusion_of(predicted, labels[numbers], count)
     top1 = sum(shares) / REPEATS
     low, high = (100 * x for x in wilson_interval(top1 * judged, judged))
-    notes = (f"95 % interval {low:.1f} to {high:.1f}", *few_labels_note(counts, images.train.classes))
+    notes = (f"95 % interval {low:.1f} to {high:.1f}", *notes)
     return Measured({"top1": top1}, judged, setting, notes, confusion)

@@ -110,6 +110,21 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert fastsuncet.predict(run, photos, skip_bad=True) == []
 
 
+def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, capsys):
+    """All of them help to classify, those of data.validation too."""
+    table = (run.parent / "labels.csv").read_text()
+    (run / "learned.csv").write_text(table)
+    assert cli.main(words(run)) == 0
+    assert "expected     unknown: the network has learned from these labels" in capsys.readouterr().out
+    (run / "learned.csv").write_text("\n".join(table.split("\n")[:13]))
+    fastsuncet.predict(run, run.parent / "photos")
+    said = "cross-validation on 6 labels; the network has learned from the other 12)"
+    assert said in capsys.readouterr().out
+    config = load_encoder(run).trained.with_values({"data.validation": 0.34})
+    fastsuncet.predict(config, run.parent / "photos")
+    assert "fitted before" in capsys.readouterr().out
+
+
 def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, capsys):
     labels(1)
     assert cli.main(words(run)) == 0

@@ -97,6 +97,7 @@ def test_train_says_that_a_run_was_complete(tmp_path, capsys):
     run(config)
     said = f"complete {config.run_folder} has had all its 1 updates: nothing was trained"
     assert said in capsys.readouterr().out
+    assert len((config.run_folder / "learned.csv").read_text().split()) == 161
 
 
 @pytest.mark.slow

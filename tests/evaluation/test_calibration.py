@@ -56,6 +56,19 @@ def test_out_of_fold_rows_are_those_of_a_fit_without_the_image():
         torch.testing.assert_close(logits[left_out[:30]], fit.scores(features[:30][left_out[:30]]))
 
 
+def test_out_of_fold_learns_from_known_images_and_judges_the_others():
+    labels = torch.tensor([0, 1] * 10)
+    known = torch.arange(20) < 12
+
+    def classify(learned: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor:
+        assert learned[known].all() and not (learned & left_out).any()
+        return left_out.nonzero()[:, 0]
+
+    numbers, rows = out_of_fold(labels, classify, learned=known)
+    assert numbers.tolist() == rows.tolist() == list(range(12, 20))
+    assert len(out_of_fold(labels, classify, learned=torch.ones(20, dtype=torch.bool))[0]) == 0
+
+
 def test_wilson_interval_is_the_published_one():
     assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe 1998, table I
     assert wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)

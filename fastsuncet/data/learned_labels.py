@@ -1,0 +1,86 @@
+"""Which labels a run has learned from, kept in its folder: an accuracy on them tells nothing of other images.
+
+    RUN/learned.csv    file,label of the labeled images that it trains on, and of those that model.init had trained on
+    RUN/held_out.csv   file,label of the images that data.validation has taken out of the training images
+
+Both can be a `data.csv` or a `data.validation`.
+"""
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+
+from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.config import Config
+from fastsuncet.data.dataset import Images
+from fastsuncet.paths import typed_path
+from pipelines import atomic_files
+from pipelines.datasets.index import ImageIndex
+
+LEARNED, HELD_OUT = "learned.csv", "held_out.csv"
+MOST = 200_000  # labels of a table. A run with more has none, and all labels count as learned
+
+
+def write_learned_labels(folder: Path, images: Images, config: Config) -> list[str]:
+    """Write both tables of the run in `folder`, and return a warning if validation images were learned from before.
+
+    A run that learns from no label has no learned.csv. Raises CheckpointError for a disk that refuses.
+    """
+    init = _table_of(typed_path(config.model.init)) if config.model.init else folder / LEARNED
+    before = _read(init) if config.model.init else {}
+    tables, warning = {LEARNED: dict(before)}, []
+    if config.criterion.supervised and len(images.split.indices) <= MOST:
+        tables[LEARNED] |= _rows(images.train, images.split.indices)
+    if images.held_out is not None and None is not images.train.root == images.held_out.root:
+        held_out = tables[HELD_OUT] = _rows(images.held_out, np.arange(len(images.held_out)))
+        if known := len(before.keys() & held_out.keys()):
+            warning.append(
+                f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
+                f"accuracies on them are too high. Write data.validation={init.with_name(HELD_OUT)}"
+            )
+    for name, rows in tables.items():
+        if rows:
+            with disk_errors(folder / name):
+                atomic_files.replace(folder / name, _csv(rows))
+    return warning
+
+
+def learned(run: Path, index: ImageIndex, trained: Config | None) -> np.ndarray:
+    """Return which images of `index` a run with the config `trained` has learned the label of, bool (N,).
+
+    `trained` is None for weights of another program, which knew no label. Of a run that does not say it: all.
+    """
+    table = run / LEARNED
+    if table.is_file():
+        names = _read(table)
+        found = np.zeros(len(index), bool)
+        places = index.files.find(list(names))
+        found[places[places >= 0]] = True
+        return found
+    return np.full(len(index), trained is not None and trained.criterion.supervised)
+
+
+def _table_of(weights: Path) -> Path:
+    """Return the learned.csv of the run that `weights` is, or lies in: a checkpoint, an export, a fine-tuning."""
+    folders = [weights, *weights.absolute().parents[:3]]
+    return next((folder / LEARNED for folder in folders if (folder / LEARNED).is_file()), weights / LEARNED)
+
+
+def _rows(index: ImageIndex, chosen: np.ndarray) -> dict[str, str]:
+    return {index.name(int(i)): index.classes[index.labels[i]] for i in chosen}
+
+
+def _csv(rows: dict[str, str]) -> bytes:
+    table = io.StringIO(newline="")
+    csv.writer(table, lineterminator="\n").writerows([("file", "label"), *rows.items()])
+    return table.getvalue().encode("utf-8", "surrogateescape")
+
+
+def _read(table: Path) -> dict[str, str]:
+    """Return file -> label; {} where there is no table."""
+    if not table.is_file():
+        return {}
+    with open(table, newline="", encoding="utf-8", errors="surrogateescape") as stream:
+        return dict(list(csv.reader(stream))[1:])

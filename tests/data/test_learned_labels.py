@@ -1,0 +1,66 @@
+"""The labels that a run has learned from: kept in its folder, carried on by model.init, told from new ones."""
+
+from pathlib import Path
+
+import pytest
+
+from fastsuncet.config import load_config
+from fastsuncet.data.dataset import open_images
+from fastsuncet.data.learned_labels import learned, write_learned_labels
+from fastsuncet.distributed.launch import join
+from tests.support.pictures import write_images
+
+NAMES = [f"{i:02}.jpg" for i in range(20)]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A function that returns the config of a run on 20 images, and those images."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos", *NAMES)
+    (tmp_path / "run.yaml").write_text("""\
+data: {kind: csv, root: photos, csv: labels.csv, split: {kind: csv}, validation: 0.2, backend: torchvision}
+criterion: {supervision: cross_entropy, temperature: 0.1, unsupervised_batch_size: 2, supervised_epochs: all,
+  classes_per_batch: 2, supervised_imgs_per_class: 2}
+optimization: {steps: 1, lr: 1.0}
+""")
+
+    def write(labels: int, *overrides: str):
+        lines = [f"{name},{'cat' if i % 2 else 'dog'}" for i, name in enumerate(NAMES[:labels])]
+        Path("labels.csv").write_text("\n".join(["file,label", *lines]))
+        config = load_config("run.yaml", [*overrides])
+        with join(config) as place:
+            return config, open_images(config, place, validation=True)
+
+    return write
+
+
+def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config):
+    first, images = config(10)
+    Path("first/checkpoints").mkdir(parents=True)
+    assert write_learned_labels(Path("first"), images, first) == []
+    held_out = Path("first/held_out.csv").read_text().split()[1:]
+    ours = Path("first/learned.csv").read_text().split()[1:]
+    assert len(held_out) == 2 and len(ours) == 8 and f"{NAMES[0]},dog" in held_out + ours
+    # Ten more labels: another draw of validation images takes some that the first run had learned from.
+    second, images = config(20, "model.init=first/checkpoints")
+    Path("second").mkdir()
+    (warning,) = write_learned_labels(Path("second"), images, second)
+    assert "validation images are labels that model.init has learned from" in warning
+    assert "Write data.validation=" in warning and warning.endswith("/first/held_out.csv")
+    both = Path("second/learned.csv").read_text().split()[1:]
+    assert len(both) == 16 + int(warning.split()[0]) and set(ours) < set(both)
+    assert learned(Path("second"), images.train, None).sum() == 16
+    # The table of the first run is a data.validation: then none was learned from.
+    third, images = config(20, "model.init=first", "data.validation=first/held_out.csv")
+    assert write_learned_labels(Path("second"), images, third) == []
+    assert images.validation.fingerprint() == config(10)[1].validation.fingerprint()
+
+
+def test_learned_labels_of_a_run_without_a_table_are_all_or_none(config):
+    supervised, images = config(10)
+    assert learned(Path("none"), images.train, supervised).all()
+    plain, _ = config(10, "criterion.supervised_epochs=0")
+    assert not learned(Path("none"), images.train, plain).any()
+    assert not learned(Path("none"), images.train, None).any()
+    assert write_learned_labels(Path(), images, plain) == [] and not Path("learned.csv").exists()
