@@ -91,7 +91,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(runs):
         assert f"({picture}.png)" in Path("one", "report.md").read_text()
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
     for label in (
-        *("top-1 accuracy, %", "model updates", "compute, exaFLOPs", "time, minutes"),
+        *("top-1 accuracy, %", "model updates, thousands", "compute, exaFLOPs", "time, minutes"),
         *("SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds"),
     ):
         assert f">{label}</text>" in svg, label
