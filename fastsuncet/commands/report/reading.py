@@ -4,8 +4,7 @@ Two results are one measurement if they were made with the same settings, except
 the machine: these are named in a note.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,7 @@ from fastsuncet.commands.report.curves import COSTS, KNN, ONLINE, Curve, Measure
 from fastsuncet.config import FREE_ON_RESUME, Config, flat, load_config
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS
-from fastsuncet.metrics.results import read_results
+from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from pipelines.data_errors import DataError
 
@@ -33,65 +32,71 @@ Record = dict[str, Any]
 def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     """Return the curves of the runs in these folders, one for each encoder's run and measurement, and notes on them.
 
-    An encoder of another run that was evaluated here keeps its own name and method. A run without results gives a note.
-    Raises DataError for a folder that is no run's, ConfigError for a config.yaml that is not one, ResultError for a
-    damaged result.
+    An encoder of another run that was evaluated here keeps its own name and method. Several results of one checkpoint
+    in one measurement differ in their seed: their mean is taken. A run without results gives a note. Raises DataError
+    for a folder that is no run's, ConfigError for a config.yaml that is not one, ResultError for a damaged result.
     """
     for run in runs:
         require_run(run)
     records = {run: read_results(run) for run in runs}
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
-    splitting, differences = compare_settings([record for found in records.values() for record in found])
+    splitting, notes = compare_settings([record for found in records.values() for record in found])
     homes: dict[Path, tuple[str, str, Config | None]] = {}  # (name, method, config) of each encoder's run
-    points: dict[tuple[Path, Measurement], dict[tuple[bool, int], Point]] = {}
+    table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = {}
+
+    def add(home: str, measurement: Measurement, made: Point) -> None:
+        table.setdefault((Path(home).resolve(), measurement), {}).setdefault(made.step, []).append(made)
+
     for run, found in records.items():
         config = load_config(run / "config.yaml")
         homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
-        evaluated: list[tuple[str, Measurement, Point]] = []
-        seeds: dict[tuple[str, Measurement, int | None], dict[int | None, Point]] = {}
         for record in found:
             kind, home, one = measurement_of(record), home_of(record, run), record["encoder"]
             if Path(home).resolve() not in homes:
                 homes[Path(home).resolve()] = _other_run(home, record)
-            parts = [fine_tuning_of(record), variant(record, splitting[kind])]
+            tag = tuning_of(record) if "finetuned" in record["setting"] else None
+            tuned = "" if tag is None else f"fine-tuned first ({tag})" if tag else "fine-tuned first"
+            parts = ", ".join(filter(None, [tuned, variant(record, splitting[kind])]))
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
-            checkpoint = (home, kind._replace(variant=", ".join(filter(None, parts))), made.step)
-            seeds.setdefault(checkpoint, {})[record["setting"].get("seed")] = made
-        for (home, kind, _), same in seeds.items():
-            evaluated.append((home, kind, mean_of(list(same.values()))))
-            if len(same) > 1:
-                text = f"{len(same)} results of one checkpoint that differ only in their seed: their mean"
-                differences.append(f"{home}, {kind}: {text}")
-        online = Measurement(ONLINE, online_labels(config))
-        if (run / writer.JSONL).is_file():
-            for line in writer.read(run / writer.JSONL, KNN):
-                found = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
-                made = point(line["step"], line.get("epoch"), line, found)
-                # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
-                drawn = config.data.split.kind not in ("none", "all")
-                counted = "" if drawn else f"{line['knn_supports']:,} supports"
-                evaluated.append((str(run), online._replace(variant=counted), made))
-        for home, measurement, made in evaluated:
-            by_step = points.setdefault((Path(home).resolve(), measurement), {})
-            by_step[made.step is None, made.step or 0] = made
+            add(home, kind._replace(variant=parts), made)
+        for measurement, made in _online(run, config):
+            add(str(run), measurement, made)
     curves = []
-    for (home, measurement), by_step in points.items():
+    for (home, measurement), by_step in table.items():
         name, method, config = homes[home]
+        for same in by_step.values():
+            if len(same) > 1:
+                text = f"{len(same)} results of one checkpoint that differ in their seed at most: their mean"
+                notes.append(f"{name}, {measurement}: {text}")
         curves.append(
             Curve(
                 run=name,
                 method=method,
                 seed=config.meta.seed if config else None,
                 measurement=measurement,
-                points=tuple(by_step[place] for place in sorted(by_step)),
+                points=tuple(
+                    mean_of(by_step[step]) for step in sorted(by_step, key=lambda s: (s is None, s or 0))
+                ),
                 # True where it is not known: such a run is never taken as the baseline.
                 supervised=config.criterion.supervised if config else True,
                 settings=experiment(config) if config else (("encoder", name),),
             )
         )
-    evaluated_runs = {home for home, _ in points}
+    evaluated_runs = {home for home, _ in table}
     silent = [f"{run}: nothing was evaluated yet" for run in runs if run.resolve() not in evaluated_runs]
-    return curves, silent + differences
+    return curves, silent + notes
+
+
+def _online(run: Path, config: Config) -> Iterator[tuple[Measurement, Point]]:
+    """Yield the k-NN accuracies of a run's own metrics lines."""
+    split = config.data.split
+    known = labels_text({"kind": "all" if split.kind == "none" else split.kind, "fraction": split.fraction})
+    labels = known or f"labels of {Path(split.file or config.data.csv or split.kind).name}"
+    for line in writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else ():
+        metrics = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
+        # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
+        counted = f"{line['knn_supports']:,} supports" if split.kind in ("none", "all") else ""
+        yield Measurement(ONLINE, labels, counted), point(line["step"], line.get("epoch"), line, metrics)
 
 
 def require_run(folder: Path) -> None:
@@ -149,15 +154,6 @@ def variant(record: Record, splitting: set[str]) -> str:
     )
 
 
-def fine_tuning_of(record: Record) -> str:
-    """Return the fine-tuning before a measurement, or "" if there was none: results of two are never one point."""
-    if "finetuned" not in record["setting"]:
-        return ""
-    found = re.search(rf"/{FINETUNED}/([^/]+)/{CHECKPOINTS}/", f"/{record['encoder'].get('source')}")
-    tag = re.sub(r"-?step_\d{8}.*", "", found[1]) if found else ""
-    return f"fine-tuned first ({tag})" if tag else "fine-tuned first"
-
-
 def home_of(record: Record, run: Path) -> str:
     """Return the run whose encoder was evaluated, or the file of the encoder; `run` if the record names no other."""
     source = record["encoder"].get("source")
@@ -202,14 +198,6 @@ def mean_of(evaluations: Sequence[Point]) -> Point:
             name: fmean(each.metrics[name] for each in evaluations if name in each.metrics) for name in names
         },
     )
-
-
-def online_labels(config: Config) -> str:
-    """Return the labels of the neighbors during training: the split's, or all where a run uses none."""
-    split = config.data.split
-    kind = "all" if split.kind == "none" else split.kind
-    known = labels_text({"kind": kind, "fraction": split.fraction})
-    return known or f"labels of {Path(split.file or config.data.csv or split.kind).name}"
 
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
