@@ -13,9 +13,8 @@ from fastsuncet.commands.report import paper
 from fastsuncet.commands.sweep.runs import Job, expand, runs_named
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.config import Config, load_config
-from fastsuncet.data.paired_stream import run_macs
 from fastsuncet.metrics.results import asked
-from fastsuncet.models.flops import classifier_macs, petaflops
+from fastsuncet.models.flops import classifier_macs, petaflops, run_macs
 from fastsuncet.models.resnet import WIDTHS
 from pipelines.datasets.label_splits import bernoulli
 

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` 
 
 from fastsuncet.commands.train import IMAGENET, IMAGES
 from fastsuncet.config import Arithmetic, Config, load_config
-from fastsuncet.data.paired_stream import run_macs, update_macs
-from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops
+from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops, run_macs, update_macs
 from fastsuncet.models.resnet import build_model
 from tools.bench import harness
 

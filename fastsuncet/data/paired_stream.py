@@ -10,7 +10,6 @@ import torch
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.distributed.launch import Place
-from fastsuncet.models.flops import network_cost
 from pipelines.backend import LoaderOptions, decode_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
@@ -164,29 +163,3 @@ def views(config: Config) -> tuple[Augmentation, ...]:
         return (large, large)
     small = replace(large, size=config.swav.small_size, crop_scale=config.swav.small_scale)
     return (large, large, *(small,) * config.swav.small_crops)
-
-
-def macs(config: Config, size: int | None = None) -> int:
-    """Return the multiply-adds of one view's forward pass; `size` in pixels, by default that of a labeled image."""
-    m = config.model
-    size = size or config.data.augmentation.size
-    return network_cost(m.name, m.stem, size, *m.head).macs
-
-
-def update_macs(config: Config, arithmetic: Arithmetic, supervised: bool) -> int:
-    """Return the multiply-adds of one update's forward passes, over all processes, with or without labeled images.
-
-    An update in pieces has a second forward pass: 8 FLOP a multiply-add instead of 6, counted as 4/3 of them.
-    """
-    a, large = arithmetic, macs(config)
-    unlabeled = a.large_views * large
-    if a.small_views:
-        unlabeled += a.small_views * macs(config, config.swav.small_size)
-    total = a.global_unlabeled * unlabeled + (a.global_labeled * large if supervised else 0)
-    return total * 4 // 3 if len(a.pieces(supervised)) > 1 else total
-
-
-def run_macs(config: Config, arithmetic: Arithmetic) -> int:
-    """Return the multiply-adds of all forward passes of a run, over all processes."""
-    on, off = arithmetic.supervised_steps, arithmetic.steps - arithmetic.supervised_steps
-    return on * update_macs(config, arithmetic, True) + off * update_macs(config, arithmetic, False)

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fastsuncet.config import Arithmetic, Config
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import Model, build_model
@@ -118,6 +119,32 @@ def _storage(tensor: Tensor) -> int:
 def classifier_macs(name: str, stem: str, size: int, width: int, classes: int) -> int:
     """Return the multiply-adds of one image through the encoder, `width` wide, and a linear classifier."""
     return network_cost(name, stem, size).encoder_macs + width * classes
+
+
+def view_macs(config: Config, size: int | None = None) -> int:
+    """Return the multiply-adds of one view's forward pass; `size` in pixels, by default that of a labeled image."""
+    m = config.model
+    size = size or config.data.augmentation.size
+    return network_cost(m.name, m.stem, size, *m.head).macs
+
+
+def update_macs(config: Config, arithmetic: Arithmetic, supervised: bool) -> int:
+    """Return the multiply-adds of one update's forward passes, over all processes, with or without labeled images.
+
+    An update in pieces has a second forward pass: 8 FLOP a multiply-add instead of 6, counted as 4/3 of them.
+    """
+    a, large = arithmetic, view_macs(config)
+    unlabeled = a.large_views * large
+    if a.small_views:
+        unlabeled += a.small_views * view_macs(config, config.swav.small_size)
+    total = a.global_unlabeled * unlabeled + (a.global_labeled * large if supervised else 0)
+    return total * 4 // 3 if len(a.pieces(supervised)) > 1 else total
+
+
+def run_macs(config: Config, arithmetic: Arithmetic) -> int:
+    """Return the multiply-adds of all forward passes of a run, over all processes."""
+    on, off = arithmetic.supervised_steps, arithmetic.steps - arithmetic.supervised_steps
+    return on * update_macs(config, arithmetic, True) + off * update_macs(config, arithmetic, False)
 
 
 def petaflops(macs: int, samples: int) -> float:

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from fastsuncet.data.paired_stream import run_macs
+from fastsuncet.models.flops import run_macs
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.trainer import Trainer, require_finite_weights
 

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream, update_macs
+from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.interval import DataTimer
+from fastsuncet.models.flops import update_macs
 from fastsuncet.optim import DeviceLR, warmup_cosine
 from fastsuncet.training import initial_weights, methods
 from fastsuncet.training.cuda_graph import GraphedStep

@@ -8,10 +8,10 @@ import torch
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.data.paired_stream import PairedStream, macs, run_macs, update_macs
+from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.metrics.interval import memory_of
-from fastsuncet.models.flops import Memory, memory_estimate, petaflops
+from fastsuncet.models.flops import Memory, memory_estimate, petaflops, run_macs, update_macs, view_macs
 from fastsuncet.models.sync_batchnorm import describe
 from fastsuncet.training import methods
 from fastsuncet.versions import dali
@@ -40,7 +40,7 @@ def summary(
         several = f" x {a.labeled_views} views" if a.labeled_views > 1 else ""
         parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled{several}")
     ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
-    view = f"6 x {macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
+    view = f"6 x {view_macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
     update = petaflops(update_macs(config, a, a.supervised_steps > 0), 1)
     epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a), 1)
     memory = step_memory(config, a)

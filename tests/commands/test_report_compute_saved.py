@@ -13,9 +13,8 @@ from fastsuncet.commands.report.compute_saved import Saving, cell, crossing, sav
 from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point, arrange, join_lengths
 from fastsuncet.commands.report.tables import methods_tables, saved_plain
 from fastsuncet.config import load_config
-from fastsuncet.data.paired_stream import run_macs
 from fastsuncet.metrics.writer import csv_table
-from fastsuncet.models.flops import equivalent_epochs, network_cost, petaflops
+from fastsuncet.models.flops import equivalent_epochs, network_cost, petaflops, run_macs
 
 MEASUREMENT = Measurement("finetune", "10 % labels")
 OURS_NAME = "SimCLR + SuNCEt"

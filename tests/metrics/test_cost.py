@@ -10,10 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastsuncet.config import load_config
-from fastsuncet.data.paired_stream import run_macs, update_macs, views
+from fastsuncet.data.paired_stream import views
 from fastsuncet.metrics import cost as module
 from fastsuncet.metrics.cost import EnergyMeter, RunCost, open_energy_meter
-from fastsuncet.models.flops import FLOP_PER_MAC
+from fastsuncet.models.flops import FLOP_PER_MAC, run_macs, update_macs
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.multi_view_model import MultiViewModel
 from tests.support.methods import small

@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastsuncet.data.paired_stream import update_macs
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
+from fastsuncet.models.flops import update_macs
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel, Outputs, PiecewiseModel
 from fastsuncet.training.step import build, in_float32
