@@ -26,12 +26,15 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 76em; margin: 1.5em auto
 h1 { font-size: 1.5em; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15em; margin: 2em 0 .4em; border-bottom: 1px solid #8888; overflow-wrap: anywhere; }
 h3 { font-size: 1em; font-weight: 400; margin: .8em 0 .3em; color: #777; }
-nav a { margin-right: .8em; white-space: nowrap; }
+p { margin: .3em 0; }
+nav { display: flex; flex-wrap: wrap; gap: .2em .8em; margin-top: 1em; }
+nav a { overflow-wrap: anywhere; }
 .row { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5em, 1fr)); gap: .7em; }
 figure { margin: 0; min-width: 0; }
 img { width: 100%; aspect-ratio: 1; object-fit: contain; background: #8882; border-radius: 4px; }
 figcaption { font-size: .8em; line-height: 1.3; overflow-wrap: anywhere; }
-small { color: #777; display: block; }
+figcaption span { display: block; }
+small { color: #777; display: block; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 """
 
 
@@ -61,7 +64,7 @@ def prediction_page(predictions: Sequence[Predicted], folder: Path, about: Itera
         by_class[each.label].append(each)
     classes = sorted(by_class)
     count = max(1, min(OF_CLASS, THUMBNAILS // (2 * max(1, len(classes)))))
-    parts = [_head(folder), *(f"<p>{html.escape(line)}</p>" for line in about)]
+    parts = [_head(folder), *map(_line, about)]
     links = (
         f'<a href="#c{i}">{html.escape(name)} ({len(by_class[name]):,})</a>' for i, name in enumerate(classes)
     )
@@ -101,6 +104,12 @@ def _head(folder: Path) -> str:
 <h1>Predictions of {html.escape(str(folder))}</h1>"""
 
 
+def _line(text: str) -> str:
+    """Return a line "name  what" with the name in bold."""
+    name, _, what = text.partition(" ")
+    return f"<p><b>{html.escape(name)}</b> {html.escape(what.strip())}</p>"
+
+
 def _row(title: str, found: Iterable[Predicted], folder: Path) -> str:
     figures = "\n".join(_figure(each, folder) for each in found)
     return f'<h3>{html.escape(title)}</h3>\n<div class="row">\n{figures}\n</div>'
@@ -112,7 +121,7 @@ def _figure(each: Predicted, folder: Path) -> str:
     second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
     return (
         f'<figure><img src="{thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
-        f"<figcaption>{first}, {second}<small>{name}</small></figcaption></figure>"
+        f"<figcaption><b>{first}</b><span>{second}</span><small>{name}</small></figcaption></figure>"
     )
 
 

@@ -14,6 +14,7 @@ import fastsuncet
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import folder_pass, prediction_page
+from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
 from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.calibration import Calibration
@@ -23,6 +24,7 @@ from fastsuncet.evaluation.finetuning import job
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.metrics.results import read_results
 from pipelines.data_errors import BadImage, DataError
+from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.exports import save_run
 from tests.support.pictures import write_image
 
@@ -234,6 +236,19 @@ def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(r
     assert cli.main([*words(run, "other.csv"), "--page"]) == 0
     Path("other.csv").unlink()
     assert cli.main([*words(run, "other.csv"), "--page"]) == 2 and not Path("other.csv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_predict_page_fits_a_phone(tmp_path, picture):
+    picture(tmp_path / "a.png", "red", 0)
+    found = [Prediction("a.png", f"a class {i}", 0.6, "another", 0.3) for i in range(30)]
+    page = prediction_page.prediction_page(found, tmp_path, ["expected     60 % right"])
+    (tmp_path / "page.html").write_text(page)
+    with Chromium(tmp_path) as browser:
+        browser.window(390, 844)
+        browser.open(tmp_path / "page.html")
+        assert browser.run("[document.documentElement.scrollWidth, document.images.length]") == [390, 30]
 
 
 def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):
