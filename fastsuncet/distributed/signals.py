@@ -66,8 +66,7 @@ class SignalFlag:
     thread handles signals: entering in another one raises ValueError.
     """
 
-    def __init__(self, names: tuple[str, ...] = STOP_SIGNALS):
-        self.numbers = [signal.Signals[name] for name in names]
+    def __init__(self) -> None:
         self.requested: str | None = None
         self._interrupted_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}  # handlers
@@ -84,7 +83,7 @@ class SignalFlag:
 
     def __enter__(self) -> Self:
         try:
-            for number in self.numbers:
+            for number in map(signal.Signals.__getitem__, STOP_SIGNALS):
                 self._before[number] = signal.signal(number, self._handle)
         except BaseException:
             self.__exit__()

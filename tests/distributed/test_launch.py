@@ -1,5 +1,6 @@
 """From a command to ranks: torchrun's variables, Slurm's, one process, and the exit code that a scheduler gets."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -76,34 +77,27 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
     assert seen == {"nodes": 2, "ranks": 8, "endpoint": f"gpu007:{launch.PORT}"}
 
 
-def test_pick_device_without_a_gpu_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"meta\.device=cpu"):
-        launch.pick_device("cuda", 0)
-    assert launch.pick_device("auto", 0) == torch.device("cpu")
-
-
-def test_pick_device_refuses_gpus_whose_driver_torch_cannot_use(monkeypatch):
-    """Else eight ranks would train on the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(ConfigError, match=r"there are 8 GPUs, .* cannot use their driver: update the driver"):
-        launch.pick_device("auto", 0)
-    assert launch.pick_device("cpu", 0) == torch.device("cpu")
-
-
-def test_pick_device_takes_the_only_gpu_that_slurm_shows_to_a_task(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.mark.parametrize(
+    ("gpus", "usable", "wanted", "local_rank", "found"),
+    [
+        (0, False, "cuda", 0, r"meta\.device=cpu"),
+        (0, False, "auto", 0, torch.device("cpu")),
+        # Else eight ranks would train on the CPU.
+        (8, False, "auto", 0, r"there are 8 GPUs, .* cannot use their driver: update the driver"),
+        (8, False, "cpu", 0, torch.device("cpu")),
+        (1, True, "auto", 5, torch.device("cuda", 0)),  # the only one that Slurm shows to a task
+        (2, True, "auto", 2, "no GPU of its own"),
+    ],
+)
+def test_pick_device_is_the_ranks_own_or_says_what_to_do(
+    monkeypatch, gpus, usable, wanted, local_rank, found
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("SLURM_LOCALID", "5")
-    assert launch.pick_device("auto", 5) == torch.device("cuda", 0)
-
-
-def test_pick_device_refuses_more_ranks_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="no GPU of its own"):
-        launch.pick_device("auto", 2)
+    refused = pytest.raises(ConfigError, match=found) if isinstance(found, str) else contextlib.nullcontext()
+    with refused:
+        assert launch.pick_device(wanted, local_rank) == found
 
 
 def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():

@@ -7,9 +7,7 @@ import sys
 import threading
 
 import pytest
-import torch
 
-from fastsuncet.checkpoint import manager
 from fastsuncet.distributed import signals
 from fastsuncet.distributed.signals import STOP_SIGNALS, SignalFlag
 
@@ -19,9 +17,10 @@ def test_signal_flag_is_the_name_of_the_signal_and_interrupts_nothing(name):
     with SignalFlag() as flag:
         assert flag.requested is None
         os.kill(os.getpid(), signal.Signals[name])
-        total = sum(range(1000))
         assert flag.requested == name
-        assert total == 499500
+        for other in ("SIGUSR1", "SIGTERM"):
+            os.kill(os.getpid(), signal.Signals[other])
+        assert flag.requested == name  # the first one
 
 
 @pytest.mark.parametrize("end", ["leave", "raise"])
@@ -38,13 +37,6 @@ def test_signal_flag_restores_the_handlers(end):
     assert all(inside[name] != before[name] for name in STOP_SIGNALS)
 
 
-def test_signal_flag_names_the_first_signal():
-    with SignalFlag() as flag:
-        for name in ("SIGUSR1", "SIGTERM", "SIGTERM", "SIGUSR2", "SIGINT"):
-            os.kill(os.getpid(), signal.Signals[name])
-        assert flag.requested == "SIGUSR1"
-
-
 def test_signal_flag_tells_a_second_ctrl_c_from_one_that_arrives_twice(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
@@ -56,14 +48,6 @@ def test_signal_flag_tells_a_second_ctrl_c_from_one_that_arrives_twice(monkeypat
         now[0] += 1.0
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_signal_flag_leaves_other_signals_alone():
-    before = signal.getsignal(signal.SIGUSR1)
-    with SignalFlag(("SIGTERM",)) as flag:
-        assert signal.getsignal(signal.SIGUSR1) == before
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert flag.requested == "SIGTERM"
 
 
 def test_signal_flag_in_another_thread_is_refused_and_changes_nothing():
@@ -83,33 +67,6 @@ def test_signal_flag_in_another_thread_is_refused_and_changes_nothing():
     assert len(errors) == 1
     assert "main thread" in errors[0]
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_signal_flag_under_many_sigterms_does_not_break_a_save(tmp_path):
-    """System calls of a save are interrupted again and again; Python restarts them after the handler."""
-    done = threading.Event()
-    sent = []
-
-    def send():
-        while not done.wait(0.0005):
-            os.kill(os.getpid(), signal.SIGTERM)
-            sent.append(1)
-
-    with SignalFlag() as flag:
-        thread = threading.Thread(target=send)
-        thread.start()
-        try:
-            for step in range(1, 6):
-                weight = torch.full((200, 1000), float(step))
-                manager.save(tmp_path, step, model={"weight": weight}, state={}, meta={}, keep=2)
-        finally:
-            done.set()
-            thread.join()
-    assert flag.requested == "SIGTERM"
-    assert len(sent) > 10
-    loaded = manager.load_newest(tmp_path, say=pytest.fail)
-    assert loaded.step == 5
-    assert torch.equal(loaded.model["weight"], weight)
 
 
 PROGRAM = """

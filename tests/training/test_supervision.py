@@ -41,21 +41,6 @@ def test_plateau_ends_real_curves_once_they_are_flat_and_not_before(fraction):
     assert np.mean(means[end - 30 : end - 20]) > 1.01 * np.mean(means[end - 10 : end]), "it ended too late"
 
 
-@pytest.mark.parametrize("fraction", sorted(CURVES))
-def test_plateau_with_more_patience_or_a_smaller_gain_ends_later(fraction):
-    means = CURVES[fraction]
-    ends = [ends_after(means, epochs, 0.01) or math.inf for epochs in (5, 10, 20)]
-    assert ends == sorted(ends) and ends[0] < ends[2]
-    ends = [ends_after(means, 10, gain) or math.inf for gain in (0.05, 0.02, 0.01, 0.002)]
-    assert ends == sorted(ends)
-
-
-def test_plateau_noise_of_these_tests_is_that_of_the_real_curves():
-    for means in CURVES.values():
-        late = np.array(means[100:])
-        assert 0.03 < np.diff(late).std() / math.sqrt(2) / late.mean() < 0.06
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_plateau_in_noise_ends_flat_curves_and_no_falling_one(seed):
     """The third curve falls from 2.3 to a floor of 0.2; 99 % of the fall is done after 70 epochs."""
@@ -72,11 +57,6 @@ def test_plateau_is_a_fall_by_less_than_the_gain(gain):
 
     assert ends_after(steady(1.05 * gain), gain=gain) in (None, *range(40, 300))
     assert ends_after(steady(0.95 * gain), gain=gain) == 20
-
-
-def test_plateau_of_a_slower_curve_is_later():
-    ends = [ends_after(0.2 + 2.1 * np.exp(-np.arange(2000) / slow)) for slow in (5, 10, 20, 40, 80)]
-    assert ends == sorted(set(ends))
 
 
 def test_plateau_of_a_loss_without_a_floor_is_where_next_to_nothing_is_left():
@@ -126,9 +106,3 @@ def test_plateau_rule_continues_from_its_means(means, epochs, stopped, gain):
     second.means = json.loads(json.dumps(first.means))
     assert [second.add(mean) for mean in means[stopped:]] == decisions[stopped:]
     assert second.means == whole.means
-
-
-@given(st.integers(0, 2**32), st.integers(-40, 40))
-def test_plateau_does_not_depend_on_the_unit_of_the_loss(seed, power):
-    curve = noisy(0.2 + 2.1 * np.exp(-np.arange(200) / 15), seed)
-    assert ends_after(curve * 2.0**power) == ends_after(curve)
