@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsuncet.losses import (
+    contrast_kernel,
     cross_entropy,
     normalize_prototypes_,
     nt_xent,
@@ -19,6 +20,7 @@ from fastsuncet.losses import (
 from fastsuncet.losses.sinkhorn import sinkhorn
 from tests.support import dense_losses, vectors
 from tests.support.dense_losses import gradient
+from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -42,11 +44,13 @@ LABELS = {
     "all_apart": lambda rank: range(1000 * rank, 1000 * rank + LABELED_ROWS),
 }
 KEYS, AVERAGES = ["attached", "detached"], ["sample", "class"]
-# (dtype, keys, loss, kind of labels, average)
+# (dtype, keys, loss, kind of labels, average); with "kernel" by the kernel's own source, on the CPU
 EQUAL_CASES = [
     *itertools.product([F64, F32], KEYS, ["nt_xent"], [None], [None]),
     *itertools.product([F64], KEYS, sorted(LABELED), ["balanced", "lonely"], AVERAGES),
     *itertools.product([F32], ["attached"], sorted(LABELED), ["lonely"], AVERAGES),
+    *itertools.product([F32], KEYS, ["nt_xent"], [None], [None], ["kernel"]),
+    *itertools.product([F32], KEYS, sorted(LABELED), ["lonely"], ["class"], ["kernel"]),
 ]
 ZERO_CASES = [*itertools.product([F32], KEYS, sorted(LABELED), ["all_apart"], ["class"])]
 
@@ -104,7 +108,11 @@ def crops_of(rank: int) -> torch.Tensor:
 
 
 def run_case(case: tuple, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype, keys, name, kind, average = case
+    dtype, keys, name, kind, average, *executor = case
+    if executor:
+        with on_the_host(contrast_kernel), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(contrast_kernel, "runs_on", lambda example, twin: True)
+            return run_case(case[:-1], rank)
     options = {"keys": keys, "chunk_size": 5}
     if name == "nt_xent":
         return gradient(nt_xent, views_of(rank, dtype), TEMPERATURE, **options)
@@ -206,7 +214,7 @@ def assert_shares(found: list[tuple], expected: tuple, near: float, views: int =
 @worlds
 @pytest.mark.parametrize("case", EQUAL_CASES, ids=str)
 def test_ranks_equal_one_process_on_the_joined_batch(results, world_size, case):
-    dtype, keys, name, kind, average = case
+    dtype, keys, name, kind, average, *_ = case
     found, ranks = [each[str(case)] for each in results[world_size]], range(world_size)
     if name == "nt_xent":
         z = by_view(joined(views_of, ranks), 2)
