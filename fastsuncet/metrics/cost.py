@@ -1,4 +1,4 @@
-"""What a run has cost so far: images, updates, petaFLOPs, seconds, joules. Checkpoints keep it under the key "ledger".
+"""The ledger: what a run has cost so far, in images, updates, petaFLOPs, seconds and joules. Checkpoints keep it.
 
 A FLOP here is the paper's: 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head. Losses
 with their classifier or prototypes, BatchNorm, optimizer and pixels are not counted: under 2 % for a ResNet-50 at 224.
@@ -76,7 +76,7 @@ def _own_meter(device: torch.device, nvml: Any) -> EnergyMeter | None:
 
 
 @dataclass
-class RunCost:
+class Ledger:
     """Cumulative cost over all ranks and all restarts of a run.
 
     `images` counts samples through the network (both views of an unlabeled image, and labeled images). `seconds` is

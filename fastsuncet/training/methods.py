@@ -30,7 +30,7 @@ def nt_xent(config: Config, out: Outputs, *_: object) -> Tensor:
     """Contrast the two views of each unlabeled image with all others."""
     c = config.criterion
     with products(tf32(config)):
-        return losses.nt_xent(out.views, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
+        return losses.nt_xent(out.projections, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
 
 
 def swav(config: Config, out: Outputs, *_: object) -> Tensor:
@@ -45,8 +45,8 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
     """Predict the class of each unlabeled image's other views, which the labeled images near them give."""
     assert out.predictions is not None  # build() gives the model of this method a predictor
     p, views = config.paws, 2 + config.swav.small_crops
-    first, second = out.views.chunk(views)[:2]
-    anchors, supports = out.predictions.split([len(out.views), len(labels)])
+    first, second = out.projections.chunk(views)[:2]
+    anchors, supports = out.predictions.split([len(out.projections), len(labels)])
     prior = None
     if p.prior == "labels":
         assert per_class is not None
@@ -127,7 +127,7 @@ def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
 
     No loss reads the other's, so that the gradient of an input is that of one loss alone.
     """
-    read = (x for x in (out.scores, out.predictions, out.views) if x is not None)
+    read = (x for x in (out.scores, out.predictions, out.projections) if x is not None)
     return next(read), out.labeled if out.logits is None else out.logits
 
 

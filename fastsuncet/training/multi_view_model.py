@@ -21,7 +21,7 @@ from fastsuncet.models.sync_batchnorm import frozen_statistics
 class Outputs(NamedTuple):
     """The inputs of the losses for one batch."""
 
-    views: Tensor  # (V U, D) projections, view by view
+    projections: Tensor  # (V U, D), of the views, view by view
     labeled: Tensor  # (S, D) projections
     logits: Tensor | None  # (S, C) of the classifier, where the method has one
     scores: Tensor | None  # (V U, K) cosines of the views to the prototypes, where the method has them

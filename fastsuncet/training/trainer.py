@@ -31,7 +31,7 @@ from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
-from fastsuncet.metrics.cost import EnergyMeter, RunCost
+from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.metrics.rankme import collapse_warning
 from fastsuncet.training.logger import RunLogger
@@ -134,7 +134,7 @@ class Trainer(Generic[Task]):
 
     def __init__(self, task: Task, place: Place, folder: Path, meter: EnergyMeter | None = None):
         self.task, self.place, self.folder = task, place, folder
-        self.ledger = RunCost(meter=meter)
+        self.ledger = Ledger(meter=meter)
         self.interval = MetricsInterval(place.device, task.values)
         self.step = 0  # updates done
         self.evaluated = True  # False: an evaluation is due at this very step

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import views
 from fastsuncet.metrics import cost as module
-from fastsuncet.metrics.cost import EnergyMeter, RunCost, open_energy_meter
+from fastsuncet.metrics.cost import EnergyMeter, Ledger, open_energy_meter
 from fastsuncet.models.flops import FLOP_PER_MAC, run_macs, update_macs
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.multi_view_model import MultiViewModel
@@ -151,7 +151,7 @@ def gpu(monkeypatch):
     ids=["from the first step", "restart", "reloaded", "begun without", "continued without", "lost"],
 )
 def test_energy_is_the_counters_differences_or_absent(gpu, readings, state, joules):
-    cost = RunCost(meter=open_energy_meter(CUDA, FakeNvml(a=readings)) if readings else None)
+    cost = Ledger(meter=open_energy_meter(CUDA, FakeNvml(a=readings)) if readings else None)
     if state is None:
         assert cost.record().get("joules") == (0 if readings else None)
     else:

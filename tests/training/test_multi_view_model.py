@@ -136,15 +136,15 @@ def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
     with torch.no_grad(), method.autocast():
         outs = [plain(*piece) for piece in pieces]
     statistics = {name: buffer.clone() for name, buffer in plain.named_buffers()}
-    z = torch.cat([o.views.unflatten(0, (2, 2)) for o in outs], 1).flatten(0, 1).requires_grad_()
+    z = torch.cat([o.projections.unflatten(0, (2, 2)) for o in outs], 1).flatten(0, 1).requires_grad_()
     z_labeled = torch.cat([o.labeled for o in outs]).requires_grad_()
     losses(Outputs(z, z_labeled, None, None)).backward()
     gradients = zip(z.grad.view(2, 3, 2, -1).unbind(1), z_labeled.grad.split([3, 3, 2]))
     for piece, (d_views, d_labeled) in reversed(list(zip(pieces, gradients))):
         with method.autocast():
             again = plain(*piece)
-        torch.autograd.backward([again.views, again.labeled], [d_views.flatten(0, 1), d_labeled])
-    assert_equal_to_the_bit([out.views, out.labeled], [z, z_labeled])
+        torch.autograd.backward([again.projections, again.labeled], [d_views.flatten(0, 1), d_labeled])
+    assert_equal_to_the_bit([out.projections, out.labeled], [z, z_labeled])
     ours_now, theirs = ({n: p.grad for n, p in each.named_parameters()} for each in (ours, plain))
     torch.testing.assert_close(ours_now, theirs, rtol=1e-6, atol=1e-9)
     assert_equal_to_the_bit(dict(ours.named_buffers()), statistics)
