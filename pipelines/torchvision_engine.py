@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
@@ -16,6 +15,14 @@ from pipelines.backend import LoaderOptions
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
+
+# The four color factors by their number in an order, and the value of each that changes nothing.
+JITTER = (
+    (F.adjust_brightness, "brightness", 1),
+    (F.adjust_contrast, "contrast", 1),
+    (F.adjust_saturation, "saturation", 1),
+    (F.adjust_hue, "hue", 0),
+)
 
 
 class TorchvisionEngine:
@@ -96,35 +103,16 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
     if view.flip[row]:
         image = F.horizontal_flip(image)
     if augmentation.recolors:
-        factors = (view.brightness, view.contrast, view.saturation, view.hue)
-        image = jitter(image, *(float(factor[row]) for factor in factors), order=view.order[row])
+        for i in view.order[row]:
+            adjust, factors, neutral = JITTER[i]
+            factor = float(getattr(view, factors)[row])
+            image = image if factor == neutral else adjust(image, factor)
     if view.gray[row]:
         image = F.rgb_to_grayscale(image, num_output_channels=3)
     if view.sigma[row] > 0:
         window = augmentation.blur_window
         window = int(blur_windows(view.sigma[row])) if window == "auto" else window
         image = F.gaussian_blur(image, [window, window], [float(view.sigma[row])])
-    return image
-
-
-def jitter(
-    image: torch.Tensor,
-    brightness: float,
-    contrast: float,
-    saturation: float,
-    hue: float,
-    order: Sequence[int] | np.ndarray = (0, 1, 2, 3),
-) -> torch.Tensor:
-    """Apply torchvision's ColorJitter in the order of `order`, whose numbers count the factors. `hue` is in turns."""
-    adjustments = (
-        (F.adjust_brightness, brightness, 1),
-        (F.adjust_contrast, contrast, 1),
-        (F.adjust_saturation, saturation, 1),
-        (F.adjust_hue, hue, 0),
-    )
-    for i in order:
-        adjust, factor, neutral = adjustments[i]
-        image = image if factor == neutral else adjust(image, factor)
     return image
 
 

@@ -67,7 +67,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "pipelines/torchvision_engine.py": [
             (
-                "    return image\n\n\ndef jitter",
+                "    return image\n\n\ndef pil_decode",
                 "    if view.negative[row]:\n        image = F.invert(image)\n",
             )
         ],

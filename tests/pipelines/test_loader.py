@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -129,6 +130,19 @@ def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
     loader.use_threads(3)
     assert_same(loader(4), run[4])
     assert loader._engine is not kept and loader.options.threads == 3
+
+
+def test_torchvision_engine_reads_ahead_and_each_file_once_a_step(index, monkeypatch):
+    threads, read = [], ImageIndex.rgb
+    current = threading.current_thread
+    monkeypatch.setattr(ImageIndex, "rgb", lambda self, i: threads.append(current()) or read(self, i))
+    loader = opened(unlabeled(index), "torchvision", prefetch=2)
+    for step in range(3):
+        loader(step)
+    pool = loader._engine._pool
+    pool.shutdown(wait=True)
+    # Threads of another test's loader can still be at work; they do not count.
+    assert sum(thread in pool._threads for thread in threads) == 6 * 4
 
 
 # -- bad files
