@@ -56,7 +56,7 @@ class ProgressBar:
         self._fields: dict[str, tuple[str, Callable[[float], str]]] = of_loss | FIELDS
         terminal = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
-        # A terminal without a width (docker run -t can give one) gets lines: tqdm would draw nothing.
+        # A terminal without a size (docker run -t can give one) gets lines: tqdm would draw nothing.
         self._stream = terminal
         if _width(terminal) and not batch:
             self._bar = tqdm(
@@ -152,9 +152,10 @@ class ProgressBar:
 
 
 def _width(stream: TextIO) -> int:
-    """Return the width of the terminal behind `stream` in characters, 0 if it is not a terminal."""
+    """Return the width of the terminal behind `stream` in characters, 0 if it is none or has no size."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+        size = os.get_terminal_size(stream.fileno())
+        return size.columns if stream.isatty() and size.lines else 0
     except (OSError, ValueError, AttributeError):  # closed, or an object in memory
         return 0
 

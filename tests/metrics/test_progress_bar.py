@@ -47,10 +47,10 @@ def lines(*records: dict, total: int = 600, **options) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def terminal(width: int, show) -> str:
+def terminal(width: int, show, rows: int = 24) -> str:
     """Return what `show(stream)` writes to a terminal `width` characters wide."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, width, 0, 0))
     with os.fdopen(slave, "w") as stream:
         show(stream)
         stream.flush()
@@ -139,13 +139,19 @@ def test_progress_bar_moves_between_the_lines_and_while_a_step_lasts(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("width", "name", "value"),
-    # `docker run -t` can give a terminal of 0 columns, on which tqdm draws nothing.
-    [(120, "SLURM_JOB_ID", "7"), (120, "CI", "true"), (120, "TERM", "dumb"), (0, "TERM", "xterm")],
+    ("width", "rows", "name", "value"),
+    [
+        *(
+            (120, 24, name, value)
+            for name, value in (("SLURM_JOB_ID", "7"), ("CI", "true"), ("TERM", "dumb"))
+        ),
+        # `docker run -t` can give a terminal without a size, on which tqdm draws nothing.
+        *((width, rows, "TERM", "xterm") for width, rows in ((0, 24), (80, 0))),
+    ],
 )
-def test_progress_in_a_batch_job_or_without_a_width_is_lines(monkeypatch, width, name, value):
+def test_progress_in_a_batch_job_or_without_a_size_is_lines(monkeypatch, width, rows, name, value):
     monkeypatch.setenv(name, value)
-    written = terminal(width, lambda stream: ProgressBar(600, 0, LOSSES, stream=stream).update(RECORD))
+    written = terminal(width, lambda stream: ProgressBar(600, 0, LOSSES, stream=stream).update(RECORD), rows)
     assert " step=120/600 nt_xent=5.4322" in written
 
 
