@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,13 @@ from pipelines import atomic_files
 PARAMS = 100  # in a call, at most: MLflow refuses more
 
 
-class Tracker(Protocol):
-    """What every tracker can do; `where` is its place, in words for the user."""
+class Tracker:
+    """What every tracker can be given; one that has no place for it does nothing."""
 
-    where: str
+    where: str  # in words for the user
+
+    def __init__(self, asked: Any, folder: Path, name: str, purge_step: int | None):
+        """Open the run in `folder` called `name`; `asked` is the value of the config's key."""
 
     def settings(self, config: Config) -> None:
         """Show the run's config: once at each start."""
@@ -39,11 +42,14 @@ class Tracker(Protocol):
     def text(self, name: str, text: str, step: int) -> None:
         """Add a text, a JSON file for example."""
 
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
+    def flush(self) -> None:
+        """Write what is not on the disk yet. W&B and MLflow send from a process or a thread: no step waits for them."""
+
+    def close(self) -> None:
+        """Wait until all is written. Raises where something could not be sent."""
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in FOLDER/tensorboard. With `purge_step` the events from that step on are hidden."""
 
     def __init__(self, _: bool, folder: Path, name: str, purge_step: int | None):
@@ -75,7 +81,7 @@ class TensorBoard:
         self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)  # Markdown for text as it is
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """One W&B run of `project`, the same over all restarts in `folder`.
 
     Offline unless WANDB_MODE says otherwise: a project's name in a config that came with the code is not consent to
@@ -114,14 +120,8 @@ class WeightsAndBiases:
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._run.log({name: self._image(pixels), "step": step})
 
-    def text(self, name: str, text: str, step: int) -> None:
-        """Do nothing: W&B has no place for a text that is not a table."""
 
-    def flush(self) -> None:
-        """Do nothing: W&B writes from a process of its own and has no such call."""
-
-
-class MLflow:
+class MLflow(Tracker):
     """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
 
     A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. A thread of
@@ -168,17 +168,17 @@ class MLflow:
     def text(self, name: str, text: str, step: int) -> None:
         self._client.log_text(self._id, text, name)
 
-    def flush(self) -> None:
-        """Do nothing: a checkpoint must not wait for a server."""
-
     def close(self) -> None:
-        """Wait until all is sent. Raises MlflowException for what could not be sent."""
         for sent in self._sent:
             sent.wait()
         self._client.set_terminated(self._id)
 
 
-TRACKERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
 
 
 class Trackers:
@@ -199,7 +199,7 @@ class Trackers:
         inside = folder.is_relative_to(config.logging.folder)
         name = str(folder.relative_to(config.logging.folder)) if inside else folder.name
         for key, asked in named(config).items():
-            with self._surviving(TRACKERS[key]):
+            with self._surviving(TRACKERS[key].__name__):
                 atomic_files.make_folder(folder)
                 self._open.append(TRACKERS[key](asked, folder, name, purge_step))
 
@@ -207,18 +207,18 @@ class Trackers:
         """Call `call` with every tracker, and keep those with which it succeeds."""
         trackers, self._open = self._open, []
         for tracker in trackers:
-            with self._surviving(type(tracker)):
+            with self._surviving(type(tracker).__name__):
                 call(tracker)
                 self._open.append(tracker)
 
     @contextlib.contextmanager
-    def _surviving(self, tracker: type) -> Iterator[None]:
+    def _surviving(self, tracker: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             self._say(
-                f"{tracker.__name__} failed and gets nothing more ({type(error).__name__}: {reason}); "
+                f"{tracker} failed and gets nothing more ({type(error).__name__}: {reason}); "
                 "the files of the run have it all"
             )
 
