@@ -18,8 +18,8 @@ accuracy   a network that has a classifier: one that `fastsuncet finetune` train
 
 Each validation image is counted once, on any number of processes. With data.validation=null, knn
 and linear are cross-validated on the labeled images: 5 folds, 5 times, with a 95 % interval. Each
-result is a file in <logging.folder>/<logging.write_tag>/results; repeating an evaluation replaces
-its file.
+result is a file in <logging.folder>/<logging.write_tag>/results, with the accuracy of each class,
+and a picture of which classes are taken for which; repeating an evaluation replaces both.
 
 examples:
   fastsuncet evaluate knn digits_demo

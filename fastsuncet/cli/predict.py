@@ -1,12 +1,14 @@
 """Write the class of every image below a folder, with a probability.
 
 Writes the class of every image below FOLDER, at any depth, to one file, with columns file, class,
-probability, second_class and second_probability. The classifier is linear, fitted to the labeled
-images of the run (data.split; all that have a label where that is none) and kept in RUN/classifier:
-the next call takes it from there. Where the run has a fine-tuning on the same labels that is better
-on the validation images, that is used, with a line that says so.
+probability, second_class and second_probability. The classifier is the best of the run: a
+fine-tuning on the same labels, if it is better on the same images; in a run of PAWS the nearest
+neighbors, if they are better in the same folds of the labels; else a linear one. The last two are
+fitted to the labeled images of the run (data.split; all that have a label where that is none) and
+kept in RUN/classifier: the next call takes them from there. Lines say which and why.
 
-Probabilities are calibrated: one temperature is fitted to the labels by cross-validation. The
+Probabilities are calibrated: one temperature is fitted on images that the classifier has not
+learned from, folds of the labels or the validation images of a fine-tuning. The
 command prints how many predictions should be right, by how much the probabilities are off, and how
 many images are below 0.5. Take the config as RUN to use labels that its CSV has by now.
 

@@ -53,21 +53,16 @@ def finetune(
         if place.first:
             atomic_files.remove(status)
         try:
-            finetune_all(config, place, encoder or config.run_folder, step, every, signals)
+            chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
+            _finetune(config, place, chosen, every, signals)
         except Preempted as stop:
             RunStatus(status, place).write("preempted", None, str(stop))
             raise
     return 0
 
 
-def finetune_all(
-    config: Config, place: Place, where: Path, step: int | None, every: bool, signals: SignalFlag
-) -> list[dict]:
-    """Fine-tune the checkpoints that were chosen; return the records. Collective; rank 0 writes and prints.
-
-    Whatever can be refused is refused before anything is written.
-    """
-    chosen = choose_on_one_rank(place, where, step, every)
+def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, signals: SignalFlag) -> None:
+    """Fine-tune the checkpoints `chosen`. Whatever can be refused is refused before anything is written."""
     first = load_encoder(chosen[0], config)
     images = open_images(config, place, validation=validates(config))
     if images.held_out is not None:
@@ -79,16 +74,14 @@ def finetune_all(
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        job = FineTuningJob(sized, place, images, encoder, several=every)
-        record, path, new = job.run(signals, heading(job, brief=bool(records)), say)
+        job = FineTuningJob(sized, place, images, encoder, several=several)
+        record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
         accuracy, *more = accuracy_lines(record)
-        files = [] if path is None else [*written(path), ""]
+        files = [] if result is None else [*written(result), ""]
         for line in (accuracy + ("" if new else " (done before)"), *more, *files):
             say(line)
-        if path is not None:
-            send_results(config, [path])
-    if len(records) > 1:
-        for line in accuracy_table(records):
-            say(line)
-    return records
+        if result is not None:
+            send_results(config, [result])
+    for line in accuracy_table(records) if len(records) > 1 else ():
+        say(line)

@@ -7,7 +7,7 @@ Shapes: N labeled images, E the width of the encoder's output, D that of the pro
 
 import hashlib
 import json
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray
     """Return the training images of `config` and the numbers, int64 ascending, of those that have a label to use."""
     images = open_images(config, place, validation=False)
     if config.data.split.kind == "none":
-        images = type(images)(images.train, labeled_split(images.train, "all"), images.held_out)
+        images = replace(images, split=labeled_split(images.train, "all"))
     chosen = labeled(images)
     if not len(chosen):
         raise config.error(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import fastsuncet
 from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
 from fastsuncet.evaluation.encoder import load_encoder
@@ -19,9 +18,9 @@ from fastsuncet.evaluation.finetuning.fit import FineTuning
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
-from tests.support.pictures import write_image, write_pictures
+from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
-from tests.support.runs import CONFIGS, SMALL, small_config, terminate, train
+from tests.support.runs import CONFIGS, SMALL, interrupted_at, small_config, terminate, train
 
 pytestmark = pytest.mark.slow
 
@@ -108,26 +107,6 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
         path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("linear", "labels", "tuned"), [(0.0, 160, True), (0.99, 160, False), (0.0, 150, False)]
-)
-def test_predict_takes_the_fine_tuned_network_where_it_is_better(
-    whole, tmp_path, capsys, linear, labels, tuned
-):
-    """Than the linear classifier on the same images, with the labels that the run has now."""
-    runs = Path(shutil.copytree(whole[0], tmp_path / "runs"))
-    (path,) = (runs / "digits_demo" / "results").glob("finetune*.json")
-    record = json.loads(path.read_text())
-    record["labels"]["count"] = labels
-    path.write_text(json.dumps(record | {"frozen": {"linear": linear}}))
-    write_image(tmp_path / "photos" / "1.png")
-    assert len(fastsuncet.predict(runs / "digits_demo", tmp_path / "photos")) == 1
-    printed = capsys.readouterr().out
-    assert ("classifier   fine-tuned" in printed, "classifier   linear" in printed) == (tuned, not tuned)
-    assert (", linear 0.0 %, on the same images" in printed) == tuned
-    assert ("(on 355 validation images)" in printed) == tuned
-
-
 def test_finetune_prints_a_finished_one_again_without_training(whole, tmp_path, monkeypatch, capsys):
     runs, _ = whole
     monkeypatch.setattr(job, "fit", no_training)
@@ -193,15 +172,7 @@ def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
     monkeypatch.setattr(job, "LEAST_UPDATES", 4)
     whole = Path(shutil.copytree(runs, tmp_path / "whole"))
     assert run(whole, *LINEAR) == 0
-    read = FineTuningStream.__call__
-
-    def interrupted(stream, step, part):
-        if step == at:
-            terminate()
-        return read(stream, step, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FineTuningStream, "__call__", interrupted)
+    with interrupted_at(FineTuningStream, at, terminate):
         assert run(runs, *LINEAR) == 75
     assert "the same command continues" in capsys.readouterr().err and results(runs) == []
     assert run(runs, *LINEAR, "finetune.momentum=0.8") == 5, "a stopped one refuses as a finished one"

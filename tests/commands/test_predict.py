@@ -181,19 +181,25 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
     tune = ["finetune", "mine.yaml", "logging.write_tag=run", "finetune.epochs=1", "finetune.lr=0.001"]
     tune += ["finetune.head=linear"]
-    fit, calls = job.fit, []
+    fit, calls, stop_at = job.fit, [], 4
 
-    def stopped(*given):
-        calls.append(given[0].folder.name)
-        if len(calls) == 4:
+    def watched(task, left_out, *more):
+        """Note the images that a network learns from and those that judge it."""
+        names = (task.stream.files(0, 0), [] if left_out is None else [*left_out.files])
+        calls.append((task.folder.name, *map(set, names)))
+        if len(calls) == stop_at:
             raise KeyboardInterrupt
-        return fit(*given)
+        return fit(task, left_out, *more)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "fit", stopped)
-        assert cli.main(tune) == 130
-    assert calls[1:] == ["1", "2", "3"] and not read_results(run)
+    monkeypatch.setattr(job, "fit", watched)
+    assert cli.main(tune) == 130
+    assert [name for name, *_ in calls[1:]] == ["1", "2", "3"] and not read_results(run)
+    stop_at = None
     assert cli.main(tune) == 0
+    every, folds = calls[4][1], calls[5:]
+    assert len(every) == 18 == sum(len(left_out) for _, _, left_out in folds)
+    for _, learned, left_out in folds:
+        assert not learned & left_out and learned < every and left_out < every
     printed = capsys.readouterr().out
     assert "about 6 times as long as the network alone" in printed and "fold     5 of 5: 15 images" in printed
     assert "of 18 labeled images, each left out once, 95 % interval" in printed
@@ -204,8 +210,12 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     assert {path.name for path in (folder / "folds").iterdir()} == set("12345")
     (path,) = (run / "results").glob("*.json")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    for linear, kind in ((0.0, "fine-tuned"), (1.0, "linear")):
-        path.write_text(json.dumps(record | {"frozen": record["frozen"] | {"linear": linear}}))
+    for linear, count, kind in ((0.0, 18, "fine-tuned"), (1.0, 18, "linear"), (0.0, 17, "linear")):
+        changes = {
+            "frozen": record["frozen"] | {"linear": linear},
+            "labels": record["labels"] | {"count": count},
+        }
+        path.write_text(json.dumps(record | changes))
         assert cli.main([*words(run), "--force"]) == 0
         printed = capsys.readouterr().out
         assert f"classifier   {kind}" in printed and "5-fold cross-validation on 18 labels" in printed
@@ -271,6 +281,7 @@ def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):
     for found in fastsuncet.predict(folder, "photos"):
         label, probability = names["classify"](f"photos/{found.file}")
         assert label == found.label and probability == pytest.approx(found.probability, abs=0.01)
+    assert "(on 40 validation images)" in capsys.readouterr().out
     server = names["server"]
     thread = threading.Thread(target=server.handle_request)
     thread.start()

@@ -111,25 +111,6 @@ def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
         load_encoder(tmp_path, config)
 
 
-def test_load_encoder_of_a_fine_tuning_counts_the_pre_training(tmp_path, config):
-    model, classifier = trained("resnet_tiny"), torch.nn.Linear(64, 10)
-    tensors = {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
-    tensors |= {f"classifier.{key}": value for key, value in classifier.state_dict().items()}
-    ledger = {"images": 64, "updates": 700, "petaflops": 0.2, "seconds": 9.5}
-    started = {"source": "runs/a", "step": 700, "epoch": 12.5, "method": "SimCLR", "ledger": ledger}
-    meta = {"config": config.canonical(), "encoder": started, "world_size": 1}
-    manager.save(tmp_path / "checkpoints", 40, model=tensors, state={}, meta=meta, keep=1)
-    encoder = load_encoder(tmp_path, config)
-    assert (encoder.step, encoder.epoch, encoder.method, encoder.ledger) == (700, 12.5, "SimCLR", ledger)
-    assert encoder.tuned == 40 and encoder.source.endswith("step_00000040")
-    assert torch.equal(encoder.classifier.weight, classifier.weight)
-    assert torch.equal(outputs(encoder.module), outputs(model.encoder))
-    started.update(dict.fromkeys(("step", "epoch", "method", "ledger")))  # of a torchvision file
-    manager.save(tmp_path / "checkpoints", 50, model=tensors, state={}, meta=meta, keep=1)
-    encoder = load_encoder(tmp_path, config)
-    assert (encoder.step, encoder.ledger, encoder.tuned) == (None, None, 50)
-
-
 # ----------------------------------------------------------------------------------------------------------- files
 def wrapped(state: dict, how: str) -> dict:
     """Return `state` as trainers save it: with a prefix, below a key, next to an optimizer and an epoch."""

@@ -57,9 +57,8 @@ def test_evaluations_count_each_image_once_on_any_number_of_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_embed_views_does_not_depend_on_batch_or_number_of_views(tmp_path):
-    config = color_config(write_colors(tmp_path))
-    images = open_images(config, ALONE, validation=True)
+def test_embed_views_does_not_depend_on_batch_or_number_of_views(colors):
+    config, images = colors
     chosen = np.array([3, 1, 8, 2, 17])
     two = embed_views(MeanColor(), images.train, chosen, 2, config, ALONE, batch=2)
     one = embed_views(MeanColor(), images.train, chosen, 1, config, ALONE)
@@ -87,9 +86,8 @@ def test_embed_views_does_not_change_colors(tmp_path):
         assert np.abs(shown[:, 0] - shown[:, 2]).max() > 0.02, "the crop is not gray"
 
 
-def test_outputs_keeps_mode_and_statistics_of_the_network(tmp_path):
-    config = color_config(write_colors(tmp_path))
-    images = open_images(config, ALONE, validation=True)
+def test_outputs_keeps_mode_and_statistics_of_the_network(colors):
+    config, images = colors
     network = build_model("resnet_tiny").encoder.train()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     outputs(network, images.validation, np.arange(5), config, ALONE)
@@ -99,10 +97,8 @@ def test_outputs_keeps_mode_and_statistics_of_the_network(tmp_path):
 
 @pytest.mark.parametrize("part", ["train/g/2.png", "val/b/1.png"])
 @pytest.mark.parametrize("run", [knn, npi, linear])
-def test_evaluations_name_an_image_that_cannot_be_decoded(tmp_path, run, part):
-    config = color_config(write_colors(tmp_path))
-    whole = (tmp_path / part).read_bytes()
-    images = open_images(config, ALONE, validation=True)
+def test_evaluations_name_an_image_that_cannot_be_decoded(colors, tmp_path, run, part):
+    (config, images), whole = colors, (tmp_path / part).read_bytes()
     (tmp_path / part).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(BadImage) as caught:
         run(MeanColor(), images, config, ALONE)

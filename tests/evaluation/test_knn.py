@@ -61,10 +61,9 @@ def test_knn_predict_agrees_with_the_authors_vectors():
     assert (predicted.numpy() == votes.argmax(1))[clear].all()
 
 
-def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(tmp_path, monkeypatch):
+def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, monkeypatch):
     """Appendix G crops and flips the labeled images at random before it compares its two classifiers."""
-    config = color_config(write_colors(tmp_path))
-    images = open_images(config, ALONE, validation=True)
+    config, images = colors
     network = build_model("resnet_tiny", seed=1).encoder
     seen = []
 

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation import npi as module
 from fastsuncet.evaluation.npi import npi, npi_probabilities
 from fastsuncet.models.resnet import build_model
-from tests.support.colors import ALONE, color_config, write_colors
+from tests.support.colors import ALONE
 from tests.support.vectors import load_vectors
 
 
@@ -67,9 +66,8 @@ def test_npi_probabilities_ignore_order_and_scale_of_supports(n, classes, seed):
     torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-6)
 
 
-def test_npi_counts_all_images_and_records_its_setting(tmp_path):
-    config = color_config(write_colors(tmp_path))
-    images = open_images(config, ALONE, validation=True)
+def test_npi_counts_all_images_and_records_its_setting(colors):
+    config, images = colors
     measured = npi(build_model("resnet_tiny", seed=1).encoder, images, config, ALONE)
     assert measured.images == 11
     assert 11 * measured.metrics["top1"] == pytest.approx(round(11 * measured.metrics["top1"]))

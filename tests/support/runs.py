@@ -1,9 +1,11 @@
 """Small real runs for tests: scikit-learn's digits through DALI, a tiny ResNet, ten steps of four an epoch."""
 
+import contextlib
 import hashlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,21 @@ def kill() -> None:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def interrupted_at(stream: type, step: int, how: Callable[[], None]) -> Iterator[None]:
+    """Call `how()` whenever a stream of this class is asked for `step`, before it answers."""
+    read = stream.__call__
+
+    def interrupted(self, asked: int, *more):
+        if asked == step:
+            how()
+        return read(self, asked, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "__call__", interrupted)
+        yield
 
 
 def small_config(folder: Path, *overrides: str) -> Config:

@@ -78,6 +78,12 @@ def resolve_sizes(config: Config, images: Images, place: Place) -> Config:
         raise DataError(f"there is no labeled image to fine-tune on: {images.split}")
     if images.held_out is None:
         labels_per_class(images, chosen)
+        least, parts = len(chosen) - -(-len(chosen) // FOLDS), place.world_size * f.accumulate
+        if least < parts:
+            raise DataError(
+                f"{least} labeled images, as many as a fold leaves, cannot be shared by {parts} processes and passes. "
+                "Use fewer of them, label more, or set data.validation"
+            )
     batch = resolve_batch(config, "finetune", len(chosen), "", place.world_size, f.accumulate)
     return with_sizes(config, batch_size=batch, lr=0.05 * batch / 256 if f.lr is None else f.lr)
 

@@ -24,7 +24,15 @@ from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
 from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.runs import Killed, assert_equal_to_the_bit, kill, metrics, small_config, terminate
+from tests.support.runs import (
+    Killed,
+    assert_equal_to_the_bit,
+    interrupted_at,
+    kill,
+    metrics,
+    small_config,
+    terminate,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -244,21 +252,13 @@ def whole(tmp_path_factory) -> tuple[Path, SimpleNamespace]:
 @pytest.mark.parametrize("at", [0, 2, 3, 5, 6])  # saved are steps 3 and 6; 6 is the evaluation
 @pytest.mark.parametrize("how", [terminate, kill])
 def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole, at, how):
-    read, opened = FineTuningStream.__call__, features.open_evaluation_loader
-
-    def interrupted(stream, step, part):
-        if (step, part) == (at, 0):
-            how()
-        return read(stream, step, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FineTuningStream, "__call__", interrupted)
+    opened, done = features.open_evaluation_loader, min(at + 1, 6)
+    stopped = pytest.raises(Killed)
+    if how is terminate:
+        stopped = pytest.raises(Preempted, match=f"SIGTERM: saved after step {done}; the same command")
+    with monkeypatch.context() as patch, interrupted_at(FineTuningStream, at, how):
         if at == 6:
             patch.setattr(features, "open_evaluation_loader", lambda *a, **more: how() or opened(*a, **more))
-        stopped = pytest.raises(Killed)
-        if how is terminate:
-            done = min(at + 1, 6)
-            stopped = pytest.raises(Preempted, match=f"SIGTERM: saved after step {done}; the same command")
         with stopped:
             run(tmp_path, encoder=resnet())
     result = run(tmp_path, encoder=resnet())
