@@ -144,18 +144,3 @@ def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
                 with Watch() as watch:
                     loss = step()
                 assert loss.device == CARD and watch.mixed == [], rung.name
-
-
-def test_plain_step_of_a_tutorial_can_train_in_nchw(tmp_path, monkeypatch):
-    """DALI hands over channels-last images."""
-    monkeypatch.setattr(step_bench, "set_determinism", lambda config, place: None)
-    monkeypatch.setattr(step_bench, "build_model", lambda *named: resnet.build_model(*named))
-    config = small(tmp_path, "SimCLR + SuNCEt")
-    with fake_card():
-        config = config.with_values({"meta.precision": "fp32", "meta.channels_last": False})
-        bench = step_bench.StepBench(config, HERE, batch_of(config, S), 10)
-        step = bench.plain()
-        with Watch() as watch:
-            loss = step()
-    assert loss.device == CARD and watch.mixed == []
-    assert watch.convolutions[0] == (torch.float32, False, False)

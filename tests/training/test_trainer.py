@@ -98,16 +98,6 @@ def test_supervision_ends_at_a_plateau_at_the_same_step_after_stops(tmp_path):
     assert_equal_to_the_bit(final_state(parts), final_state(whole))
 
 
-def test_fused_batchnorm_is_the_same_training_on_a_cpu(tmp_path, undisturbed):
-    config = small_config(tmp_path, "model.fused_batchnorm=true")
-    train(config)
-    (ours, _, our_lines), (theirs, _, their_lines) = final_state(config), undisturbed[2]
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=key)
-    assert our_lines[-1]["loss"] == pytest.approx(their_lines[-1]["loss"], rel=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------- numerical errors
 
 
@@ -175,7 +165,7 @@ def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case
         assert all(torch.isfinite(w).all() for w in weights if w.is_floating_point())
 
 
-def test_gradient_not_finite_in_fp16_leaves_out_its_update_and_a_loss_ends_the_run(tmp_path, monkeypatch):
+def test_gradient_not_finite_in_fp16_leaves_out_its_update(tmp_path, monkeypatch):
     """The scaler of fp16 expects gradients that overflow; it halves its scale and keeps weights and momentum."""
     fp16 = small_config(
         tmp_path / "fp16", *FOUR, "meta.precision=fp16", "checkpoint.every=1", "checkpoint.keep=4"
@@ -191,13 +181,6 @@ def test_gradient_not_finite_in_fp16_leaves_out_its_update_and_a_loss_ends_the_r
         for before, after in itertools.pairwise(states)
     ]
     assert moved == [True, False, True]
-    for how, message in ((NAN, NO_LOSS.format("suncet", 2, 0)), (INF, NO_LOSS.format("suncet", 2, 0))):
-        config = small_config(tmp_path / f"{how}", *FOUR, "meta.precision=fp16")
-        with monkeypatch.context() as patch:
-            spoil(patch, "suncet", how, {3})
-            with pytest.raises(NumericalError, match=message):
-                train(config)
-        assert [path.name for path in (config.run_folder / "checkpoints").glob("step_*")] == ["step_00000002"]
 
 
 def spoiled_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:

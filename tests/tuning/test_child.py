@@ -53,15 +53,6 @@ def test_problem_is_a_difference_beyond_rounding(bench, config, monkeypatch, val
 
 
 @pytest.mark.parametrize(
-    ("values", "problem"), [({}, None), ({"criterion.temperature": 0.25}, "the losses differ")]
-)
-def test_problem_in_16_bits_is_looked_for_in_losses_and_statistics(bench, config, values, problem):
-    half = config.with_values({"meta.precision": "bf16"})
-    found = bench.problem(half, half.with_values({"criterion.chunk_size": 7, **values}), exact=False)
-    assert found == problem if problem is None else problem in found
-
-
-@pytest.mark.parametrize(
     ("precision", "fault", "problem"),
     [
         ("fp32", None, None),

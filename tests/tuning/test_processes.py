@@ -1,8 +1,6 @@
 """A child that hangs, dies or is not wanted any more costs its time limit at most, and leaves no process."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,12 +69,6 @@ def test_run_child_says_how_one_died(monkeypatch, code, end):
     assert child(monkeypatch, code) == ([], end)
 
 
-def test_run_child_ends_at_once_on_a_stop_signal(monkeypatch):
-    began = time.monotonic()
-    assert child(monkeypatch, "import time; time.sleep(99)", 60, lambda: True)[0] == []
-    assert time.monotonic() - began < 10
-
-
 def test_compare_asks_for_the_rung_on_top_of_its_base(monkeypatch):
     asked = []
 
@@ -120,18 +112,3 @@ def test_run_children_ends_all_when_one_fails(how, ending):
     first, second = run_ranks(run_on_a_rank, 2, how)
     assert first == second and first[1].endswith(ending)
     assert first[0].endswith("was stopped, or took too long")
-
-
-def test_child_dies_with_its_parent(tmp_path):
-    """The parent is killed, so it can end nothing itself."""
-    inner = (
-        "import os, signal, time; from fastsuncet.distributed.signals import end_with_parent;"
-        "end_with_parent(signal.SIGKILL);"
-        "print(os.getpid(), flush=True); time.sleep(99)"
-    )
-    outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}]).wait()"
-    parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
-    pid = int(parent.stdout.readline())
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    assert not is_alive(pid)
