@@ -1,4 +1,7 @@
-"""Launch compiled kernels on torch's current stream, with raw pointers: no allocation, no host sync.
+"""Compile the CUDA sources of this folder, and launch them on torch's current stream.
+
+They are compiled at run time (pipelines/cuda_compiler.py), without a CUDA toolkit, and launched with raw pointers: no
+allocation, no host sync.
 
 The convention of the sources: an integer parameter is a `long long`, a real one a `float`, everything else a
 pointer or a struct by value. So Python's values can be packed without a signature, and the tests' compiler checks
@@ -8,13 +11,26 @@ that every kernel follows it.
 import ctypes
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels import nvrtc
+from pipelines import cuda_compiler
 from pipelines.cuda_compiler import KernelError, architecture, bindings, check
+
+SOURCES = Path(__file__).parent
+# C++17 for `if constexpr`. No fast math: it would make NaN and infinity undefined, and hide a diverged run.
+OPTIONS = ("--std=c++17",)
+
+
+def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
+    """Return `source`, a file of this folder, as a cubin for "sm_XX" or as PTX for "compute_XX".
+
+    Raises KernelError with the compiler's log, or with the reason why there is no compiler.
+    """
+    return cuda_compiler.compiled(SOURCES / source, arch, (*OPTIONS, *options))
 
 
 class Arguments:
@@ -83,7 +99,7 @@ class Module:
     """The kernels of one source on one device."""
 
     def __init__(self, source: str, device: torch.device, options: tuple[str, ...]):
-        code = nvrtc.compiled(source, architecture(*torch.cuda.get_device_capability(device)), options)
+        code = compiled(source, architecture(*torch.cuda.get_device_capability(device)), options)
         self.source, self.device, self.driver = source, device, bindings("driver")
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates torch's context and makes it current

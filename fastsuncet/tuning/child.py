@@ -110,15 +110,11 @@ class Bench:
         self.supervised = 2 * arithmetic.supervised_steps >= arithmetic.steps  # most updates are of this kind
         self.images: Images | None = None
 
-    def use(self, config: Config) -> None:
-        """Set the process's switches as `config` has them."""
-        torch.set_num_threads(self.threads)
-        set_determinism(config, self.place)
-
     @contextlib.contextmanager
     def step(self, config: Config) -> Iterator[tuple[torch.nn.Module, Update]]:
-        """Build a network and its step, on the weights that the run starts with."""
-        self.use(config)
+        """Build a network and its step, on the weights that the run starts with, with torch's switches of `config`."""
+        torch.set_num_threads(self.threads)
+        set_determinism(config, self.place)
         counts = self.per_class
         model, network, optimizer, method = build(config, self.place, len(counts), counts, self.arithmetic)
         if config.meta.cuda_graph is not True:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastsuncet.kernels import nvrtc
+from fastsuncet.kernels import launcher
 from fastsuncet.losses import contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.optim import lars_kernel
@@ -44,7 +44,7 @@ def fresh_bindings():
 
 
 def test_nvrtc_tests_list_every_source():
-    assert sorted(OPTIONS) == sorted(path.name for path in nvrtc.SOURCES.glob("*.cu"))
+    assert sorted(OPTIONS) == sorted(path.name for path in launcher.SOURCES.glob("*.cu"))
 
 
 @pytest.mark.slow
@@ -55,9 +55,9 @@ def test_compiled_takes_every_kernel_for_every_generation(source, card):
     """Takes half a minute the first time."""
     arch = cuda_compiler.architecture(*card)  # portable where the compiler is older than the card
     start, entry = (b"\x7fELF", b".text.") if arch.startswith("sm_") else (b"//", b".entry ")
-    declared = (nvrtc.SOURCES / source).read_text().count("\nKERNEL(")
+    declared = (launcher.SOURCES / source).read_text().count("\nKERNEL(")
     for options in OPTIONS[source]:
-        code = nvrtc.compiled(source, arch, options)
+        code = launcher.compiled(source, arch, options)
         assert code.lstrip().startswith(start) and code.count(entry) >= declared > 0
 
 
@@ -66,7 +66,7 @@ def test_architecture_of_a_newer_gpu_is_portable_code(empty_cache):
     assert cuda_compiler.architecture(9, 0) == "sm_90"
     newest = cuda_compiler.architecture(99, 0)
     assert newest.startswith("compute_")
-    assert b".target sm_" in nvrtc.compiled("lars.cu", newest, LARS)
+    assert b".target sm_" in launcher.compiled("lars.cu", newest, LARS)
     with pytest.raises(KernelError, match=r"sm_35.*oldest is sm_"):
         cuda_compiler.architecture(3, 5)
 
@@ -74,7 +74,7 @@ def test_architecture_of_a_newer_gpu_is_portable_code(empty_cache):
 @needs_nvrtc
 def test_compiled_reports_the_compilers_log(empty_cache):
     with pytest.raises(KernelError, match=r"lars.cu does not compile for sm_90(.|\n)*CHUNK"):
-        nvrtc.compiled("lars.cu", "sm_90", ("-DTHREADS=256",))
+        launcher.compiled("lars.cu", "sm_90", ("-DTHREADS=256",))
     assert not empty_cache.exists()
 
 
@@ -87,7 +87,7 @@ def test_compiled_caches_by_architecture_and_options_and_repairs(empty_cache, mo
 
     def compiled(*arguments):
         cuda_compiler.compiled.cache_clear()  # as in another process
-        return nvrtc.compiled(*arguments)
+        return launcher.compiled(*arguments)
 
     code = compiled("lars.cu", "sm_90", LARS)
     assert compiled("lars.cu", "sm_90", LARS) == code and len(calls) == 1
@@ -110,7 +110,7 @@ def test_compiled_works_without_a_writable_folder(tmp_path, monkeypatch, empty_c
         for name in ("FASTSUNCET_CACHE", "XDG_CACHE_HOME", "HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(os, "getuid", lambda: 2**31)  # of no user
-    assert nvrtc.compiled("lars.cu", "sm_90", LARS).startswith(b"\x7fELF")
+    assert launcher.compiled("lars.cu", "sm_90", LARS).startswith(b"\x7fELF")
 
 
 def test_folder_is_the_users_cache(monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fastsuncet.kernels import launcher, nvrtc
+from fastsuncet.kernels import launcher
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.optim import lars_kernel
@@ -51,7 +51,7 @@ def pretend_a_gpu() -> None:
     torch.cuda.get_device_capability = lambda device: (9, 0)
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=STREAM, synchronize=begin)
-    compiled, load = nvrtc.compiled, launcher.load
+    compiled, load = launcher.compiled, launcher.load
 
     def compiled_for_whole_warps(source, arch, options):
         threads = f"-DTHREADS={SIZES['THREADS']}"
@@ -62,7 +62,7 @@ def pretend_a_gpu() -> None:
         os.environ["FASTSUNCET_SPACE"] = element[0] if element else source.removesuffix(".cu")
         return load(source, torch.device("cuda", 0), options)
 
-    nvrtc.compiled, launcher.load = compiled_for_whole_warps, loaded
+    launcher.compiled, launcher.load = compiled_for_whole_warps, loaded
 
 
 if __name__ == "__main__":
