@@ -19,6 +19,7 @@ from fastsuncet.paths import typed_path
 if TYPE_CHECKING:
     from fastsuncet.config import Config
 
+Options = argparse.Namespace  # what a command line asks for
 OVERRIDE = re.compile(r"[^=/\\]*=")  # a path can hold a = after its first slash
 EXIT_CODES = """\
 exit codes:
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str):
-        self.name, self.takes, self.rest = name, "", list[str]()
+        self.name, self.operand, self.rest = name, "", list[str]()
         self.module: Any = _module(name)
         text = self.module.__doc__.strip()
         above, *below = re.split(r"\n\n(?=examples:|exit codes:)", text, maxsplit=1)
@@ -63,6 +64,10 @@ class Parser(argparse.ArgumentParser):
         getattr(self.module, "arguments", lambda parser: None)(self)
 
     # ---------------------------------------------------------------------------- arguments that several commands have
+    def takes(self, name: str, metavar: str, help: str, **settings: Any) -> None:
+        """Add an argument, or an option with a value."""
+        self.add_argument(name, metavar=metavar, help=help, **settings)
+
     def flag(self, name: str, help: str, **settings: Any) -> None:
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=help, **settings)
@@ -70,7 +75,7 @@ class Parser(argparse.ArgumentParser):
     def takes_config(self, takes: str = "CONFIG") -> None:
         """Add a config and its overrides as the last argument; `parse` loads it if the command takes CONFIG."""
         before = "".join(f"{action.metavar} " for action in self._actions if not action.option_strings)
-        self.takes, self.usage = takes, f"{self.prog} {before}{takes} [section.key=value ...] [options]"
+        self.operand, self.usage = takes, f"{self.prog} {before}{takes} [section.key=value ...] [options]"
         words = "a YAML file or the name of a shipped config, and changes to it as section.key=value"
         self.add_argument("words", nargs="*", metavar=takes, help=words)
 
@@ -112,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         """The whole command line behind `fastsuncet`, which starts the same command on further ranks."""
         return [*self.name.split(), *self.rest]
 
-    def parse(self, rest: list[str]) -> argparse.Namespace:
+    def parse(self, rest: list[str]) -> Options:
         """Parse the words behind the command's name: options, a config and its overrides in any order.
 
         Of a command that takes a config the options have it as `config`; of another one that takes overrides, `what` it
@@ -120,7 +125,7 @@ class Parser(argparse.ArgumentParser):
         """
         self.rest = rest
         options = self.parse_intermixed_args(rest)
-        if not self.takes:
+        if not self.operand:
             return options
         words = vars(options).pop("words")
         overrides = [each for each in words if OVERRIDE.match(each)]
@@ -131,7 +136,7 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"
             )
-        if self.takes == "CONFIG":
+        if self.operand == "CONFIG":
             options.config = load(files[0], overrides)
         else:
             options.what, options.overrides = files[0], overrides
@@ -157,7 +162,7 @@ class Parser(argparse.ArgumentParser):
 
     def _settings(self, option: str) -> str:
         """Return the settings that `--name value` or `--name=value` can mean: "section.name=value"."""
-        if not option.startswith("--") or not self.takes:
+        if not option.startswith("--") or not self.operand:
             return ""
         from fastsuncet.config.messages import keys_ending_in, nearest_key
         from fastsuncet.config.problems import words

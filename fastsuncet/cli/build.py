@@ -7,16 +7,14 @@ exit codes: 0 built now or before; 1 it cannot be built: DALI's own operators ma
 slower
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
     parser.flag("--prebuilt", "keep it for all users of this installation")
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     from pipelines.dali.view_operator.__main__ import main
 
     return main(["--prebuilt"] if options.prebuilt else [])

@@ -10,10 +10,8 @@ examples:
 exit codes: 0 printed; 2 another shell
 """
 
-from argparse import Namespace
-
 from fastsuncet.cli import COMMANDS
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 # What bash runs; zsh does through bashcompinit. A case is what is written before the word to complete. A key of a
 # config ends with =, after which no space belongs.
@@ -35,7 +33,7 @@ def arguments(parser: Parser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh"), help="print the script for this shell")
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     print("autoload -U +X bashcompinit && bashcompinit\n" * (options.shell == "zsh") + script(), end="")
 
 

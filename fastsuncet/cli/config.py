@@ -13,18 +13,16 @@ exit codes: 0 done; 2 no such key
 """
 
 import json
-from argparse import Namespace
 
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
-    text = "a key or a section (default: all sections)"
-    parser.add_argument("key", nargs="?", default="", metavar="SECTION.KEY", help=text)
+    parser.takes("key", "SECTION.KEY", "a key or a section (default: all sections)", nargs="?", default="")
     parser.flag("--json-schema", "print a JSON schema, from which editors complete")
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     from fastsuncet.config.describe import describe, json_schema
 
     if options.json_schema:

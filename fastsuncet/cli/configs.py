@@ -12,19 +12,19 @@ examples:
 exit codes: 0 done; 2 no such config, or the file exists
 """
 
-from argparse import Namespace
 from pathlib import Path
 
-from fastsuncet.cli._parser import Parser, output_path
+from fastsuncet.cli._parser import Options, Parser, output_path
 
 
 def arguments(parser: Parser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print this config (default: list all)")
-    text = "write it to FILE (default: its name)"
-    parser.add_argument("--copy", metavar="FILE", type=output_path, nargs="?", const="", help=text)
+    parser.takes("name", "NAME", "print this config (default: list all)", nargs="?")
+    parser.takes(
+        "--copy", "FILE", "write it to FILE (default: its name)", type=output_path, nargs="?", const=""
+    )
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     from fastsuncet.config import shipped
 
     if options.copy is not None:

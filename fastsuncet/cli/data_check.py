@@ -13,17 +13,16 @@ exit codes: 0 every image is good, or data.bad_images allows the bad ones; 2 the
 """
 
 import os
-from argparse import Namespace
 from pathlib import Path
 
-from fastsuncet.cli._parser import Parser, load
+from fastsuncet.cli._parser import Options, Parser, load
 
 
 def arguments(parser: Parser) -> None:
     parser.takes_config("FOLDER or CONFIG")
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     is_folder = os.path.isdir(options.what)
     if is_folder and options.overrides:
         parser.error(f"{options.what} is a folder, and a folder has no keys to override")

@@ -18,9 +18,7 @@ exit codes: 0 packed now or before; 2 the config is wrong or has no files; 3 a f
 changed, or more images are bad than data.bad_images allows; 5 the pack cannot be written
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
@@ -28,7 +26,7 @@ def arguments(parser: Parser) -> None:
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     from fastsuncet.commands.data_pack import pack
 
     pack(**vars(options))

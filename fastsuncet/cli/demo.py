@@ -9,20 +9,18 @@ examples:
   fastsuncet demo --seed 1 --folder /tmp/demo
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, output_path, whole
+from fastsuncet.cli._parser import Options, Parser, output_path, whole
 
 
 def arguments(parser: Parser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to both configs")
-    text = "of both runs (default: 0)"
-    parser.add_argument("--seed", metavar="N", type=whole(0), default=0, help=text)
-    text = "for all files (default: runs/demo)"
-    parser.add_argument("--folder", metavar="DIR", type=output_path, default="runs/demo", help=text)
+    parser.takes("overrides", "section.key=value", "changes to both configs", nargs="*")
+    parser.takes("--seed", "N", "of both runs (default: 0)", type=whole(0), default=0)
+    parser.takes(
+        "--folder", "DIR", "for all files (default: runs/demo)", type=output_path, default="runs/demo"
+    )
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     from fastsuncet.commands.demo import demo
 
     demo(**vars(options))

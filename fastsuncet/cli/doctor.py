@@ -10,13 +10,12 @@ import os
 import re
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import NamedTuple
 
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 from fastsuncet.versions import installed
 from pipelines import backend
 
@@ -54,7 +53,7 @@ class Finding(NamedTuple):
 Examinations = list[tuple[str, Callable[[], Finding]]]
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     return doctor(EXAMINATIONS)
 
 

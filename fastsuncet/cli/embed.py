@@ -16,22 +16,18 @@ examples:
   fastsuncet embed encoder/torchvision.pth /data/imagenet/val --output val.parquet
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, is_config, load, path, whole
+from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole
 
 
 def arguments(parser: Parser) -> None:
     parser.takes_run()
-    parser.add_argument("folder", metavar="FOLDER", type=path, help="any tree of images")
+    parser.takes("folder", "FOLDER", "any tree of images", type=path)
     parser.writes("a .npz or .parquet file")
-    parser.add_argument(
-        "--batch", metavar="N", type=whole(1), default=256, help="images at a time (default: 256)"
-    )
+    parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
     parser.takes_force()
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     run = vars(options).pop("run")
     where = load(run).run_folder if is_config(run) else run
     from fastsuncet.commands.embed import embed

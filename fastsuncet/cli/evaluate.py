@@ -30,19 +30,17 @@ examples:
       'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
     kinds = ("knn", "npi", "linear", "accuracy")
-    parser.add_argument("kind", metavar="KIND", choices=kinds, help=", ".join(kinds))
+    parser.takes("kind", "KIND", ", ".join(kinds), choices=kinds)
     parser.takes_encoder(every=True)
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     # k-NN and the linear classifier can do with the labels alone.
     options.config.require_data(validation=options.kind not in ("knn", "linear"))
     from fastsuncet.commands.evaluate import evaluate

@@ -20,23 +20,19 @@ examples:
   fastsuncet export runs/in1k_10pct/finetune/10pct --to onnx --step 9000
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, is_config, load, path, whole
+from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole
 
 
 def arguments(parser: Parser) -> None:
     formats = ("torchvision", "timm", "safetensors", "onnx")
-    parser.add_argument("--to", metavar="FORMAT", required=True, choices=formats, help=", ".join(formats))
+    parser.takes("--to", "FORMAT", ", ".join(formats), required=True, choices=formats)
     parser.writes("the file or folder (default: one in RUN/export)", metavar="PATH", required=False)
-    parser.add_argument(
-        "--step", metavar="N", type=whole(0), help="this checkpoint of the run (default: the newest)"
-    )
+    parser.takes("--step", "N", "this checkpoint of the run (default: the newest)", type=whole(0))
     parser.takes_force()
     parser.takes_config("RUN or CONFIG")
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     where, overrides = path(vars(options).pop("what")), vars(options).pop("overrides")
     if is_config(where):
         where = load(where, overrides).run_folder

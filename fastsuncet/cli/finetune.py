@@ -29,9 +29,7 @@ If memory is not enough, finetune.accumulate=A makes each update in A passes. Ba
 1/A of a process's images.
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
@@ -39,7 +37,7 @@ def arguments(parser: Parser) -> None:
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     options.config.require_data()
     from fastsuncet.commands.finetune import finetune
 

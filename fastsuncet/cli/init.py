@@ -18,23 +18,18 @@ examples:
   fastsuncet init photos --weights runs/mine --output again.yaml
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, path
+from fastsuncet.cli._parser import Options, Parser, path
 
 
 def arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=path, help="images: class folders, any tree, or tar shards"
-    )
-    parser.add_argument("--labels", metavar="FILE", type=path, help="a CSV of lines file,label")
-    parser.add_argument("--hours", metavar="H", type=float, default=1.0, help="for the training (default: 1)")
-    text = "a file or a run, a network of timm's, or none (default: timm's)"
-    parser.add_argument("--weights", metavar="W", help=text)
+    parser.takes("folder", "FOLDER", "images: class folders, any tree, or tar shards", type=path)
+    parser.takes("--labels", "FILE", "a CSV of lines file,label", type=path)
+    parser.takes("--hours", "H", "for the training (default: 1)", type=float, default=1.0)
+    parser.takes("--weights", "W", "a file or a run, a network of timm's, or none (default: timm's)")
     parser.writes("(default: mine.yaml)", required=False, default="mine.yaml")
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     from fastsuncet.commands.init import init
 
     init(**vars(options))

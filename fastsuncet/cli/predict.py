@@ -23,24 +23,20 @@ examples:
   fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, config_or_run, path, whole
+from fastsuncet.cli._parser import Options, Parser, config_or_run, path, whole
 
 
 def arguments(parser: Parser) -> None:
     parser.takes_run()
-    parser.add_argument("folder", metavar="FOLDER", type=path, help="any tree of images")
+    parser.takes("folder", "FOLDER", "any tree of images", type=path)
     parser.writes("a .csv or .parquet file")
-    parser.add_argument(
-        "--batch", metavar="N", type=whole(1), default=256, help="images at a time (default: 256)"
-    )
+    parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
     parser.flag("--page", "also write a page of pictures: the name of --output, ending in .html")
     parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
     parser.takes_force()
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     where = config_or_run(vars(options).pop("run"))
     from fastsuncet.commands.predict import predict
 

@@ -8,20 +8,17 @@ examples:
   fastsuncet preview in1k_10pct data.root=/data/imagenet --output views.png
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, whole
+from fastsuncet.cli._parser import Options, Parser, whole
 
 
 def arguments(parser: Parser) -> None:
     parser.writes("the picture (default: views.png)", required=False, default="views.png")
-    text = "draw the views of this step (default: 0)"
-    parser.add_argument("--step", metavar="N", type=whole(0), default=0, help=text)
+    parser.takes("--step", "N", "draw the views of this step (default: 0)", type=whole(0), default=0)
     parser.takes_force()
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     options.config.require_data()
     from fastsuncet.commands.preview import preview
 

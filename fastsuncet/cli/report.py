@@ -25,28 +25,25 @@ exit codes: 0 written; 2 no such metric or figure; 3 no such run, or it was not 
 5 a result is damaged, or the report cannot be written
 """
 
-from argparse import Namespace
 from pathlib import Path
 
-from fastsuncet.cli._parser import Parser, path
+from fastsuncet.cli._parser import Options, Parser, path
 
 
 def arguments(parser: Parser) -> None:
-    text = "the folder of a run, of any seed and method"
-    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help=text)
-    text = "compare with this run (default: the one without labels)"
-    parser.add_argument("--baseline", metavar="RUN", type=path, help=text)
-    text = "top1, top5, knn, rankme, ... (default: top1)"
-    parser.add_argument("--metric", metavar="NAME", action="append", default=[], help=text)
-    text = "also draw the points of the paper"
-    parser.add_argument("--paper", metavar="FIGURE", nargs="?", const="", help=text)
+    parser.takes("runs", "RUN", "the folder of a run, of any seed and method", nargs="*", type=path)
+    parser.takes("--baseline", "RUN", "compare with this run (default: the one without labels)", type=path)
+    parser.takes(
+        "--metric", "NAME", "top1, top5, knn, rankme, ... (default: top1)", action="append", default=[]
+    )
+    parser.takes("--paper", "FIGURE", "also draw the points of the paper", nargs="?", const="")
     parser.flag("--lengths", "merge runs that differ only in length into one curve")
     parser.writes("for all files (default: report)", metavar="DIR", required=False, default="report")
     parser.flag("--page", "write RUN/page.html instead: one run's curves, settings, weights")
     parser.flag("--watch", "the same, and anew while the run goes on")
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     if options.page or options.watch:
         return _page(parser, options)
     if options.paper and Path(options.paper).is_dir():  # `--paper runs/a`: the name of a figure was left out
@@ -67,7 +64,7 @@ def run(parser: Parser, options: Namespace) -> None:
     )
 
 
-def _page(parser: Parser, options: Namespace) -> None:
+def _page(parser: Parser, options: Options) -> None:
     if not options.runs:
         parser.error(f"which run? For example: {parser.prog} --page runs/cifar10_suncet")
     taken = [name for name in ("baseline", "metric", "paper", "lengths") if getattr(options, name)]

@@ -17,22 +17,18 @@ examples:
   fastsuncet predict mine.yaml ~/photos --output predictions.csv   # with the new labels
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser, config_or_run, whole
+from fastsuncet.cli._parser import Options, Parser, config_or_run, whole
 
 
 def arguments(parser: Parser) -> None:
     parser.takes_run()
-    parser.add_argument(
-        "--count", metavar="N", type=whole(1), default=50, help="images to label (default: 50)"
-    )
+    parser.takes("--count", "N", "images to label (default: 50)", type=whole(1), default=50)
     parser.writes("a .csv file")
     parser.flag("--page", "also write a page to label them on: the name of --output, ending in .html")
     parser.takes_force()
 
 
-def run(parser: Parser, options: Namespace) -> None:
+def run(parser: Parser, options: Options) -> None:
     where = config_or_run(vars(options).pop("run"))
     from fastsuncet.commands.suggest import suggest
 

@@ -26,22 +26,19 @@ examples:
       paper/cifar10_suncet
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
     parser.flag("--dry-run", "check all configs and print all commands; start nothing")
     parser.flag("--list", "print the state of every run; start nothing", dest="show")
-    text = "only these runs; wildcards * and ?"
-    parser.add_argument("--only", metavar="NAME", action="append", default=[], help=text)
-    parser.add_argument("--task", metavar="I/N", help="share I of N of the runs, for a job array")
+    parser.takes("--only", "NAME", "only these runs; wildcards * and ?", action="append", default=[])
+    parser.takes("--task", "I/N", "share I of N of the runs, for a job array")
     parser.flag("--keep-going", "continue with the other runs after a failure")
     parser.takes_config("SWEEP")
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     from fastsuncet.commands.sweep import sweep
 
     return sweep(vars(options).pop("what"), **vars(options))

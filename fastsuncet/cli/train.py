@@ -19,9 +19,7 @@ examples:
 --dry-run --show-config prints the plan, and then all keys with their values in this run.
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
@@ -33,7 +31,7 @@ def arguments(parser: Parser) -> None:
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     if not options.dry_run:  # which prints a plan without data too
         if options.show_config:
             parser.error("--show-config goes with --dry-run")

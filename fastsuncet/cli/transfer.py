@@ -20,19 +20,16 @@ examples:
   sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
-    text = "share I of N of the grid's cells, for a job array"
-    parser.add_argument("--cell", metavar="I/N", default="1/1", help=text)
+    parser.takes("--cell", "I/N", "share I of N of the grid's cells, for a job array", default="1/1")
     parser.takes_encoder(every=False)
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     from fastsuncet.commands.transfer import transfer
 
     return transfer(arguments=parser.words, **vars(options))

@@ -16,19 +16,16 @@ examples:
 `fastsuncet train fast.yaml` then trains with them, with the same changes behind it.
 """
 
-from argparse import Namespace
-
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Options, Parser
 
 
 def arguments(parser: Parser) -> None:
-    text = "start nothing after this (default: 20)"
-    parser.add_argument("--minutes", metavar="M", type=float, default=20.0, help=text)
+    parser.takes("--minutes", "M", "start nothing after this (default: 20)", type=float, default=20.0)
     parser.writes("the config to write, such as fast.yaml")
     parser.takes_config()
 
 
-def run(parser: Parser, options: Namespace) -> int:
+def run(parser: Parser, options: Options) -> int:
     from fastsuncet.commands.tune import run
 
     return run(arguments=parser.words, **vars(options))
