@@ -110,21 +110,6 @@ def test_cuda_passes_equal_the_plain_ones(shape, layout, affine, operators, monk
     assert found[0].stride() == x.stride() == found[3].stride()
 
 
-@pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
-def test_plain_passes_are_batchnorm(shape, layout, affine):
-    layer, x, dy = example(shape, layout, affine)
-    found = passed(layer.double(), x.double(), dy.double())
-    reference = x.double().requires_grad_()
-    expected = nn.functional.batch_norm(
-        reference, None, None, layer.weight, layer.bias, training=True, eps=layer.eps
-    )
-    expected.backward(dy.double())
-    torch.testing.assert_close(found[0], expected.detach())
-    torch.testing.assert_close(found[3], reference.grad)
-    if affine:
-        torch.testing.assert_close(found[4:], [layer.weight.grad, layer.bias.grad])
-
-
 class Operators(TorchDispatchMode):
     """Lists the operators that launch something: no views and no memory without values."""
 

@@ -1,17 +1,22 @@
 """BatchNorm over ranks is BatchNorm over the joined batch: values, gradients, running statistics."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
+from fastsuncet.models import norm_kernel
+from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, describe, join_statistics, synchronize
+from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 from tools.bench.dispatch_counter import Counter
 
 pytestmark = pytest.mark.slow
 
-CHANNELS = 5
+CHANNELS = 8
 # name: (constructor, its options, shape after the rows, rows on rank r of W)
 CASES = {
     "images": (nn.BatchNorm2d, {}, (4, 3), lambda r: 3),
@@ -23,6 +28,16 @@ CASES = {
     "no_bias": (nn.BatchNorm2d, {}, (2, 3), lambda r: 2),
     "no_affine": (nn.BatchNorm2d, {"affine": False}, (2, 3), lambda r: 2),
     "no_running": (nn.BatchNorm1d, {"track_running_stats": False}, (), lambda r: 3),
+}
+# Who computes: the operators; the kernels of norm.cu, from their own source on the CPU; those on all ranks but one;
+# the operators with the kernels' statistics. And in what, and how near to one process in float64.
+EXECUTORS = {
+    "operators": (torch.float64, 1e-11),
+    "operators, float32": (torch.float32, 3e-5),
+    "kernels": (torch.float32, 3e-5),
+    "kernels, bfloat16": (torch.bfloat16, 2**-6),
+    "kernels on some ranks": (torch.float32, 3e-5),
+    "kernels' statistics": (torch.float32, 3e-5),
 }
 STEPS = 2
 DEVIATIONS_AWAY = (0, 1e3, 1e4)  # of a mean from zero
@@ -40,8 +55,10 @@ def prepared(name, world_size):
     layout = torch.channels_last if name == "channels_last" else torch.contiguous_format
 
     def draw(rank):
-        x, t = torch.randn(2, rows(rank), CHANNELS, *after).double()
-        return (x * (rank + 1) + rank).to(memory_format=layout), t
+        # Numbers that 16 bits hold, so that every dtype starts from the same ones.
+        x, t = torch.randn(2, rows(rank), CHANNELS, *after)
+        x = (x * (rank + 1) + rank).bfloat16().double()
+        return x.to(memory_format=layout), t.bfloat16().double()
 
     return norm, [[draw(rank) for rank in range(world_size)] for _ in range(STEPS)]
 
@@ -62,16 +79,28 @@ def passes(norm, draws):
     return seen
 
 
-def run_case(name, rank, world_size):
+def run_case(name, executor, rank, world_size):
     norm, draws = prepared(name, world_size)
+    dtype, _ = EXECUTORS[executor]
+    norm.to(torch.promote_types(dtype, torch.float32))
     parameters, keys = dict(norm.named_parameters()), list(norm.state_dict())
-    network = synchronize(nn.Sequential(norm.eval(), nn.Identity()))
-    assert not network[0].training
-    network = synchronize(network)  # a second time changes nothing
-    shared = network[0].train()
-    assert isinstance(shared, RankBatchNorm) and list(shared.state_dict()) == keys
-    assert all(p is parameters[n] for n, p in shared.named_parameters())
-    return passes(shared, [step[rank] for step in draws])
+    by_kernels = executor.startswith("kernels") and not (executor.endswith("some ranks") and rank == 0)
+    with on_the_host(norm_kernel) as launched, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm_kernel, "usable", lambda *_: by_kernels)
+        if by_kernels and "statistics" not in executor:
+            (shared,) = fuse(nn.Sequential(norm), shared=True, kernel=True)
+        else:
+            network = synchronize(nn.Sequential(norm.eval(), nn.Identity()))
+            assert not network[0].training
+            network = synchronize(network)  # a second time changes nothing
+            shared = network[0].train()
+            assert isinstance(shared, RankBatchNorm)
+        assert list(shared.state_dict()) == keys
+        assert all(p is parameters[n] for n, p in shared.named_parameters())
+        seen = passes(shared, [[each.to(dtype) for each in step[rank]] for step in draws])
+    kernel_takes = by_kernels and name in ("channels_last", "rows", "no_running")
+    assert bool(launched) >= kernel_takes
+    return seen
 
 
 def far_rows(world_size, away):
@@ -172,7 +201,9 @@ def refusal(shape):
 
 def run_everything(rank, world_size):
     """Compute every case on one set of ranks: starting them costs seconds."""
-    results = {name: run_case(name, rank, world_size) for name in CASES}
+    # The kernel's threads are real ones, and four ranks have two cores.
+    table = itertools.product(CASES, EXECUTORS if world_size == 2 else ["operators"])
+    results = {(name, executor): run_case(name, executor, rank, world_size) for name, executor in table}
     results |= run_statistics(rank, world_size)
     results |= {"ddp": run_ddp(rank, world_size), "autocast": run_autocast(rank, world_size)}
     results |= {f"momentum {momentum}": run_bfloat16(momentum) for momentum in (0.1, None)}
@@ -190,17 +221,25 @@ def test_batchnorm_on_ranks_equals_one_process(name, on_ranks):
     norm, draws = prepared(name, len(on_ranks))
     joined = [tuple(torch.cat([rank[i] for rank in step]) for i in (0, 1)) for step in draws]
     expected = passes(norm, joined)
-    ranks = [results[name] for results in on_ranks]
-    assert all(seen.keys() == expected.keys() for seen in ranks)
-    for key, value in expected.items():
+    computed = [executor for executor in EXECUTORS if (name, executor) in on_ranks[0]]
+    assert len(computed) == (len(EXECUTORS) if len(on_ranks) == 2 else 1)
+    for executor, (key, value) in itertools.product(computed, expected.items()):
+        dtype, near = EXECUTORS[executor]
+        seen = [results[name, executor] for results in on_ranks]
+        assert all(each.keys() == expected.keys() for each in seen)
         if key.startswith("d_"):  # each rank has its share of the gradient of the sum
-            found = sum(seen[key] for seen in ranks)
+            found = sum(each[key] for each in seen)
         elif key[:2] in ("y0", "y1", "dx", "ev"):
-            found = torch.cat([seen[key] for seen in ranks])
+            found = torch.cat([each[key] for each in seen])
+            assert found.dtype == dtype
         else:  # running statistics: the same bits on every rank, or checkpoints would depend on the rank
-            found = ranks[0][key]
-            assert all(torch.equal(found, seen[key]) for seen in ranks), key
-        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+            found = seen[0][key]
+            assert "some ranks" in executor or all(torch.equal(found, each[key]) for each in seen), key
+        limit = near * max(1.0, value.abs().max().item())
+        said = f"{executor}, {key}: "
+        torch.testing.assert_close(
+            found.to(value.dtype), value, rtol=near, atol=limit, msg=lambda m, said=said: said + m
+        )
 
 
 def test_network_under_ddp_has_the_gradients_and_buffers_of_one_process(on_ranks):
