@@ -43,18 +43,22 @@ def script() -> str:
     from fastsuncet.config.shipped import shipped
 
     configs, keys = list(shipped()), [f"{key}=" for key in CONFIG.values]
+    offered = {
+        "words": configs + keys,
+        "overrides": keys,
+        "run": configs,
+        "name": configs,
+        "key": [*CONFIG.values],
+    }
     cases: list[tuple[str, list[str]]] = []
     for name in COMMANDS:
         words = []
         for action in Parser(name)._actions:
-            options, choices = (
-                [word for word in action.option_strings if word[:2] == "--"],
-                action.choices or (),
-            )
-            cases += [(f'"{name} "*"{option} "', list(choices)) for option in options if choices]
+            options = [word for word in action.option_strings if word[:2] == "--"]
+            choices = list(action.choices or ())
+            cases += [(f'"{name} "*"{option} "', choices) for option in options if choices]
             words += options or choices
-            words += configs if action.dest in ("words", "run") else []
-            words += keys if action.dest in ("words", "overrides") else []
+            words += offered.get(action.dest, [])
         cases.append((f'"{name} "*', words))
     groups = {name.split()[0] for name in COMMANDS} - set(COMMANDS)
     for group in groups:

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
         ("predict digits_d", ["digits_demo"]),
         ("data p", ["pack"]),
         ("completion z", ["zsh"]),
+        ("configs digits_d", ["digits_demo"]),
+        ("config optimization.trust", ["optimization.trust_coefficient"]),
     ],
 )
 def test_completion_of_a_line(line, words, capsys):
