@@ -8,11 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastsuncet.losses import paws
 from tests.support import dense_losses
-from tests.support.fake_cuda import FAKE_CUDA
 from tests.support.ranks import run_ranks
 from tests.support.vectors import load_vectors
 from tools.bench.dispatch_counter import Counter
@@ -188,31 +186,6 @@ def test_paws_ignores_autocast_and_repeats_its_bits():
     outside = run(paws, *inputs, views=VIEWS)
     inside = run(paws, *inputs, views=VIEWS, within=torch.autocast("cpu", dtype=torch.bfloat16))
     assert all(map(torch.equal, outside, inside))
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=FAKE_CUDA), "cpu"])
-@pytest.mark.parametrize("with_prior", [False, True])
-def test_paws_does_not_wait_for_the_device(device, with_prior):
-    with FakeTensorMode(allow_non_fake_inputs=False):
-        rows = [
-            torch.randn(n, WIDTH, device=device) for n in (VIEWS * IMAGES, SUPPORTS, 2 * IMAGES, SUPPORTS)
-        ]
-        labels = torch.arange(SUPPORTS, device=device)
-        anchors, supports = (x.requires_grad_() for x in rows[:2])
-        settings = {"prior": torch.ones(SUPPORTS, device=device)} if with_prior else {}
-        if device == "cpu":  # which counts the classes where it is not told
-            settings["classes"] = SUPPORTS
-        loss = sum(paws(anchors, supports, labels, *rows[2:], views=VIEWS, **settings))
-        if device == "cpu":  # backward needs a real CUDA context even for fake tensors
-            loss.backward()
-
-
-def test_paws_backward_does_not_wait_either():
-    anchors, supports, *others = batch_of()
-    anchors.requires_grad_(), supports.requires_grad_()
-    with Counter() as counter:
-        sum(paws(anchors, supports, *others, views=VIEWS, classes=SUPPORTS)).backward()
-    assert counter.waits == 0
 
 
 def peak_bytes(loss, images: int) -> int:

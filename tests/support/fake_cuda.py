@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -123,9 +122,3 @@ def places(network: nn.Module, optimizer: torch.optim.Optimizer, *more: object) 
     state = [list(optimizer.state.values()), [list(group.values()) for group in optimizer.param_groups]]
     held = [x if isinstance(x, Tensor) else list(vars(x).values()) for x in more]
     return {x.device for x in tensors([list(network.parameters()), list(network.buffers()), state, held])}
-
-
-FAKE_CUDA = pytest.mark.skipif(
-    torch.__version__ < (2, 7) and not torch.cuda.is_available(),
-    reason="fake CUDA tensors of torch 2.6 need a driver",
-)
