@@ -93,13 +93,6 @@ def test_cell_says_how_many_seeds_reached_it(theirs, ours, said):
     assert cell(by(saved(theirs, ours), "updates", "final")) == said
 
 
-def test_savings_need_one_baseline_or_its_name():
-    runs = [curve("SimCLR", [0.5]), replace(curve("SwAV", [0.6]), supervised=False), curve(OURS_NAME, [0.7])]
-    assert [savings(panel, "top1") for panel in arrange(runs)] == [[]]
-    (panel,) = arrange(runs, "SwAV 0")
-    assert {s.method for s in savings(panel, "top1")} == {"SimCLR", OURS_NAME}
-
-
 # --------------------------------------------------------------------------------------------- properties
 ACCURACIES = st.lists(st.integers(0, 100), min_size=1, max_size=8).map(lambda v: [x / 100 for x in v])
 

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from fastsuncet.commands.sweep.jobs import JobState, job_state
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.results import asked
-from fastsuncet.paths import cli_command
 from pipelines import atomic_files
 from tests.support.reports import result
 from tests.support.sweeps import ROOT, TWO, expanded, written
@@ -93,27 +91,6 @@ def test_sweep_trains_and_evaluates_once(capfd, monkeypatch):
     written_result.unlink()
     assert cli.main(command) == 0
     assert started == [("evaluate", "knn")] * 2
-
-
-def test_sweep_sigterm_saves_the_run_and_exits_with_75():
-    path = written(TWO.replace("optimization.steps: 2", "optimization.steps: 1000000"))
-    process = subprocess.Popen(
-        [*cli_command(), "sweep", path], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    checkpoints = Path("runs", FIRST, "checkpoints")
-    deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, out
-    status = json.loads(Path("runs", FIRST, "status.json").read_text())
-    assert status["state"] == "preempted" and status["message"].startswith("SIGTERM"), out
-    assert not Path("runs", SECOND).exists()
-    assert f"{FIRST}: a signal stopped train; the same command continues" in out
-    jobs = [job for run in expanded(Path(path).read_text()) for job in run.jobs]
-    assert job_state(jobs[0]) == JobState(False, f"preempted at step {status['step']}")
-    assert {job_state(job).text for job in jobs[1:]} == {"to do"}
 
 
 def test_sweep_dry_run_loads_no_torch():

@@ -45,9 +45,8 @@ def mlflow(folder: Path) -> Held:
     (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
     number = run.info.run_id
     assert run.info.status == "FINISHED"
-    names = [f"{each.path}/{below.path.split('/')[-1]}" if each.is_dir else each.path
-             for each in client.list_artifacts(number)
-             for below in (client.list_artifacts(number, each.path) if each.is_dir else [each])]  # fmt: skip
+    files = (path for path in (folder / "mlflow").rglob("*") if path.is_file())
+    names = [str(path).split("/artifacts/")[1] for path in files]
     return {
         "config": run.data.params,
         "numbers": {
@@ -173,6 +172,7 @@ class FakeClient:
     def create_experiment(self, name, artifact_location=None):
         assert (artifact_location is None) == (not self.uri.startswith("sqlite"))
         self.runs = self.package.stores.setdefault(self.uri, [])
+        self.package.place = Path((artifact_location or "file:///tmp").removeprefix("file://"))
         return name
 
     def search_runs(self, experiments, query="", max_results=1000):
@@ -182,7 +182,7 @@ class FakeClient:
 
     def create_run(self, experiment, *, tags, run_name):
         info = SimpleNamespace(run_id=f"run{len(self.runs)}", run_name=run_name, status="RUNNING")
-        data = SimpleNamespace(params={}, metrics={}, tags=tags, history=defaultdict(list), artifacts=[])
+        data = SimpleNamespace(params={}, metrics={}, tags=tags, history=defaultdict(list))
         self.runs.append(SimpleNamespace(info=info, data=data))
         return self.runs[-1]
 
@@ -213,19 +213,17 @@ class FakeClient:
             raise self.package.unsent
 
     def log_text(self, number, text, artifact_file):
-        self._run(number).data.artifacts.append(artifact_file)
+        if self.uri.startswith("sqlite"):
+            path = self.package.place / number / "artifacts" / artifact_file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
 
     def log_image(self, number, image, artifact_file):
         assert str(image.dtype) == "uint8"
-        self._run(number).data.artifacts.append(artifact_file)
+        self.log_text(number, "a picture", artifact_file)
 
     def get_metric_history(self, number, key):
         return self._run(number).data.history[key]
-
-    def list_artifacts(self, number, path=None):
-        names = [name for name in self._run(number).data.artifacts if path is None or name.startswith(path)]
-        found = dict.fromkeys(name.split("/")[0] if path is None else name for name in names)
-        return [SimpleNamespace(path=name, is_dir=path is None and "." not in name) for name in found]
 
 
 def stand_in(monkeypatch, name: str) -> ModuleType:
