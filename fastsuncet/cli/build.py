@@ -1,7 +1,7 @@
 """Compile the fast operator of the views, once for this machine.
 
-Compiles the operator that makes color, blur and normalization in one pass, and compares it with
-DALI's own to the bit. It needs a C++ compiler. A first run does the same.
+It makes color, blur and normalization in one pass, and is compared with DALI's own to the bit. It
+needs a C++ compiler. A first run does the same.
 
 exit codes: 0 built now or before; 1 it cannot be built: DALI's own operators make the same pixels,
 slower

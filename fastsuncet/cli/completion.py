@@ -1,7 +1,6 @@
 """Print the completion script of bash or zsh.
 
-Prints a script that completes commands, options, the names of shipped configs and the keys of a
-config.
+It completes commands, options and their choices, names of shipped configs and keys of a config.
 
 examples:
   source <(fastsuncet completion bash)                             for this shell

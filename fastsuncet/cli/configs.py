@@ -1,7 +1,7 @@
 """List the shipped configs, or copy one to start from.
 
-Lists the configs of the package. Every command takes one by its name, where no file has this name.
-NAME prints one. Its base is then written by name, so that a copy works in any folder.
+Every command takes one by its name, where no file has this name. NAME prints one, with its base
+written by name, so that a copy works in any folder.
 
 examples:
   fastsuncet configs
