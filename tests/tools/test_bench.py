@@ -285,5 +285,5 @@ def test_peers_reports_speed_processor_time_and_memory_of_both(tmp_path, report_
     write_pictures(tmp_path / "pictures", 8, side=40)
     ours, lightly = report_of("peers", str(tmp_path / "pictures"), "--batch", "4")["points"]
     for row in (ours, lightly):
-        assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0 and min(row["memory"]) > 5e7
+        assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0 and min(row["memory"]) > 50
     assert min(ours["cpu_ms_to_peer"]) > 0 and "cpu_ms_to_peer" not in lightly

@@ -17,10 +17,10 @@ from fastsuncet import losses
 from fastsuncet.distributed.launch import pick_device
 from fastsuncet.losses.tf32 import products
 from tools.bench import dense_forms, harness
-from tools.bench.dense_forms import TEMPERATURE, Loss
+from tools.bench.dense_forms import TEMPERATURE, WIDTH, Loss, forward_backward, inputs, paws_targets
 from tools.bench.harness import target
 
-WIDTH, LOSSES = 128, ("suncet", "nt_xent", "paws")
+LOSSES = ("suncet", "nt_xent", "paws")
 OURS, TF32, AUTHORS = "fastsuncet", "fastsuncet, TF32 products", "dense, as the authors"
 
 
@@ -45,31 +45,6 @@ def contenders(loss: str, device: str = "cpu") -> dict[str, Callable[[Tensor], L
         return found | {AUTHORS: lambda labels: dense_forms.paws(labels, *paws_targets(labels))}
     found |= {TF32: partial(ours, loss, tf32=True)} if device == "cuda" else {}
     return found | {AUTHORS: dense_forms.suncet if loss == "suncet" else dense_forms.nt_xent}
-
-
-def paws_targets(labels: Tensor) -> list[Tensor]:
-    """Return the targets (2 B, D) and target supports (S, D) of PAWS, which carry no gradient."""
-    generator, sizes = torch.Generator().manual_seed(1), (2 * (len(labels) * 512 // 105) // 8, len(labels))
-    return [torch.randn(n, WIDTH, generator=generator).to(labels.device) for n in sizes]
-
-
-def inputs(loss: str, rows: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Return z (N, D), which requires a gradient, and ids (N,): classes of 8, or two views of N/2 images.
-
-    Of PAWS z are N anchors and S supports (N + S, D), and ids the labels of the supports (S,), 7 of each class.
-    """
-    supports = rows * 105 // 512 if loss == "paws" else 0
-    z = torch.randn(rows + supports, WIDTH, generator=torch.Generator().manual_seed(rows))
-    count, each = (supports, 7) if supports else (rows, 8 if loss == "suncet" else 2)
-    return z.to(device).requires_grad_(), torch.arange(count, device=device) % max(1, count // each)
-
-
-def forward_backward(function: Loss, z: Tensor) -> Tensor:
-    """Compute one value and its gradient, without the previous gradient."""
-    z.grad = None
-    value = function(z)
-    value.backward()
-    return value.detach()
 
 
 def compare(loss: str, rows: int, rounds: int, device: str = "cpu") -> list[dict[str, Any]]:

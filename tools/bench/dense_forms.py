@@ -1,6 +1,6 @@
-"""The losses in the form of their authors, with all N x N similarities at once.
+"""The losses in the form of their authors, with all N x N similarities at once, and what a loss is given.
 
-Each takes ids (N,) int64 and returns the loss of z (N, D), with the constants that it keeps from step to step.
+Each form takes ids (N,) int64 and returns the loss of z (N, D), with the constants that it keeps from step to step.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Loss = Callable[[Tensor], Tensor]  # z (N, D) -> scalar
-TEMPERATURE = 0.1
+TEMPERATURE, WIDTH = 0.1, 128
 
 
 def suncet(ids: Tensor) -> Loss:
@@ -72,3 +72,28 @@ def exponentials(z: Tensor, others: Tensor) -> Tensor:
 def off_diagonal(ids: Tensor) -> Tensor:
     """Return (N, N): 0 on the diagonal, else 1."""
     return 1 - torch.eye(len(ids), device=ids.device)
+
+
+def paws_targets(labels: Tensor) -> list[Tensor]:
+    """Return the targets (2 B, D) and target supports (S, D) of PAWS, which carry no gradient."""
+    generator, sizes = torch.Generator().manual_seed(1), (2 * (len(labels) * 512 // 105) // 8, len(labels))
+    return [torch.randn(n, WIDTH, generator=generator).to(labels.device) for n in sizes]
+
+
+def inputs(loss: str, rows: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return z (N, D), which requires a gradient, and ids (N,): classes of 8, or two views of N/2 images.
+
+    Of PAWS z are N anchors and S supports (N + S, D), and ids the labels of the supports (S,), 7 of each class.
+    """
+    supports = rows * 105 // 512 if loss == "paws" else 0
+    z = torch.randn(rows + supports, WIDTH, generator=torch.Generator().manual_seed(rows))
+    count, each = (supports, 7) if supports else (rows, 8 if loss == "suncet" else 2)
+    return z.to(device).requires_grad_(), torch.arange(count, device=device) % max(1, count // each)
+
+
+def forward_backward(function: Loss, z: Tensor) -> Tensor:
+    """Compute one value and its gradient, without the previous gradient."""
+    z.grad = None
+    value = function(z)
+    value.backward()
+    return value.detach()

@@ -5,8 +5,7 @@ for the network and two threads or workers for the pixels. lightly makes views w
 on PIL images) in a DataLoader, and trains with its NTXentLoss and LARS, as its examples do. Views are SimCLR's; below
 64 pixels without blur and with half the color strength, as SimCLR has them for CIFAR-10.
 
-Processor time and memory are those of all processes of a contender. solo-learn is no contender: its one release in the
-package index, 1.0.2, requires torch 1.9.1, which no Python of this project can install.
+Processor time and memory are those of all processes of a contender.
 """
 
 from argparse import Namespace
@@ -33,7 +32,7 @@ COLUMNS = {
     "per_second_to_peer": "views/s, x peer",
     "cpu_ms": "CPU ms/view",
     "cpu_ms_to_peer": "CPU, x peer",
-    "memory": "memory, bytes",
+    "memory": "memory, MB",
     "memory_to_peer": "memory, x peer",
 }
 HERE, SMALL = Place(0, 1, 0, torch.device("cpu")), 64

@@ -75,11 +75,11 @@ def time_batches_in_turns(
 
 
 def rates(turns: Sequence[Turn], count: int) -> dict[str, list[float]]:
-    """Return things a second, CPU milliseconds a thing, and bytes, by turn of `count` things."""
+    """Return things a second, CPU milliseconds a thing, and memory in MB, by turn of `count` things."""
     return {
         "per_second": [count / turn.wall for turn in turns],
         "cpu_ms": [1e3 * turn.cpu / count for turn in turns],
-        "memory": [turn.memory for turn in turns],
+        "memory": [turn.memory / 1e6 for turn in turns],
     }
 
 
