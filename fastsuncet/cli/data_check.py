@@ -1,8 +1,8 @@
 """Decode every image once and name the bad ones.
 
-The decoder is that of the training, and each bad file is named with the reason. A truncated file can
-go unnoticed for weeks, until a crop reaches its missing rows; this finds it in one pass. The index
-of files and sizes is kept for the runs of the config.
+The decoder is that of the training, and each bad file is named with the reason. A truncated file
+can go unnoticed for weeks, until a crop reaches its missing rows; this finds it in one pass. The
+index of files and sizes is kept for the runs of the config.
 
 examples:
   fastsuncet data check in1k_10pct data.root=/data/imagenet
