@@ -123,11 +123,16 @@ def export_at_end(config: Config, place: Place) -> None:
 
 
 def next_commands(run: Path, config: Config) -> list[str]:
-    """Return two commands that use the weights of a run: how good they are, and the features of any images."""
+    """Return two commands that use a run: how good it is, and the classes or the features of any images."""
     labeled = config.data.split.kind != "none" and config.data.validation is not None
     name = shlex.quote(str(run))
     look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}" if labeled else f"report --page {name}"
-    return [f"fastsuncet {look}", f"fastsuncet embed {name} FOLDER --output features.npz"]
+    use = (
+        "predict {} FOLDER --output predictions.csv --page"
+        if config.data.split.kind != "none"
+        else "embed {} FOLDER --output features.npz"
+    )
+    return [f"fastsuncet {look}", f"fastsuncet {use.format(name)}"]
 
 
 def check_output(output: Path, to: str, force: bool) -> None:

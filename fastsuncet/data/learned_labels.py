@@ -62,6 +62,12 @@ def learned(run: Path, index: ImageIndex, trained: Config | None) -> np.ndarray:
     return np.full(len(index), trained is not None and trained.criterion.supervised)
 
 
+def held_out_of(weights: Path) -> Path | None:
+    """Return the held_out.csv of the run that `weights` is or lies in, if it has one."""
+    table = _table_of(weights).with_name(HELD_OUT)
+    return table if table.is_file() else None
+
+
 def _table_of(weights: Path) -> Path:
     """Return the learned.csv of the run that `weights` is, or lies in: a checkpoint, an export, a fine-tuning."""
     folders = [weights, *weights.absolute().parents[:3]]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
+from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.launch import Place
@@ -225,6 +226,7 @@ def run_classifier(
     path = run / FOLDER / f"{digest[:12]}.safetensors"
     if (kept := _read(path, identity, head)) is not None:
         return kept, path, False
+    say_line(f"fitting      a classifier to {len(chosen):,} labels")
     module = encoder.module.to(place.device)
     features = outputs(module, index, chosen, config, place, view=encoder.view)
     module.to("cpu")

@@ -415,7 +415,7 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
     assert capfd.readouterr().out.splitlines()[-3:] == [
         f"weights  {run}/checkpoints/step_00000010",
         f"next     fastsuncet evaluate linear {run}/config.yaml",
-        f"         fastsuncet embed {run} FOLDER --output features.npz",
+        f"         fastsuncet predict {run} FOLDER --output predictions.csv --page",
     ]
     assert load_config(run / "config.yaml").run_folder == run
 

@@ -13,6 +13,7 @@ from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import timm_backbone
 from tests.support.archives import tar_of
+from tests.support.exports import save_run
 from tests.support.pictures import write_image, write_images
 
 TIMM = Weights("timm")
@@ -215,6 +216,35 @@ def test_init_weights(photos, monkeypatch, capsys):
         f"note     the network starts {said.replace(':', ', which as a rule costs accuracy:')}\n"
         in capsys.readouterr().out
     )
+
+
+def test_init_goes_on_from_a_run_with_its_validation_images_and_size(photos, capsys):
+    for path in photos.iterdir():
+        write_image(path, 300, 200)
+    tiny = ("model.name=resnet_tiny", "data.augmentation.size=48")
+    save_run(Path("runs/mine").absolute(), *tiny)
+    Path("runs/mine/held_out.csv").write_text("file,label\n1.jpg,dog\n")
+    words = [
+        "--labels",
+        "labels.csv",
+        "--weights",
+        "runs/mine",
+        "--hours",
+        "0.0001",
+        "--output",
+        "b/again.yaml",
+    ]
+    Path("b").mkdir()
+    assert cli.main(["init", "photos", *words]) == 0
+    assert "resnet_tiny, from runs/mine, " in capsys.readouterr().out
+    config = load_config("b/again.yaml")
+    assert config.data.validation == str(Path("runs/mine/held_out.csv").absolute())
+    assert (
+        config.data.augmentation.size == 48
+        and "validation: ../runs/mine/held_out.csv" in Path("b/again.yaml").read_text()
+    )
+    assert cli.main(["train", "b/again.yaml", "--dry-run", "data.backend=torchvision"]) == 0
+    assert "without 1 validation images" in capsys.readouterr().out
 
 
 def test_init_times_a_step(monkeypatch):

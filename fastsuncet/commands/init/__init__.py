@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors
@@ -11,8 +11,10 @@ from fastsuncet.commands.init.rules import Choice, Machine, Plan, Weights, choos
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.console import say_line
+from fastsuncet.data.learned_labels import held_out_of
 from fastsuncet.distributed.launch import expected_ranks
 from fastsuncet.errors import ConfigError
+from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 
 
@@ -45,7 +47,8 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
         atomic_files.replace(output, made.text.encode())
     plan = made.plan
     values = {choice.key: choice.value for choice in plan.choices}
-    start = "published weights" if values["model.init"] else "from scratch"
+    init = values["model.init"]
+    start = "published weights" if init == "timm" else f"from {init}" if init else "from scratch"
     say_line(
         f"{'method':<9}{plan.method}, {values['model.name']}, {start}, {values['data.augmentation.size']} pixels"
     )
@@ -81,6 +84,8 @@ def make(
     speed = f"{machine.macs_per_second / 1e9:,.0f} GMAC a second in a timed step"
     say_line(f"{'machine':<9}{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB; {speed}")
     start, why = survey.weights(weights, machine.device == "cuda")
+    if labels is not None and start is not None and (kept := held_out_of(typed_path(start.init))):
+        found = replace(found, survey=replace(found.survey, validation=str(kept)))
     plan = choose(found.survey, machine, hours, start, why)
     text = written(plan, found, start, output, hours)
     return Made(text, check(text, output, found, expected_ranks("auto")), plan, found)
@@ -99,8 +104,11 @@ def written(plan: Plan, found: survey.Found, start: Weights | None, output: Path
         first.append(Choice(f"data.{key}", value, kind[value] if key == "kind" else ""))
     choices = [*first, *plan.choices]
     if start is not None and start.init != "timm":
+        paths = {"model.init": start.init}
+        if kept := held_out_of(typed_path(start.init)):
+            paths["data.validation"] = str(kept)
         choices = [
-            Choice(c.key, relative(start.init), c.reason) if c.key == "model.init" else c for c in choices
+            Choice(c.key, relative(c.value), c.reason) if paths.get(c.key) == c.value else c for c in choices
         ]
     s = found.survey
     lines = [

@@ -36,7 +36,7 @@ class Survey:
     classes: int  # with a labeled image
     side: int  # median of the shorter sides, in pixels
     read_seconds: float  # of one thread, to read and decode one image
-    validation: str | None = None  # folder of validation images
+    validation: str | None = None  # folder of validation images, or a CSV
     bad: int = 0  # images whose header cannot be read
 
 
@@ -61,6 +61,7 @@ class Weights:
     stem: str = "imagenet"
     mean: tuple[float, ...] = IMAGENET[0]
     std: tuple[float, ...] = IMAGENET[1]
+    least: int = 96  # pixels of a view: of smaller ones, weights from 224 pixels lose much
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         return TRAINING * 3600 * hours / seconds(batch, size) / max(1, s.images // batch.unlabeled)
 
     sides = [size for size in SIZES if size <= max(s.side, SIZES[-1])]
-    least_side = 96 if weights else 32 if small else 48
+    least_side = weights.least if weights else 32 if small else 48
     sides = [size for size in sides if size >= least_side] or sides[:1]
     enough = next((size for size in sides if passes(size) >= FEW_PASSES), None)
     few = enough is None or s.images < FEW_IMAGES
@@ -184,7 +185,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         notes.append(f"the shortest sensible run takes longer than the {hours:g} hours given")
 
     validation = s.validation if s.labels else None
-    why_validation = "its folder" if validation else "no labels to measure with"
+    why_validation = "never learned from" if validation else "no labels to measure with"
     if s.labels and not validation:
         if _left(s) < s.labels:
             validation, why_validation = (

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from fastsuncet.commands.init.rules import IMAGENET, Machine, Survey, Weights
+from fastsuncet.commands.init.rules import Machine, Survey, Weights
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
@@ -184,5 +184,6 @@ def weights(asked: str | None, gpu: bool) -> tuple[Weights | None, str]:
         encoder = load_encoder(Path(asked))
     except CheckpointError as error:
         raise ConfigError(f"--weights {asked}: {error}") from error
-    mean, std = (encoder.view.mean, encoder.view.std) if encoder.view else IMAGENET
-    return Weights(asked, encoder.name, encoder.stem, mean, std), ""
+    if (view := encoder.view) is None:
+        return Weights(asked, encoder.name, encoder.stem), ""
+    return Weights(asked, encoder.name, encoder.stem, view.mean, view.std, min(96, view.size)), ""
