@@ -3,7 +3,6 @@
 An export is a file and a JSON, named by `record_path`, that says what network it is and which pixels it expects.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
 from fastsuncet.models.pretrained_weights import (
     Weights,
+    digest_of,
     fill,
     heads,
     read_weights,
@@ -197,7 +197,7 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         raise CheckpointError(
             f"{path} is for ONNX runtimes. Export the run --to torchvision to load it in torch"
         )
-    if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+    if digest_of(path) != digest:
         raise CheckpointError(
             f"{path} was changed after it was exported: its sha256 differs from {record_path(path)}"
         )

@@ -325,7 +325,9 @@ def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
         with np.load(stream, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in archive.files}
     except Exception as error:  # a damaged archive fails in as many ways as zip, zlib and NumPy have
-        raise DataError(f"the index {path} cannot be read ({error}): delete it; {_MAKE}") from error
+        # Not NumPy's own text, which advises to load pickles.
+        text = f"the index {path} cannot be read: it is damaged, or no index ({type(error).__name__})"
+        raise DataError(f"{text}. Delete it; {_MAKE}") from error
     if str(arrays.get("kind")) != _KIND:
         raise DataError(f"{path} is not an image index; {_MAKE}")
     try:

@@ -60,7 +60,8 @@ class Shards:
         allow_open_files(len(self.paths))
         for path, (size, time) in zip(self.paths, stamps.tolist()):
             try:
-                self._files.append(io.FileIO(path))
+                # Without O_NONBLOCK, opening a pipe would wait for its writer.
+                self._files.append(io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)))
                 now = stamp(os.fstat(self._files[-1].fileno()))
             except OSError as error:
                 remedy = REMEDY if error.errno == errno.ENOENT else atomic_files.advice(error, "data.pack")

@@ -139,27 +139,6 @@ def test_format_meta_of_any_other_content_is_damage(tmp_path, wrong):
     assert newest(tmp_path)[0] == 1
 
 
-UNREADABLE = {  # by what happens to the file, a part of the message
-    "pipe": (os.mkfifo, "not a regular file"),
-    "endless device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
-    "folder": (os.mkdir, "Is a directory"),
-    "50 GB": (lambda path: path.touch() or os.truncate(path, 50 << 30), "53,687,091,200 bytes; at most"),
-}
-
-
-@pytest.mark.parametrize("name", ["meta.json", "model.safetensors", "train_state.pt"])
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_format_reads_no_more_than_was_written(tmp_path, kind, name):
-    """A pipe would block for ever, an endless file would fill the memory."""
-    save(tmp_path, 1)
-    path = save(tmp_path, 2) / name
-    path.unlink()
-    make, message = UNREADABLE[kind]
-    make(path)
-    step, lines = newest(tmp_path)
-    assert step == 1 and f"{name} cannot be read" in lines[0] and message in lines[0]
-
-
 def test_format_refuses_a_size_that_no_memory_holds(tmp_path):
     save(tmp_path, 1)
     path = save(tmp_path, 2)

@@ -1,6 +1,5 @@
 """Ranks that were started with another config, other labels or other code than rank 0 are refused before a step."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -91,24 +90,6 @@ def test_ranks_started_differently_are_refused_before_the_first_step(tmp_path):
     assert no_split.startswith("rank 1: ") and "split.txt" in no_split
     assert no_labels.startswith("rank 1: ") and "labels.csv" in no_labels
     assert not list(tmp_path.glob("*/status.json"))
-
-
-def test_two_processes_with_different_overrides_end_with_code_2(tmp_path):
-    """As torchrun starts them, on ranks that have not met."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    words = [*cli_command(), "train", "digits_demo", *SMALL, f"logging.folder={tmp_path}"]
-    ranks = []
-    for rank in range(2):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        extra = ["optimization.lr=0.7"] if rank else []
-        ranks.append(subprocess.Popen([*words, *extra], env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], errors
-    assert all(f"[rank {rank}] error: the ranks were not started alike" in errors[rank] for rank in range(2))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_config_that_is_wrong_on_one_rank_only_ends_the_job(tmp_path):

@@ -30,24 +30,6 @@ def test_write_makes_file_and_folders_for_their_owner_alone(tmp_path, open_umask
     assert code_cache.read(path) == b"code" and list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda content: content[:-1], lambda content: b"x" + content[1:], lambda _: b""]
-)
-def test_read_gives_no_damaged_code(tmp_path, damage):
-    path = tmp_path / "code"
-    code_cache.write(path, b"code")
-    path.write_bytes(damage(path.read_bytes()))
-    assert code_cache.read(path) is None and code_cache.read(tmp_path / "absent") is None
-
-
-def test_read_neither_waits_for_a_pipe_nor_reads_a_huge_file(tmp_path):
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    with open(tmp_path / "huge", "wb") as file:
-        file.truncate(50 << 30)
-    (tmp_path / "huge").chmod(0o600)
-    assert code_cache.read(tmp_path / "pipe") is code_cache.read(tmp_path / "huge") is None
-
-
 @pytest.mark.parametrize("name", ["folder", "file"])
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
 def test_read_gives_no_code_that_others_could_write(tmp_path, name, mode):

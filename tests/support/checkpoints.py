@@ -1,5 +1,7 @@
-"""Small checkpoints for tests, and ways to damage them."""
+"""Small checkpoints for tests, and ways to damage a file."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,19 +41,30 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
     return loaded and loaded.step, lines
 
 
-DAMAGE = {
-    "truncated": lambda content: content[:-1],
-    "empty": lambda content: b"",
-    "flipped": lambda content: bytes([content[0] ^ 4]) + content[1:],
-    "longer": lambda content: content + b"\0",
+def rewritten_by(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def in_place_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda path: (path.unlink(), make(path))
+
+
+HARMS = {  # what can happen to a file
+    "missing": Path.unlink,
+    "truncated": rewritten_by(lambda content: content[:-1]),
+    "half": rewritten_by(lambda content: content[: len(content) // 2]),
+    "empty": rewritten_by(lambda content: b""),
+    "flipped": rewritten_by(lambda content: bytes([content[0] ^ 4]) + content[1:]),
+    "longer": rewritten_by(lambda content: content + b"\0"),
     # What a power cut leaves of an unsynced file on some systems.
-    "zeros": lambda content: bytes(len(content)),
+    "zeros": rewritten_by(lambda content: bytes(len(content))),
+    "pipe": in_place_by(os.mkfifo),  # opening it would wait for ever
+    "endless device": in_place_by(lambda path: path.symlink_to("/dev/zero")),
+    "folder": in_place_by(os.mkdir),
+    "50 GB": lambda path: os.truncate(path, 50 << 30),
 }
 
 
 def corrupt(path: Path, how: str) -> None:
-    """Damage the file at `path` in one of the ways of DAMAGE, or remove it ("missing")."""
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(DAMAGE[how](path.read_bytes()))
+    """Damage the file at `path` in one of the ways of HARMS."""
+    HARMS[how](path)

@@ -165,7 +165,7 @@ def die_at(write: Callable[[], object], fatal: int, half: bool = False) -> list[
 
 
 def crash_at_every_syscall(
-    write: Callable[[Path], object], before: Path, look: Callable[[Path], None]
+    write: Callable[[Path], object], before: Path, look: Callable[[Path], None], *, power_cuts: bool = True
 ) -> list[str]:
     """Crash `write(folder)`, which changes a folder that is as `before`, and `look(folder)` at what is left each time.
 
@@ -182,6 +182,9 @@ def crash_at_every_syscall(
             assert die_at(lambda folder=folder: write(folder), fatal, half) == calls[:fatal]
             look(folder)
             shutil.rmtree(folder)
+
+    if not power_cuts:
+        return calls
 
     def look_at_disks(watched: Watched) -> None:
         for _, disk in watched.disks(scratch):

@@ -7,20 +7,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
+import torch
+from torch import nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.errors import CheckpointError
+from fastsuncet.commands import export, folder_pass
+from fastsuncet.distributed.launch import Place
+from fastsuncet.errors import FastSuncetError
+from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from pipelines import code_cache
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex, load_own_index, save_index
 from pipelines.datasets.pack import open_pack, write_pack
+from pipelines.sampling.augmentation import Center
 from tests.support.checkpoints import assert_whole, save
+from tests.support.exports import save_run
 from tests.support.pictures import write_pictures
 
 # What a writer or a reader raises, in words for the user, where the disk refuses.
-REFUSALS = (CheckpointError, DataError, OSError)
+REFUSALS = (FastSuncetError, DataError, OSError)
 
 
 class Writer(NamedTuple):
@@ -40,7 +48,7 @@ def images() -> ImageIndex:
 
 
 def read_checkpoint(folder: Path) -> int | None:
-    loaded = manager.load_newest(folder, say=lambda line: None)
+    loaded = manager.load_newest(folder)
     if loaded is not None:
         assert_whole(loaded)
     return loaded and loaded.step
@@ -62,7 +70,10 @@ def read_pack(folder: Path) -> int | None:
     found = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=None)
     if found is not None:
         pack = open_pack(folder / str(found))
-        assert [pack.content(i) for i in range(3)] == [images().path(i).read_bytes() for i in range(3)]
+        for i in range(3):
+            if damage := pack.damage(i):
+                raise DataError(damage)
+            assert pack.content(i) == images().path(i).read_bytes()
     return found
 
 
@@ -70,6 +81,52 @@ def read_code(folder: Path) -> int | None:
     code = code_cache.read(folder / "kernels" / "code")
     assert code is None or code == code[:1] * 20_000
     return None if code is None else int(code[:1])
+
+
+@functools.cache
+def exported() -> tuple[Encoder, dict]:
+    """Return a small encoder and the record of its export."""
+    run = Path(tempfile.mkdtemp(prefix="fastsuncet-run-")) / "run"
+    save_run(run, "model.name=timm/test_resnet")
+    encoder = load_encoder(run)
+    return encoder, export._record(encoder, "timm", run)
+
+
+def write_export(path: Path, number: int) -> None:
+    """Export an encoder as if it had done `number` updates, to a folder or a file."""
+    encoder, record = exported()
+    write = export._write_file if path.suffix else export._write_folder
+    write(path, encoder, record | {"encoder": record["encoder"] | {"step": number}})
+
+
+def read_export(path: Path) -> int | None:
+    record = path / "fastsuncet.json" if path.is_dir() else path.with_suffix(".json")
+    return load_encoder(path).step if os.path.lexists(path) and os.path.lexists(record) else None
+
+
+def write_rows(folder: Path, number: int) -> None:
+    """Write an output of `number` for each image, as `embed` and `predict` do; nothing is decoded."""
+
+    def outputs(network: nn.Module, index: ImageIndex, numbers: np.ndarray, *_, **__) -> torch.Tensor:
+        return torch.full((len(numbers), 2), float(number))
+
+    def save_rows(path: Path, rows: np.ndarray) -> None:
+        np.save(path, rows)
+
+    network, place = nn.Flatten(), Place(0, 1, 0, torch.device("cpu"))
+    network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
+    with mock.patch.object(folder_pass, "outputs", outputs), mock.patch.dict(folder_pass.SAVE_EVERY, cpu=1):
+        folder_pass.write_pass(
+            folder / "rows.npy", network, 2, images(), Center(), place, save_rows, batch=2, force=True
+        )
+
+
+def read_rows(folder: Path) -> int | None:
+    if not (folder / "rows.npy").exists():
+        return None
+    rows = np.load(folder / "rows.npy")
+    assert rows.shape == (3, 2) and (rows == rows[0, 0]).all()
+    return int(rows[0, 0])
 
 
 WRITERS = {
@@ -85,4 +142,15 @@ WRITERS = {
         read_code,
         {"kernels"},
     ),
+    "export": Writer(
+        lambda folder, n: write_export(folder / "weights.pth", n),
+        lambda folder: read_export(folder / "weights.pth"),
+        {"weights.pth", "weights.json"},
+    ),
+    "export folder": Writer(
+        lambda folder, n: write_export(folder / "weights", n),
+        lambda folder: read_export(folder / "weights"),
+        {"weights"},
+    ),
+    "rows": Writer(write_rows, read_rows, {"rows.npy"}),
 }

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_folder
@@ -332,39 +333,15 @@ def test_save_index_refuses_data_in_memory(tmp_path):
             save_index(small_index(**changes), tmp_path / "index.npz")
 
 
-def test_save_index_leaves_the_old_one_when_it_fails(index, kept, tmp_path, monkeypatch):
-    def full(stream, **arrays):
-        stream.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pipelines.datasets.index.np.savez", full)
-    with pytest.raises(DataError, match=r"cannot write the index .*index.npz: No space left") as error:
-        save_index(replace(index, bad={0: "why"}), kept)
-    assert error.value.exit_code == 5
-    assert load_index(kept).bad == {} and sorted(os.listdir(tmp_path)) == ["images", "index.npz"]
-
-
-def test_save_index_meets_no_other_writer_of_its_process_id(index, tmp_path, monkeypatch):
-    savez = np.savez
-
-    def together(stream, **arrays):
-        with monkeypatch.context() as patch:
-            patch.setattr("pipelines.datasets.index.np.savez", savez)
-            save_index(index, tmp_path / "index.npz")
-        savez(stream, **arrays)
-
-    monkeypatch.setattr("pipelines.datasets.index.np.savez", together)
-    save_index(replace(index, bad={0: "why"}), tmp_path / "index.npz")
-    assert load_index(tmp_path / "index.npz").bad == {0: "why"}
-
-
-def test_save_index_syncs_before_the_rename(index, tmp_path, monkeypatch):
-    calls = []
-    fsync, rename = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), rename(a, b)))
-    save_index(index, tmp_path / "index.npz")
-    assert calls == ["fsync", "replace", "fsync"]
+def test_two_writers_of_one_file_leave_the_content_of_the_last(tmp_path):
+    """Processes in two containers can have the same number."""
+    with (
+        atomic_files.replacing(tmp_path / "file") as first,
+        atomic_files.replacing(tmp_path / "file") as second,
+    ):
+        first.write(b"first")
+        second.write(b"second, which ends before")
+    assert (tmp_path / "file").read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
 
 
 def test_load_index_names_any_damage(kept, index):
