@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from pipelines.backend import choose_backend
+from pipelines.backend import Backend, LoaderOptions, choose_backend
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import Progress, file_stamps, image_size, read_rgb, read_sizes
 from pipelines.datasets.index import ImageIndex
@@ -44,9 +45,9 @@ class CheckReport:
 
 def check(
     index: ImageIndex,
-    backend: str = "auto",
+    backend: Backend = "auto",
     *,
-    device: str = "cpu",
+    device: Literal["cpu", "gpu"] = "cpu",
     threads: int = 2,
     progress: Progress | None = None,
 ) -> CheckReport:
@@ -57,11 +58,13 @@ def check(
     error (a flipped bit inside a JPEG) is found only in a pack.
 
     Raises DataError for data without files, for an absent back-end, and when the decoder refuses a whole batch that PIL
-    reads: then the decoder has failed, not the files. No content of a file raises.
+    reads: then the decoder has failed, not the files. No content of a file raises. Raises ValueError for another
+    `backend`, `device` or number of threads.
     """
     if index.root is None:
         raise DataError("these data are held in memory: there is no file to check")
-    dali = choose_backend(backend) == "dali"
+    options = LoaderOptions(backend, device, threads=threads)
+    dali = choose_backend(options.backend) == "dali"
     decode = _decoder(dali, device, threads)
     sizes = np.zeros((len(index), 2), np.int32)
     stamps = np.empty((len(index), 2), np.int64) if index.pack is None else None
