@@ -17,6 +17,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from tests.support.runs import CONFIGS, small_config
+from tests.support.trackers import tensorboard
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def results(folder) -> dict[str, dict]:
 
 @pytest.mark.parametrize("kind", ["knn", "npi", "linear"])
 def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
-    code, out, err = evaluate(folder, capsys, kind)
+    code, out, err = evaluate(folder, capsys, kind, "logging.tensorboard=true")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith(f"{kind:<9}")
@@ -60,6 +61,8 @@ def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     assert lines[2] == "images   355 for validation, each once"
     said = re.fullmatch(r"step 20 \(SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3])
     result = results(folder)[f"{kind} 20"]
+    sent = tensorboard(folder / "digits_demo")["numbers"][f"results/{kind}/top1"]
+    assert sent == [(20, pytest.approx(result["metrics"]["top1"]))]
     assert float(said[1]) == pytest.approx(100 * result["metrics"]["top1"], abs=0.005)
     assert (
         lines[4]

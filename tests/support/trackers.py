@@ -24,7 +24,7 @@ def tensorboard(folder: Path) -> Held:
 
     events = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0, "images": 0, "scalars": 0}).Reload()
     tags, config = events.Tags(), {}
-    if tags["tensors"]:
+    if "config/text_summary" in tags["tensors"]:
         info = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
         config = {
             key: getattr(value, value.WhichOneof("kind")) for key, value in parsed(info).hparams.items()
