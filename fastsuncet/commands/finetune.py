@@ -14,9 +14,11 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images, validates
+from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
+from fastsuncet.evaluation.classifier import run_of
 from fastsuncet.evaluation.confusion import written
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import (
@@ -26,7 +28,7 @@ from fastsuncet.evaluation.finetuning.job import (
     heading,
     resolve_sizes,
 )
-from fastsuncet.evaluation.scoring import true_labels
+from fastsuncet.evaluation.scoring import labeled, true_labels
 from fastsuncet.metrics.results import send_results
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
@@ -74,7 +76,11 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        job = FineTuningJob(sized, place, images, encoder, several=several)
+        known = 0
+        if images.held_out is None:
+            found = learned(run_of(encoder, config), images.train, encoder.trained)
+            known = int(found[labeled(images)].sum())
+        job = FineTuningJob(sized, place, images, encoder, several, known)
         record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
         accuracy, *more = accuracy_lines(record)

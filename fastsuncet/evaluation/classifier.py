@@ -179,7 +179,8 @@ def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier
     with torch.no_grad():
         for parameter in encoder.classifier.parameters():
             parameter /= calibration.temperature
-    what = (record["labels"]["count"], count, by.format(count), 0, record["metrics"]["top1"], calibration)
+    known, top1 = record.get("learned", 0), record["metrics"]["top1"]
+    what = (record["labels"]["count"], count, by.format(count), known, None if known else top1, calibration)
     worth = Worth(f"fine-tuned, of {Path(encoder.source).parents[1]}", *what, because)
     return Classifier(encoder.classifier, encoder.classes, worth)
 

@@ -195,7 +195,9 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     assert cli.main(tune) == 130
     assert [name for name, *_ in calls[1:]] == ["1", "2", "3"] and not read_results(run)
     stop_at = None
+    (run / "learned.csv").write_text((run.parent / "labels.csv").read_text())
     assert cli.main(tune) == 0
+    (run / "learned.csv").write_text("file,label\n")
     every, folds = calls[4][1], calls[5:]
     assert len(every) == 18 == sum(len(left_out) for _, _, left_out in folds)
     for _, learned, left_out in folds:
@@ -204,7 +206,11 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     assert "about 6 times as long as the network alone" in printed and "fold     5 of 5: 15 images" in printed
     assert "of 18 labeled images, each left out once, 95 % interval" in printed
     (record,) = read_results(run)
+    assert "the encoder has learned from 18 of these labels before" in printed
     assert record["images"] == 18 and record["setting"]["folds"] == 5
+    assert record["learned"] == 18 and cli.main(words(next((run / "finetune").iterdir()), "known.csv")) == 0
+    assert "expected     unknown: the network has learned from these labels" in capsys.readouterr().out
+    record["learned"] = 0
     assert {name: of["images"] for name, of in record["classes"].items()} == dict.fromkeys(COLORS, 6)
     (folder,) = (run / "finetune").iterdir()
     assert {path.name for path in (folder / "folds").iterdir()} == set("12345")
@@ -220,6 +226,8 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
         printed = capsys.readouterr().out
         assert f"classifier   {kind}" in printed and "5-fold cross-validation on 18 labels" in printed
     # By itself the fine-tuned network has the same temperature.
+    kept = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(kept | {"record": record}))
     assert cli.main(words(folder, "own.csv")) == 0
     assert f"before temperature {record['calibration']['temperature']:.2f}" in capsys.readouterr().out
     (folder / "result.json").unlink()

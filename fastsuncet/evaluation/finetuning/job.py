@@ -104,6 +104,9 @@ class FineTuningJob:
     images: Images
     encoder: Encoder
     several: bool  # checkpoints are fine-tuned, so finetune.write_tag alone does not name a folder
+    learned: int = (
+        0  # of the labels, those that the encoder has learned from, where folds are to judge by them
+    )
 
     @property
     def folder(self) -> Path:
@@ -220,6 +223,7 @@ class FineTuningJob:
                 "ledger": trainer.ledger.record(),
             },
             **({"frozen": frozen} if frozen else {}),
+            **({"learned": self.learned} if self.learned else {}),
             "calibration": calibrate(logits, truth)._asdict(),
             "classes": per_class(outcome.confusion, images.train.classes),
             "run": self.config.run_folder.name,
@@ -322,6 +326,11 @@ def accuracy_lines(record: dict[str, Any]) -> list[str]:
         parts.append(f"top 5 {100 * metrics['top5']:.2f} %")
     parts.append(f"on the training crops {100 * tuned['train_accuracy']:.1f} %")
     lines = [f"top 1    {'; '.join(parts)}", f"calibration  {Calibration(**record['calibration'])}"]
+    if count := record.get("learned"):
+        lines.append(
+            f"note     the encoder has learned from {count:,} of these labels before: the accuracy on other images is "
+            "lower, perhaps by far. Hold out labels that no run learns from (data.validation) to know it"
+        )
     if (frozen := record.get("frozen")) is None:
         return lines
     others = ", ".join(f"{name} {100 * frozen[key]:.2f} %" for key, name in FROZEN.items())
