@@ -30,6 +30,8 @@ from tests.support.pictures import write_pictures
 # What a writer or a reader raises, in words for the user, where the disk refuses.
 REFUSALS = (FastSuncetError, DataError, OSError)
 
+SCRATCH = tempfile.TemporaryDirectory()  # of the test process, removed at its end
+
 
 class Writer(NamedTuple):
     """`write(folder, n)` writes, `read(folder)` returns n, or None where there is nothing; what it finds is whole."""
@@ -44,7 +46,7 @@ class Writer(NamedTuple):
 @functools.cache
 def images() -> ImageIndex:
     """Return three images in a folder of their own."""
-    return write_pictures(Path(tempfile.mkdtemp(prefix="fastsuncet-images-")), count=3, side=24)
+    return write_pictures(Path(SCRATCH.name, "images"), count=3, side=24)
 
 
 def read_checkpoint(folder: Path) -> int | None:
@@ -86,7 +88,7 @@ def read_code(folder: Path) -> int | None:
 @functools.cache
 def exported() -> tuple[Encoder, dict]:
     """Return a small encoder and the record of its export."""
-    run = Path(tempfile.mkdtemp(prefix="fastsuncet-run-")) / "run"
+    run = Path(SCRATCH.name, "run")
     save_run(run, "model.name=timm/test_resnet")
     encoder = load_encoder(run)
     return encoder, export._record(encoder, "timm", run)
