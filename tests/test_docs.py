@@ -31,7 +31,8 @@ TRAIN = sorted({line for page in PAGES for line in commands(page) if "fastsuncet
 def test_docs_train_command_is_a_valid_config(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (mine,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.S)
-    Path("mine.yaml").write_text(mine)
+    for name in ("mine.yaml", "again.yaml"):
+        Path(name).write_text(mine)
     words = shlex.split(command.replace("$PWD", "/here"))
     arguments = words[words.index("train") + 1 :]
     load_config(arguments[0], [word for word in arguments[1:] if not word.startswith("--")])
