@@ -5,8 +5,10 @@
 Shapes: N labeled images, E the width of the encoder's output, D that of the projection, C classes.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +46,7 @@ from pipelines.datasets.label_splits import labeled_split
 from pipelines.datasets.string_table import Names
 
 FOLDER = "classifier"  # in the run's folder
+FEW_NUMBERS = 2_000_000  # of features: 4,000 labels of a ResNet-18
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
 BY_FOLDS = f"{FOLDS}-fold cross-validation on {{:,}} labels"
 
@@ -232,7 +235,8 @@ def run_classifier(
     features = outputs(module, index, chosen, config, place, view=encoder.view)
     module.to("cpu")
     truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
-    classifier = fit_classifier(features, truth, given, classes, config, head)
+    with _one_thread(features):
+        classifier = fit_classifier(features, truth, given, classes, config, head)
     assert classifier.worth is not None, "it was fitted here"
     about = {"identity": identity, "worth": asdict(classifier.worth)}
     tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
@@ -241,6 +245,21 @@ def run_classifier(
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, payload)
     return classifier, path, True
+
+
+@contextlib.contextmanager
+def _one_thread(features: Tensor) -> Iterator[None]:
+    """Compute on one thread where the features are few.
+
+    A fit is then thousands of operators of microseconds, and between any two of them the threads wait for each other:
+    on two busy cores 100 labels took nine minutes with two threads and seconds with one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if features.numel() < FEW_NUMBERS else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:

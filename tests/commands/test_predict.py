@@ -113,6 +113,17 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert fastsuncet.predict(run, photos, skip_bad=True) == []
 
 
+def test_predict_fits_few_labels_on_one_thread(run, monkeypatch):
+    used, fit, before = [], classifier.fit_classifier, torch.get_num_threads()
+    monkeypatch.setattr(
+        classifier, "fit_classifier", lambda *x: used.append(torch.get_num_threads()) or fit(*x)
+    )
+    torch.set_num_threads(2)
+    fastsuncet.predict(run, run.parent / "photos")
+    assert (used, torch.get_num_threads()) == ([1], 2)
+    torch.set_num_threads(before)
+
+
 def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, capsys):
     """All of them help to classify, those of data.validation too."""
     table = (run.parent / "labels.csv").read_text()
