@@ -50,7 +50,7 @@ def test_sources_has_a_page_for_each_linked_file():
 
 
 def test_site_searches_without_a_server():
-    """The plugin's own script is of another host: the site has a copy."""
+    """The plugin's own script is of another host: the site has one of this project."""
     config = yaml.safe_load((docs_site.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert config["plugins"][:2] == ["search", "offline"]
     (script,) = config["extra"]["polyfills"]
