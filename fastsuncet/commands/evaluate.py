@@ -11,10 +11,9 @@ from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images, validates
-from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
-from fastsuncet.evaluation.classifier import run_of
+from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.cross_validation import cross_validated
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
@@ -74,8 +73,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
         network = _network(encoder, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
         what = (network, images, config, place)
         if alone:
-            known = learned(run_of(encoder, config), images.train, encoder.trained)
-            measured = cross_validated(kind, *what, known)
+            measured = cross_validated(kind, *what, learned_labels(encoder, config, images.train))
         else:
             measured = KINDS[kind][0](*what)
         if place.first:

@@ -14,11 +14,10 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images, validates
-from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
-from fastsuncet.evaluation.classifier import run_of
+from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import written
 from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import (
@@ -78,8 +77,7 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
             continue
         known = 0
         if images.held_out is None:
-            found = learned(run_of(encoder, config), images.train, encoder.trained)
-            known = int(found[labeled(images)].sum())
+            known = int(learned_labels(encoder, config, images.train)[labeled(images)].sum())
         job = FineTuningJob(sized, place, images, encoder, several, known)
         record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)

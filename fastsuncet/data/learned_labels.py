@@ -31,8 +31,9 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     init = _table_of(typed_path(config.model.init)) if config.model.init else folder / LEARNED
     before = _read(init) if config.model.init else {}
     tables, warning = {LEARNED: dict(before)}, []
-    if config.criterion.supervised and len(images.split.indices) <= MOST:
-        tables[LEARNED] |= _rows(images.train, images.split.indices)
+    if config.criterion.supervised:
+        few = len(images.split.indices) <= MOST
+        tables[LEARNED] = tables[LEARNED] | _rows(images.train, images.split.indices) if few else {}
     if images.held_out is not None and None is not images.train.root == images.held_out.root:
         held_out = tables[HELD_OUT] = _rows(images.held_out, np.arange(len(images.held_out)))
         if known := len(before.keys() & held_out.keys()):
@@ -47,10 +48,10 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     return warning
 
 
-def learned(run: Path, index: ImageIndex, trained: Config | None) -> np.ndarray:
+def learned(run: Path, index: ImageIndex, trained: Config) -> np.ndarray:
     """Return which images of `index` a run with the config `trained` has learned the label of, bool (N,).
 
-    `trained` is None for weights of another program, which knew no label. Of a run that does not say it: all.
+    Of a run that does not say it: all.
     """
     table = run / LEARNED
     if table.is_file():
@@ -59,7 +60,7 @@ def learned(run: Path, index: ImageIndex, trained: Config | None) -> np.ndarray:
         places = index.files.find(list(names))
         found[places[places >= 0]] = True
         return found
-    return np.full(len(index), trained is not None and trained.criterion.supervised)
+    return np.full(len(index), trained.criterion.supervised)
 
 
 def held_out_of(weights: Path) -> Path | None:

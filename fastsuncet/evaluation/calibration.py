@@ -15,12 +15,12 @@ class Calibration(NamedTuple):
     """One temperature, and the expected calibration error with it and without it, on the images it was fitted to."""
 
     temperature: float = 1.0
-    error: float | None = None  # None: no image could be judged
+    error: float | None = None  # None: not measured
     error_before: float | None = None
 
     def __str__(self) -> str:
         if self.error is None or self.error_before is None:
-            return "unknown, since no image could be judged"
+            return "not measured"
         return (
             f"probabilities are off by {100 * self.error:.1f} points on average, "
             f"{100 * self.error_before:.1f} before temperature {self.temperature:.2f}"

@@ -144,6 +144,16 @@ def run_of(encoder: Encoder, config: Config) -> Path:
     return next((folder for folder in above if (folder / manager.FOLDER).is_dir()), config.run_folder)
 
 
+def learned_labels(encoder: Encoder, config: Config, index: ImageIndex) -> np.ndarray:
+    """Return which images of `index` the encoder has learned the label of, bool (N,).
+
+    Weights of another program knew no label. A fine-tuning keeps no table of its labels, so it may have learned all.
+    """
+    if encoder.trained is None or encoder.tuned is not None:
+        return np.full(len(index), encoder.tuned is not None)
+    return learned(run_of(encoder, config), index, encoder.trained)
+
+
 def _best_fine_tuning(run: Path, encoder: Encoder, labels: int) -> tuple[Encoder, Classifier] | None:
     """Return the best fine-tuning of `encoder` on so many labels, if it is above the linear classifier and PAWS's."""
 
@@ -177,7 +187,7 @@ def _best_fine_tuning(run: Path, encoder: Encoder, labels: int) -> tuple[Encoder
 def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier:
     """Return the classifier of a fine-tuned network, calibrated on the images that its record was measured on."""
     assert encoder.classifier is not None, "it was fine-tuned"
-    calibration, count = Calibration(**record["calibration"]), record["images"]
+    calibration, count = Calibration(**record.get("calibration", {})), record["images"]
     by = BY_FOLDS if "folds" in record["setting"] else "on {:,} validation images"
     with torch.no_grad():
         for parameter in encoder.classifier.parameters():
@@ -201,7 +211,7 @@ def run_classifier(
     if isinstance(config.data.validation, float) or config.data.validation_table:
         config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
     index, chosen = labeled_images(config, place)
-    known = learned(run, index, encoder.trained)[chosen]
+    known = learned_labels(encoder, config, index)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
     if len(classes) < 2:

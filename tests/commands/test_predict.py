@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import folder_pass, prediction_page
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
+from fastsuncet.distributed.launch import join
 from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.calibration import Calibration
 from fastsuncet.evaluation.classifier import NearestNeighbors
@@ -134,7 +136,16 @@ def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels
     fastsuncet.predict(run, run.parent / "photos")
     said = "cross-validation on 6 labels; the network has learned from the other 12)"
     assert said in capsys.readouterr().out
-    config = load_encoder(run).trained.with_values({"data.validation": 0.34})
+    encoder = load_encoder(run)
+    with join(encoder.trained) as place:
+        index, _ = classifier.labeled_images(encoder.trained, place)
+
+    def known(**changed) -> int:
+        return int(classifier.learned_labels(replace(encoder, **changed), encoder.trained, index).sum())
+
+    # A fine-tuning may have learned any label, and weights of another program none, wherever they lie.
+    assert (known(), known(tuned=3), known(trained=None)) == (12, 18, 0)
+    config = encoder.trained.with_values({"data.validation": 0.34})
     fastsuncet.predict(config, run.parent / "photos")
     assert "fitted before" in capsys.readouterr().out
 
@@ -243,6 +254,12 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     own = fastsuncet.predict(folder, "photos")
     temperature = record["calibration"]["temperature"]
     assert f"before temperature {temperature:.2f}" in capsys.readouterr().out
+    # A record of before there was a calibration: predictions without, until `finetune` measures it.
+    older = {key: value for key, value in record.items() if key != "calibration"}
+    (folder / "result.json").write_text(json.dumps(kept | {"record": older}))
+    fastsuncet.predict(folder, "photos")
+    assert "calibration  not measured" in capsys.readouterr().out
+    assert cli.main(tune) == 0 and "calibration" in json.loads((folder / "result.json").read_text())["record"]
     (folder / "result.json").unlink()
     raw = fastsuncet.predict(folder, "photos")
     assert "not calibrated" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.config import load_config
+from fastsuncet.data import learned_labels
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned, write_learned_labels
 from fastsuncet.distributed.launch import join
@@ -35,7 +36,7 @@ optimization: {steps: 1, lr: 1.0}
     return write
 
 
-def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config):
+def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monkeypatch):
     first, images = config(10)
     Path("first/checkpoints").mkdir(parents=True)
     assert write_learned_labels(Path("first"), images, first) == []
@@ -50,7 +51,13 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config):
     assert "Write data.validation=" in warning and warning.endswith("/first/held_out.csv")
     both = Path("second/learned.csv").read_text().split()[1:]
     assert len(both) == 16 + int(warning.split()[0]) and set(ours) < set(both)
-    assert learned(Path("second"), images.train, None).sum() == 16
+    assert learned(Path("second"), images.train, second).sum() == 16
+    # Of more labels than a table holds there is none, also where model.init has one: all count as learned.
+    Path("third").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(learned_labels, "MOST", len(images.split.indices) - 1)
+        write_learned_labels(Path("third"), images, second)
+    assert learned(Path("third"), images.train, second).all()
     # The table of the first run is a data.validation: then none was learned from.
     third, images = config(20, "model.init=first", "data.validation=first/held_out.csv")
     assert write_learned_labels(Path("second"), images, third) == []
@@ -62,5 +69,4 @@ def test_learned_labels_of_a_run_without_a_table_are_all_or_none(config):
     assert learned(Path("none"), images.train, supervised).all()
     plain, _ = config(10, "criterion.supervised_epochs=0")
     assert not learned(Path("none"), images.train, plain).any()
-    assert not learned(Path("none"), images.train, None).any()
     assert write_learned_labels(Path(), images, plain) == [] and not Path("learned.csv").exists()
