@@ -107,8 +107,10 @@ def predict(
     if page:
         found = [x for x in _predictions(rows, index, classifier.classes) if isinstance(x, Prediction)]
         about = [*([] if classifier.worth is None else describe(classifier)), *summary]
+        text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
-            atomic_files.replace(shown, prediction_page(found, folder, about).encode())
+            # Names of files and folders are bytes: one that is not UTF-8 is shown with question marks.
+            atomic_files.replace(shown, text.encode(errors="replace"))
         say_line(f"wrote {shown}")
 
 

@@ -116,7 +116,7 @@ def _row(title: str, found: Iterable[Predicted], folder: Path) -> str:
 
 
 def _figure(each: Predicted, folder: Path) -> str:
-    name = html.escape(each.file, quote=True).encode(errors="replace").decode()
+    name = html.escape(each.file, quote=True)
     first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
     second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
     return (

@@ -55,10 +55,10 @@ def suggest(
     table = io.StringIO(newline="")
     rows = [("file", "label"), *((name, "") for name in found.names)]
     csv.writer(table, lineterminator="\n").writerows(rows)
+    text = labeling_page(found.names, found.paths, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
         atomic_files.replace(output, table.getvalue().encode("utf-8", "surrogateescape"))
         if page:
-            text = labeling_page(found.names, found.paths, found.classes, found.guesses)
             atomic_files.replace(shown, text.encode())
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:

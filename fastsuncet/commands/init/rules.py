@@ -98,7 +98,7 @@ class _Batch:
 def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Plan:
     """Return the plan for these images on this machine in `hours`; `why_scratch` is why there are no `weights`.
 
-    Raises ConfigError for images that no method can learn from: fewer than two, or labels of one class.
+    Raises ConfigError for images that no method can learn from: fewer than four, or labels of one class.
     """
     if s.images - s.bad < 4:
         raise ConfigError(
