@@ -152,6 +152,7 @@ def test_job_is_done_when_its_result_exists(command, changes, done):
     write_status(folder, 2)
     for step in (1, 2):
         (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000003.old").mkdir()  # a user's copy is none
     settings = asked(job.config, job.command.split()[-1])
     result(folder, 2, 0.5, **{"kind": "knn", "asked": settings, **changes})
     assert job_state(job).done == done

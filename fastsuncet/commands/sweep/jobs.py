@@ -32,7 +32,8 @@ def job_state(job: Job) -> JobState:
         return JobState(True, "done") if steps else JobState(False, "to do")
     wanted = {status.get("step")}
     if "--every-checkpoint" in job.options:
-        wanted |= {int(path.name[5:]) for path in (folder / "checkpoints").glob("step_[0-9]*")}
+        names = {path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")}
+        wanted |= {int(name) for name in names if name.isdecimal()}
     if wanted <= steps:
         return JobState(True, "done")
     return JobState(False, "to do again: the run has gone on" if steps else "to do")
