@@ -162,7 +162,7 @@ def choose(
     machine = verdicts.describe_machine(place.device)
     check_memory(config, arithmetic, machine["memory"])
     paths: Paths = {
-        name: STAYS_OFF if before.get(name) is False else path.excluded(config, arithmetic)
+        name: path.excluded(config, arithmetic) or (STAYS_OFF if before.get(name) is False else None)
         for name, path in PATHS.items()
     }
     check_int32(resolved(config, paths), arithmetic, paths)  # as if all that is tried would pass

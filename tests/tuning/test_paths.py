@@ -148,6 +148,8 @@ def test_continued_run_obeys_what_was_chosen(monkeypatch, capsys):
     assert (found["lars.cu"], found["norm.cu"], found[GRAPH]) == (SLOW.reason, STAYS_OFF, STAYS_OFF)
     assert self_test._reasons["norm.cu", CARD] == STAYS_OFF
     assert "lars.cu: used before and not here" in capsys.readouterr().out
+    found = choose(*paper(64, "optimization.optimizer=adamw"), {"lars.cu": False})
+    assert found["lars.cu"] == "optimization.optimizer is adamw"  # a new run could not use it either
 
 
 @pytest.mark.slow
