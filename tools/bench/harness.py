@@ -127,8 +127,7 @@ def count_launches(call: Call) -> int | None:
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    return sum(event.count for event in recorded.key_averages() if event.device_type == cuda) or None
+    return sum(each.count for each in recorded.key_averages() if each.device_type.name == "CUDA") or None
 
 
 def capture_graph(call: Call) -> tuple[Call, str]:
@@ -188,7 +187,7 @@ def points_of(
     points = []
     for name, times in seconds.items():
         point = {"name": name, "seconds": times, "time_to_ours": ratios(times, seconds[ours])}
-        if limit in seconds:
+        if limit and limit in seconds:
             point["time_to_limit"] = ratios(times, seconds[limit])
         points.append(point)
     return points

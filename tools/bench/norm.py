@@ -65,12 +65,13 @@ def time_layer(shape: LayerShape, images: int, place: Place, rounds: int) -> tup
     calls = {name: call for name, (call, _) in prepared.items() if call is not None}
     calls[LIMIT] = harness.copy_of(shape.moved(images), device)
     seconds = harness.time_in_turns(calls, device, rounds, 20 if device == "cuda" else 1)
+    notes = {name: note for name, (_, note) in prepared.items() if note}
     if device == "cuda":
         # The graphs keep all of a layer's activations several times.
-        del calls
+        del calls, prepared
         torch.cuda.empty_cache()
     every = {name: [shape.layers * each for each in found] for name, found in seconds.items()}
-    return every, {name: note for name, (_, note) in prepared.items() if note}
+    return every, notes
 
 
 def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:

@@ -316,11 +316,10 @@ def profile(report: Report, folder: Path, device: str, small: bool) -> int:
             if device == "cuda":
                 torch.cuda.synchronize()
     events = recorded.key_averages()
-    counted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     layouts = ("nchwtonhwc", "nhwctonchw", "transpose")
     counts = {"kernels or operators": 0, "layout conversions": 0}
     for event in events:
-        if event.device_type == counted:
+        if event.device_type.name == device.upper():
             counts["kernels or operators"] += event.count
             counts["layout conversions"] += event.count * any(word in event.key.lower() for word in layouts)
         # A copy that is not Async is a wait. One of the waits for the whole device is this profile's own end.
