@@ -25,7 +25,7 @@ from fastsuncet.evaluation.scoring import Measured, accuracy, labels_record, per
 from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
-from fastsuncet.versions import versions
+from fastsuncet.versions import drawing_problem, versions
 
 KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
     "knn": (knn, "nearest neighbors"),
@@ -85,7 +85,8 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
             files.append(write_with_picture(config.run_folder, record))
     if place.first:
         send_results(config, files)
-        several = [f"written  {files[0].parent}, {len(files)} results, a picture with each"]
+        pictures = "" if drawing_problem() else ", a picture with each"
+        several = [f"written  {files[0].parent}, {len(files)} results{pictures}"]
         for line in written(files[0]) if len(chosen) == 1 else several:
             say_line(line)
 

@@ -7,6 +7,7 @@ A finished folder is not trained again, only printed. One that was stopped is co
 """
 
 import hashlib
+import os
 from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import RunStatus
@@ -46,7 +47,7 @@ def finetune(
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
     """
-    digest = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode("\n".join(arguments))).hexdigest()[:8]
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
     with as_rank(config, arguments, status) as place, SignalFlag() as signals:

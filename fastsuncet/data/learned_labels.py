@@ -26,11 +26,12 @@ MOST = 200_000  # labels of a table. A run with more has none, and all labels co
 def write_learned_labels(folder: Path, images: Images, config: Config) -> list[str]:
     """Write both tables of the run in `folder`, and return a warning if validation images were learned from before.
 
-    A run that learns from no label has no learned.csv. Raises CheckpointError for a disk that refuses.
+    A run that learns from no label has no learned.csv; one that an earlier start left is removed. Raises
+    CheckpointError for a disk that refuses.
     """
     init = _table_of(typed_path(config.model.init)) if config.model.init else folder / LEARNED
     before = _read(init) if config.model.init else {}
-    tables, warning = {LEARNED: dict(before)}, []
+    tables, warning = {LEARNED: dict(before), HELD_OUT: {}}, []
     if config.criterion.supervised:
         few = len(images.split.indices) <= MOST
         tables[LEARNED] = tables[LEARNED] | _rows(images.train, images.split.indices) if few else {}
@@ -42,9 +43,11 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
                 f"accuracies on them are too high. Write data.validation={init.with_name(HELD_OUT)}"
             )
     for name, rows in tables.items():
-        if rows:
-            with disk_errors(folder / name):
+        with disk_errors(folder / name):
+            if rows:
                 atomic_files.replace(folder / name, _csv(rows))
+            else:
+                atomic_files.remove(folder / name)
     return warning
 
 

@@ -70,6 +70,11 @@ SHOWN = (
 )
 
 
+def test_page_of_a_folder_whose_name_is_not_utf_8(run):
+    named = run.rename(run.parent / os.fsdecode(b"run\xff"))
+    assert "<h1>run?</h1>" in page.write_page(named).read_text(encoding="utf-8")
+
+
 def test_page_holds_everything_and_fetches_nothing(run):
     found = Tags(page.write_page(run, refresh=True).read_text())
     assert not {"script", "link", "iframe", "object", "b"} & set(found.tags)
@@ -77,7 +82,7 @@ def test_page_holds_everything_and_fetches_nothing(run):
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in found.fetched)
     assert [words for words in SHOWN if words not in found.text] == []
     assert f"{run}/checkpoints/step_00000020" in found.text
-    assert f"fastsuncet embed '{run}' FOLDER" in found.text
+    assert f"fastsuncet predict '{run}' FOLDER" in found.text
     assert "representation has collapsed" not in found.text
     write_lines(run, {"step": 20, "kind": "knn", **TRAIN, **KNN, "rankme": 1.01})
     assert "representation has collapsed" in page.as_html(run)

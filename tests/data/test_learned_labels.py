@@ -69,4 +69,5 @@ def test_learned_labels_of_a_run_without_a_table_are_all_or_none(config):
     assert learned(Path("none"), images.train, supervised).all()
     plain, _ = config(10, "criterion.supervised_epochs=0")
     assert not learned(Path("none"), images.train, plain).any()
+    Path("learned.csv").write_text("file,label\n")  # of an earlier start, with other settings
     assert write_learned_labels(Path(), images, plain) == [] and not Path("learned.csv").exists()

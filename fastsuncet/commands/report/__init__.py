@@ -92,7 +92,7 @@ def report(
         path = output / "report.md"
         shown = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
         text = "\n".join([*lines, "## Pictures", "", *shown, problem]).rstrip() + "\n"
-        atomic_files.replace(path, text.encode())
+        atomic_files.replace(path, text.encode(errors="replace"))  # folder names are bytes
     say_line("\n".join(lines).rstrip())
     if problem:
         say_line(f"\n{problem}")

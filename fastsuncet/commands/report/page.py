@@ -79,7 +79,8 @@ def write_page(run: Path, *, refresh: bool = False) -> Path:
     path = run / NAME
     text = as_html(run, refresh=refresh)
     with disk_errors(path):
-        atomic_files.replace(path, text.encode())
+        # The folder's name is bytes: one that is not UTF-8 is shown with question marks.
+        atomic_files.replace(path, text.encode(errors="replace"))
     return path
 
 
