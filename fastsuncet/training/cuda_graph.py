@@ -74,7 +74,8 @@ class GraphedStep:
         try:
             # The rate is read from its own tensor, so a replay has that of the present step.
             graph, losses = capture_on_device(
-                lambda: train_step(self.network, self.optimizer, static, self.method.lr, self.method)
+                lambda: train_step(self.network, self.optimizer, static, self.method.lr, self.method),
+                self.method.device,
             )
             self.captured = (graph, static, losses)
         # Torch raises nothing narrower for what a graph cannot hold.
@@ -127,14 +128,17 @@ def first_message(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def capture_on_device(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture_on_device(
+    step: Callable[[], Tensor], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Record what `step` would launch, without running it. RuntimeError for what cannot be recorded, such as a sync.
 
     It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
     autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`launch.join`).
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device")
+    # Beside a GPU, a step on the CPU would run during the capture, on an unwritten batch, and no replay would train.
+    if device.type != "cuda":
+        raise RuntimeError(f"the step is on {device.type}, not on a CUDA device")
     before = torch.cuda.current_stream()
     stream = None if before == torch.cuda.default_stream() else before  # None: one of torch's
     collecting = gc.isenabled()

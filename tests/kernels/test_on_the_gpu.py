@@ -101,7 +101,7 @@ def test_failed_capture_gives_its_memory_back():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError):
-        capture_on_device(refused)
+        capture_on_device(refused, GPU)
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before + (4 << 20)

@@ -82,7 +82,9 @@ def test_problem_of_a_network_without_batchnorm(bench, config):
 
 def test_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config):
     """A run would go on without it, so the contender would be plain."""
-    with pytest.raises(FastSuncetError, match=r"meta\.cuda_graph: .*there is no CUDA device"):
+    with pytest.raises(
+        FastSuncetError, match=r"meta\.cuda_graph: .*the step is on cpu, not on a CUDA device"
+    ):
         bench.problem(config, config.with_values({"meta.cuda_graph": True}), exact=True)
 
 

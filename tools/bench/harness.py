@@ -140,7 +140,7 @@ def capture_graph(call: Call) -> tuple[Call, str]:
             for _ in range(3):
                 call()
         torch.cuda.current_stream().wait_stream(stream)
-        graph, _ = capture_on_device(call)
+        graph, _ = capture_on_device(call, torch.device("cuda"))
     # torch raises nothing narrower for what a graph cannot hold.
     except (RuntimeError, AssertionError) as error:
         return call, first_message(error)
