@@ -93,4 +93,5 @@ def _read(table: Path) -> dict[str, str]:
     if not table.is_file():
         return {}
     with open(table, newline="", encoding="utf-8", errors="surrogateescape") as stream:
-        return dict(list(csv.reader(stream))[1:])
+        # Beside weights of another program, a file of this name can be any table.
+        return {row[0]: row[1] for row in list(csv.reader(stream))[1:] if len(row) == 2}

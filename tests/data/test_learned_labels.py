@@ -43,6 +43,8 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     held_out = Path("first/held_out.csv").read_text().split()[1:]
     ours = Path("first/learned.csv").read_text().split()[1:]
     assert len(held_out) == 2 and len(ours) == 8 and f"{NAMES[0]},dog" in held_out + ours
+    with open("first/learned.csv", "a") as table:
+        table.write("\nanother,table,here\n")
     # Ten more labels: another draw of validation images takes some that the first run had learned from.
     second, images = config(20, "model.init=first/checkpoints")
     Path("second").mkdir()
