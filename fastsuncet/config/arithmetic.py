@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fastsuncet.config.problems import ConfigErrors, Problem, words
-from fastsuncet.config.schema import PerRank, Sections
+from fastsuncet.config.schema import WITH_SMALL_CROPS, PerRank, Sections
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def arithmetic(
         require((per_class >= 2 and 2 <= unlabeled <= num_images, "criterion.labeled_share", text))
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
-    small_views = config.swav.small_crops if c.instance in ("swav", "paws") else 0
+    small_views = config.swav.small_crops if c.instance in WITH_SMALL_CROPS else 0
     views = small_views + (0 if labels_alone else 2)
     micro_batch = c.micro_batch // world_size if c.micro_batch is not None else None
     local_labeled = classes * per_class * c.supervised_views // world_size

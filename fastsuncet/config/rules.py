@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import as_yaml
-from fastsuncet.config.schema import CONFIG, DEFAULTS, Contrast
+from fastsuncet.config.schema import CONFIG, DEFAULTS, WITH_SMALL_CROPS, Contrast
 from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 # Values by dotted key, in the types of JSON, without those that are not valid.
@@ -22,7 +22,6 @@ Rule = tuple[Sequence[str], Callable[[Values, str], bool], str]
 CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 FILES, CIFAR = ("image_folder", "images", "csv"), ("cifar10", "cifar100")
 ROOT = "it is the folder that holds the images"
-WITH_SMALL_CROPS = ("swav", "paws")
 
 
 def changed(v: Values, key: str) -> bool:

@@ -332,6 +332,8 @@ class ModelSection(Section):
 
 # Losses that contrast labeled images with each other, so that each needs a positive.
 Contrast = Literal["suncet", "sup_con"]
+# Losses on unlabeled images that see small crops beside the two large views of an image; all others see two views.
+WITH_SMALL_CROPS = ("swav", "paws")
 
 
 class CriterionSection(Section):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fastsuncet.config import Arithmetic, Config
+from fastsuncet.config.schema import WITH_SMALL_CROPS
 from fastsuncet.distributed.launch import Place
 from pipelines.backend import LoaderOptions, decode_threads
 from pipelines.datasets.index import ImageIndex
@@ -159,7 +160,7 @@ def views(config: Config) -> tuple[Augmentation, ...]:
     if config.criterion.instance == "none":
         return ()
     large = config.data.augmentation
-    if config.criterion.instance == "nt_xent":
+    if config.criterion.instance not in WITH_SMALL_CROPS:
         return (large, large)
     small = replace(large, size=config.swav.small_size, crop_scale=config.swav.small_scale)
     return (large, large, *(small,) * config.swav.small_crops)

@@ -1,7 +1,8 @@
-"""Decide whether a kernel can replace its twin on a device: it must agree with it there, once.
+"""Hold for each kernel and device whether it is used. In a run `fastsuncet/tuning/paths.py` decides (`switch`); in a
+program without one, the first call compares the kernel with its twin and decides.
 
 A kernel that was compiled and tested elsewhere meets a GPU, a driver and a torch version that were never tried
-together. The test takes milliseconds at a run's start, and reports a wrong kernel instead of using it.
+together. A wrong kernel is reported and not used.
 """
 
 import os

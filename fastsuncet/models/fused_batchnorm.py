@@ -39,7 +39,9 @@ def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
         setattr(model, name, fuse(child, shared=shared, kernel=kernel))
     if (type(model).__module__, type(model).__name__) in BLOCKS:
         return FusedBlock.take_over(model) if _is_plain(model) else model
-    for activation in ("relu", "act1"):  # of the stem, in torchvision and timm
+    if not hasattr(model, "layer1"):
+        return model  # not a whole encoder, whose stem has its ReLU once: a block can use one twice
+    for activation in ("relu", "act1"):  # in torchvision and timm
         norm = getattr(model, "bn1", None)
         if isinstance(norm, FusedNorm) and isinstance(getattr(model, activation, None), nn.ReLU):
             norm.relu = True

@@ -192,6 +192,23 @@ def test_fused_network_is_the_same_network(name, library):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+def test_block_that_is_not_known_keeps_a_relu_that_it_uses_twice():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.bn1, self.relu = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+
+        def forward(self, x):
+            return self.relu(x + self.bn1(self.conv1(self.relu(x))))
+
+    plain = Block()
+    fused = fuse(copy.deepcopy(plain), shared=False)
+    assert isinstance(fused.bn1, FusedNorm)
+    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(_everything(plain, x), _everything(fused, x)):
+        torch.testing.assert_close(a, b)
+
+
 def _everything(network, x):
     network.zero_grad()
     y = network(x)
