@@ -466,9 +466,9 @@ def show_few_labels(every: Mapping[str, Studies]) -> list[str]:
         for kind in kinds
         for name in trained
     ]
-    if len(runs) < 2 or min(ended) < SEEDS:
-        return [*gate, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
     tables = [f"{labels} labels:\n\n{absolute(found, trained)}" for labels, found in runs.items()]
+    if len(runs) < 2 or min(ended) < SEEDS:
+        return [*gate, *tables, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
     controls = [
         [f"{labels} labels", name, with_seeds(best(found, name))]
         for labels, found in runs.items()
