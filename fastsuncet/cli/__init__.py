@@ -99,7 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         # and the job would have the abort's exit code (-6). Nothing is lost: on its way here the error has left all
         # `with` blocks, and so closed the metrics and the trackers. A checkpoint is written whole or not at all.
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            if stream is not None:  # the process was started without one
+                stream.flush()
         os._exit(code)
     return code
 

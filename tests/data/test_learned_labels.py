@@ -1,4 +1,4 @@
-"""The labels that a run has learned from: kept in its folder, carried on by model.init, told from new ones."""
+"""The labels that a run has learned from are kept in its folder, and model.init carries them on."""
 
 from pathlib import Path
 

@@ -248,10 +248,9 @@ def test_pixels_reports_speed_and_cpu_time_against_the_peer(report_of):
 def test_feed_waits_for_the_slow_server_alone(report_of):
     points = {point["name"]: point for point in report_of("feed")["points"]}
     assert all(min(point["thread_ms"]) > 0 for point in points.values()) and len(points) == 4
-    # 256 files that each take 3 ms to open, by 8 threads.
-    assert (
-        max(points["loader, files, 3 ms to open"]["step_ms"]) > 256 * 3 / 8 / 8
-    )  # the files read ahead hide most
+    # 256 files that each take 3 ms to open, by 8 threads. On a busy machine the files read ahead hide most of it.
+    slowest = max(points["loader, files, 3 ms to open"]["step_ms"])
+    assert slowest > 256 * 3 / 8 / 8
     assert "LD_PRELOAD" not in os.environ
 
 
