@@ -73,7 +73,7 @@ EXPERIMENTS = {
     ),
 }
 FEW_LABELS = "cifar10-few-labels"
-SEEDS, CHECKPOINTS, GATE_SEED = 5, 8, 100
+SEEDS, CHECKPOINTS, HELD_OUT_SEED = 5, 8, 100  # the last: runs that are measured on held-out training images
 NOT_REACHED = 1.5  # counts for r where a seed never has SimCLR's best accuracy
 FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
 ENDING = {"simclr": BASELINE, "fixed": FIXED, "plateau": PLATEAU}
@@ -305,7 +305,8 @@ def show_paired(found: Studies, decided: Mapping[str, range]) -> list[str]:
     SimCLR's accuracy.
     """
     order = [*decided, *(kind for kind in EVALUATIONS if kind not in decided)]
-    found = {kind: found[kind] for kind in order if kind in found}
+    held_out, measured = held_out_runs(found), only(found, range(HELD_OUT_SEED))
+    found = {kind: measured[kind] for kind in order if kind in measured}
     tables, costs = [], []
     for kind, study in found.items():
         if BASELINE not in study.groups:
@@ -335,7 +336,38 @@ def show_paired(found: Studies, decided: Mapping[str, range]) -> list[str]:
         absolute(found),
         differences(found),
         table(["FLOPs until a method has", *RULES.values()], costs),
+        *(show_unlabeled(held_out, measured) if held_out else []),
     ]
+
+
+def show_unlabeled(held_out: Studies, found: Studies) -> list[str]:
+    """Return what the unlabeled images add, each method fine-tuned at its best learning rate on held-out images.
+
+    The rule is amendment 2 of docs/results/cifar10-32px/rules.md.
+    """
+    rates = {kind: f"{kind.partition('_lr')[2] or PAPERS_LR}" for kind in held_out if "finetune" in kind}
+    order = sorted(rates, key=lambda kind: float(rates[kind]))
+    alone, seeds, rows, ends, lines = [*ALONE.values()], range(3), [], {}, []
+    for name in (*alone, METHOD, CROSS_ENTROPY):
+        shares = {kind: share for kind in order for share in held_out[kind].shares(name).values()}
+        if len(shares) == len(order):
+            chosen = max(shares, key=shares.__getitem__)
+            there = found[chosen].shares(name) if chosen in found else {}
+            ends[name] = {seed: share for seed, share in there.items() if seed in seeds}
+            cells = (f"{100 * share:.2f}" for share in shares.values())
+            rows.append([name, *cells, rates[chosen], with_seeds(ends[name])])
+    for ours in (METHOD, CROSS_ENTROPY):
+        ready = min(len(ends.get(name, ())) for name in (*alone, ours))
+        if ready < len(seeds):
+            lines.append(f"{ours} against labels alone: no decision yet, {ready} of {len(seeds)} seeds.")
+            continue
+        base = max(alone, key=lambda name: mean(ends[name].values()))
+        center, half = interval(points(ends[base], ends[ours]))
+        help_, no_help = center - half > 0, center + half < 1
+        said = "help" if help_ else "do not help" if no_help else "undecided"
+        lines.append(f"{ours}, less {base}: {center:+.2f} ± {half:.2f} points. Unlabeled images: **{said}**.")
+    head = ["fine-tuned, top-1, %, held-out images, at lr", *(rates[kind] for kind in order)]
+    return [table([*head, "chosen", "test images, at the chosen lr"], rows), *lines]
 
 
 def decision_line(study: Study, step: int | None, seeds: range) -> str:
@@ -437,13 +469,18 @@ def only(found: Studies, seeds: range) -> dict[str, Study]:
     return {kind: study for each in studies(curves).values() for kind, study in each.items()}
 
 
+def held_out_runs(found: Studies) -> dict[str, Study]:
+    """Return the studies of the runs that are measured on held-out training images."""
+    return only(found, range(HELD_OUT_SEED, HELD_OUT_SEED + 1))
+
+
 def show_gate(every: Mapping[str, Studies]) -> list[str]:
     """Return the table of what the unlabeled images add at each number of labels, with the gate's one seed."""
     kinds, rows = ("own", "linear_auto", "finetune"), []
     for labels, found in sorted(every.items(), key=lambda item: int(item[0])):
-        tops = {name: best(found, name).get(GATE_SEED) for name in (BASELINE, *ALONE.values())}
+        tops = {name: best(found, name).get(HELD_OUT_SEED) for name in (BASELINE, *ALONE.values())}
         for name in tops:
-            cells = [best(found, name, [kind]).get(GATE_SEED) for kind in kinds]
+            cells = [best(found, name, [kind]).get(HELD_OUT_SEED) for kind in kinds]
             if any(cells):
                 rows.append([labels, name, *(f"{100 * x:.2f}" if x else "" for x in cells), ""])
         top, *alone = tops.values()
@@ -455,9 +492,7 @@ def show_gate(every: Mapping[str, Studies]) -> list[str]:
 
 def show_few_labels(every: Mapping[str, Studies]) -> list[str]:
     """Return the tables from few labels to many: the gate, accuracies, and the four decisions corrected by Holm."""
-    gate = show_gate(
-        {labels: only(found, range(GATE_SEED, GATE_SEED + 1)) for labels, found in every.items()}
-    )
+    gate = show_gate({labels: held_out_runs(found) for labels, found in every.items()})
     runs = {labels: only(every[labels], range(SEEDS)) for labels in ("100", "500") if labels in every}
     trained, kinds = (BASELINE, METHOD, CROSS_ENTROPY), ("finetune", "linear_auto")
     ended = [
@@ -579,7 +614,7 @@ def draw(points: Path, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
-    found, (title, labels, _) = read(points)[""], EXPERIMENTS[points.parent.name]
+    found, (title, labels, _) = only(read(points)[""], range(HELD_OUT_SEED)), EXPERIMENTS[points.parent.name]
     shown = {
         kind: found[kind]
         for kind in EVALUATIONS

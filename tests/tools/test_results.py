@@ -128,7 +128,7 @@ def few_labels(folder, reach, ahead, seeds=range(5), last=8):
             add(labels, "alone_cross_entropy", seed, "own", 1, 30 + seed)
             add(labels, "alone_suncet", seed, "finetune", 1, 20 + seed)
     for method, top1 in (("simclr", 40), ("alone_suncet", 33), ("alone_cross_entropy", 31.5)):
-        add(250, method, results.GATE_SEED, "linear_auto", 1, top1)
+        add(250, method, results.HELD_OUT_SEED, "linear_auto", 1, top1)
     path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
     return "\n".join(results.show(path))
 
@@ -164,6 +164,40 @@ def test_few_labels_loses_what_holm_takes_and_waits_for_all_seeds(tmp_path):
     for seeds, last in ((4, 8), (5, 7)):  # a seed that is missing, and one that has not ended
         shown = few_labels(tmp_path / f"{seeds}", reach, {100: none, 500: none}, range(seeds), last)
         assert "Decisions: none yet, 4 of 5 seeds." in shown and "compute saved" not in shown
+
+
+@pytest.mark.parametrize(
+    ("above", "said"),
+    [
+        ((2.0, 2.1, 1.9), "help"),
+        ((0.0, 0.2, -0.2), "do not help"),
+        ((0.0, 4.0, 2.0), "undecided"),
+        ((2.0, 2.1), ""),
+    ],
+)
+def test_unlabeled_images_are_judged_at_the_rate_that_was_best_on_held_out_images(above, said, tmp_path):
+    """SimCLR + SuNCEt, best at 0.015 there, is `above` the better labels alone, best at 0.005; other rates mislead."""
+    path = tmp_path / "cifar10-32px" / "points.csv"
+    path.parent.mkdir()
+    best = {"alone_cross_entropy": ("_lr0.005", 50), "alone_suncet": ("", 40), "suncet": ("_lr0.015", None)}
+    rows = [f",simclr,{seed},{kind},9,9,1" for seed in range(3) for kind in ("finetune", "linear")]
+    for method, (chosen, top1) in best.items():
+        for kind in ("", "_lr0.0015", "_lr0.005", "_lr0.015"):
+            rows.append(
+                f",{method},{results.HELD_OUT_SEED},finetune{kind},9,9,{60 if kind == chosen else 30}"
+            )
+            for seed in range(3 if top1 else len(above)):
+                value = (top1 or 50 + above[seed]) if kind == chosen else 70 + seed
+                rows.append(f",{method},{seed},finetune{kind},9,9,{value}")
+    path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
+    shown = "\n".join(results.show(path))
+    assert "| SimCLR + SuNCEt | 30.00 | 30.00 | 60.00 | 30.00 | 0.015 |" in shown
+    if not said:
+        assert "SimCLR + SuNCEt against labels alone: no decision yet, 2 of 3 seeds." in shown
+        return
+    center, half = interval(above)
+    assert f"less labels alone, cross-entropy: {center:+.2f} ± {half:.2f} points" in shown
+    assert f"Unlabeled images: **{said}**." in shown
 
 
 def test_holm_by_hand():
