@@ -18,7 +18,6 @@ from pipelines.backend import LoaderOptions, choose_backend, require_gpu
 from pipelines.data_errors import BadImage, DataError
 from pipelines.output import say_line
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
-from pipelines.verify import Decode, find_bad_images
 
 # How DALI and torch name a lack of memory or a GPU's failure. Decoding alone would find the files of the step good, or
 # all of them bad, where the memory is still short.
@@ -108,6 +107,8 @@ class Loader:
         """
         found = {}
         if self._index.pixels is None:
+            from pipelines.verify import find_bad_images
+
             found = find_bad_images(self._index, draws.indices, self._decode)
         if not found:
             raise error
@@ -188,8 +189,8 @@ def _resolved(plan: Plan | EvaluationPlan, options: LoaderOptions) -> LoaderOpti
     return replace(options, backend=backend, view_operator=False)
 
 
-def _engine(options: LoaderOptions) -> tuple[Callable[..., Engine], Decode]:
-    """Return what starts an engine, and the decoder that it has, for single files."""
+def _engine(options: LoaderOptions) -> tuple[Callable[..., Engine], Callable]:
+    """Return what starts an engine, and the decoder that it has, for single files (`verify.Decode`)."""
     if options.backend == "dali":
         from pipelines.dali.engine import DaliDecoder, DaliEngine
 

@@ -36,11 +36,9 @@ from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import initial_weights
 from fastsuncet.training.determinism import resolve_precision
-from fastsuncet.training.first_steps import first_steps
 from fastsuncet.training.pretraining import Pretraining
-from fastsuncet.training.summary import summary
+from fastsuncet.training.summary import speed_on_cpu, summary
 from fastsuncet.training.trainer import Trainer
-from fastsuncet.tuning import paths
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 
@@ -115,23 +113,29 @@ def start(
     The last line is that of the fast paths. `stopped` ends the trials of fast paths. Collective. Nothing is written
     but the index of the images and verdicts on fast paths. Raises what refuses the run.
     """
-    from fastsuncet.evaluation.knn import online_knn
-
-    images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
+    evaluate, evaluates = None, config.evaluation.knn_every_epochs is not None
+    if evaluates:
+        from fastsuncet.evaluation.knn import online_knn as evaluate
+    images = open_images(config, place, validation=evaluates)
     config, why = resolve_precision(config, place.device)
     arithmetic = config.resolve(place.world_size, *images.counts())
     meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
-    per_class = images.split.per_class.tolist()
-    chosen = paths.choose(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
-    config = paths.resolved(config, chosen)
+    chosen, speed = {}, speed_on_cpu(config)
+    if place.device.type == "cuda":
+        from fastsuncet.tuning import paths  # and with it every kernel
+
+        per_class = images.split.per_class.tolist()
+        chosen = paths.choose(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
+        config = paths.resolved(config, chosen)
+        speed = paths.describe(config, chosen)
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
-    task = Pretraining(config, place, arithmetic, stream, images, online_knn, chosen)
+    task = Pretraining(config, place, arithmetic, stream, images, evaluate, chosen)
     trainer = Trainer(task, place, folder, open_energy_meter(place.device))
     lines = summary(config, place, images, arithmetic, stream, why)
     lines.append(f"{'groups':<9}{describe_groups(task.optimizer)}")
     if task.init is not None:
         lines.append(f"{'init':<9}{task.init['note']}")
-    return trainer, [*lines, *stream.notes(), f"{'speed':<9}{paths.describe(config, chosen)}"]
+    return trainer, [*lines, *stream.notes(), f"{'speed':<9}{speed}"]
 
 
 def make_first_steps(config: Config, place: launch.Place) -> None:
@@ -140,6 +144,8 @@ def make_first_steps(config: Config, place: launch.Place) -> None:
     It keeps nothing on the disk but what `start` does. Raises ConfigError for a GPU without enough memory, and
     otherwise as `train`.
     """
+    from fastsuncet.training.first_steps import first_steps
+
     with tempfile.TemporaryDirectory() as empty:
         trainer, lines = start(config, place, Path(empty))
         if place.first:

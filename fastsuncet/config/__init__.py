@@ -23,7 +23,6 @@ import yaml
 from pydantic import PrivateAttr, ValidationError
 
 from fastsuncet.config.arithmetic import Arithmetic, arithmetic
-from fastsuncet.config.messages import field_problems
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Dumper, read_config
 from fastsuncet.config.rules import FILES, broken
@@ -86,6 +85,8 @@ class Config(Sections):
         try:
             config = cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
+            from fastsuncet.config.messages import field_problems  # only a wrong config needs them
+
             found = field_problems(error, document)
         wrong = tuple(f"{key}." for each in [*problems, *found] for key in (each.key, each.meant) if key)
         valid = with_defaults(flat(values))

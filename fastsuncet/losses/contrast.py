@@ -33,7 +33,7 @@ from fastsuncet.distributed.collectives import (
     rank,
     world_size,
 )
-from fastsuncet.losses import contrast_kernel, tf32
+from fastsuncet.losses import tf32
 from fastsuncet.losses.checks import at_least_float32
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE, chunks, sweep_pairs
 
@@ -121,8 +121,7 @@ def _sweep(
         queries, keys = tf32.rounded(queries), tf32.rounded(keys)
     loss = queries.new_zeros(())
     d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
-    fused = contrast_kernel.runs_on(queries, row_pass)
-    over_rows = (contrast_kernel.row_pass if fused else row_pass)(ids, every_positive)
+    over_rows = row_pass_for(queries)(ids, every_positive)
     for rows in chunks(len(queries), chunk):
         q, w = queries[rows], weights[rows]
         losses, d_logits = over_rows(q @ keys.T, first + rows.start, w)
@@ -134,8 +133,21 @@ def _sweep(
     return loss, (d_queries, d_keys)
 
 
-def row_pass(ids: Tensor, every_positive: bool) -> contrast_kernel.RowPass:
-    """Return the pass over a chunk's logits. It is the twin of `contrast_kernel.row_pass`."""
+def row_pass_for(example: Tensor) -> Callable[[Tensor, bool], Callable]:
+    """Return `row_pass`, or on CUDA the kernel's, where it takes logits like `example` and agreed with `row_pass`."""
+    if example.is_cuda:
+        from fastsuncet.losses import contrast_kernel
+
+        if contrast_kernel.runs_on(example, row_pass):
+            return contrast_kernel.row_pass
+    return row_pass
+
+
+def row_pass(ids: Tensor, every_positive: bool) -> Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]:
+    """Return the pass over a chunk's logits (R, M), which it overwrites: L_i (R,) and w_i dL_i/dl_ij (R, M).
+
+    It takes the key number of the first anchor, and the weights w (R,). Its twin is `contrast_kernel.row_pass`.
+    """
 
     def over_rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
         positive = ids[first : first + len(logits), None] == ids

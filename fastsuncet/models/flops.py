@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.errors import ConfigError
-from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import Model, build_model
 
 FLOP_PER_MAC = 6  # forward 2, backward 4
@@ -57,7 +56,7 @@ def network_cost(
     """
     head = (hidden, output, head_batchnorm, head_layers, prediction_head)
     model = build_model(name, "torchvision", stem, *head, device="meta")
-    of_timm = name.startswith(timm_backbone.PREFIX)
+    of_timm = name.startswith("timm/")
     model.eval()  # BatchNorm then takes a single image, and autograd keeps the same
     if not of_timm:
         model._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))

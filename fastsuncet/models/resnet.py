@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsuncet.errors import ConfigError
-from fastsuncet.models import timm_backbone
 
 LIBRARIES = ("torchvision", "timm")
 STEMS = ("imagenet", "cifar")
@@ -163,11 +162,17 @@ OWN = {"resnet_tiny": TinyResNet, "wide_resnet28w2": WideResNet}  # in neither l
 
 def width_of(name: str) -> int:
     """Return the width of h of the encoder `name`, as in model.name."""
-    return timm_backbone.width_of(name) if name.startswith(timm_backbone.PREFIX) else WIDTHS[name]
+    if not name.startswith("timm/"):
+        return WIDTHS[name]
+    from fastsuncet.models import timm_backbone
+
+    return timm_backbone.width_of(name)
 
 
 def _encoder(name: str, library: str, stem: str) -> nn.Module:
-    if name.startswith(timm_backbone.PREFIX):
+    if name.startswith("timm/"):
+        from fastsuncet.models import timm_backbone
+
         return timm_backbone.create(name, "meta")
     if name in OWN:
         encoder = OWN[name]()
@@ -278,7 +283,7 @@ def build_model(
 
     Raises ConfigError for a name, library or stem that does not exist.
     """
-    own = not name.startswith(timm_backbone.PREFIX)
+    own = not name.startswith("timm/")
     if own and name not in WIDTHS:
         raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
     if library not in LIBRARIES:
@@ -309,6 +314,8 @@ def build_model(
         _to_empty(model)
         initialize(model, seed)
     else:
+        from fastsuncet.models import timm_backbone
+
         # timm's networks have parameters that only timm knows how to draw. The seed gives the other layers too.
         model.encoder = nn.Module()
         _to_empty(model)

@@ -22,7 +22,6 @@ of one process on the joined batch.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -54,32 +53,6 @@ def synchronize(model: nn.Module) -> nn.Module:
     for name, child in model.named_children():
         setattr(model, name, synchronize(child))
     return model
-
-
-@contextmanager
-def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of `model` as they are. In training mode its outputs keep their bits.
-
-    Not by `track_running_stats`: torch's BatchNorm would save fewer tensors, which a recomputation refuses.
-    """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
-    try:
-        yield
-    finally:
-        for norm, (momentum, batches) in zip(norms, before):
-            norm.momentum, norm.num_batches_tracked = momentum, batches
-
-
-def describe(ranks: int, *, shared: bool, part: str = "the whole batch") -> str:
-    """Return whose statistics a run of `ranks` processes uses, for its summary; `part` of the batch at a time."""
-    if ranks == 1:
-        return f"statistics of {part}"
-    if shared:
-        return f"statistics of {part}, shared by {ranks} processes (RankBatchNorm)"
-    return f"statistics of each process's own images in {part}; the paper shares them"
 
 
 class RankBatchNorm(_BatchNorm):

@@ -11,7 +11,6 @@ with momentum (recipe section 4.1, column V0). Per tensor, with gradient g, weig
 The two differ only while the learning rate changes. `nesterov` steps along d + momentum b instead of b.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any
@@ -19,34 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels.self_test import usable
-from fastsuncet.optim import lars_apex
 from fastsuncet.optim.device_lr import DeviceLR
 from fastsuncet.optim.lars_foreach import lars_foreach
-from fastsuncet.optim.lars_kernel import UnsupportedTensors, lars_kernel, prove
 from fastsuncet.optim.lars_reference import LARSSettings, lars_reference
 
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
-    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; else `lars_foreach`."""
-    # Tensors are not checked beforehand: on the host the check is half the cost of a step.
-    for runs, update in (
-        (lambda: usable("lars.cu", params[0], prove), lars_kernel),
-        (lambda: lars_apex.runs_on(params[0]), lars_apex.lars_apex),
-    ):
-        if runs():
-            with contextlib.suppress(UnsupportedTensors):
-                return update(params, grads, buffers, *rest)
-    return lars_foreach(params, grads, buffers, *rest)
+    """Run a CUDA kernel where one takes the tensors and agreed with its twin (`update_by_kernels`); else `foreach`."""
+    if params[0].is_cuda:
+        from fastsuncet.optim.lars_apex import update_by_kernels
+
+        if update_by_kernels(params, grads, buffers, *rest):
+            return
+    lars_foreach(params, grads, buffers, *rest)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
-    "auto": lars_auto,
-    "foreach": lars_foreach,
-    "reference": lars_reference,
-    "kernel": lars_kernel,
-    "apex": lars_apex.lars_apex,
-}
+IMPLEMENTATIONS = ("auto", "foreach", "reference", "kernel", "apex")
+
+
+def _implementation(name: str) -> Callable[..., None]:
+    if name in ("kernel", "apex"):
+        from fastsuncet.optim import lars_apex, lars_kernel  # a CPU compiles no kernels
+
+        return {"kernel": lars_kernel.lars_kernel, "apex": lars_apex.lars_apex}[name]
+    return {"auto": lars_auto, "foreach": lars_foreach, "reference": lars_reference}[name]
 
 
 class LARS(DeviceLR):
@@ -118,7 +113,7 @@ class LARS(DeviceLR):
                 loss = closure()
         scaling = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for group in self.param_groups:
-            update, settings = IMPLEMENTATIONS[group["implementation"]], _settings_of(group)
+            update, settings = _implementation(group["implementation"]), _settings_of(group)
             for params, grads, buffers in self._lists(group["params"]):
                 update(params, grads, buffers, group["lr"], settings, *scaling)
         return loss

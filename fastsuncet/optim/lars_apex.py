@@ -8,6 +8,7 @@ They take the learning rate from the host, so a step whose rate only the device 
 # pyright: reportPrivateImportUsage=false
 # As in lars_foreach.py.
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Iterable
@@ -80,9 +81,18 @@ def lars_apex(
     kernels.multi_tensor_sgd(CHUNK, skip, [d, params, buffers], *rule)
 
 
-def runs_on(example: Tensor) -> bool:
-    """Return whether apex is installed and takes tensors like `example`: CUDA, and it agreed with its twin there."""
-    return extension() is not None and usable(APEX, example, prove)
+def update_by_kernels(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> bool:
+    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; False: neither does."""
+    # Tensors are not checked beforehand: on the host the check is half the cost of a step.
+    for runs, update in (
+        (lambda: usable("lars.cu", params[0], lars_kernel.prove), lars_kernel.lars_kernel),
+        (lambda: extension() is not None and usable(APEX, params[0], prove), lars_apex),
+    ):
+        if runs():
+            with contextlib.suppress(UnsupportedTensors):
+                update(params, grads, buffers, *rest)
+                return True
+    return False
 
 
 def prove(device: torch.device, sizes: Iterable[int] = ()) -> None:

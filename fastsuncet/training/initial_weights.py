@@ -18,7 +18,6 @@ from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import CheckpointError
-from fastsuncet.models import timm_backbone
 from fastsuncet.paths import typed_path
 
 PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
@@ -81,6 +80,7 @@ def _fill(config: Config, model: nn.Module) -> Record:
 
 
 def _fill_published(config: Config, encoder: nn.Module) -> Record:
+    from fastsuncet.models import timm_backbone
     from fastsuncet.models.pretrained_weights import fill
 
     m, a = config.model, config.data.augmentation

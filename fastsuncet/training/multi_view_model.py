@@ -4,18 +4,18 @@ U  unlabeled images of this rank        S  labeled ones        D  width of a pro
 V  views of each unlabeled image        C  classes             K  prototypes
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from fastsuncet.config.arithmetic import piece_sizes
 from fastsuncet.losses.swav import prototype_scores
 from fastsuncet.models.resnet import Model
-from fastsuncet.models.sync_batchnorm import frozen_statistics
 
 
 class Outputs(NamedTuple):
@@ -68,6 +68,23 @@ class MultiViewModel(nn.Module):
         if model.prototypes is not None:
             scores = prototype_scores(z[:unlabeled], model.prototypes.weight)
         return Outputs(z[:unlabeled], z[unlabeled:], logits, scores, predictions)
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of `model` as they are. In training mode its outputs keep their bits.
+
+    Not by `track_running_stats`: torch's BatchNorm would save fewer tensors, which a recomputation refuses.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
 class PiecewiseModel(MultiViewModel):

@@ -16,7 +16,6 @@ from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import update_macs
 from fastsuncet.optim import DeviceLR, warmup_cosine
 from fastsuncet.training import initial_weights, methods
-from fastsuncet.training.cuda_graph import GraphedStep
 from fastsuncet.training.step import build, train_step
 from fastsuncet.training.supervision import Supervision
 from fastsuncet.training.trainer import COST, SPEED, TrainingTask
@@ -54,8 +53,8 @@ class Pretraining(TrainingTask[Batch]):
         arithmetic: Arithmetic,
         stream: PairedStream,
         images: Images,
-        # `online_knn`: this folder imports nothing of evaluation
-        evaluate_online: Callable[..., dict[str, float]],
+        # `online_knn`, None where the config asks for none: this folder imports nothing of evaluation
+        evaluate_online: Callable[..., dict[str, float]] | None,
         paths: Mapping[str, str | None]
         | None = None,  # fast path -> why it is off, None if on (tuning.paths)
     ):
@@ -82,8 +81,11 @@ class Pretraining(TrainingTask[Batch]):
             config, place, len(images.train.classes), images.split.per_class.tolist(), arithmetic
         )
         self.scaler = self.method.scaler
-        what = (self.network, self.optimizer, self.method)
-        self.graphed = GraphedStep(*what) if config.meta.cuda_graph is True else None
+        self.graphed = None
+        if config.meta.cuda_graph is True:
+            from fastsuncet.training.cuda_graph import GraphedStep
+
+            self.graphed = GraphedStep(self.network, self.optimizer, self.method)
         self.supervision = Supervision(config, arithmetic, place.rank, place.device)
         self.terms = methods.terms(config)
         losses = [term for term in self.terms if term != "none"]
@@ -125,6 +127,7 @@ class Pretraining(TrainingTask[Batch]):
             # Each rank has its own statistics. Those of rank 0 are saved, so they are evaluated.
             for buffer in self.model.buffers():
                 broadcast(buffer)
+        assert self.evaluate_online is not None, "evaluate_every is above 0"
         what = (self.model, self.images, self.config, self.place)
         return self.evaluate_online(*what, bad=bad, before_batch=before_batch)
 

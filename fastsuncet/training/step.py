@@ -13,12 +13,9 @@ from torch import nn
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import OptimizationSection
 from fastsuncet.data.paired_stream import Batch, views
-from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.launch import Place
 from fastsuncet.losses.swav import normalize_prototypes_
 from fastsuncet.models import resnet
-from fastsuncet.models.fused_batchnorm import fuse
-from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.optim import LARS, SGD, AdamW, DeviceLR, parameter_groups
 from fastsuncet.training import methods
 from fastsuncet.training.determinism import PRECISIONS
@@ -130,8 +127,12 @@ def build(
         seed=config.meta.seed,
     )
     if m.fused_batchnorm is True:
+        from fastsuncet.models.fused_batchnorm import fuse
+
         model = fuse(model, shared=m.sync_batchnorm, kernel=True)
-    elif m.sync_batchnorm:
+    elif m.sync_batchnorm and place.world_size > 1:
+        from fastsuncet.models.sync_batchnorm import synchronize
+
         model = synchronize(model)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     # Torch's stubs lack memory_format.
@@ -153,6 +154,10 @@ def build(
         return sum((x.float().sum() for x in out if x is not None), torch.zeros((), device=place.device))
 
     whole = PiecewiseModel(model, micro_batch // place.world_size) if micro_batch else MultiViewModel(model)
+    if not compiled and place.world_size == 1:
+        return model, whole, optimizer, method
+    from fastsuncet.distributed.ddp import parallel
+
     network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
     return model, network, optimizer, method
 

@@ -12,7 +12,6 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.metrics.interval import memory_of
 from fastsuncet.models.flops import Memory, memory_estimate, petaflops, run_macs, update_macs, view_macs
-from fastsuncet.models.sync_batchnorm import describe
 from fastsuncet.training import methods
 from fastsuncet.versions import dali
 from pipelines.backend import dali_problem
@@ -71,7 +70,7 @@ def summary(
             f"about {size} a process for the step, and {feed / 1e9:.3g} GB for the images read ahead (estimates); "
             + memory_note(place, memory.total, feed, a.world_size),
         ),
-        ("norm", describe(a.world_size, shared=config.model.sync_batchnorm, part=part)),
+        ("norm", norm_note(a.world_size, shared=config.model.sync_batchnorm, part=part)),
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
@@ -147,12 +146,27 @@ def check_memory(config: Config, arithmetic: Arithmetic, memory: int) -> None:
         raise config.error(f"criterion.{key}", f"{text}. {fix}")
 
 
+def norm_note(ranks: int, *, shared: bool, part: str = "the whole batch") -> str:
+    """Return whose statistics a run of `ranks` processes uses, for its summary; `part` of the batch at a time."""
+    if ranks == 1:
+        return f"statistics of {part}"
+    if shared:
+        return f"statistics of {part}, shared by {ranks} processes (RankBatchNorm)"
+    return f"statistics of each process's own images in {part}; the paper shares them"
+
+
 def tf32_note(config: Config, place: Place) -> str:
     """Return the summary's note on losses that are not computed in float32 (criterion.products), or ""."""
     c = config.criterion
     contrasts = c.instance == "nt_xent" or c.contrasts_labels
     on = place.device.type == "cuda" and contrasts and methods.tf32(config)
     return ", products in TF32" if on else ""
+
+
+def speed_on_cpu(config: Config) -> str:
+    """Return the summary's line on fast paths of a run on a CPU, which has none (tuning/paths.py)."""
+    without = "; model.fused_batchnorm has no effect here" if config.model.fused_batchnorm is True else ""
+    return f"PyTorch's operators, as on any CPU{without}"
 
 
 def device_name(place: Place) -> str:

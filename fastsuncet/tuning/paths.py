@@ -26,7 +26,7 @@ from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import self_test
 from fastsuncet.optim import lars_apex
 from fastsuncet.optim.lars_apex import APEX
-from fastsuncet.training.summary import check_memory
+from fastsuncet.training.summary import check_memory, speed_on_cpu
 from fastsuncet.tuning import processes, trials, verdicts
 from fastsuncet.tuning.chooser import Rung
 from fastsuncet.tuning.trials import SLOWER, Trial, Verdict
@@ -216,8 +216,7 @@ def resolved(config: Config, paths: Paths) -> Config:
 def describe(config: Config, paths: Paths) -> str:
     """Return which paths a run uses, and for each other one why not and what to do. `config` is `resolved`."""
     if not paths:
-        without = "; model.fused_batchnorm has no effect here" if config.model.fused_batchnorm is True else ""
-        return f"PyTorch's operators, as on any CPU{without}"
+        return speed_on_cpu(config)
     used = [path for path, reason in paths.items() if reason is None]
     notes = [f"not {path}: {reason}" for path, reason in paths.items() if reason]
     meta = config.meta

@@ -102,9 +102,7 @@ def _contrast_work(device: torch.device, keys: list[int]) -> Callable[[], None]:
 
     def work() -> None:
         for ids, logits in given:
-            kernel = contrast_kernel.runs_on(logits, contrast.row_pass)
-            make = contrast_kernel.row_pass if kernel else contrast.row_pass
-            make(ids, False)(logits, 0, logits.new_ones(len(logits)))
+            contrast.row_pass_for(logits)(ids, False)(logits, 0, logits.new_ones(len(logits)))
 
     return work
 

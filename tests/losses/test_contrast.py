@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet import losses
-from fastsuncet.losses import contrast_kernel, cross_entropy, nt_xent, suncet, sup_con
+from fastsuncet.losses import contrast, contrast_kernel, cross_entropy, nt_xent, suncet, sup_con
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch
@@ -45,7 +45,7 @@ def executed_by(executor, staged=contrast_kernel.STAGED):
             patch.setattr("fastsuncet.losses.contrast.LOWEST_TEMPERATURE", math.inf)
         if executor == "kernel":
             launched = stack.enter_context(on_the_host(contrast_kernel))
-            patch.setattr(contrast_kernel, "runs_on", lambda example, twin: True)
+            patch.setattr(contrast, "row_pass_for", lambda example: contrast_kernel.row_pass)
             patch.setattr(contrast_kernel, "STAGED", staged)
         yield
         assert launched is None or set(launched) <= {"contrast_rows"}

@@ -9,7 +9,7 @@ from torch import nn
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.resnet import build_model
-from fastsuncet.models.sync_batchnorm import RankBatchNorm, describe, join_statistics, synchronize
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, join_statistics, synchronize
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 from tools.bench.dispatch_counter import Counter
@@ -341,9 +341,3 @@ def test_synchronize_leaves_a_single_process_unchanged():
     kinds = [type(module) for module in model.modules()]
     assert synchronize(model) is model
     assert [type(module) for module in model.modules()] == kinds
-
-
-def test_describe_says_whose_statistics_a_run_uses():
-    assert describe(8, shared=True) == "statistics of the whole batch, shared by 8 processes (RankBatchNorm)"
-    assert describe(1, shared=True) == describe(1, shared=False) == "statistics of the whole batch"
-    assert "each process's own images" in describe(2, shared=False)

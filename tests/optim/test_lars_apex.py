@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastsuncet.optim import LARS, LARSSettings, lars, lars_apex
+from fastsuncet.optim import LARSSettings, lars_apex
 from fastsuncet.optim.device_lr import fill, on_host
 from pipelines.cuda_compiler import KernelError
 from tests.support.amp_c import StandIn
@@ -58,14 +58,10 @@ def test_lars_apex_is_proved_against_foreach(apex, monkeypatch):
         lars_apex.prove(HERE)
 
 
-def test_lars_auto_uses_apex_where_the_kernel_is_off(apex, monkeypatch):
-    p = torch.ones(3, requires_grad=True)
-    optimizer = LARS([p], torch.zeros(()))
+def test_update_by_kernels_uses_apex_where_the_kernel_is_off(apex, monkeypatch):
+    tensors = [[torch.ones(3)] for _ in range(3)]
     for usable, calls in (({"apex"}, ["l2norm", "l2norm", "sgd"]), (set(), [])):
-        for module in (lars, lars_apex):
-            monkeypatch.setattr(module, "usable", lambda source, *_, usable=usable: source in usable)
-        p.grad = torch.ones(3)
-        optimizer.set_lr(0.1)
+        monkeypatch.setattr(lars_apex, "usable", lambda source, *_, usable=usable: source in usable)
         apex.calls.clear()
-        optimizer.step()
+        assert lars_apex.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(usable)
         assert apex.calls == calls

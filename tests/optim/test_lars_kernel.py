@@ -3,10 +3,12 @@
 test_lars.py has its steps.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from fastsuncet.optim import LARS, LARSSettings, lars, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars, lars_apex, lars_kernel, parameter_groups
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import on_the_host
 from tests.support.networks import give_gradients, tiny_network
@@ -61,16 +63,24 @@ def test_lars_kernel_refuses_tensors_it_would_misread(change, reason):
         lars_kernel.lars_kernel([shaped], [shaped], [shaped], torch.tensor(0.1).double(), settings)
 
 
-def test_lars_auto_falls_back_to_foreach(host, monkeypatch):
-    monkeypatch.setattr(lars, "usable", lambda source, example, prove: example.is_cpu)
+def test_update_by_kernels_leaves_tensors_that_no_kernel_takes(host, monkeypatch):
+    monkeypatch.setattr(lars_apex, "usable", lambda source, *_: source == "lars.cu")
     for dtype, launches in ((torch.float32, 2), (torch.float64, 0)):
-        network = tiny_network(dtype)
-        optimizer = LARS([network[0].weight], 0.1)
-        give_gradients(network, 0)
-        before = network[0].weight.clone()
+        tensors = [[torch.ones(3, dtype=dtype)] for _ in range(3)]
         host.clear()
-        optimizer.step()
-        assert len(host) == launches and not torch.equal(before, network[0].weight)
+        assert lars_apex.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(launches)
+        assert len(host) == launches and torch.equal(tensors[0][0], torch.ones(3, dtype=dtype)) != bool(
+            launches
+        )
+
+
+def test_lars_auto_falls_back_to_foreach(monkeypatch):
+    calls = []
+    monkeypatch.setattr(lars, "lars_foreach", lambda *_: calls.append("foreach"))
+    monkeypatch.setattr(lars_apex, "update_by_kernels", lambda *_: calls.append("kernels") or len(calls) > 1)
+    for on_gpu in (True, True, False):
+        lars.lars_auto([SimpleNamespace(is_cuda=on_gpu)], [], [])
+    assert calls == ["kernels", "foreach", "kernels", "foreach"]
 
 
 def test_lars_kernel_dense_tensors():

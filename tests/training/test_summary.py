@@ -56,6 +56,13 @@ def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
     assert memory.total / 1e9 == pytest.approx(364, abs=1) and less.total / 1e9 == pytest.approx(28, abs=1)
 
 
+def test_norm_note_says_whose_statistics_a_run_uses():
+    note = summary.norm_note
+    assert note(8, shared=True) == "statistics of the whole batch, shared by 8 processes (RankBatchNorm)"
+    assert note(1, shared=True) == note(1, shared=False) == "statistics of the whole batch"
+    assert "each process's own images" in note(2, shared=False)
+
+
 SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", "swav.small_crops=0")
 
 

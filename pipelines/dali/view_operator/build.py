@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pipelines import atomic_files, code_cache, cuda_compiler
+from pipelines import atomic_files, code_cache
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
 
@@ -192,6 +192,8 @@ def kernels(widest_blur: int, device_id: int) -> bytes:
             f"view_operator: true blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
             f"{widest_blur}: set data.view_operator to false"
         )
+    from pipelines import cuda_compiler  # only for a GPU
+
     try:
         arch = cuda_compiler.architecture(*torch.cuda.get_device_capability(device_id))
         return cuda_compiler.compiled(SOURCES / "view.cu", arch, NVRTC_OPTIONS)
