@@ -24,7 +24,8 @@ from fastsuncet.evaluation import encoder as encoders
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_list, image_tree
-from pipelines.datasets.index import ImageIndex, save_index
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.index_file import save_index
 from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Center
 

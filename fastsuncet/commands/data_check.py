@@ -12,9 +12,9 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line, show_progress
-from fastsuncet.data.dataset import (
+from fastsuncet.data.dataset import in_memory
+from fastsuncet.data.image_files import (
     image_root,
-    in_memory,
     index_path,
     pack_index_path,
     packed_index,
@@ -23,8 +23,9 @@ from fastsuncet.data.dataset import (
 )
 from pipelines.backend import decode_threads
 from pipelines.data_errors import BadImage
-from pipelines.datasets.folders import image_tree, with_classes
-from pipelines.datasets.index import ImageIndex, save_index
+from pipelines.datasets.folders import image_tree
+from pipelines.datasets.index import ImageIndex, with_classes
+from pipelines.datasets.index_file import save_index
 from pipelines.verify import CheckReport, check
 
 

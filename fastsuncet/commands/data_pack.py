@@ -8,7 +8,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.problems import words
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import show_progress
-from fastsuncet.data.dataset import file_index
+from fastsuncet.data.image_files import file_index
 from fastsuncet.paths import typed_path
 from pipelines.datasets.pack import write_pack
 

@@ -10,9 +10,10 @@ base's key by key, and a base can have a base. Nothing here imports torch or DAL
 and before any GPU starts.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -146,6 +147,15 @@ class Config(Sections):
     def where(self, key: str) -> str:
         """Return where a dotted key is written, such as "run.yaml:3: data.root: images"."""
         return str(self._document.locate(Problem(key, ""))).strip()
+
+    @contextlib.contextmanager
+    def naming(self, *keys: str) -> Iterator[None]:
+        """Add to a DataError the dotted keys that led to it, and where they are written."""
+        try:
+            yield
+        except DataError as error:
+            error.args = ("\n".join([str(error), *(f"  {self.where(key)}" for key in keys)]),)
+            raise
 
     def __eq__(self, other: object) -> bool:
         """Compare the values; the lines they were written on do not count."""

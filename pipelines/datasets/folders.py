@@ -1,9 +1,7 @@
-"""Folders of images, and labels from folders or from a CSV, as indexes."""
+"""Folders of images as indexes, and labels from the names of folders."""
 
-import codecs
-import csv
 import os
-import string
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,14 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ, Progress, read_headers
-from pipelines.datasets.index import GONE, UNSURE, FolderTimes, ImageIndex, folder_time, folder_times
-from pipelines.datasets.string_table import Names, leaves_root, links_out, listed_lines
+from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ, Progress, in_threads, read_headers
+from pipelines.datasets.index import FolderTimes, ImageIndex
+from pipelines.datasets.string_table import Names, links_out
 from pipelines.output import say_line
 
 # Files that a start compares with a kept index, of those in folders with the time that they had.
 SAMPLE = 1000
-_SHOWN = 20  # wrong lines that a message shows; the rest are counted
+# In place of a folder's time in ns: it cannot be found, and it is so new that another change could leave it as it is.
+GONE, UNSURE = -2, -1
+_TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
 
 
 def image_folder(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
@@ -52,30 +52,6 @@ def image_folder(root: str | Path, progress: Progress | None = None, *, upright:
     labels = np.array([number[name] for name in inside], np.int64)
     index = with_headers(root, tree.files, labels, tuple(folders), progress, upright=upright)
     return replace(index, folders=FolderTimes.of(tree.times))
-
-
-def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
-    """Return the same images with their classes numbered as in `classes`, such as the training set's.
-
-    Where those are `class_numbers`, they are taken as numbers of this index's classes in order. Raises DataError when
-    an image's class is not in `classes`.
-    """
-    if index.classes == classes or classes == class_numbers(len(index.classes)):
-        return replace(index, classes=classes)
-    place = {name: number for number, name in enumerate(classes)}
-    shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
-    if unknown := [name for name in shown if name not in place]:
-        raise DataError(
-            f"{index.root} has {len(unknown)} classes that no training image has: {', '.join(unknown[:5])}"
-        )
-    # The last place is that of the label -1.
-    number = np.array([*(place.get(name, -1) for name in index.classes), -1], np.int64)
-    return replace(index, labels=number[index.labels], classes=classes)
-
-
-def class_numbers(count: int) -> tuple[str, ...]:
-    """Return the names of classes that are known by their numbers only, as in shards with KEY.cls."""
-    return tuple(f"class {number}" for number in range(count))
 
 
 def image_tree(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
@@ -136,6 +112,26 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     return looked_at if looked_at.refreshed(sample) is looked_at else looked_at.refreshed(), added
 
 
+def folder_time(folder: str | os.PathLike[str]) -> int:
+    """Return the time in ns at which a file last came to a folder, left it or was renamed; or GONE, or UNSURE."""
+    try:
+        changed = os.stat(folder).st_mtime_ns
+    except OSError:
+        return GONE
+    return changed if 0 <= changed < time.time_ns() - _TICK else UNSURE
+
+
+def folder_times(root: Path, names: Sequence[str]) -> np.ndarray:
+    """Return `folder_time` of every folder, int64 (F,)."""
+    times = np.empty(len(names), np.int64)
+
+    def work(row: int) -> None:
+        times[row] = folder_time(os.path.join(root, names[row]))
+
+    in_threads(work, len(names), chunk=16)
+    return times
+
+
 def with_headers(
     root: Path,
     files: Sequence[str],
@@ -148,85 +144,6 @@ def with_headers(
     """Return the index of `files` below `root`, with the sizes that their headers give."""
     sizes, stamps, bad = read_headers(root, names := Names.of(files), progress, upright=upright)
     return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright)
-
-
-def with_csv_labels(
-    index: ImageIndex, table: str | Path, *, classes: Sequence[str] | None = None
-) -> ImageIndex:
-    """Return the same images with the labels of a CSV of (file, label), and no others.
-
-    The table is UTF-8 with the header `file,label`. A file is a path below the index's root with "/"; a label
-    is any text, without the spaces around it. Classes are the labels in sorted order, or `classes` where a
-    training set has fixed them. A file can be listed again with the same label, and the header can come again.
-
-    Raises DataError with every wrong line at once, by number.
-    """
-    rows, wrong = _read_table(Path(table))
-    names = list(dict.fromkeys(name for _, name, _ in rows))
-    place = dict(zip(names, index.files.find(names).tolist()))
-    known = sorted({label for _, _, label in rows}) if classes is None else classes
-    number = {label: i for i, label in enumerate(known)}
-    given: dict[str, tuple[int, str]] = {}
-    labels = np.full(len(index), -1, np.int64)
-    for line, name, label in rows:
-        first_line, first_label = given.setdefault(name, (line, label))
-        if place[name] < 0:
-            wrong.append((line, f"no image {name} under {index.root}"))
-        elif label != first_label:
-            wrong.append((line, f"{name} is labeled {label!r}, but {first_label!r} on line {first_line}"))
-        elif label not in number:
-            wrong.append((line, f"label {label!r} is not one of the {len(known)} classes"))
-        else:
-            labels[place[name]] = number[label]
-    refuse_wrong_lines(table, wrong)
-    if not rows:
-        raise DataError(f"{table} labels no image: it has a header and no line after it")
-    return replace(index, labels=labels, classes=tuple(known))
-
-
-def refuse_wrong_lines(path: str | Path, wrong: Sequence[tuple[int, str]]) -> None:
-    """Raise DataError, with the first 20 (line, problem) pairs in order, if there are any."""
-    if wrong:
-        lines = [f"  line {line}: {problem}" for line, problem in sorted(wrong)[:_SHOWN]]
-        lines += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
-        noun = "line" if len(wrong) == 1 else "lines"
-        raise DataError("\n".join([f"{path} has {len(wrong)} wrong {noun}:", *lines]))
-
-
-def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str]]]:
-    """Return the usable (line, file, label) rows of a table, and what is wrong with its other lines."""
-    rows, wrong = [], []
-    try:
-        # Spreadsheets put a byte-order mark before the header.
-        lines = listed_lines(table.read_bytes().removeprefix(codecs.BOM_UTF8))
-        reader = csv.reader(lines, strict=True, skipinitialspace=True)
-        header = next(reader, [])
-        if [cell.strip() for cell in header] != ["file", "label"]:
-            if not header:
-                raise DataError(f"{table} is empty: the first line must be `file,label`")
-            hint = ": separate them by commas, not semicolons" if ";" in "".join(header) else ""
-            raise DataError(f"{table}: the first line must be `file,label`, not {','.join(header)!r}{hint}")
-        for cells in filter(None, reader):
-            line, name, label = reader.line_num, cells[0], cells[-1].strip(string.whitespace)
-            if len(cells) != 2:
-                wrong.append((line, f"{len(cells)} columns instead of file,label"))
-            elif (name, label) == ("file", "label"):
-                continue  # the header of a table that was appended to another
-            elif not name or not label:
-                wrong.append((line, f"no {'label' if name else 'file name'}: write one, or remove the line"))
-            elif leaves_root(name):
-                wrong.append((line, f"{name}: paths must lead downwards from the data folder"))
-            else:
-                rows.append((line, name, label))
-    except OSError as error:
-        raise DataError(f"cannot read the labels {table}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
-        text = f"{table} is not a CSV in UTF-8 (byte {byte:#x} on line {line}): save it as UTF-8"
-        raise DataError(text) from error
-    except csv.Error as error:
-        raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error
-    return rows, wrong
 
 
 def _existing(root: str | Path) -> Path:

@@ -11,9 +11,8 @@ import numpy as np
 from PIL import Image
 
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets.folders import class_numbers
 from pipelines.datasets.image_headers import in_threads, read_rgb
-from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.index import ImageIndex, class_numbers
 from pipelines.datasets.string_table import Names
 
 # Bytes of pixels. A larger data set is not small, and every rank holds a copy.

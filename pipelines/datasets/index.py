@@ -1,69 +1,38 @@
-"""A data set as an index: which files, which labels, which sizes, which images are bad; in memory and on disk.
+"""A data set as an index: which files, which labels, which sizes, which images are bad.
 
 Training reads nothing but the index: no folder is listed at start, no header opened, and every rank has the same
-images under the same numbers. Random crops are drawn from its sizes before anything is decoded. On disk it is one .npz
-without pickles, replaced atomically and verified when it is read.
+images under the same numbers. Random crops are drawn from its sizes before anything is decoded. index_file.py keeps it
+on disk.
 """
 
 import hashlib
-import io
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipelines import atomic_files
-from pipelines.data_errors import BadImage, CannotWrite, DataError
-from pipelines.datasets.image_headers import file_stamps, in_threads, read_headers, read_rgb
-from pipelines.datasets.shards import Shards, require_inside
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.string_table import Names
-from pipelines.output import say_line
 
-_KIND, _VERSION = "fastsuncet image index", 3
-MOST_BYTES = 16 << 30  # of a kept index: ImageNet's has 90 MB
+if TYPE_CHECKING:
+    from pipelines.datasets.shards import Shards
+
 _LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
-_MAKE = "`fastsuncet data check CONFIG` makes one"
-
-
-# In place of a folder's time in ns: it cannot be found, and it is so new that another change could leave it as it is.
-GONE, UNSURE = -2, -1
-_TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
 
 
 class FolderTimes(NamedTuple):
     """The folders in which the files of an index were found, and their times then."""
 
     names: Names  # relative to the root, which is ""
-    times: np.ndarray  # int64 (F,), ns, or UNSURE
+    times: np.ndarray  # int64 (F,), ns, or `folders.UNSURE`
 
     @classmethod
     def of(cls, times: Mapping[str, int]) -> "FolderTimes":
         """Pack times by name."""
         return cls(Names.of(sorted(times)), np.array([times[name] for name in sorted(times)], np.int64))
-
-
-def folder_time(folder: str | os.PathLike[str]) -> int:
-    """Return the time in ns at which a file last came to a folder, left it or was renamed; or GONE, or UNSURE."""
-    try:
-        changed = os.stat(folder).st_mtime_ns
-    except OSError:
-        return GONE
-    return changed if 0 <= changed < time.time_ns() - _TICK else UNSURE
-
-
-def folder_times(root: Path, names: Sequence[str]) -> np.ndarray:
-    """Return `folder_time` of every folder, int64 (F,)."""
-    times = np.empty(len(names), np.int64)
-
-    def work(row: int) -> None:
-        times[row] = folder_time(os.path.join(root, names[row]))
-
-    in_threads(work, len(names), chunk=16)
-    return times
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +53,7 @@ class ImageIndex:
     bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
     # int8 (N, classes), for images that show several: 1 the class is there, -1 it is not, 0 difficult, not counted.
     presence: np.ndarray | None = None
-    pack: Shards | None = None  # where the content of the files is read from instead
+    pack: "Shards | None" = None  # where the content of the files is read from instead
     upright: bool = False  # whether images are turned as their EXIF tag says, or read as stored
     changed: tuple[int, ...] = ()  # images whose files were written again after the index was made
     folders: FolderTimes | None = None  # of an index of all images below the root
@@ -138,7 +107,11 @@ class ImageIndex:
 
     def rgb(self, i: int) -> np.ndarray:
         """Return the image as it is read, (H, W, 3) uint8. Raises RuntimeError when it cannot be decoded."""
-        return read_rgb(self.content(i), upright=self.upright) if self.pixels is None else self.pixels[i]
+        if self.pixels is not None:
+            return self.pixels[i]
+        from pipelines.datasets.image_headers import read_rgb
+
+        return read_rgb(self.content(i), upright=self.upright)
 
     def length_now(self, i: int) -> int | None:
         """Return the length in bytes of an image's file if it is another one than in the index, else None."""
@@ -173,16 +146,15 @@ class ImageIndex:
 
     def take(self, numbers: np.ndarray) -> "ImageIndex":
         """Return the index of the images `numbers`, int64, numbered anew in that order."""
-        place = {old: new for new, old in enumerate(numbers.tolist())}
+        new_number = {old: new for new, old in enumerate(numbers.tolist())}
         rows = {key: getattr(self, key) for key in ("labels", "sizes", "pixels", "stamps", "presence")}
-        pack = self.pack
         return replace(
             self,
-            files=Names.of(self.name(i) for i in place),
+            files=Names.of(self.name(i) for i in new_number),
             **{key: None if array is None else array[numbers] for key, array in rows.items()},
-            bad={place[i]: reason for i, reason in self.bad.items() if i in place},
-            changed=tuple(place[i] for i in self.changed if i in place),
-            pack=None if pack is None else Shards(pack.paths, pack.stamps, pack.members[numbers]),
+            bad={new_number[i]: reason for i, reason in self.bad.items() if i in new_number},
+            changed=tuple(new_number[i] for i in self.changed if i in new_number),
+            pack=None if self.pack is None else self.pack.take(numbers),
             folders=None,
         )
 
@@ -230,6 +202,8 @@ class ImageIndex:
         """
         if self.root is None or self.stamps is None:
             return self
+        from pipelines.datasets.image_headers import file_stamps, read_headers
+
         rows = np.arange(len(self)) if rows is None else rows
         before, now = self.stamps[rows], file_stamps(self.root, [self.name(i) for i in rows.tolist()])
         gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()
@@ -250,119 +224,25 @@ class ImageIndex:
         return replace(self, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())), changed=every)
 
 
-def save_index(index: ImageIndex, path: Path) -> None:
-    """Write an index of files or of tar shards to `path`. Raises CannotWrite when the disk refuses."""
-    if index.root is None or (index.stamps is None and index.pack is None):
-        raise DataError("only an index of files is kept on disk; data in memory are read again each time")
-    arrays = {
-        "kind": np.array(_KIND),
-        "version": np.array(_VERSION),
-        "fingerprint": np.array(index.fingerprint()),
-        "root": np.array(str(index.root)),
-        "files": index.files.lines,
-        "labels": index.labels,
-        "classes": Names.of(index.classes).lines,
-        "sizes": index.sizes,
-        "bad": np.fromiter(index.bad, np.int64, len(index.bad)),
-        "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
-        "stamps": index.stamps,
-        "presence": index.presence,
-        "upright": np.array(index.upright),
-        "changed": np.array(index.changed, np.int64),
-    }
-    if index.folders is not None:
-        arrays |= {"folders": index.folders.names.lines, "folder_times": index.folders.times}
-    if index.pack is not None:
-        arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
-        arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
-    try:
-        stream = io.BytesIO()
-        np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
-        atomic_files.make_folder(path.parent)
-        # Whatever the umask, no other user can write it: `load_own_index` would refuse it.
-        atomic_files.replace(path, stream.getvalue(), 0o644)
-    except OSError as error:
-        raise CannotWrite(
-            f"cannot write the index {path}: {error.strerror or error}. "
-            f"{atomic_files.advice(error, 'data.index or logging.folder')}"
-        ) from error
+def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
+    """Return the same images with their classes numbered as in `classes`, such as the training set's.
 
-
-def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) -> ImageIndex:
-    """Read what `save_index` wrote; `root` is where the files lie now, by default where they lay then.
-
-    With `refresh`, the size and time of every file are compared, and changed files have their headers read again
-    (`ImageIndex.refreshed`). That is one stat for each file: let one rank of a job do it. New files are not looked
-    for; that takes a new scan. Raises DataError: no such file, damaged, another version, files gone or shards changed.
+    Where those are `class_numbers`, they are taken as numbers of this index's classes in order. Raises DataError when
+    an image's class is not in `classes`.
     """
-    try:
-        with atomic_files.open_file(path, MOST_BYTES) as stream:
-            index = _read_index(stream, path, root)
-    except FileNotFoundError:
-        raise DataError(f"there is no index {path}: {_MAKE}") from None
-    except OSError as error:
-        raise DataError(f"the index {path} cannot be read: {error.strerror}") from error
-    return index.refreshed() if refresh else index
-
-
-def load_own_index(path: Path, *, root: Path | None = None) -> ImageIndex | None:
-    """Return what `load_index` reads without `refresh`; None where there is no index that this user alone can write.
-
-    A line says why one is not read. Raises DataError for a damaged one.
-    """
-    try:
-        with atomic_files.open_file(path, MOST_BYTES, own=True) as stream:
-            return _read_index(stream, path, root)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        say_line(f"note: the index {path} is made anew, because {error.strerror}")
-        return None
-
-
-def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
-    try:
-        with np.load(stream, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except Exception as error:  # a damaged archive fails in as many ways as zip, zlib and NumPy have
-        # Not NumPy's own text, which advises to load pickles.
-        text = f"the index {path} cannot be read: it is damaged, or no index ({type(error).__name__})"
-        raise DataError(f"{text}. Delete it; {_MAKE}") from error
-    if str(arrays.get("kind")) != _KIND:
-        raise DataError(f"{path} is not an image index; {_MAKE}")
-    try:
-        if (version := int(arrays["version"])) != _VERSION:
-            raise ValueError(f"it has version {version}, not {_VERSION}")
-        folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", np.empty(0, np.uint8)))
-        folders = None
-        if "folders" in arrays:
-            folders = FolderTimes(Names(arrays["folders"]), arrays["folder_times"])
-            if folders.times.shape != (len(folders.names),) or folders.times.dtype != np.int64:
-                raise ValueError("its folders do not fit their times")
-        index = ImageIndex(
-            root=folder,
-            files=Names(arrays["files"]),
-            labels=arrays["labels"],
-            classes=tuple(Names(arrays["classes"])),
-            sizes=arrays["sizes"],
-            stamps=None if shards else arrays["stamps"],
-            bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
-            presence=arrays.get("presence"),
-            upright=bool(arrays["upright"]),
-            changed=tuple(arrays["changed"].tolist()),
-            folders=folders,
+    if index.classes == classes or classes == class_numbers(len(index.classes)):
+        return replace(index, classes=classes)
+    numbers = {name: number for number, name in enumerate(classes)}
+    shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
+    if unknown := [name for name in shown if name not in numbers]:
+        raise DataError(
+            f"{index.root} has {len(unknown)} classes that no training image has: {', '.join(unknown[:5])}"
         )
-        if index.fingerprint() != str(arrays["fingerprint"]):
-            raise ValueError("its content does not match its fingerprint")
-        # Whoever wrote the file, it must not lead out of the data folder.
-        for names in (index.files, shards, folders.names if folders else Names.of(())):
-            if (name := names.leaving_root()) is not None:
-                raise ValueError(f"{name!r} leads out of the data folder")
-        places = (arrays["shard_stamps"], arrays["members"]) if shards else ()
-    except Exception as error:
-        raise DataError(f"the index {path} cannot be used: {error}. Delete it; {_MAKE}") from error
-    if places:
-        paths = [folder / name for name in shards]
-        require_inside(paths, folder)
-        return replace(index, pack=Shards(paths, *places))
-    return index
+    # The last entry is that of the label -1.
+    new_label = np.array([*(numbers.get(name, -1) for name in index.classes), -1], np.int64)
+    return replace(index, labels=new_label[index.labels], classes=classes)
+
+
+def class_numbers(count: int) -> tuple[str, ...]:
+    """Return the names of classes that are known by their numbers only, as in shards with KEY.cls."""
+    return tuple(f"class {number}" for number in range(count))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pipelines.data_errors import DataError, listed
-from pipelines.datasets.folders import with_csv_labels
+from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root, listed_lines
 

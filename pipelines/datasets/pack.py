@@ -22,9 +22,9 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
-from pipelines.datasets.folders import class_numbers
 from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads, read_sizes, stamp
-from pipelines.datasets.index import ImageIndex, load_index, load_own_index, save_index
+from pipelines.datasets.index import ImageIndex, class_numbers
+from pipelines.datasets.index_file import load_index, load_own_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
 from pipelines.output import say_line

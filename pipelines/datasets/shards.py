@@ -83,6 +83,10 @@ class Shards:
     def __len__(self) -> int:
         return len(self.members)
 
+    def take(self, numbers: np.ndarray) -> "Shards":
+        """Return the images `numbers`, int64, numbered anew in that order."""
+        return Shards(self.paths, self.stamps, self.members[numbers])
+
     def read(self, i: int, most: int | None = None) -> bytes:
         """Return the bytes of image `i`, or the first `most` of them, in any thread and forked process.
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.folders import refuse_wrong_lines, with_headers
+from pipelines.datasets.csv_labels import refuse_wrong_lines
+from pipelines.datasets.folders import with_headers
 from pipelines.datasets.index import ImageIndex
 
 CLASSES = (

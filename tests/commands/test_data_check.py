@@ -9,9 +9,9 @@ from PIL import Image
 from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config, check_folder
 from fastsuncet.config import load_config
-from fastsuncet.data.dataset import index_path
+from fastsuncet.data.image_files import index_path
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets.index import load_index
+from pipelines.datasets.index_file import load_index
 
 CONFIG = """\
 data: {kind: image_folder, root: images, backend: torchvision}

@@ -10,11 +10,12 @@ import pytest
 from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
-from fastsuncet.data.dataset import Images, open_images, reading_headers
+from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.data.image_files import reading_headers
 from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.launch import join
 from pipelines.data_errors import DataError
-from pipelines.datasets import index
+from pipelines.datasets import index_file
 from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
 
@@ -208,7 +209,7 @@ def test_kept_index_that_others_can_write_or_that_is_too_large_is_made_anew(
     if "user" in why and os.geteuid():
         pytest.skip("only root can give a file away")
     damage(kept)
-    monkeypatch.setattr(index, "MOST_BYTES", 50_000)
+    monkeypatch.setattr(index_file, "MOST_BYTES", 50_000)
     for said in (f"note: the index runs/indices/{kept.name} is made anew, because {why}\n", ""):
         assert len(opened().train) == 3 and capsys.readouterr().out == said
 

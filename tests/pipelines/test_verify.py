@@ -10,7 +10,7 @@ from pipelines import verify
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.in_memory import digits
-from pipelines.datasets.index import load_index, save_index
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.verify import check
 from tests.support.pictures import cut_short, encoded, texture, unusable_files, write_image
 from tests.support.streams import BACKENDS, needs_dali

@@ -19,7 +19,8 @@ from fastsuncet.training.determinism import PRECISIONS, native_precision
 from pipelines import atomic_files
 from pipelines.backend import cores
 from pipelines.data_errors import DataError
-from pipelines.datasets.folders import image_folder, image_tree, with_csv_labels
+from pipelines.datasets.csv_labels import with_csv_labels
+from pipelines.datasets.folders import image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack

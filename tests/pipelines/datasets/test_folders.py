@@ -9,11 +9,12 @@ import pytest
 from PIL import Image, ImageOps
 
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets import folders
-from pipelines.datasets import index as index_module
-from pipelines.datasets.folders import image_folder, image_tree, look_again, with_classes, with_csv_labels
+from pipelines.datasets import folders, image_headers
+from pipelines.datasets.csv_labels import with_csv_labels
+from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.in_memory import digits, resident
+from pipelines.datasets.index import with_classes
 from tests.support.pictures import cut_short, texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
@@ -122,9 +123,9 @@ def scanned(tmp_path):
 
 
 def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
-    seen, stamps = [], index_module.file_stamps
+    seen, stamps = [], image_headers.file_stamps
     monkeypatch.setattr(
-        index_module, "file_stamps", lambda root, names: seen.extend(names) or stamps(root, names)
+        image_headers, "file_stamps", lambda root, names: seen.extend(names) or stamps(root, names)
     )
     monkeypatch.setattr(folders, "_listed", None)
     monkeypatch.setattr(folders, "SAMPLE", 2)

@@ -16,7 +16,8 @@ from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
-from pipelines.datasets.index import ImageIndex, load_index, save_index
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
 from tests.support.archives import rewritten
 from tests.support.pictures import encoded, unusable_files, write_image
@@ -266,7 +267,7 @@ def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypa
         read.extend(names)
         return read_headers(root, names, **how)
 
-    monkeypatch.setattr("pipelines.datasets.index.read_headers", watched)
+    monkeypatch.setattr("pipelines.datasets.image_headers.read_headers", watched)
     loaded = load_index(kept)
     assert read == ["cat/b.png", "dog/a.jpg"]
     assert loaded.sizes.tolist() == [[6, 8], [30, 20], [0, 0], [6, 11]]

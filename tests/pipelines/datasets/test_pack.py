@@ -17,7 +17,8 @@ import torch
 
 from fastsuncet import cli
 from fastsuncet.config import load_config
-from fastsuncet.data.dataset import index_path, open_images
+from fastsuncet.data.dataset import open_images
+from fastsuncet.data.image_files import index_path
 from fastsuncet.distributed.launch import join
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module

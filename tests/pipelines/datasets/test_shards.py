@@ -13,8 +13,9 @@ from PIL import Image
 
 from pipelines.data_errors import DataError
 from pipelines.datasets import shards
-from pipelines.datasets.folders import image_folder, with_classes
-from pipelines.datasets.index import load_index, save_index
+from pipelines.datasets.folders import image_folder
+from pipelines.datasets.index import with_classes
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
 from pipelines.datasets.string_table import Names

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import load_index, save_index
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.voc07 import CLASSES, PARTS, part_of, voc07
 from tests.support.streams import evaluation
 from tests.support.voc import write_voc
