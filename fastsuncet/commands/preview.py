@@ -20,7 +20,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.launch import Place
 from fastsuncet.errors import ConfigError
-from fastsuncet.metrics.trackers import Trackers, named, require_packages
+from fastsuncet.metrics.trackers import Trackers, require_packages
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 from pipelines.backend import Backend, LoaderOptions, dali_problem
@@ -67,7 +67,7 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     with disk_errors(path, "--output"):
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, picture.getvalue())
-    if named(config):
+    if config.logging.trackers:
         figure.savefig(png := io.BytesIO(), dpi=110, format="png")
         pixels = np.asarray(Image.open(png).convert("RGB"))
         with Trackers(config, config.run_folder) as trackers:

@@ -31,7 +31,6 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.metrics.cost import open_energy_meter
-from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.training import initial_weights
@@ -201,7 +200,10 @@ def require_network(config: Config) -> None:
     Raises ConfigError.
     """
     width_of(config.model.name)
-    require_packages(config)
+    if config.logging.trackers:
+        from fastsuncet.metrics.trackers import require_packages
+
+        require_packages(config)
     for to in export_formats.exports(config):
         export_formats.check(config, to)
 

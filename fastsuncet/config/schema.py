@@ -489,6 +489,11 @@ class LoggingSection(Section):
     mlflow: Text | None = None
     """experiment of MLflow; null: none"""
 
+    @property
+    def trackers(self) -> dict[str, Any]:
+        """Return the trackers that are asked for: their keys, which are the names of their packages, and the values."""
+        return {key: value for key in ("tensorboard", "wandb", "mlflow") if (value := getattr(self, key))}
+
 
 class CheckpointSection(Section):
     """When to save, apart from the end of the run and a signal (both intervals can be given), and what to export."""

@@ -1,7 +1,7 @@
 """Name the rank that the others wait for, and end the job when that rank does not come back.
 
-Each rank counts the places that its training loop passes. A thread posts the count to the store of the process group
-every few seconds; the step itself communicates nothing. All ranks pass the same places in the same order. So in a hang
+Each rank counts the points that its training loop passes. A thread posts the count to the store of the process group
+every few seconds; the step itself communicates nothing. All ranks pass the same points in the same order. So in a hang
 the others wait for the rank with the lowest count, or for one that posts no longer.
 """
 
@@ -27,9 +27,9 @@ SHOWN = 4  # ranks named in a message, at most
 
 
 class Heartbeat:
-    """`with Heartbeat(...) as heart:`, and `heart.at(step, "reads images")` at each place, on every rank.
+    """`with Heartbeat(...) as heart:`, and `heart.at(step, "reads images")` at each point, on every rank.
 
-    After `timeout` seconds without a new place, `end(message)` is called on every rank; it must end the process,
+    After `timeout` seconds without a new point, `end(message)` is called on every rank; it must end the process,
     because the main thread waits in a collective and cannot. Before that, one rank says what it waits for, after a
     minute and then at doubling intervals. A single process has no thread, and nothing is watched.
     """
@@ -46,14 +46,14 @@ class Heartbeat:
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()
         self.store: Store | None = None  # until the thread has connected to it
-        self.position = (0, 0, "starts")  # places passed, updates done, the place
+        self.position = (0, 0, "starts")  # points passed, updates done, the last point
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def at(self, step: int, place: str) -> None:
-        """Say that this rank's training loop is at `place`: "reads images"."""
-        self.position = (self.position[0] + 1, step, place)
+    def at(self, step: int, point: str) -> None:
+        """Say that this rank's training loop is at `point`: "reads images"."""
+        self.position = (self.position[0] + 1, step, point)
 
     def __enter__(self) -> Self:
         if self.ranks > 1:
@@ -115,7 +115,7 @@ class Heartbeat:
         found: dict[int, list[Any]] = {
             number: json.loads(post) for number, (post, _) in posts.items() if post
         }
-        # A rank that never posted has passed no place: before any other, they wait for it.
+        # A rank that never posted has passed no point: before any other, they wait for it.
         counts = {number: found[number][0] if number in found else -1 for number in posts}
         behind = silent or {number for number in counts if counts[number] == min(counts.values())}
         if not behind:
@@ -125,9 +125,9 @@ class Heartbeat:
             if number not in found:
                 lines.append(f"rank {number} (has not begun)")
                 continue
-            _, step, place, where, _ = found[number]
+            _, step, point, where, _ = found[number]
             gone = "no sign of life; last seen where it " if number in silent else ""
-            lines.append(f"rank {number} ({gone}{place} after step {step:,}, in {where})")
+            lines.append(f"rank {number} ({gone}{point} after step {step:,}, in {where})")
         if len(behind) > SHOWN:
             lines.append(f"{len(behind) - SHOWN} more")
         return silent, f"waiting for {', '.join(lines)}"

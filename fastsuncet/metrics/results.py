@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Val
 from fastsuncet.config import Config, flat
 from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.metrics.trackers import Tracker, Trackers, named
+from fastsuncet.metrics.trackers import Tracker, Trackers
 from pipelines import atomic_files
 
 FOLDER = "results"  # in the run's folder
@@ -116,7 +116,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def send_results(config: Config, paths: Sequence[Path]) -> None:
     """Send the results in some files to the trackers that `config` names, as "results/KIND/METRIC" of the run."""
-    if not named(config):
+    if not config.logging.trackers:
         return
     # An evaluation with a classifier draws its confusion matrix.
     drawn = {path: path.with_suffix(".png") for path in paths if path.with_suffix(".png").is_file()}

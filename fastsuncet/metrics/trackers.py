@@ -188,17 +188,13 @@ class Trackers:
     on. Raises ConfigError for a missing package. Leaving the context closes the trackers.
     """
 
-    def __init__(
-        self, config: Config | None, folder: Path, purge_step: int | None = None, say: Say = say_line
-    ):
+    def __init__(self, config: Config, folder: Path, purge_step: int | None = None, say: Say = say_line):
         self._say = say
         self._open: list[Tracker] = []
-        if config is None:
-            return
         require_packages(config)
         inside = folder.is_relative_to(config.logging.folder)
         name = str(folder.relative_to(config.logging.folder)) if inside else folder.name
-        for key, asked in named(config).items():
+        for key, asked in config.logging.trackers.items():
             with self._surviving(TRACKERS[key].__name__):
                 atomic_files.make_folder(folder)
                 self._open.append(TRACKERS[key](asked, folder, name, purge_step))
@@ -229,14 +225,9 @@ class Trackers:
         self.tell(lambda tracker: tracker.close())
 
 
-def named(config: Config) -> dict[str, Any]:
-    """Return the trackers that a config names: their keys in TRACKERS, and the values of the config."""
-    return {key: value for key in TRACKERS if (value := getattr(config.logging, key))}
-
-
 def require_packages(config: Config) -> None:
     """Raise ConfigError for a tracker in `config` whose package is not installed."""
-    for package in named(config):
+    for package in config.logging.trackers:
         if find_spec(package) is None:
             raise config.error(
                 f"logging.{package}",

@@ -26,7 +26,6 @@ from typing import Any
 from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics.trackers import Trackers
 from pipelines import atomic_files
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
@@ -59,9 +58,12 @@ class MetricsWriter:
             # A picture of the views can come before the first start, and stays.
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
-            # Before the files change: a missing package must not leave a run half set back.
-            self._trackers = Trackers(config, self.folder, purge_step, say)
-            if config is not None:
+            self._trackers = None
+            if config is not None and config.logging.trackers:
+                from fastsuncet.metrics.trackers import Trackers
+
+                # Before the files change: a missing package must not leave a run half set back.
+                self._trackers = Trackers(config, self.folder, purge_step, say)
                 self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
                 self._trackers.tell(lambda tracker: tracker.settings(config))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
@@ -93,7 +95,7 @@ class MetricsWriter:
         except OSError as error:
             raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
-        if scalars:
+        if scalars and self._trackers is not None:
             self._trackers.tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
@@ -104,13 +106,15 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        self._trackers.tell(lambda tracker: tracker.flush())
+        if self._trackers is not None:
+            self._trackers.tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""
         os.close(self._jsonl)
         os.close(self._csv)
-        self._trackers.tell(lambda tracker: tracker.close())
+        if self._trackers is not None:
+            self._trackers.tell(lambda tracker: tracker.close())
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -12,11 +12,11 @@ to a status file and exits with code 75; the same command continues the run.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,16 @@ from fastsuncet.checkpoint.run_folder import RunStatus, on_rank_0, require_run_f
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
-from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.launch import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
-from fastsuncet.metrics.rankme import collapse_warning
 from fastsuncet.training.logger import RunLogger
+
+if TYPE_CHECKING:
+    from fastsuncet.distributed.heartbeat import Heartbeat
 
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
@@ -141,7 +142,7 @@ class Trainer(Generic[Task]):
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
         self.consensus = StopConsensus()
-        self.heart: Heartbeat | None = None  # while `run` runs
+        self.heart: Heartbeat | None = None  # while `run` runs on several ranks
         self.restore()
 
     def run(self, signals: SignalFlag) -> None:
@@ -162,11 +163,10 @@ class Trainer(Generic[Task]):
         room = partial(manager.require_room, self.folder / manager.FOLDER, weights + momentum)
         on_rank_0(self.place, room)
         settings = (task.config, self.folder, task.columns, task.terms, task.steps, self.step, self.place)
-        timeout = task.config.meta.timeout
         with (
             closing(task),
             RunLogger(*settings, evaluated=self.evaluated) as self.logger,
-            Heartbeat(timeout, signals, self.say_anywhere, self.end_hung) as self.heart,
+            self.watched(signals) as self.heart,
         ):
             if self.step == 0 and task.chosen:
                 self.logger.write("chosen", {"step": 0, **task.chosen})
@@ -213,16 +213,20 @@ class Trainer(Generic[Task]):
                     raise self.preempted(signals)
             self.consensus.close()
 
-    def say_anywhere(self, line: str) -> None:
-        """Print `line` on this rank, whichever it is."""
-        (self.logger.say if self.place.first else say_line)(line)
+    def watched(self, signals: SignalFlag) -> "AbstractContextManager[Heartbeat | None]":
+        """Return a context in which a thread names the rank that the others wait for, and ends ranks that hang."""
+        if self.place.world_size == 1:
+            return nullcontext()
+        from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 
-    def end_hung(self, message: str) -> None:
-        """End this process, from another thread, because a rank hangs."""
-        status = RunStatus(self.folder / "status.json", self.place)
-        if status.path.exists():
-            status.write("failed", self.step, message or "a rank hung")
-        end_hung(message)
+        def end(message: str) -> None:
+            status = RunStatus(self.folder / "status.json", self.place)
+            if status.path.exists():
+                status.write("failed", self.step, message or "a rank hung")
+            end_hung(message)
+
+        say = self.logger.say if self.place.first else say_line
+        return Heartbeat(self.task.config.meta.timeout, signals, say, end)
 
     def stop_if_requested(self, signals: SignalFlag) -> None:
         """Raise Preempted once any rank got a signal. Called equally often on all ranks; waits for no device."""
@@ -235,10 +239,10 @@ class Trainer(Generic[Task]):
         asked = signals.requested or "another rank"
         return Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
 
-    def at(self, place: str) -> None:
+    def at(self, point: str) -> None:
         """Tell the other ranks, while `run` runs, where this one is."""
         if self.heart is not None:
-            self.heart.at(self.step, place)
+            self.heart.at(self.step, point)
 
     @property
     def epoch(self) -> float:
@@ -302,6 +306,8 @@ class Trainer(Generic[Task]):
         try:
             found = self.task.evaluate(self.replaced, before_batch)
             self.logger.write("knn", {**progress, **found})
+            from fastsuncet.metrics.rankme import collapse_warning  # read by the evaluation, and not before
+
             if warning := collapse_warning(found):
                 self.logger.say(warning)
             self.evaluated = True
