@@ -42,7 +42,7 @@ import pipelines.dali.engine  # noqa: F401
 from fastsuncet import cli
 from fastsuncet.commands import data_pack, export
 from fastsuncet.config import Config, load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
 from tools.same_runs import assert_equal_to_the_bit, final_state
@@ -87,9 +87,9 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
     enter(rank, 0)
     torch.cuda.device_count = lambda: 0  # they are only counted to start the ranks
 
-    def watched(trainer: Trainer, place: str) -> None:
-        enter(rank, PHASE_OF.get(place, 1), trainer.step)
-        at(trainer, place)
+    def watched(trainer: Trainer, point: str) -> None:
+        enter(rank, PHASE_OF.get(point, 1), trainer.step)
+        at(trainer, point)
 
     def watched_export(config: Config, place: Place) -> None:
         enter(rank, PHASES.index("export"), config.optimization.steps or 0)

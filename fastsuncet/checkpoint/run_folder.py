@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from fastsuncet.console import say_line
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
+from fastsuncet.distributed.place import Place, explain_error
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
@@ -22,7 +22,7 @@ LOCK = ".running"
 ERRORS = {kind.exit_code: kind for kind in (ConfigError, DataError, NumericalError, CheckpointError)}
 
 
-def on_rank_0(place: launch.Place, function: Callable[[], Json]) -> Json:
+def on_rank_0(place: Place, function: Callable[[], Json]) -> Json:
     """Return `function()` of rank 0, a JSON value, on every rank. An error there is one of its exit code on the others.
 
     Ranks that each looked at the disk could see different files, and a rank that waits for one that failed would wait
@@ -84,7 +84,7 @@ def refuse_existing(output: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, place: launch.Place) -> Iterator[bool]:
+def lock_folder(folder: Path, place: Place) -> Iterator[bool]:
     """Make `folder` and lock it as long as this process lives; yield False on all ranks if another process has it."""
     with contextlib.ExitStack() as stack:
 
@@ -110,7 +110,7 @@ def _holder(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def exclusive_run_folder(folder: Path, place: launch.Place) -> Iterator[None]:
+def exclusive_run_folder(folder: Path, place: Place) -> Iterator[None]:
     """Hold the run's folder as long as this process lives. CheckpointError on all ranks if another process holds it.
 
     Two runs in one folder would move each other's metrics aside and continue from each other's checkpoints.
@@ -136,7 +136,7 @@ def require_run_folder() -> None:
 class RunStatus:
     """status.json: how the run stood when it last wrote, for launchers and people. Rank 0 writes it atomically."""
 
-    def __init__(self, path: Path, place: launch.Place):
+    def __init__(self, path: Path, place: Place):
         self.path, self.place = path, place
 
     @contextlib.contextmanager
@@ -150,7 +150,7 @@ class RunStatus:
             raise
         # Whatever ended the run, the file must not go on saying that it runs.
         except BaseException as error:
-            error = launch.explain_error(error)
+            error = explain_error(error)
             self.write("failed", step(), (str(error) or type(error).__name__).splitlines()[0])
             raise error
         self.write("done", step())

@@ -10,20 +10,21 @@ from typing import Any
 
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import INPUTS
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.distributed.place import Place
+from fastsuncet.distributed.place import join as join_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.versions import digest_of_sources, versions
 from pipelines.data_errors import DataError
 
 
 @contextlib.contextmanager
-def join(config: Config, device: str | None = None) -> Iterator[launch.Place]:
+def join(config: Config, device: str | None = None) -> Iterator[Place]:
     """Join the ranks of a command, on meta.device unless `device` is given.
 
-    Raises as `launch.join`, and ConfigError on every rank if they have different configs, versions or sources.
+    Raises as `place.join`, and ConfigError on every rank if they have different configs, versions or sources.
     """
-    with launch.join(device or config.meta.device, config.meta.timeout) as place:
+    with join_ranks(device or config.meta.device, config.meta.timeout) as place:
         if place.world_size > 1:
             # Inputs can lie on the machines' own disks: what they hold is compared, or only rank 0 reads it.
             values = {key: value for key, value in flat(config.canonical()).items() if key not in INPUTS}

@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
     distributed = sys.modules.get("torch.distributed")
     if arguments is None and code and distributed and distributed.is_initialized():
-        # After an error the ranks' group is left as it is (launch.join). Its threads can abort the interpreter's end,
+        # After an error the ranks' group is left as it is (place.join). Its threads can abort the interpreter's end,
         # and the job would have the abort's exit code (-6). Nothing is lost: on its way here the error has left all
         # `with` blocks, and so closed the metrics and the trackers. A checkpoint is written whole or not at all.
         for stream in (sys.stdout, sys.stderr):

@@ -17,7 +17,7 @@ from fastsuncet.commands.folder_pass import rows_of
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
-from fastsuncet.distributed import launch
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import encoder as encoders
@@ -169,7 +169,7 @@ def embed(
         index = ImageIndex(None, names, np.full(len(images), -1), (), sizes, pixels=images)
     else:
         index = _index(images, view.upright)
-    place = launch.Place(0, 1, 0, next(encoder.parameters()).device)
+    place = Place(0, 1, 0, next(encoder.parameters()).device)
     rows = [rows for _, rows in rows_of(encoder, index, view, place, batch=batch)]
     named = (
         [index.name(i) for i in range(len(index))] if isinstance(images, (str, Path, np.ndarray)) else images

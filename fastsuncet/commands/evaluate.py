@@ -11,7 +11,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images, validates
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import write_with_picture, written

@@ -29,7 +29,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder, record_path
 from fastsuncet.metrics import results, writer

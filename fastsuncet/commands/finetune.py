@@ -15,7 +15,7 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images, validates
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.classifier import learned_labels

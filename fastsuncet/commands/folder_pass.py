@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
-from fastsuncet.distributed import launch
+from fastsuncet.distributed.place import Place, pick_device
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
@@ -79,9 +79,9 @@ def known_view(encoder: Encoder) -> Center:
     return encoder.view
 
 
-def one_process() -> launch.Place:
+def one_process() -> Place:
     """Return this process as the only rank, on one GPU or the CPU, with the settings of an evaluation."""
-    place = launch.Place(0, 1, 0, launch.pick_device("auto", 0))
+    place = Place(0, 1, 0, pick_device("auto", 0))
     set_determinism(SETTINGS, place)
     return place
 
@@ -90,7 +90,7 @@ def rows_of(
     network: nn.Module,  # (B, 3, S, S) -> (B, width), on the place's device
     index: ImageIndex,
     view: Center,
-    place: launch.Place,
+    place: Place,
     *,
     batch: int = 256,
     first: int = 0,
@@ -131,7 +131,7 @@ def write_pass(
     width: int,
     index: ImageIndex,
     view: Center,
-    place: launch.Place,
+    place: Place,
     save: Callable[[Path, np.ndarray], None],  # writes the rows (N, width) to a path that ends as `output`
     *,
     batch: int = 256,
@@ -174,7 +174,7 @@ def _all_rows(
     width: int,
     index: ImageIndex,
     view: Center,
-    place: launch.Place,
+    place: Place,
     part: Path,
     batch: int,
     skipped: Skipped | None,

@@ -23,7 +23,7 @@ from fastsuncet.commands.folder_pass import (
 from fastsuncet.commands.prediction_page import prediction_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, run_of
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files

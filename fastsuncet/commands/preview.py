@@ -18,7 +18,7 @@ from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.trackers import Trackers, require_packages
 from fastsuncet.versions import drawing_problem

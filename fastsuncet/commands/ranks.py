@@ -7,14 +7,14 @@ from pathlib import Path
 
 from fastsuncet.checkpoint import same_start
 from fastsuncet.config import Config
-from fastsuncet.distributed import launch
+from fastsuncet.distributed.place import Place, should_start_ranks
 from fastsuncet.training.determinism import set_determinism
 
 
 @contextlib.contextmanager
 def as_rank(
     config: Config, arguments: Sequence[str] | None = None, status: str | os.PathLike[str] = os.devnull
-) -> Iterator[launch.Place]:
+) -> Iterator[Place]:
     """Join the ranks of a command, on meta.device, with torch's switches as `config` has them; yield this one's place.
 
     Where this process has several GPUs and no launcher has started it, `fastsuncet ARGUMENTS` is run once for each of
@@ -23,8 +23,10 @@ def as_rank(
 
     Raises as `same_start.join` and `set_determinism`.
     """
-    if arguments is not None and launch.should_start_ranks(config.meta.device):
-        raise SystemExit(launch.start_ranks(list(arguments), Path(status)))
+    if arguments is not None and should_start_ranks(config.meta.device):
+        from fastsuncet.distributed.launch import start_ranks
+
+        raise SystemExit(start_ranks(list(arguments), Path(status)))
     with same_start.join(config) as place:
         set_determinism(config, place)
         yield place

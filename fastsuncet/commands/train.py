@@ -26,8 +26,8 @@ from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import write_learned_labels
 from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import any_rank
+from fastsuncet.distributed.place import Place, expected_ranks, pick_device, should_start_ranks
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.metrics.cost import open_energy_meter
@@ -54,7 +54,7 @@ def run(
     `dry_run` finds and checks everything a run needs, prints the plan, with `show_config` the resolved config behind
     it, and trains nothing. If it is "step", a few updates are made and thrown away.
     """
-    is_rank_0 = not launch.should_start_ranks(config.meta.device) and os.environ.get("RANK", "0") == "0"
+    is_rank_0 = not should_start_ranks(config.meta.device) and os.environ.get("RANK", "0") == "0"
     if dry_run is True or (dry_run and is_rank_0):
         print_plan(config, show_config)
     if dry_run is True:
@@ -68,7 +68,7 @@ def run(
     return 0
 
 
-def train(config: Config, place: launch.Place) -> Trainer[Pretraining]:
+def train(config: Config, place: Place) -> Trainer[Pretraining]:
     """Do one rank's whole run. Raises what ends it before its last step; status.json says it too.
 
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
@@ -105,7 +105,7 @@ def train(config: Config, place: launch.Place) -> Trainer[Pretraining]:
 
 
 def start(
-    config: Config, place: launch.Place, folder: Path, stopped: Callable[[], bool] = lambda: False
+    config: Config, place: Place, folder: Path, stopped: Callable[[], bool] = lambda: False
 ) -> tuple[Trainer[Pretraining], list[str]]:
     """Return a trainer that stands where the run in `folder` was stopped, and lines that say what it will do.
 
@@ -137,7 +137,7 @@ def start(
     return trainer, [*lines, *stream.notes(), f"{'speed':<9}{speed}"]
 
 
-def make_first_steps(config: Config, place: launch.Place) -> None:
+def make_first_steps(config: Config, place: Place) -> None:
     """Make the first updates of the run of `config` with its own images and ranks, and print what they took.
 
     It keeps nothing on the disk but what `start` does. Raises ConfigError for a GPU without enough memory, and
@@ -162,10 +162,10 @@ def print_plan(config: Config, show_config: bool) -> None:
     the end. Raises anything else that would end the run before its first step.
     """
     require_network(config)
-    device = launch.pick_device(config.meta.device, 0)
+    device = pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
-    world_size = launch.expected_ranks(config.meta.device)
-    place = launch.Place(0, 1, 0, device)
+    world_size = expected_ranks(config.meta.device)
+    place = Place(0, 1, 0, device)
     notes: list[str] = []
     images = problem = None
     try:
@@ -181,7 +181,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     else:
         arithmetic = config.resolve(world_size, *images.counts())
         notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
-    lines = summary(config, launch.Place(0, world_size, 0, device), images, arithmetic, None, why)
+    lines = summary(config, Place(0, world_size, 0, device), images, arithmetic, None, why)
     m = config.model
     model = build_model(m.name, m.library, m.stem, *m.head, device="cpu" if m.init else "meta")
     if init := initial_weights.load(config, model, place):

@@ -12,7 +12,7 @@ from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
 from fastsuncet.checkpoint.same_start import require_same
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex, with_classes

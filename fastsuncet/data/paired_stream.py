@@ -10,7 +10,7 @@ import torch
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import WITH_SMALL_CROPS
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from pipelines.backend import LoaderOptions, decode_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader

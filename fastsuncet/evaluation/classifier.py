@@ -26,7 +26,7 @@ from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import Calibration, calibrate
 from fastsuncet.evaluation.cross_validation import Classify, linear_logits, out_of_fold
 from fastsuncet.evaluation.encoder import Encoder, load_encoder

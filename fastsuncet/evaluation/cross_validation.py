@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear, folds

@@ -17,7 +17,7 @@ from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
 from fastsuncet.models.pretrained_weights import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import all_gather_rows
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation, Center

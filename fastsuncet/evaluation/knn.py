@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.scoring import Measured, confusion_of, examples, own_rows, share_right, supports
 from fastsuncet.metrics.rankme import CHUNK, rankme

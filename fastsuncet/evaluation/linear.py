@@ -18,7 +18,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.schema import LinearSection
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import broadcast, broadcast_json
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger

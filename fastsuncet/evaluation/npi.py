@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
 
 # Similarities held at a time: 256 MB of float32. All of ImageNet's 50,000 x 128,116 would be 26 GB.

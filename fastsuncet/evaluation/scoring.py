@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.features import embed_views, outputs
 from pipelines.data_errors import DataError, listed

@@ -134,7 +134,7 @@ def capture_on_device(
     """Record what `step` would launch, without running it. RuntimeError for what cannot be recorded, such as a sync.
 
     It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
-    autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`launch.join`).
+    autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`place.join`).
     """
     # Beside a GPU, a step on the CPU would run during the capture, on an unwritten batch, and no replay would train.
     if device.type != "cuda":

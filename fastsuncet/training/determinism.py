@@ -6,14 +6,14 @@ import torch
 from torch.utils import deterministic
 
 from fastsuncet.config import Config
-from fastsuncet.distributed import launch
 from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def set_determinism(config: Config, place: launch.Place) -> None:
+def set_determinism(config: Config, place: Place) -> None:
     """Make a step a function of its inputs, down to the bit, on one kind of machine.
 
     `meta.deterministic` keeps torch to kernels that give the same bits in every run; torch warns where it has none.

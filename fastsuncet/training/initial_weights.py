@@ -16,7 +16,7 @@ from fastsuncet.checkpoint.manager import MODEL
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import broadcast
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.paths import typed_path
 

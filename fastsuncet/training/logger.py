@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastsuncet.config import Config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.metrics.writer import MetricsWriter
 

@@ -10,7 +10,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream
 from fastsuncet.distributed.collectives import broadcast
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import update_macs

@@ -13,7 +13,7 @@ from torch import nn
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import OptimizationSection
 from fastsuncet.data.paired_stream import Batch, views
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.losses.swav import normalize_prototypes_
 from fastsuncet.models import resnet
 from fastsuncet.optim import LARS, SGD, AdamW, DeviceLR, parameter_groups

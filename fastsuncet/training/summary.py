@@ -9,7 +9,7 @@ import torch
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.metrics.interval import memory_of
 from fastsuncet.models.flops import Memory, memory_estimate, petaflops, run_macs, update_macs, view_macs
 from fastsuncet.training import methods

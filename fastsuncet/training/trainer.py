@@ -26,7 +26,7 @@ from fastsuncet.checkpoint.run_folder import RunStatus, on_rank_0, require_run_f
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted

@@ -25,7 +25,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import Batch, PairedStream, views
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
-from fastsuncet.distributed.launch import Place, join
+from fastsuncet.distributed.place import Place, join
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.kernels import self_test

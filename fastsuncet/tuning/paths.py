@@ -21,7 +21,7 @@ from typing import NamedTuple
 from fastsuncet.config import Arithmetic, Config, flat
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import self_test
 from fastsuncet.optim import lars_apex

@@ -20,7 +20,7 @@ import torch
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, require_run_folder
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from tests.support.checkpoints import assert_whole, save

@@ -13,7 +13,7 @@ from fastsuncet.checkpoint.run_folder import (
     on_rank_0,
     require_run_folder,
 )
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from tests.support.ranks import run_ranks
 

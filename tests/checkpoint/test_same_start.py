@@ -11,7 +11,7 @@ import torch
 from fastsuncet.checkpoint import same_start
 from fastsuncet.config import Config, load_config
 from fastsuncet.data import dataset
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import cli_command
 from pipelines.data_errors import DataError

@@ -12,7 +12,7 @@ from PIL import Image
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model

@@ -22,7 +22,7 @@ from fastsuncet.commands import export as command
 from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
 from fastsuncet.config import load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
 from fastsuncet.evaluation.encoder import load_encoder

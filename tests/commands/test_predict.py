@@ -19,7 +19,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import folder_pass, prediction_page
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.calibration import Calibration
 from fastsuncet.evaluation.classifier import NearestNeighbors

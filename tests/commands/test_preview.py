@@ -10,7 +10,7 @@ from fastsuncet import versions
 from fastsuncet.commands.preview import COLUMNS, preview, sheet, short_name
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from tests.support.runs import small_config
 from tests.support.trackers import tensorboard

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet import cli
+from fastsuncet.commands import ranks, train
 from fastsuncet.distributed import launch
 
 
@@ -23,7 +24,8 @@ from fastsuncet.distributed import launch
 def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monkeypatch, words, status, code):
     started = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "should_start_ranks", lambda device: True)
+    for module in (ranks, train):
+        monkeypatch.setattr(module, "should_start_ranks", lambda device: True)
     monkeypatch.setattr(launch, "start_ranks", lambda *given: started.append(given) or code)
     assert cli.main(words) == code
     ((arguments, path),) = started

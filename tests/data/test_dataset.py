@@ -13,7 +13,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.image_files import reading_headers
 from fastsuncet.data.paired_stream import views
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
 from pipelines.datasets import index_file
 from tests.support.archives import tar_of

@@ -8,7 +8,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data import learned_labels
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned, write_learned_labels
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from tests.support.pictures import write_images
 
 NAMES = [f"{i:02}.jpg" for i in range(20)]

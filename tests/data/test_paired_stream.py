@@ -9,7 +9,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data import paired_stream
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, loader_options
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from pipelines import backend
 from tests.support.colors import ALONE, color_config, write_colors
 

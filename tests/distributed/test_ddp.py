@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsuncet.distributed.ddp import parallel, require_compiler
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 
 

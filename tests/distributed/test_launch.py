@@ -12,6 +12,14 @@ import pytest
 import torch
 
 from fastsuncet.distributed import launch
+from fastsuncet.distributed.place import (
+    PORT,
+    explain_error,
+    first_host,
+    join,
+    pick_device,
+    set_torchrun_variables,
+)
 from fastsuncet.errors import ConfigError, HungError
 from tests.support.ranks import PRELOADED
 from tests.support.runs import CONFIGS, SMALL
@@ -39,7 +47,7 @@ SLURM = {
     ],
 )
 def test_first_host_of_slurms_list(nodelist, host):
-    assert launch.first_host(nodelist) == host
+    assert first_host(nodelist) == host
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,7 @@ def test_first_host_of_slurms_list(nodelist, host):
 )
 def test_set_torchrun_variables_from_slurms(changes, ranks):
     environment = SLURM | changes
-    launch.set_torchrun_variables(environment)
+    set_torchrun_variables(environment)
     assert tuple(map(environment.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
     assert environment.get("LOCAL_WORLD_SIZE") == ("8" if ranks[0] == "13" else None)
 
@@ -74,7 +82,7 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
     for name, value in (SLURM | step | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).items():
         monkeypatch.setenv(name, value)
     assert launch.start_ranks([], tmp_path / "status.json") == 0
-    assert seen == {"nodes": 2, "ranks": 8, "endpoint": f"gpu007:{launch.PORT}"}
+    assert seen == {"nodes": 2, "ranks": 8, "endpoint": f"gpu007:{PORT}"}
 
 
 @pytest.mark.parametrize(
@@ -97,16 +105,16 @@ def test_pick_device_is_the_ranks_own_or_says_what_to_do(
     monkeypatch.setenv("SLURM_LOCALID", "5")
     refused = pytest.raises(ConfigError, match=found) if isinstance(found, str) else contextlib.nullcontext()
     with refused:
-        assert launch.pick_device(wanted, local_rank) == found
+        assert pick_device(wanted, local_rank) == found
 
 
 def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
     broken = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
-    assert "another rank has ended" in str(launch.explain_error(RuntimeError(broken)))
+    assert "another rank has ended" in str(explain_error(RuntimeError(broken)))
     late = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
-    assert isinstance(launch.explain_error(RuntimeError(late)), HungError)
+    assert isinstance(explain_error(RuntimeError(late)), HungError)
     bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert launch.explain_error(bug) is bug
+    assert explain_error(bug) is bug
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,7 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
 def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message), launch.join("cpu"):
+    with pytest.raises(ConfigError, match=message), join("cpu"):
         pass
 
 
@@ -262,10 +270,10 @@ def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
 FAILS = """
 import atexit
 from fastsuncet import cli
-from fastsuncet.distributed import launch
+from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
 def fail(arguments):
-    with launch.join("cpu") as place:
+    with join("cpu") as place:
         if place.first:
             time.sleep(60)
         atexit.register(os.abort)  # as the group's threads can do at the interpreter's end

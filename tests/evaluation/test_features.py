@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import embed_views, outputs, view_size
 from fastsuncet.evaluation.knn import knn, online_knn
 from fastsuncet.evaluation.linear import linear

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.metrics import progress_bar as progress
 from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.training.logger import RunLogger

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import nn
 
 from fastsuncet.config import Config, load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 
 ALONE = Place(0, 1, 0, torch.device("cpu"))
 

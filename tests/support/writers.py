@@ -15,7 +15,7 @@ from torch import nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import export, folder_pass
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from pipelines import code_cache

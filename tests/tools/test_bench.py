@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.losses import nt_xent
 from fastsuncet.models import norm_kernel

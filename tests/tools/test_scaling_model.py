@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.config import load_config
 from fastsuncet.data.paired_stream import Batch, views
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.training.step import build, train_step
 from tests.support.methods import METHODS
 from tests.support.ranks import run_ranks

@@ -16,8 +16,7 @@ import torch
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import start
 from fastsuncet.commands.train import train as train_command
-from fastsuncet.distributed import launch
-from fastsuncet.distributed.launch import Place, join
+from fastsuncet.distributed.place import Place, join, work_stream
 from fastsuncet.optim import LARS
 from fastsuncet.training import cuda_graph
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, capture_on_device
@@ -265,17 +264,17 @@ def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
 
 def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
     device, seen = torch.device("cuda", 0), []
-    monkeypatch.setattr(launch, "pick_device", lambda wanted, local_rank: device)
+    monkeypatch.setattr("fastsuncet.distributed.place.pick_device", lambda wanted, local_rank: device)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     monkeypatch.setattr(torch.cuda, "set_stream", seen.append)
-    launch.work_stream.cache_clear()
+    work_stream.cache_clear()
     try:
         for _ in range(2):
             with join("cuda") as place:
                 assert place.device == device
     finally:
-        launch.work_stream.cache_clear()
+        work_stream.cache_clear()
     assert seen == [device, "a stream of cuda:0"] * 2
 
 

@@ -8,7 +8,7 @@ import torch
 from torch._inductor import config as inductor
 
 from fastsuncet.config import load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.training import determinism
 from fastsuncet.training.determinism import resolve_precision, set_determinism

@@ -11,7 +11,7 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.finetuning.network import Classifier, finetune_step, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.metrics import interval

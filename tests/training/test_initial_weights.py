@@ -13,7 +13,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands.export import export
 from fastsuncet.commands.train import print_plan
 from fastsuncet.config import ConfigErrors
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone

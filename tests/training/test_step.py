@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.data.paired_stream import Batch
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.models.resnet import Model, build_model
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import methods

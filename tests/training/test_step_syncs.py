@@ -9,7 +9,7 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training.step import build, train_step
 from tests.support.methods import METHODS, small

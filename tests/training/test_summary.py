@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastsuncet.config import load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.training import summary
 from tests.support.runs import CONFIGS
 

@@ -23,7 +23,7 @@ from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.metrics.rankme import COLLAPSED
 from fastsuncet.training.trainer import Trainer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.config import Config, load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.models import norm_kernel
 from fastsuncet.tuning import child

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.config import ConfigErrors
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import self_test
 from fastsuncet.optim import lars_apex

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet import losses
-from fastsuncet.distributed.launch import pick_device
+from fastsuncet.distributed.place import pick_device
 from fastsuncet.losses.tf32 import products
 from tools.bench import dense_forms, harness
 from tools.bench.dense_forms import TEMPERATURE, WIDTH, Loss, forward_backward, inputs, paws_targets

@@ -15,7 +15,7 @@ import torch
 from timm.optim import Lars
 from torch import Tensor
 
-from fastsuncet.distributed.launch import pick_device
+from fastsuncet.distributed.place import pick_device
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, lars_apex
 from fastsuncet.optim.lars_kernel import prove

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.models.fused_batchnorm import FusedNorm, fuse
 from fastsuncet.models.norm_kernel import fused_norm
 from fastsuncet.models.resnet import build_model

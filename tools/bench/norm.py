@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed.launch import Place, join
+from fastsuncet.distributed.place import Place, join
 from fastsuncet.models.norm_kernel import prove
 from fastsuncet.training.cuda_graph import first_message
 from tools.bench import harness

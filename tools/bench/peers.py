@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastsuncet.config import Config, load_config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.models.resnet import build_model
 from pipelines.dali.view_operator.build import kept, unavailable

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastsuncet.config import load_config
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP, first_message
 from fastsuncet.training.determinism import resolve_precision
 from tools.bench import harness

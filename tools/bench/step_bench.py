@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import Batch, PairedStream
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.models.resnet import build_model
 from fastsuncet.training.cuda_graph import GraphedStep
 from fastsuncet.training.determinism import PRECISIONS, resolve_precision, set_determinism

@@ -35,7 +35,7 @@ from fastsuncet.commands.report.curves import KNN, arrange
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.commands.report.tables import methods_tables, saved_table
 from fastsuncet.config import Config, load_config
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP
 from fastsuncet.training.determinism import set_determinism
 from pipelines.backend import LoaderOptions

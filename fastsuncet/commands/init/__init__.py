@@ -12,7 +12,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.console import say_line
 from fastsuncet.data.learned_labels import held_out_of
-from fastsuncet.distributed.launch import expected_ranks
+from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files

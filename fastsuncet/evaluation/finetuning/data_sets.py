@@ -15,7 +15,7 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import rank_0_first
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
 from fastsuncet.evaluation.scoring import confusion_of, per_class, share_right
 from fastsuncet.paths import typed_path

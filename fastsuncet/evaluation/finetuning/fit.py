@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config, PerRank
 from fastsuncet.distributed.collectives import any_rank, broadcast
 from fastsuncet.distributed.ddp import parallel
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import fit_on_rank_0

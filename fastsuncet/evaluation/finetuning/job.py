@@ -18,7 +18,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.console import Say
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.calibration import Calibration, calibrate
 from fastsuncet.evaluation.confusion import write_with_picture

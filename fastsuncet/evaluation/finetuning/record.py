@@ -16,7 +16,7 @@ from torch import nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
 from fastsuncet.config import Config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files

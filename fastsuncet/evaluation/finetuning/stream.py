@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.finetuning.record import sizes
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader

@@ -22,7 +22,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.schema import FinetuneSection
 from fastsuncet.console import Say, say_line
 from fastsuncet.distributed.collectives import any_rank
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
-from fastsuncet.distributed.launch import Place
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.evaluation import features

@@ -14,7 +14,7 @@ from torchvision import datasets
 from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES, cifar
 from tests.support.archives import tar_of

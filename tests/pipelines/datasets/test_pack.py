@@ -19,7 +19,7 @@ from fastsuncet import cli
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.image_files import index_path
-from fastsuncet.distributed.launch import join
+from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module
 from pipelines.datasets.folders import image_folder

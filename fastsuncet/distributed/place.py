@@ -1,0 +1,237 @@
+"""This process's place among the ranks of its command, and its device: found, joined and left.
+
+nothing               one GPU or none: this process is the only rank
+nothing               several GPUs: this process starts one rank per GPU (launch.py)
+torchrun              RANK, WORLD_SIZE and LOCAL_RANK are set: join
+srun, task per GPU    SLURM_PROCID and SLURM_NTASKS are set: join
+srun, task per node   one Slurm task on each of several nodes: each starts the ranks of its node (launch.py)
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from fastsuncet.errors import ConfigError, FastSuncetError, HungError, Preempted
+
+PORT = 29511
+START = timedelta(minutes=30)  # how long ranks wait for all of them to start
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """True on the one rank that writes files and prints."""
+        return self.rank == 0
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of Slurm's compressed list: "gpu[003-006,9],login" -> "gpu003"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
+    if match is None:
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST is {nodelist!r}: no host name in it. Set MASTER_ADDR yourself."
+        )
+    return match[1] + (match[2] or "")
+
+
+def _number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return a launcher's variable. Raises ConfigError if it is not a number."""
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}, not a number. torchrun and srun set it; otherwise unset it"
+        )
+    return int(text)
+
+
+def _world_size() -> int:
+    if not (ranks := _number("WORLD_SIZE", 1)):
+        raise ConfigError(
+            "the environment variable WORLD_SIZE is 0: it counts the processes. Otherwise unset it"
+        )
+    return ranks
+
+
+def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables from Slurm's, if Slurm started one task per rank. Changes `environment` in place."""
+    if "RANK" in environment or "SLURM_PROCID" not in environment:
+        return
+    tasks = _number("SLURM_NTASKS", 1, environment)
+    if tasks == 1 or one_task_per_node(environment):
+        return
+    local, host = _slurm("SLURM_LOCALID", environment), first_host(nodes_of(environment))
+    environment.update(RANK=environment["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
+    # "8(x2)" is two nodes of 8 tasks. Where nodes differ, the first one's number serves for all.
+    if here := re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        environment.setdefault("LOCAL_WORLD_SIZE", here[0])
+    environment.setdefault("MASTER_ADDR", host)
+    environment.setdefault("MASTER_PORT", str(PORT))
+
+
+def nodes_of(environment: Mapping[str, str]) -> str:
+    """Return Slurm's list of the step's nodes; the first one of the job need not be among them."""
+    return environment.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST", environment)
+
+
+def _slurm(name: str, environment: Mapping[str, str]) -> str:
+    if not environment.get(name):
+        raise ConfigError(
+            f"the environment variable {name} is missing, and SLURM_PROCID is there. srun sets both; otherwise unset "
+            "SLURM_PROCID"
+        )
+    return environment[name]
+
+
+def one_task_per_node(environment: MutableMapping[str, str]) -> bool:
+    """Return whether Slurm started one task on each of several nodes, so that this process starts its node's ranks."""
+    nodes, tasks = (_number(name, 1, environment) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
+    return nodes > 1 and nodes == tasks and torch.cuda.device_count() > 1
+
+
+def should_start_ranks(device: str) -> bool:
+    """Return whether this process must start one rank per GPU instead of being a rank."""
+    set_torchrun_variables(os.environ)
+    return "RANK" not in os.environ and device != "cpu" and torch.cuda.device_count() > 1
+
+
+def expected_ranks(device: str) -> int:
+    """Return how many ranks a run that is started this way has: the launcher's number, or one per GPU, or one."""
+    set_torchrun_variables(os.environ)
+    if "WORLD_SIZE" in os.environ:
+        return _world_size()
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    nodes = int(os.environ["SLURM_NNODES"]) if one_task_per_node(os.environ) else 1
+    return max(1, gpus) * nodes
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """Return the GPU of this local rank or the CPU, by meta.device. Raises ConfigError if there is no such GPU."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError(
+            "meta.device is cuda, but no CUDA device can be used here. `fastsuncet doctor` says what is missing; "
+            "meta.device=cpu runs without one."
+        )
+    # torch counts the GPUs of a driver that it cannot use.
+    if wanted == "auto" and not available and torch.cuda.device_count() > 0:
+        raise ConfigError(
+            f"there are {torch.cuda.device_count()} GPUs, but torch (CUDA {torch.version.cuda}) cannot use their "
+            "driver: update the driver, or install the torch of its CUDA. meta.device=cpu trains without GPUs."
+        )
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and "SLURM_LOCALID" in os.environ:
+        local_rank = 0  # Slurm gave each task a GPU of its own and hides the others
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. "
+            "Start one process per GPU (torchrun --nproc-per-node, or srun --ntasks-per-node)."
+        )
+    return torch.device("cuda", local_rank)
+
+
+@functools.cache  # one per device: memory that one stream has freed is of no use to another
+def work_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a rank does everything, instead of CUDA's default stream.
+
+    The default stream cannot be captured in a graph, and DDP keeps autograd nodes that belong to the stream it was
+    built on: a step can be captured only on the stream on which the network was wrapped and warmed up.
+    """
+    return torch.cuda.Stream(device)
+
+
+def _store(rank: int, world_size: int, port: str | None) -> Store:
+    """Return torch's store with keys of their own for each group that this process joins."""
+    return PrefixStore(f"group {next(_groups)}", _server(rank, world_size, port))
+
+
+@functools.cache  # a process can join again, and the server must outlive its first group
+def _server(rank: int, world_size: int, port: str | None) -> Store:
+    return next(rendezvous("env://", rank, world_size, timeout=START))[0]
+
+
+_groups = itertools.count()
+
+
+@contextlib.contextmanager
+def join(device: str, timeout: int = 1800) -> Iterator[Place]:
+    """Join the ranks that the launcher's variables describe (none: a single rank), and leave them at the end.
+
+    A collective that waits longer than `timeout` seconds raises HungError. While training runs, heartbeat.py ends the
+    job earlier, with the name of the rank.
+    """
+    set_torchrun_variables(os.environ)
+    rank, world_size, local_rank = _number("RANK", 0), _world_size(), _number("LOCAL_RANK", 0)
+    if rank >= world_size:
+        raise ConfigError(
+            f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"
+        )
+    place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
+    cuda = place.device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(place.device)
+        torch.cuda.set_stream(work_stream(place.device))
+    if world_size == 1 or dist.is_initialized():
+        yield place
+        return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, but these environment variables are missing: {', '.join(missing)}. Start "
+            "with torchrun or srun, set them to the host and a free port of rank 0, or unset WORLD_SIZE for one process"
+        )
+    try:
+        dist.init_process_group(
+            # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's
+            # stream.
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=_store(rank, world_size, os.environ.get("MASTER_PORT")),
+            timeout=timedelta(seconds=timeout + 60),
+            rank=rank,
+            world_size=world_size,
+            device_id=place.device if cuda else None,
+        )
+        yield place
+    except Preempted:
+        dist.destroy_process_group()  # every rank leaves this way at the same time
+        raise
+    except RuntimeError as error:
+        if (explained := explain_error(error)) is error:
+            raise
+        raise explained from error
+    # Not after any other error: taking a group down can wait for ranks that are stuck in a collective, and the error
+    # message would wait with it.
+    dist.destroy_process_group()
+
+
+def explain_error(error: BaseException) -> BaseException:
+    """Return the error to show for `error`: if another rank's connection broke, an error that says so."""
+    if isinstance(error, RuntimeError) and re.search(
+        r"Connection (closed|reset)|NCCL.*(remote|abort)", str(error)
+    ):
+        return FastSuncetError(
+            "another rank has ended, and this one with it; the other rank's message has the reason"
+        )
+    if isinstance(error, RuntimeError) and re.search(r"[Tt]imed? ?out", str(error)):
+        return HungError(
+            f"a rank did not come for longer than meta.timeout ({str(error).splitlines()[0]}). The same command "
+            "continues from the newest checkpoint"
+        )
+    return error
