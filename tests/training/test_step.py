@@ -12,7 +12,6 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.models.resnet import Model, build_model
 from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import methods
-from fastsuncet.training import step as step_module
 from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import StepMethod, build, build_optimizer, in_float32, train_step
 from tests.support.methods import METHODS, small
@@ -61,9 +60,9 @@ def test_first_passes_of_ddp_have_the_shape_of_a_step_where_it_compiles(tmp_path
         shapes.append([len(x) for x in (*views, labeled)])
         return (labeled,)
 
-    monkeypatch.setattr(step_module, "parallel", lambda *_, blank_pass, **__: blank_pass(seen))
+    monkeypatch.setattr("fastsuncet.distributed.ddp.parallel", lambda *_, blank_pass, **__: blank_pass(seen))
     sizes = config.resolve(2, 1000, 10)
-    build(config, Place(0, 1, 0, CPU), 10, range(1, 11), sizes)
+    build(config, Place(0, 2, 0, CPU), 10, range(1, 11), sizes)
     assert sizes.local_unlabeled > 2 < sizes.local_labeled
     assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [1, 1, 2]]
 
