@@ -8,6 +8,8 @@ can be lost.
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import io
 import json
 import os
@@ -84,16 +86,50 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
     Several processes can write one path at a time: the last one stays. Raises OSError; then the old content stays.
     """
-    # Process ids do not tell two containers apart.
-    temporary = path.with_name(f"{TEMPORARY}{os.urandom(8).hex()}")
-    try:
-        with new_file(temporary, mode) as stream:
-            yield stream
-        os.replace(temporary, path)
-    except BaseException:
-        try_to_remove(temporary)
-        raise
+    with _temporary(path, mode) as temporary:
+        try:
+            with new_file(temporary, mode) as stream:
+                yield stream
+            os.replace(temporary, path)
+        except BaseException:
+            try_to_remove(temporary)
+            raise
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, mode: int) -> Iterator[Path]:
+    """Yield the name of a file next to `path` that no other process writes or removes.
+
+    It follows from the name of `path`, so that the next write on this machine removes what a killed one left. A writer
+    locks its file while it lives. Where another one has this name, or something without a lock, the name is random.
+    """
+    name = hashlib.sha256(_boot() + os.fsencode(path.name)).hexdigest()[:16]
+    temporary = path.with_name(f"{TEMPORARY}{name}")
+    with contextlib.ExitStack() as stack:
+
+        def lock(flags: int) -> bool | None:
+            descriptor = os.open(temporary, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+            stack.callback(os.close, descriptor)
+            # The writer before can have renamed or removed its file after it was opened here.
+            return _flock(descriptor) and _leads_to(temporary, descriptor)
+
+        mine = False
+        with contextlib.suppress(OSError):  # there is nothing
+            if lock(0):
+                os.unlink(temporary)
+        with contextlib.suppress(OSError):  # if the disk refuses, it refuses the random name too
+            mine = lock(os.O_CREAT | os.O_EXCL) is not False
+        yield temporary if mine else path.with_name(f"{TEMPORARY}{os.urandom(8).hex()}")
+
+
+@functools.cache
+def _boot() -> bytes:
+    """Return what differs between two machines: the locks of some file systems hold on one machine only."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return os.urandom(16)
 
 
 def replace(path: Path, payload: bytes, mode: int = 0o666) -> None:
@@ -118,13 +154,13 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         # A folder cannot be renamed onto a full one. Between these two renames the old folder counts under its hidden
         # name: it can be the only one there is.
-        if os.path.lexists(path):
+        if exists(path):
             remove(old)
             os.rename(path, old)
         os.rename(temporary, path)
         sync(path.parent)
     except BaseException:
-        if os.path.lexists(old) and not os.path.lexists(path):
+        with contextlib.suppress(OSError):  # nothing was moved, or the new one is there
             os.rename(old, path)
         try_to_remove(temporary)
         raise
@@ -174,11 +210,25 @@ def read_bytes(path: Path, limit: int, *, own: bool = False) -> bytes:
         return stream.read(limit)
 
 
+def exists(path: Path) -> bool:
+    """Return whether anything is at `path`, a link to nothing too. Raises OSError if the file server does not say it.
+
+    `os.path.lexists` says then that nothing is there, and a file of the user would be replaced.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def remove(path: Path) -> None:
     """Remove a file, a symbolic link (never its target) or a folder with all its content. Nothing there: no error."""
+    if not exists(path):
+        return
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    elif os.path.lexists(path):
+    else:
         os.unlink(path)
 
 
@@ -198,14 +248,7 @@ def exclusive(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        held = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                held = False
-            elif error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
+        held = _flock(descriptor, wait=wait) is not False
         if held:
             LOCKS[path] = descriptor
         yield held
@@ -213,6 +256,19 @@ def exclusive(path: Path, *, wait: bool = False) -> Iterator[bool]:
         if LOCKS.get(path) == descriptor:
             del LOCKS[path]
         os.close(descriptor)
+
+
+def _flock(descriptor: int, *, wait: bool = False) -> bool | None:
+    """Lock an open file; return False if another process holds it, None on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        return None
+    return True
 
 
 @contextlib.contextmanager

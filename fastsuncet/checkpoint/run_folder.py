@@ -73,10 +73,10 @@ def refuse_existing(output: Path, force: bool) -> None:
 
     Raises CheckpointError where nothing can be written, before the work and not after it.
     """
-    if os.path.lexists(output) and not force:
-        raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
     with disk_errors(output, "--output"):
-        folder = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+        if not force and atomic_files.exists(output):
+            raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
+        folder = next(folder for folder in output.absolute().parents if atomic_files.exists(folder))
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -91,7 +91,7 @@ def export(
             if not alone:
                 raise CheckpointError(f"another process is exporting to {target}: wait for its end")
             _require_replaceable(target, force)
-            replaced = " (replaced)" if os.path.lexists(target) else ""
+            replaced = " (replaced)" if atomic_files.exists(target) else ""
             _write_folder(target, encoder, record) if to == "safetensors" else _write_file(
                 target, encoder, record
             )
@@ -145,7 +145,7 @@ def check_output(output: Path, to: str, force: bool) -> None:
             "Choose another name"
         )
     refuse_existing(output, force)
-    if to in ENDINGS and os.path.lexists(beside := record_path(output)) and not force:
+    if to in ENDINGS and not force and atomic_files.exists(beside := record_path(output)):
         raise ConfigError(
             f"--output {output}: its record would replace {beside}, which can be that of another export. Choose "
             "another name, or add --force to replace it"
@@ -270,6 +270,8 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         for stream, content in ((record_file, about), (weights_file, payload)):
             stream.write(content)
             stream.flush()
+            # A disk that fails here leaves the old weights with their record.
+            os.fsync(stream.fileno())
         # A kill between the two renames leaves whole weights without a record, never with the record of others.
         atomic_files.remove(beside)
 

@@ -6,6 +6,7 @@ While it runs, what is done lies in a hidden folder next to the file, and the sa
     .NAME.part/state.json   how many these are, which images were skipped, of which images and network, and a sha256
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -257,7 +258,9 @@ def _done(
                 return done, dict(saved["skipped"]), digest
     except FileNotFoundError:
         return nothing
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # damaged
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # A file server that fails for a moment must not cost the rows of hours. Everything else is damage.
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
+            raise OSError(error.errno, error.strerror, str(state.parent)) from error
     say_line(f"starting over: what was begun in {state.parent} {why}")
     return nothing

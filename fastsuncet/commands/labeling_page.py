@@ -107,7 +107,7 @@ def labeling_page(
 </head><body>
 <p><b id="progress"></b> <button id="undo"><kbd>u</kbd>undo</button><button id="skip"><kbd>z</kbd>skip</button>
 <button id="save">save {SAVED}</button></p>
-<img id="picture" alt="">
+<img id="picture" alt="This picture cannot be shown.">
 <p id="name"></p>
 <p id="classes"></p>
 <p><input id="new" placeholder="another class"><button id="add">add</button></p>

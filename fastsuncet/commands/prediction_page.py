@@ -13,6 +13,7 @@ from typing import Protocol
 
 from PIL import Image, ImageOps
 
+from fastsuncet.console import say_line
 from pipelines.datasets.image_headers import FORMATS
 
 SIDE = 160  # pixels of a thumbnail, of about 5 kB
@@ -126,10 +127,14 @@ def _figure(each: Predicted, folder: Path) -> str:
 
 
 def thumbnail(path: Path, side: int = SIDE) -> str:
-    """Return a small upright JPEG of an image as a data URL."""
-    with Image.open(path, formats=FORMATS) as image:
-        image.draft("RGB", (side, side))
-        small = ImageOps.exif_transpose(image).convert("RGB")
+    """Return a small upright JPEG of an image as a data URL; an empty one, and say why, where PIL cannot read it."""
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            image.draft("RGB", (side, side))
+            small = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # PIL's parsers raise many types, also for files that DALI's decoders forgive
+        say_line(f"page: {path} is named but not shown: {error}")
+        return "data:,"
     small.thumbnail((side, side))
     stream = io.BytesIO()
     small.save(stream, "JPEG", quality=75)

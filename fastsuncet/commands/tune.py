@@ -22,6 +22,7 @@ from fastsuncet.training.summary import device_name
 from fastsuncet.tuning import paths, processes
 from fastsuncet.tuning.chooser import Outcome, Rung, Values, climb
 from fastsuncet.tuning.rungs import candidates
+from pipelines import atomic_files
 
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
 
@@ -34,7 +35,7 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
     """
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} is not the name of a config: it must end in .yaml")
-    if os.path.lexists(output):
+    if atomic_files.exists(output):
         raise ConfigError(
             f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
         )

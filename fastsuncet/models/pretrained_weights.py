@@ -146,9 +146,12 @@ def digest_of(path: Path) -> str:
             f"{path} has {path.stat().st_size / 1e9:,.0f} GB, and files of weights have at most {MOST_BYTES / 1e9:,.0f}"
         )
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 

@@ -181,7 +181,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
 
 def _write(index: ImageIndex, folder: Path, part: Path, progress: Progress | None) -> int:
     """Make `part` the pack, then `folder`; return how many images were packed already."""
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+    if atomic_files.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
     for other in set(folder.parent.glob(f"{glob.escape(folder.name)}.part-{'?' * 12}")) - {part}:
         atomic_files.remove(other)

@@ -43,6 +43,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+ROWS = ("features.npz", "predictions.csv")  # written by NumPy and Python, out of sight of os.write
 CASES = [  # what is written, the numbers before, that which is written next
     ("checkpoint", (), 1),
     ("checkpoint", (1, 2), 3),  # number 3 is the only one that stays
@@ -53,7 +54,8 @@ CASES = [  # what is written, the numbers before, that which is written next
     ("pack", (), 1),
     ("export", (1,), 2),
     ("export folder", (1,), 2),
-    ("rows", (1,), 2),
+    ("features.npz", (1,), 2),
+    ("predictions.csv", (1,), 2),
 ]
 
 
@@ -70,10 +72,8 @@ def require_next(name: str, folder: Path, number: int) -> None:
     for each in (number, 3):
         writer.write(folder, each)
         assert writer.read(folder) == each
-    left = {path.name for path in folder.iterdir()} - {"1", ".lock-1"}  # of a pack
-    if name not in ("checkpoint", "pack"):  # nobody knows whether their writer is alive
-        left = {each for each in left if not each.startswith(".tmp-")}
-    assert left == writer.names
+    assert names(folder) - {"1", ".lock-1"} == writer.names  # the first two are of a pack
+    assert not list(folder.rglob(".tmp-*"))
 
 
 # --------------------------------------------------------------------------------------- kill and power cut
@@ -90,17 +90,16 @@ def test_crash_at_every_call_leaves_the_old_content_or_the_new(tmp_path, name, b
             assert_whole(manager.load(path))
         require_next(name, folder, number)
 
-    # NumPy writes an output of rows, out of sight of the file system that forgets.
     calls = crash_at_every_syscall(
-        lambda folder: writer.write(folder, number), tmp_path / "before", look, power_cuts=name != "rows"
+        lambda folder: writer.write(folder, number), tmp_path / "before", look, power_cuts=name not in ROWS
     )
     # Cut before the new one counted, and after. Between, an export is not there, or is weights without a record.
     found -= {None} if name.startswith("export") else set()
     assert found == {before[-1] if before else None, number}
     # What this test is about must be in there: each file is written, synced and renamed, and so is its folder.
     least = {"checkpoint": (4, 7, 2), "index": (1, 2, 1), "code": (1, 2, 1), "pack": (2, 6, 3)}
-    least |= {"export": (2, 4, 2), "export folder": (4, 6, 2), "rows": (2, 5, 3)}
-    least = least[name]
+    least |= {"export": (2, 4, 2), "export folder": (4, 6, 2)}
+    least = least.get(name, (2, 5, 3))
     assert [calls.count("write") >= least[0], calls.count("fsync") >= least[1]] == [True, True], calls
     assert calls.count("rename") + calls.count("replace") >= least[2]
 
@@ -266,7 +265,7 @@ def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(tmp_path, capsy
         assert writer.read(folder) in {before[-1] if before else None, number} | gone
         if name == "checkpoint":
             assert load_silently(folder).path.name[0] != "."  # not only under its hidden name
-        elif name not in ("pack", "rows"):
+        elif name not in ("pack", *ROWS):
             assert not list(folder.rglob(".tmp-*"))
         require_next(name, folder, number)
         fatal += 1
@@ -274,10 +273,10 @@ def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(tmp_path, capsy
         "checkpoint",
         "index",
         "pack",
-        "rows",
+        *ROWS,
     )  # the others get their advice from their command
     assert outcomes - {"saved", "saved, and something said"} == {f"refused: True, {advised}"}
-    assert name == "rows" or (before == (1, 2)) == ("saved, and something said" in outcomes)
+    assert name in ROWS or (before == (1, 2)) == ("saved, and something said" in outcomes)
     assert len(outcomes) > 1
 
 
@@ -313,7 +312,7 @@ def faults(name: str) -> list[dict[str, str]]:
     found = [
         {"FAULT_CALL": call, "FAULT_ERRNO": str(error), "FAULT_LATE": str(late), "FAULT_AT": str(number)}
         for call in calls
-        for error in (errno.EIO, errno.ESTALE)
+        for error in (errno.EIO, errno.ESTALE)[name.startswith("export") :]  # an encoder is slow to load
         for late in (0, 1)
         for number in range(1, 9 if name == "checkpoint" else 4)
     ]
@@ -322,10 +321,10 @@ def faults(name: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
-def test_writers_on_a_wrong_file_server_leave_whole_content(tmp_path):
+@pytest.mark.parametrize("name", WRITERS)
+def test_writers_on_a_wrong_file_server_leave_whole_content(tmp_path, name):
     """Also where a call has happened and only its answer is lost, and where it comes late."""
-    names = ("checkpoint", "index", "pack", "code")
-    table = [fault for name in names for fault in faults(name)]
+    table = faults(name)
     command = [sys.executable, "-m", "tests.support.faulty_server", str(tmp_path), *map(json.dumps, table)]
     done = subprocess.run(command, env=slow_files.preloaded(tmp_path), capture_output=True, text=True)
     outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -333,13 +332,15 @@ def test_writers_on_a_wrong_file_server_leave_whole_content(tmp_path):
     refused = set()
     for fault, outcome in zip(table, outcomes, strict=True):
         # It can be refused and complete, where the answer of its last calls was lost.
-        assert outcome["newest"] == 2 if outcome["refused"] is None else outcome["newest"] in (1, 2), fault
+        newest = {1, 2} | ({None} if name == "export" else set())  # weights without a record
+        assert outcome["newest"] == 2 if outcome["refused"] is None else outcome["newest"] in newest, fault
         # A cache that cannot be read is made anew.
-        cache = fault["writer"] in ("index", "code")
+        nothing = {None} if name in ("index", "code") or outcome["newest"] is None else set()
         read = outcome["read"]
-        assert read in (1, 2) or (cache and read is None) or str(tmp_path) in read, (fault, outcome)
+        assert read in {1, 2} | nothing or str(tmp_path) in read, (fault, outcome)
         assert outcome["after"] == 3, fault
         sound = "FAULT_ERRNO" not in fault
         assert not sound or outcome == {"refused": None, "newest": 2, "read": 2, "after": 3}, fault
-        refused |= {(fault["writer"], fault.get("FAULT_CALL"))} if outcome["refused"] else set()
-    assert refused >= {(name, call) for name in names for call in ("open", "write", "fsync", "rename")}
+        refused |= {fault.get("FAULT_CALL")} if outcome["refused"] else set()
+    # NumPy and Python write rows with calls that a library before theirs does not see.
+    assert refused >= {"open", "write", "fsync", "rename"}

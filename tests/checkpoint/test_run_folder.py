@@ -1,5 +1,7 @@
 """What rank 0 does for all ranks, and the folder that a run holds."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from fastsuncet.checkpoint.run_folder import (
     RunStatus,
     exclusive_run_folder,
     on_rank_0,
+    refuse_existing,
     require_run_folder,
 )
 from fastsuncet.distributed.place import Place
@@ -63,3 +66,12 @@ def test_run_folder_that_is_not_the_locked_one_is_refused(change, tmp_path):
         status.write("failed", 3)
         assert not status.path.exists()
     require_run_folder()  # it holds none any more
+
+
+def test_refuse_existing_takes_no_failing_file_server_for_an_empty_place(tmp_path, monkeypatch):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "lstat", stale)
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*Stale file handle"):
+        refuse_existing(tmp_path / "mine.npz", force=False)

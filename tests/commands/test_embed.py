@@ -1,5 +1,6 @@
 """Features of a folder: those of the evaluation, complete or absent, continued to the same bits."""
 
+import errno
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from fastsuncet.commands.embed import embed
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
+from pipelines import atomic_files
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
 from tests.support.colors import ALONE
@@ -109,6 +111,23 @@ def test_embed_starts_over_where_what_was_begun_is_damaged(run, capsys, monkeypa
         change(part / name)
     embed(run, IMAGES, OUTPUT, batch=4)
     assert f"starting over: what was begun in {part} is damaged" in capsys.readouterr().out
+    np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
+
+
+def test_embed_keeps_what_is_done_where_the_file_server_fails(run, capsys, monkeypatch):
+    whole, read = begin(run, monkeypatch), atomic_files.read_bytes
+
+    def stale(path, *more):
+        if path.name == "state.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_files, "read_bytes", stale)
+        with pytest.raises(CheckpointError, match=r"Stale file handle: '\.features\.npz\.part'"):
+            embed(run, IMAGES, OUTPUT, batch=4)
+    embed(run, IMAGES, OUTPUT, batch=4)
+    assert "continuing after 8 of 12 images" in capsys.readouterr().out
     np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import fastsuncet
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands import folder_pass, prediction_page
+from fastsuncet.commands import folder_pass, labeling_page, prediction_page
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import join
@@ -295,6 +296,23 @@ def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(r
     assert cli.main(command("other.csv")) == 0
     Path("other.csv").unlink()
     assert cli.main(command("other.csv")) == 2 and not Path("other.csv").exists()
+
+
+def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture, capsys):
+    """DALI's decoders forgive a missing end, and a file can be gone by then."""
+    found = [Prediction(f"{name}.png", "red", 0.6, "blue", 0.3) for name in ("a", "short", "gone", "bomb")]
+    for name in ("a", "short"):
+        picture(tmp_path / f"{name}.png", "red", 0)
+    os.truncate(tmp_path / "short.png", 200)
+    Image.new("1", (14_000, 14_000)).save(tmp_path / "bomb.png")
+    page = prediction_page.prediction_page(found, tmp_path, [])
+    assert page.count('<img src="data:,"') == 3 and page.count('<img src="data:image/jpeg') == 1
+    assert all(f"<small>{each.file}</small>" in page for each in found)
+    printed = capsys.readouterr().out
+    for name in ("short", "gone", "bomb"):
+        assert f"page: {tmp_path / name}.png is named but not shown: " in printed
+    labeling = labeling_page.labeling_page(["bomb.png"], [tmp_path / "bomb.png"], ["red"])
+    assert '"pictures": ["data:,"]' in labeling and "This picture cannot be shown." in labeling
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.results import asked
 from pipelines import atomic_files
+from tests.support.checkpoints import save
 from tests.support.reports import result
 from tests.support.sweeps import ROOT, TWO, expanded, written
 
@@ -36,7 +38,7 @@ def script(monkeypatch):
         def run(self, children, arguments):
             words = 2 if arguments[0] == "evaluate" else 1
             command, (base, *overrides) = " ".join(arguments[:words]), arguments[words:]
-            config = load_config(base, overrides)
+            config = load_config(base, [each for each in overrides if each != "--every-checkpoint"])
             self.ran.append(f"{command} {config.logging.write_tag}")
             self.meanwhile(children)
             code = self.codes.pop(0) if self.codes else 0
@@ -173,6 +175,30 @@ def test_sweep_ends_with_the_exit_code_of_a_failure(script, capsys, codes, keep_
     if len(codes) == 2:
         message = f"{FIRST}: evaluate knn failed with exit code {ends}; see its message above"
         assert message in capsys.readouterr().out
+
+
+def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, capsys):
+    """A good checkpoint without a result is measured."""
+    text = TWO.replace(
+        "[train, evaluate knn]", "{train: , evaluate knn: {every_checkpoint: true}, evaluate linear: }"
+    )
+    run = expanded(text)[0]
+    checkpoints = run.folder / "checkpoints"
+    (checkpoints / "step_00000001").mkdir(parents=True)
+    for _ in range(2):
+        assert sweep("two.yaml") == 5
+        printed = capsys.readouterr().out
+        assert (
+            printed.count(f"{FIRST}: evaluate knn is done but for step_00000001, damaged in {checkpoints}: ")
+            == 1
+        )
+        assert "6 commands: 1 to do" in printed
+        commands = ("train", "evaluate knn", "evaluate linear")
+        assert script.ran == [f"{command} {run}" for run in (FIRST, SECOND) for command in commands]
+    save(checkpoints, 1)
+    assert job_state(run.jobs[1]).text == "to do again: the run has gone on"
+    shutil.rmtree(checkpoints / "step_00000001")
+    assert sweep("two.yaml") == 0
 
 
 def test_sweep_starts_nothing_after_a_signal(script):

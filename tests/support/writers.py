@@ -1,8 +1,10 @@
 """What this program writes to a disk: for each kind a way to write content number n, and to read the number back."""
 
+import csv
 import functools
 import os
 import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands import export, folder_pass
+from fastsuncet.commands import embed, export, folder_pass, predict
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
@@ -31,6 +33,7 @@ from tests.support.pictures import write_pictures
 # What a writer or a reader raises, in words for the user, where the disk refuses.
 REFUSALS = (FastSuncetError, DataError, OSError)
 
+CLASSES = tuple("abcd")
 SCRATCH = tempfile.TemporaryDirectory()  # of the test process, removed at its end
 
 
@@ -39,9 +42,7 @@ class Writer(NamedTuple):
 
     write: Callable[[Path, int], object]
     read: Callable[[Path], int | None]
-    names: tuple[
-        str, ...
-    ]  # what is in the folder after it has written number 3; leftovers of a kill begin with .tmp-
+    names: set[str]  # what is in the folder after it has written number 3
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def read_checkpoint(folder: Path) -> int | None:
 def write_index(folder: Path, number: int) -> None:
     """Write an index whose first label is `number`."""
     labels = np.array([number, 0, 0])
-    save_index(replace(images(), labels=labels, classes=tuple("abcd")), folder / "index.npz")
+    save_index(replace(images(), labels=labels, classes=CLASSES), folder / "index.npz")
 
 
 def read_index(folder: Path) -> int | None:
@@ -104,32 +105,42 @@ def write_export(path: Path, number: int) -> None:
 
 def read_export(path: Path) -> int | None:
     record = path / "fastsuncet.json" if path.is_dir() else path.with_suffix(".json")
-    return load_encoder(path).step if os.path.lexists(path) and os.path.lexists(record) else None
+    return load_encoder(path).step if path.exists() and record.exists() else None
 
 
-def write_rows(folder: Path, number: int) -> None:
-    """Write an output of `number` for each image, as `embed` and `predict` do; nothing is decoded."""
+def write_rows(output: Path, number: int) -> None:
+    """Write an output of `number` for each image, as `embed` (.npz) and `predict` (.csv) do; nothing is decoded."""
 
     def outputs(network: nn.Module, index: ImageIndex, numbers: np.ndarray, *_, **__) -> torch.Tensor:
-        return torch.full((len(numbers), 2), float(number))
+        return torch.full((len(numbers), 4), float(number))
 
     def save_rows(path: Path, rows: np.ndarray) -> None:
-        np.save(path, rows)
+        if path.suffix == ".npz":
+            embed._save(path, rows, images(), {})
+        else:
+            predict._save(path, predict._predictions(rows, images(), CLASSES))
 
     network, place = nn.Flatten(), Place(0, 1, 0, torch.device("cpu"))
     network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
     with mock.patch.object(folder_pass, "outputs", outputs), mock.patch.dict(folder_pass.SAVE_EVERY, cpu=1):
-        folder_pass.write_pass(
-            folder / "rows.npy", network, 2, images(), Center(), place, save_rows, batch=2, force=True
-        )
+        folder_pass.write_pass(output, network, 4, images(), Center(), place, save_rows, batch=2, force=True)
 
 
-def read_rows(folder: Path) -> int | None:
-    if not (folder / "rows.npy").exists():
+def read_rows(output: Path) -> int | None:
+    """Return the number of an output, each row of which must have it. Raises OSError with the path."""
+    try:
+        if output.suffix == ".npz":
+            with np.load(output) as arrays:
+                found = arrays["features"].tolist()
+        else:
+            with open(output, encoding="utf-8") as file:
+                found = [[CLASSES.index(row["class"])] for row in csv.DictReader(file)]
+    except FileNotFoundError:
         return None
-    rows = np.load(folder / "rows.npy")
-    assert rows.shape == (3, 2) and (rows == rows[0, 0]).all()
-    return int(rows[0, 0])
+    except (OSError, zipfile.BadZipFile) as error:  # NumPy's reader names no file
+        raise OSError(f"{output}: {error}") from error
+    assert len(found) == 3 and len({cell for row in found for cell in row}) == 1
+    return int(found[0][0])
 
 
 WRITERS = {
@@ -155,5 +166,12 @@ WRITERS = {
         lambda folder: read_export(folder / "weights"),
         {"weights"},
     ),
-    "rows": Writer(write_rows, read_rows, {"rows.npy"}),
+    **{
+        name: Writer(
+            lambda folder, n, name=name: write_rows(folder / name, n),
+            lambda folder, name=name: read_rows(folder / name),
+            {name},
+        )
+        for name in ("features.npz", "predictions.csv")
+    },
 }

@@ -9,11 +9,11 @@ import shlex
 from collections.abc import Sequence
 
 from fastsuncet.commands.sweep.child import PREEMPTED, Children
-from fastsuncet.commands.sweep.jobs import job_state
+from fastsuncet.commands.sweep.jobs import JobState, job_state
 from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of_task
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.console import Say, say_line
-from fastsuncet.errors import ConfigError
+from fastsuncet.errors import CheckpointError, ConfigError
 
 
 def sweep(
@@ -29,7 +29,8 @@ def sweep(
 ) -> int:
     """Run the sweep at `path`, or the part of one task, and return the exit code.
 
-    It is that of the first command that failed, 75 after a signal, 0 where everything is done. `dry_run` prints every
+    It is that of the first command that failed, 75 after a signal, 5 where a damaged checkpoint could not be measured
+    and everything else is done, 0 where everything is done. `dry_run` prints every
     command line and `show` the state of every run; neither starts anything. Raises ConfigErrors.
     """
     runs = runs_named(expand(read_sweep(path), overrides), only)
@@ -65,7 +66,9 @@ def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
     with Children() as children:
         for number, run in enumerate(runs, 1):
             for job in run.jobs:
-                if job_state(job).done:
+                state = job_state(job)
+                if state.done or state.damaged:
+                    failed = failed or _damaged(run, job, state, say)
                     continue
                 if children.requested is not None:
                     say(f"sweep    {children.requested}: stopped; the same command continues")
@@ -83,7 +86,19 @@ def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
                     if not keep_going or children.requested is not None:
                         return failed
                     break
+                failed = failed or _damaged(run, job, job_state(job), say)
     return failed
+
+
+def _damaged(run: Run, job: Job, state: JobState, say: Say) -> int:
+    """Say which checkpoints a job could not measure; return the exit code of that, 0 where there is none."""
+    if not state.damaged:
+        return 0
+    say(
+        f"sweep    {run.name}: {job.command} is {state.text} in {run.folder / 'checkpoints'}: move it away, and the "
+        "rest is all there is. If it is the last one, `fastsuncet train` then makes it again"
+    )
+    return CheckpointError.exit_code
 
 
 def _command_line(job: Job) -> str:

@@ -19,6 +19,7 @@ class JobState(NamedTuple):
     done: bool
     text: str
     refused: str = ""  # why it cannot be done with these settings, where that is known
+    damaged: bool = False  # only a damaged checkpoint is missing: the command would measure the others again
 
 
 def job_state(job: Job) -> JobState:
@@ -36,7 +37,28 @@ def job_state(job: Job) -> JobState:
         wanted |= {int(name) for name in names if name.isdecimal()}
     if wanted <= steps:
         return JobState(True, "done")
-    return JobState(False, "to do again: the run has gone on" if steps else "to do")
+    if not steps:
+        return JobState(False, "to do")
+    damaged = [step for step in sorted(wanted - steps, key=str) if not _is_good(folder, step)]
+    if len(damaged) == len(wanted - steps):
+        names = ", ".join(f"step_{step:08d}" for step in damaged)
+        return JobState(False, f"done but for {names}, damaged", damaged=True)
+    return JobState(False, "to do again: the run has gone on")
+
+
+def _is_good(folder: Path, step: Any) -> bool:
+    """Return whether a run's checkpoint of a step can be used; True where nobody knows the step, or it is not there."""
+    # Imports torch.
+    from fastsuncet.checkpoint import format, manager
+
+    path = folder / manager.FOLDER / f"step_{step:08d}" if type(step) is int else None
+    if path is None or not path.exists():
+        return True
+    try:
+        format.verify(path, step)
+    except format.DamagedCheckpoint:
+        return False
+    return True
 
 
 def _results_of(job: Job) -> Iterator[dict[str, Any]]:

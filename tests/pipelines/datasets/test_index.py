@@ -1,6 +1,9 @@
 """The index of a data set: a table of names, headers of many files, and a file verified when it is read."""
 
+import errno
+import fcntl
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -334,8 +337,11 @@ def test_save_index_refuses_data_in_memory(tmp_path):
             save_index(small_index(**changes), tmp_path / "index.npz")
 
 
-def test_two_writers_of_one_file_leave_the_content_of_the_last(tmp_path):
-    """Processes in two containers can have the same number."""
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_writers_of_one_file_leave_the_content_of_the_last(tmp_path, monkeypatch, locks):
+    """Processes in two containers can have the same number, and a file system can have no locks."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_lock)
     with (
         atomic_files.replacing(tmp_path / "file") as first,
         atomic_files.replacing(tmp_path / "file") as second,
@@ -343,6 +349,32 @@ def test_two_writers_of_one_file_leave_the_content_of_the_last(tmp_path):
         first.write(b"first")
         second.write(b"second, which ends before")
     assert (tmp_path / "file").read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
+
+
+def test_next_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path, monkeypatch):
+    """On another machine, and without locks, nobody knows whether its writer lives."""
+    path = tmp_path / "file"
+    for name in ("file", "other"):
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_files, "try_to_remove", lambda path: None)
+            patch.setattr(os, "replace", lambda *_: sys.exit("killed"))
+            with pytest.raises(SystemExit):
+                atomic_files.replace(tmp_path / name, b"half")
+    assert len(os.listdir(tmp_path)) == 2
+    for attribute, module, value in (("flock", fcntl, no_lock), ("_boot", atomic_files, lambda: b"another")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, value)
+            atomic_files.replace(path, b"whole")
+        assert len(os.listdir(tmp_path)) == 3
+    atomic_files.replace(path, b"whole")
+    left = set(os.listdir(tmp_path)) - {"file"}
+    assert path.read_bytes() == b"whole" and len(left) == 1
+    atomic_files.replace(tmp_path / "other", b"whole")
+    assert sorted(os.listdir(tmp_path)) == ["file", "other"]
+
+
+def no_lock(*_) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def test_load_index_names_any_damage(kept, index):
