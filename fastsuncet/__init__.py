@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastsuncet.commands.api import embed, init_config, load_encoder, predict, suggest, train
     from fastsuncet.config import Config, load_config
-    from fastsuncet.losses import cross_entropy, nt_xent, paws, suncet, sup_con, swav
+    from fastsuncet.losses.cross_entropy import cross_entropy
+    from fastsuncet.losses.nt_xent import nt_xent
+    from fastsuncet.losses.paws import paws
+    from fastsuncet.losses.suncet import suncet
+    from fastsuncet.losses.sup_con import sup_con
+    from fastsuncet.losses.swav import swav
     from fastsuncet.optim import LARS, parameter_groups, warmup_cosine
     from fastsuncet.versions import __version__
 
@@ -41,7 +46,10 @@ __all__ = [
 _MODULES = {
     "fastsuncet.commands.api": ("embed", "init_config", "load_encoder", "predict", "suggest", "train"),
     "fastsuncet.config": ("Config", "load_config"),
-    "fastsuncet.losses": ("cross_entropy", "nt_xent", "paws", "sup_con", "suncet", "swav"),
+    **{
+        f"fastsuncet.losses.{name}": (name,)
+        for name in ("cross_entropy", "nt_xent", "paws", "sup_con", "suncet", "swav")
+    },
     "fastsuncet.optim": ("LARS", "parameter_groups", "warmup_cosine"),
     "fastsuncet.versions": ("__version__",),
 }

@@ -32,7 +32,6 @@ DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes
 RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "loss": {
         "fastsuncet/losses/toy.py": [("", LOSS)],
-        "fastsuncet/losses/__init__.py": [("", "from fastsuncet.losses.toy import toy\n")],
         "fastsuncet/config/schema.py": [('"suncet", "sup_con"]', '"toy", ')],
         "fastsuncet/training/methods.py": [
             ('    "cross_entropy": Method(', '    "toy": Method("Toy", partial(contrast, "toy")),\n')

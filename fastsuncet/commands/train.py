@@ -33,7 +33,6 @@ from fastsuncet.errors import Preempted
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
-from fastsuncet.training import initial_weights
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import speed_on_cpu, summary
@@ -184,8 +183,10 @@ def print_plan(config: Config, show_config: bool) -> None:
     lines = summary(config, Place(0, world_size, 0, device), images, arithmetic, None, why)
     m = config.model
     model = build_model(m.name, m.library, m.stem, *m.head, device="cpu" if m.init else "meta")
-    if init := initial_weights.load(config, model, place):
-        lines.append(f"{'init':<9}{init['note']}")
+    if m.init is not None:
+        from fastsuncet.training import initial_weights
+
+        lines.append(f"{'init':<9}{initial_weights.load(config, model, place)['note']}")
     for line in [*lines, *notes, "", *([config.to_yaml()] if show_config else [])]:
         say_line(line)
     if problem is not None:

@@ -21,26 +21,26 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.paths import typed_path
 
 PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
-Record = dict[str, str]  # path, sha256, and what was loaded and what was not
+Loaded = dict[
+    str, str
+]  # what a checkpoint keeps: path, sha256, and a note on what was loaded and what was not
 
 
-def load(config: Config, model: nn.Module, place: Place) -> Record | None:
-    """Fill `model` with the weights in model.init, on every rank with what rank 0 reads; return the record.
+def load(config: Config, model: nn.Module, place: Place) -> Loaded:
+    """Fill `model` with the weights in model.init, which is set, on every rank with what rank 0 reads.
 
-    None without model.init. Classifier and prototypes stay as drawn, and the heads without model.init_heads. Raises
+    Classifier and prototypes stay as drawn, and the heads without model.init_heads. Raises
     ConfigErrors for a path that does not exist, another network than the config's, or another sha256 than
     model.init_sha256; CheckpointError for a file that cannot be used.
     """
-    if config.model.init is None:
-        return None
-    record = on_rank_0(place, lambda: _fill(config, model))
+    loaded = on_rank_0(place, lambda: _fill(config, model))
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()) if place.world_size > 1 else ():
             tensor.copy_(broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
-    return record
+    return loaded
 
 
-def _fill(config: Config, model: nn.Module) -> Record:
+def _fill(config: Config, model: nn.Module) -> Loaded:
     from fastsuncet.models.pretrained_weights import digest_of, fill, read_weights_of
 
     m = config.model
@@ -79,7 +79,7 @@ def _fill(config: Config, model: nn.Module) -> Record:
     return {"path": str(m.init), "sha256": digest, "note": note}
 
 
-def _fill_published(config: Config, encoder: nn.Module) -> Record:
+def _fill_published(config: Config, encoder: nn.Module) -> Loaded:
     from fastsuncet.models import timm_backbone
     from fastsuncet.models.pretrained_weights import fill
 

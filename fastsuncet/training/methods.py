@@ -13,12 +13,12 @@ one CPU process has all rows.
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastsuncet import losses
 from fastsuncet.config import Config
 from fastsuncet.losses.tf32 import products
 from fastsuncet.training.multi_view_model import Outputs
@@ -26,11 +26,16 @@ from fastsuncet.training.multi_view_model import Outputs
 Loss = Callable[[Outputs, Tensor], Tensor]
 
 
+def loss_of(name: str) -> Callable:
+    """Return the function of that name in its file in `fastsuncet/losses`. A run imports those of its own method."""
+    return getattr(import_module(f"fastsuncet.losses.{name}"), name)
+
+
 def nt_xent(config: Config, out: Outputs, *_: object) -> Tensor:
     """Contrast the two views of each unlabeled image with all others."""
     c = config.criterion
     with products(tf32(config)):
-        return losses.nt_xent(out.projections, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
+        return loss_of("nt_xent")(out.projections, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
 
 
 def swav(config: Config, out: Outputs, *_: object) -> Tensor:
@@ -38,7 +43,7 @@ def swav(config: Config, out: Outputs, *_: object) -> Tensor:
     assert out.scores is not None  # build() gives the model of this method prototypes
     s, temperature = config.swav, config.criterion.temperature
     options = {"epsilon": s.epsilon, "iterations": s.iterations}
-    return losses.swav(out.scores, temperature, crops=2 + s.small_crops, **options)
+    return loss_of("swav")(out.scores, temperature, crops=2 + s.small_crops, **options)
 
 
 def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None) -> Tensor:
@@ -51,7 +56,7 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
     if p.prior == "labels":
         assert per_class is not None
         prior = per_class[labels]
-    cross_entropy, me_max = losses.paws(
+    cross_entropy, me_max = loss_of("paws")(
         anchors,
         supports,
         labels,
@@ -68,18 +73,18 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
 
 
 def contrast(name: str, config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
-    """Contrast the labeled images with each other, by the function of that name in `fastsuncet.losses`."""
+    """Contrast the labeled images with each other, by the loss of that name."""
     c = config.criterion
     options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
     with products(tf32(config)):
-        return getattr(losses, name)(out.labeled, labels, c.temperature, **options)
+        return loss_of(name)(out.labeled, labels, c.temperature, **options)
 
 
 def cross_entropy(config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
     """Classify the labeled images."""
     if out.logits is None:  # SimCLR: supervision is never on, so there is no classifier
         return out.labeled.sum() * 0
-    return losses.cross_entropy(out.logits, labels)
+    return loss_of("cross_entropy")(out.logits, labels)
 
 
 def none(config: Config, out: Outputs, *_: object) -> Tensor:

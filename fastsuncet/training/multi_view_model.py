@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from fastsuncet.config.arithmetic import piece_sizes
-from fastsuncet.losses.swav import prototype_scores
 from fastsuncet.models.resnet import Model
 
 
@@ -66,6 +65,8 @@ class MultiViewModel(nn.Module):
             # Without rows once supervision is off, but still used: DDP waits for every gradient.
             logits = model.classifier(h[0][shown:])
         if model.prototypes is not None:
+            from fastsuncet.losses.swav import prototype_scores
+
             scores = prototype_scores(z[:unlabeled], model.prototypes.weight)
         return Outputs(z[:unlabeled], z[unlabeled:], logits, scores, predictions)
 

@@ -15,7 +15,7 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import update_macs
 from fastsuncet.optim import DeviceLR, warmup_cosine
-from fastsuncet.training import initial_weights, methods
+from fastsuncet.training import methods
 from fastsuncet.training.step import build, train_step
 from fastsuncet.training.supervision import Supervision
 from fastsuncet.training.trainer import COST, SPEED, TrainingTask
@@ -100,7 +100,7 @@ class Pretraining(TrainingTask[Batch]):
         self.fingerprint = images.fingerprint()
         self.contents = {"contents": images.train.contents(), "changed": len(images.train.changed)}
         self.sizes = {name: getattr(arithmetic, name) for name in SIZES}
-        self.init: initial_weights.Record | None = None
+        self.init: dict[str, str] | None = None  # path, sha256 and note of model.init
 
     def batch(self, step: int, timer: DataTimer) -> Batch:
         timer.begin()
@@ -154,7 +154,10 @@ class Pretraining(TrainingTask[Batch]):
                 "\n  ".join(["the config differs from the one this run was started with:", *lines])
                 + "\nSet these back to continue the run, or give the new run another logging.write_tag."
             )
-        initial_weights.check(self.config, meta)
+        if self.config.model.init is not None or meta["init"] is not None:
+            from fastsuncet.training import initial_weights
+
+            initial_weights.check(self.config, meta)
         if meta["images"] != self.fingerprint:
             raise CheckpointError(
                 "the training images or their labels differ from those this run was started with (files added, "
@@ -190,7 +193,10 @@ class Pretraining(TrainingTask[Batch]):
             self.graphed.close()
 
     def begin(self) -> None:
-        self.init = initial_weights.load(self.config, self.model, self.place)
+        if self.config.model.init is not None:
+            from fastsuncet.training import initial_weights
+
+            self.init = initial_weights.load(self.config, self.model, self.place)
 
     def state(self) -> dict[str, Any]:
         return {"supervision": self.supervision.state(), "init": self.init}

@@ -14,7 +14,6 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import OptimizationSection
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
-from fastsuncet.losses.swav import normalize_prototypes_
 from fastsuncet.models import resnet
 from fastsuncet.optim import LARS, SGD, AdamW, DeviceLR, parameter_groups
 from fastsuncet.training import methods
@@ -88,6 +87,8 @@ class StepMethod:
     def before_update(self) -> None:
         """SwAV: normalize the prototypes again, which the last update moved off the sphere."""
         if self.prototypes is not None:
+            from fastsuncet.losses.swav import normalize_prototypes_
+
             normalize_prototypes_(self.prototypes)
 
     def freeze(self, step: int) -> None:

@@ -28,7 +28,6 @@ from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
@@ -141,7 +140,11 @@ class Trainer(Generic[Task]):
         self.evaluated = True  # False: an evaluation is due at this very step
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
-        self.consensus = StopConsensus()
+        self.consensus = None
+        if place.world_size > 1:
+            from fastsuncet.distributed.stop_consensus import StopConsensus
+
+            self.consensus = StopConsensus()
         self.heart: Heartbeat | None = None  # while `run` runs on several ranks
         self.restore()
 
@@ -191,7 +194,7 @@ class Trainer(Generic[Task]):
                 self.ledger.add(images, macs)
                 last = self.step == task.steps
                 self.at("ends its step")
-                stop = self.consensus.agree(signals.requested is not None) and not last
+                stop = self.stop_agreed(signals) and not last
                 if last or self.step % task.log_every == 0:
                     self.log()
                 due = task.evaluate_every and (last or self.step % task.evaluate_every == 0)
@@ -211,7 +214,8 @@ class Trainer(Generic[Task]):
                         self.save()
                 if stop:
                     raise self.preempted(signals)
-            self.consensus.close()
+            if self.consensus is not None:
+                self.consensus.close()
 
     def watched(self, signals: SignalFlag) -> "AbstractContextManager[Heartbeat | None]":
         """Return a context in which a thread names the rank that the others wait for, and ends ranks that hang."""
@@ -231,8 +235,13 @@ class Trainer(Generic[Task]):
     def stop_if_requested(self, signals: SignalFlag) -> None:
         """Raise Preempted once any rank got a signal. Called equally often on all ranks; waits for no device."""
         self.at("evaluates")
-        if self.consensus.agree(signals.requested is not None):
+        if self.stop_agreed(signals):
             raise self.preempted(signals)
+
+    def stop_agreed(self, signals: SignalFlag) -> bool:
+        """Return whether any rank has a stop signal; of several ranks, as of the call before this one."""
+        requested = signals.requested is not None
+        return requested if self.consensus is None else self.consensus.agree(requested)
 
     def preempted(self, signals: SignalFlag) -> Preempted:
         """Return the error that ends a run on a signal, once all is saved."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import fastsuncet
-from fastsuncet import losses
 from fastsuncet.commands import train as train_command
 from fastsuncet.errors import ConfigError, Preempted
+from fastsuncet.losses.suncet import suncet
 from pipelines.data_errors import DataError
 from tests.support.pictures import write_images
 from tests.support.runs import small_config
@@ -39,7 +39,7 @@ def test_import_leaves_out_what_is_slow_and_needed_later(module, absent):
 
 def test_every_public_name_exists():
     assert all(getattr(fastsuncet, name) is not None for name in fastsuncet.__all__)
-    assert fastsuncet.suncet is losses.suncet and set(fastsuncet.__all__) <= set(dir(fastsuncet))
+    assert fastsuncet.suncet is suncet and set(fastsuncet.__all__) <= set(dir(fastsuncet))
     assert {name for names in fastsuncet._MODULES.values() for name in names} == set(fastsuncet.__all__)
     with pytest.raises(AttributeError, match="no attribute 'sunset'"):
         fastsuncet.sunset  # noqa: B018

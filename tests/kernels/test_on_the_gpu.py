@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from fastsuncet import nt_xent, suncet, sup_con
 from fastsuncet.config import load_config
-from fastsuncet.losses import nt_xent, suncet, sup_con
 from fastsuncet.models import fused_batchnorm, norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, parameter_groups

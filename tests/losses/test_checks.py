@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastsuncet.losses import cross_entropy, nt_xent, paws, suncet, sup_con, swav
+from fastsuncet import cross_entropy, nt_xent, paws, suncet, sup_con, swav
 
 Z, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 S = torch.zeros(8, 3)

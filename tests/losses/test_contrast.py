@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet import losses
-from fastsuncet.losses import contrast, contrast_kernel, cross_entropy, nt_xent, suncet, sup_con
+import fastsuncet
+from fastsuncet import cross_entropy, nt_xent, suncet, sup_con
+from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch
@@ -26,7 +27,7 @@ every_loss = pytest.mark.parametrize("name", ["nt_xent", *LABELED])
 labeled_loss = pytest.mark.parametrize("name", LABELED)
 
 
-def run(name, z, labels, temperature, module=losses, **options):
+def run(name, z, labels, temperature, module=fastsuncet, **options):
     """Return value and gradient of a loss; `labels` are not used by NT-Xent."""
     arguments = (temperature,) if name == "nt_xent" else (labels, temperature)
     return gradient(getattr(module, name), z, *arguments, **options)
@@ -326,7 +327,7 @@ def test_row_that_is_not_finite_shows_in_the_loss(name, bad):
 def test_backward_scales_and_can_run_again(name):
     z, labels = labeled_batch()
     z.requires_grad_()
-    value = getattr(losses, name)(z, *((0.1,) if name == "nt_xent" else (labels, 0.1)))
+    value = getattr(fastsuncet, name)(z, *((0.1,) if name == "nt_xent" else (labels, 0.1)))
     (once,) = torch.autograd.grad(value, z, retain_graph=True)
     (scaled,) = torch.autograd.grad(-2.5 * value, z)
     torch.testing.assert_close(scaled, -2.5 * once)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fastsuncet.losses import nt_xent, suncet, sup_con
+from fastsuncet import nt_xent, suncet, sup_con
 from tests.support import dense_losses
 from tools.bench.dispatch_counter import Counter
 
@@ -62,7 +62,7 @@ def test_memory_of_the_process_grows_by_less_than_40_mb_at_4096_rows():
     """A count of tensors does not see what operators allocate inside, so a fresh process measures its own peak."""
     program = f"""
 import resource, torch
-from fastsuncet.losses import suncet
+from fastsuncet import suncet
 torch.set_num_threads(1)
 def run(rows):
     z = torch.randn(rows, {WIDTH}, requires_grad=True)

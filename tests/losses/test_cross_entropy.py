@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastsuncet.losses import cross_entropy
+from fastsuncet import cross_entropy
 from tests.support.dense_losses import gradient, labeled_batch
 
 

@@ -6,16 +6,8 @@ So what runs here can be queued ahead of the device and captured in a CUDA graph
 import pytest
 import torch
 
-from fastsuncet.losses import (
-    cross_entropy,
-    normalize_prototypes_,
-    nt_xent,
-    paws,
-    prototype_scores,
-    suncet,
-    sup_con,
-    swav,
-)
+from fastsuncet import cross_entropy, nt_xent, paws, suncet, sup_con, swav
+from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores
 from tests.support.fake_cuda import CARD, Watch, fake_card
 
 KEYS, AVERAGES = ("attached", "detached"), ("sample", "class")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet.losses import paws
+from fastsuncet import paws
 from tests.support import dense_losses
 from tests.support.ranks import run_ranks
 from tests.support.vectors import load_vectors

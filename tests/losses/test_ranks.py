@@ -7,18 +7,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsuncet.losses import (
-    contrast,
-    contrast_kernel,
-    cross_entropy,
-    normalize_prototypes_,
-    nt_xent,
-    prototype_scores,
-    suncet,
-    sup_con,
-    swav,
-)
+from fastsuncet import cross_entropy, nt_xent, suncet, sup_con, swav
+from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.losses.sinkhorn import sinkhorn
+from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores
 from tests.support import dense_losses, vectors
 from tests.support.dense_losses import gradient
 from tests.support.host_kernels import on_the_host

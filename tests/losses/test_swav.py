@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet.losses import normalize_prototypes_, prototype_scores, swav
+from fastsuncet import swav
 from fastsuncet.losses.sinkhorn import sinkhorn
+from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.vectors import load_vectors

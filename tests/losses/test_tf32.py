@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastsuncet import nt_xent, suncet
 from fastsuncet.config import load_config
-from fastsuncet.losses import contrast, nt_xent, suncet, tf32
+from fastsuncet.losses import contrast, tf32
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import Outputs
 from tests.support.dense_losses import gradient
@@ -113,7 +114,7 @@ def test_products_in_tf32_only_behind_16_bits(supervision, precision, products, 
         return torch.zeros(())
 
     for name in ("nt_xent", supervision):
-        monkeypatch.setattr(methods.losses, name, watched)
+        monkeypatch.setattr(f"fastsuncet.losses.{name}.{name}", watched)
     settings = {"supervision": supervision, "products": products}
     changes = [f"criterion.{key}={value}" for key, value in settings.items()]
     config = load_config(CONFIGS / "digits_demo.yaml", [*changes, f"meta.precision={precision}"])

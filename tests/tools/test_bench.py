@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
+from fastsuncet import nt_xent
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.losses import nt_xent
 from fastsuncet.models import norm_kernel
 from fastsuncet.optim import LARS, lars_kernel
 from tests.support.host_kernels import on_the_host

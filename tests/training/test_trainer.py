@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastsuncet import losses
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import load_config
@@ -26,6 +25,7 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import join
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.metrics.rankme import COLLAPSED
+from fastsuncet.training.methods import loss_of
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
 from tests.support.pictures import write_pictures
@@ -60,7 +60,9 @@ def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
 
 def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
     """A real run whose loss draws all images to one point, and has nothing that pushes them apart."""
-    monkeypatch.setattr(losses, "nt_xent", lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean())
+    monkeypatch.setattr(
+        "fastsuncet.losses.nt_xent.nt_xent", lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean()
+    )
     fast = ("optimization.lr=10", "optimization.steps=20", "optimization.warmup=0")
     train(config := small_config(tmp_path, *LONGER, *fast, "criterion.supervised_epochs=0"))
     evaluated = metrics(config.run_folder, "knn")[-1]
@@ -121,7 +123,7 @@ def infinite_gradient(loss: torch.Tensor) -> torch.Tensor:
 
 def spoil(patch: pytest.MonkeyPatch, name: str, how: float | Callable, updates: set[int]) -> None:
     """Multiply one of the losses by `how`, or let `how` change it, in some of four updates, counted from 1."""
-    loss, count = getattr(losses, name), itertools.count(1)
+    loss, count = loss_of(name), itertools.count(1)
 
     def spoiled(*arguments, **keywords):
         value = loss(*arguments, **keywords)
@@ -129,7 +131,7 @@ def spoil(patch: pytest.MonkeyPatch, name: str, how: float | Callable, updates: 
             return value
         return how(value) if callable(how) else value * how
 
-    patch.setattr(losses, name, spoiled)
+    patch.setattr(f"fastsuncet.losses.{name}.{name}", spoiled)
 
 
 NOT_FINITE = {  # a loss, what happens to it and when, the step of a stop signal, the message, the checkpoint before it

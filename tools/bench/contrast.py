@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsuncet import losses
+import fastsuncet
 from fastsuncet.distributed.place import pick_device
 from fastsuncet.losses.tf32 import products
 from tools.bench import dense_forms, harness
@@ -32,8 +32,14 @@ def ours(loss: str, ids: Tensor, tf32: bool = False) -> Loss:
     def value(z: Tensor) -> Tensor:
         with products(tf32=tf32):
             if loss == "paws":
-                return torch.stack(losses.paws(*z.tensor_split([-len(ids)]), ids, *targets, **settings)).sum()
-            return losses.suncet(z, ids, TEMPERATURE) if loss == "suncet" else losses.nt_xent(z, TEMPERATURE)
+                return torch.stack(
+                    fastsuncet.paws(*z.tensor_split([-len(ids)]), ids, *targets, **settings)
+                ).sum()
+            return (
+                fastsuncet.suncet(z, ids, TEMPERATURE)
+                if loss == "suncet"
+                else fastsuncet.nt_xent(z, TEMPERATURE)
+            )
 
     return value
 

@@ -248,5 +248,6 @@ def fit(
         stop, config = partial(trainer.stop_if_requested, signals), task.config
         options = {"view": view or evaluation_view(config), "before_batch": stop}
         logits = outputs(task.model, evaluated, indices, config, task.place, **options)
-    trainer.consensus.close()
+    if trainer.consensus is not None:
+        trainer.consensus.close()
     return logits, trainer
