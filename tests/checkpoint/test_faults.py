@@ -23,11 +23,11 @@ from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, re
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
+from tests.support import faulty_files
 from tests.support.checkpoints import assert_whole, save
 from tests.support.exports import save_run
 from tests.support.power_cut import CALLS, crash_at_every_syscall, intercept, watch
 from tests.support.writers import REFUSALS, WRITERS, Writer, images
-from tools.bench import slow_files
 
 pytestmark = pytest.mark.slow
 
@@ -320,13 +320,13 @@ def faults(name: str) -> list[dict[str, str]]:
     return [{"writer": name, **fault} for fault in (*found, {"SHORT_READS": "7"})]
 
 
-@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
+@pytest.mark.skipif(faulty_files.COMPILER is None, reason="no C compiler")
 @pytest.mark.parametrize("name", WRITERS)
 def test_writers_on_a_wrong_file_server_leave_whole_content(tmp_path, name):
     """Also where a call has happened and only its answer is lost, and where it comes late."""
     table = faults(name)
     command = [sys.executable, "-m", "tests.support.faulty_server", str(tmp_path), *map(json.dumps, table)]
-    done = subprocess.run(command, env=slow_files.preloaded(tmp_path), capture_output=True, text=True)
+    done = subprocess.run(command, env=faulty_files.preloaded(tmp_path), capture_output=True, text=True)
     outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(outcomes) == len(table) and not done.stderr, done.stderr
     refused = set()

@@ -23,6 +23,7 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan
+from tests.support import faulty_files
 from tests.support.pictures import texture, unusable_files
 from tests.support.streams import (
     BACKENDS,
@@ -33,7 +34,6 @@ from tests.support.streams import (
     opened,
     unlabeled,
 )
-from tools.bench import slow_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -218,12 +218,12 @@ for allowed in (1, 0):
 
 @needs_dali
 @pytest.mark.slow
-@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
+@pytest.mark.skipif(faulty_files.COMPILER is None, reason="no C compiler")
 def test_loader_replaces_or_names_a_file_cut_short_while_it_is_read(own, tmp_path):
     """Its length is known by then, and its bytes are not: a mapped file would end the process by SIGBUS."""
     bad = str(own.path(int(unlabeled(own)(1).indices[2])))
     command = [sys.executable, "-c", CUT_SHORT, str(own.root)]
-    environment = slow_files.preloaded(tmp_path, CUT_SHORT=bad)
+    environment = faulty_files.preloaded(tmp_path, CUT_SHORT=bad)
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found = [line for line in ended.stdout.splitlines() if not line.startswith("step")]

@@ -1,9 +1,9 @@
 """Write and read on a file server that is slow and wrong; print a line of JSON for each fault.
 
-    LD_PRELOAD=slow_files.so python -m tests.support.faulty_server FOLDER FAULT...
+    LD_PRELOAD=faulty_files.so python -m tests.support.faulty_server FOLDER FAULT...
 
-It needs a process of its own: tools/bench/slow_files.c is preloaded. A fault is JSON: the name of a writer, and the
-variables of slow_files.c.
+It needs a process of its own: tests/support/faulty_files.c is preloaded. A fault is JSON: the name of a writer, and the
+variables of faulty_files.c.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ def use(folder: Path, fault: dict[str, str]) -> None:
     """Have the file server of `folder` fail as `fault` says."""
     for name in [name for name in os.environ if name.startswith(("FAULT_", "SHORT_"))]:
         del os.environ[name]
-    os.environ.update(fault, SLOW_FOLDER=str(folder))
-    server.slow_files_settings()
+    os.environ.update(fault, FAULT_FOLDER=str(folder))
+    server.faulty_files_settings()
 
 
 def outcome(folder: Path, name: str, fault: dict[str, str]) -> dict:

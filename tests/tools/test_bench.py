@@ -1,7 +1,6 @@
 """Every case of the benchmarks compares equals, and reports what it measured."""
 
 import json
-import os
 import sys
 
 import pytest
@@ -25,7 +24,6 @@ from tools.bench import (
     peers,
     pixels,
     run,
-    slow_files,
     start,
     step,
 )
@@ -242,16 +240,6 @@ def test_pixels_reports_speed_and_cpu_time_against_the_peer(report_of):
     for row in report["points"]:
         assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0
     assert "8 files" in report["tables"][0]["title"]
-
-
-@pytest.mark.skipif(slow_files.COMPILER is None, reason="no C compiler")
-def test_feed_waits_for_the_slow_server_alone(report_of):
-    points = {point["name"]: point for point in report_of("feed")["points"]}
-    assert all(min(point["thread_ms"]) > 0 for point in points.values()) and len(points) == 4
-    # 256 files that each take 3 ms to open, by 8 threads. On a busy machine the files read ahead hide most of it.
-    slowest = max(points["loader, files, 3 ms to open"]["step_ms"])
-    assert slowest > 256 * 3 / 8 / 8
-    assert "LD_PRELOAD" not in os.environ
 
 
 def test_start_compares_commands_with_another_checkout(report_of, monkeypatch):

@@ -24,14 +24,10 @@ Source = tuple[Callable[..., Iterator[Any]], tuple]
 
 
 class Turn(NamedTuple):
-    """What a turn took: seconds on the wall, processor seconds and bytes of memory, of all processes.
-
-    `thread` is the processor's seconds of the thread alone that asks for the batches.
-    """
+    """What a turn took: seconds on the wall, processor seconds and bytes of memory, of all processes."""
 
     wall: float
     cpu: float
-    thread: float
     memory: int
 
 
@@ -94,11 +90,10 @@ def _serve(pipe: Connection, source: Source) -> None:
             discarded, count = asked
             for _ in range(discarded):
                 next(batches)
-            wall, cpu, thread = time.perf_counter(), _cpu_seconds(), time.thread_time()
+            wall, cpu = time.perf_counter(), _cpu_seconds()
             for _ in range(count):
                 next(batches)
-            thread = time.thread_time() - thread
-            pipe.send(Turn(time.perf_counter() - wall, _cpu_seconds() - cpu, thread, _memory()))
+            pipe.send(Turn(time.perf_counter() - wall, _cpu_seconds() - cpu, _memory()))
     except EOFError:
         pass  # the parent process has ended
 

@@ -17,7 +17,6 @@ from tools.bench import harness
 # A case is the module of its name: `CASE`, a harness.Case, says how it is measured.
 CASES = {
     "pixels": "SimCLR's views from JPEG files, against torchvision's DataLoader",
-    "feed": "images from a slow file server and from the page cache",
     "contrast": "SuNCEt, NT-Xent and PAWS, against their authors' dense forms",
     "lars": "a LARS step, against timm's",
     "norm": "BatchNorm with residual and ReLU: torch, torch.compile and our kernels",

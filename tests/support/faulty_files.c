@@ -1,13 +1,12 @@
-/* A file server that is slow, short of breath, or wrong, for LD_PRELOAD. It concerns files below SLOW_FOLDER.
+/* A file server that is slow, short of breath, or wrong, for LD_PRELOAD. It concerns files below FAULT_FOLDER.
  *
- * SLOW_OPEN_US, SLOW_PREAD_US, SLOW_STAT_US: microseconds before a file is opened, read at an offset, asked for its state.
  * FAULT_CALL: open, read, write, fsync, close, rename, mkdir or stat. From the call of number FAULT_AT on (1: the first),
  *   FAULT_COUNT of them (1) take FAULT_US and end with the error FAULT_ERRNO, if that is not 0. FAULT_LATE=1: they have
  *   happened, and only their answer is lost.
  * SHORT_READS: a read returns at most so many bytes.
  * CUT_SHORT: this file loses its content once its length is known and before its bytes are read, mapped or not.
  *
- * slow_files_settings() reads the environment again, for a process that was forked. */
+ * faulty_files_settings() reads the environment again, for a process that was forked. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,19 +23,18 @@
 #define FILES 65536
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-static char slow[FILES]; /* whether a descriptor is of a file below SLOW_FOLDER */
+static char faulty[FILES]; /* whether a descriptor is of a file below FAULT_FOLDER */
 static const char *folder, *fault_call;
-static long open_us, pread_us, stat_us, fault_at, fault_count, fault_us, fault_errno, fault_late, short_reads, calls;
+static long fault_at, fault_count, fault_us, fault_errno, fault_late, short_reads, calls;
 
 static long number(const char *name, long otherwise) {
     const char *text = getenv(name);
     return text ? atol(text) : otherwise;
 }
 
-__attribute__((constructor)) void slow_files_settings(void) {
-    folder = getenv("SLOW_FOLDER");
+__attribute__((constructor)) void faulty_files_settings(void) {
+    folder = getenv("FAULT_FOLDER");
     fault_call = getenv("FAULT_CALL");
-    open_us = number("SLOW_OPEN_US", 0), pread_us = number("SLOW_PREAD_US", 0), stat_us = number("SLOW_STAT_US", 0);
     fault_at = number("FAULT_AT", 1), fault_count = number("FAULT_COUNT", 1), fault_us = number("FAULT_US", 0);
     fault_errno = number("FAULT_ERRNO", 0), fault_late = number("FAULT_LATE", 0);
     short_reads = number("SHORT_READS", 0), calls = 0;
@@ -50,7 +48,7 @@ static void pause_us(long us) {
 static int below(const char *path) { return folder && !strncmp(path, folder, strlen(folder)); }
 
 static int opened(const char *path, int file) {
-    if (file >= 0 && file < FILES) slow[file] = below(path);
+    if (file >= 0 && file < FILES) faulty[file] = below(path);
     return file;
 }
 
@@ -69,7 +67,7 @@ static int fails(const char *name, int concerned) {
     return fault_errno != 0;
 }
 
-static int is_slow(int file) { return file >= 0 && file < FILES && slow[file]; }
+static int is_faulty(int file) { return file >= 0 && file < FILES && faulty[file]; }
 
 /* Make `call`, unless it fails before; return `none` with the error where it fails. */
 #define ANSWER(type, name, concerned, call, none)    \
@@ -87,14 +85,12 @@ static int is_slow(int file) { return file >= 0 && file < FILES && slow[file]; }
         va_start(more, flags);                                 \
         mode_t mode = va_arg(more, mode_t);                    \
         va_end(more);                                          \
-        if (below(path)) pause_us(open_us);                    \
         ANSWER(int, "open", below(path), opened(path, REAL(name)(path, flags, mode)), -1); \
     }
 OPEN(open)
 OPEN(open64)
 
 FILE *fopen(const char *path, const char *mode) {
-    if (below(path)) pause_us(open_us);
     if (fails("open", below(path))) return errno = fault_errno, NULL;
     FILE *stream = REAL(fopen)(path, mode);
     if (stream) opened(path, fileno(stream));
@@ -102,30 +98,29 @@ FILE *fopen(const char *path, const char *mode) {
 }
 
 static size_t shortened(int file, size_t count) {
-    return is_slow(file) && short_reads && count > (size_t)short_reads ? (size_t)short_reads : count;
+    return is_faulty(file) && short_reads && count > (size_t)short_reads ? (size_t)short_reads : count;
 }
 
 #define PREAD(name)                                                     \
     ssize_t name(int file, void *to, size_t count, off_t start) {       \
-        if (is_slow(file)) pause_us(pread_us);                          \
-        ANSWER(ssize_t, "read", is_slow(file), REAL(name)(file, to, shortened(file, count), start), -1); \
+        ANSWER(ssize_t, "read", is_faulty(file), REAL(name)(file, to, shortened(file, count), start), -1); \
     }
 PREAD(pread)
 PREAD(pread64)
 
 ssize_t read(int file, void *to, size_t count) {
-    ANSWER(ssize_t, "read", is_slow(file), REAL(read)(file, to, shortened(file, count)), -1);
+    ANSWER(ssize_t, "read", is_faulty(file), REAL(read)(file, to, shortened(file, count)), -1);
 }
 
 ssize_t write(int file, const void *from, size_t count) {
-    ANSWER(ssize_t, "write", is_slow(file), REAL(write)(file, from, count), -1);
+    ANSWER(ssize_t, "write", is_faulty(file), REAL(write)(file, from, count), -1);
 }
 
-int fsync(int file) { ANSWER(int, "fsync", is_slow(file), REAL(fsync)(file), -1); }
+int fsync(int file) { ANSWER(int, "fsync", is_faulty(file), REAL(fsync)(file), -1); }
 
 int close(int file) {
-    int concerned = is_slow(file);
-    if (concerned) slow[file] = 0;
+    int concerned = is_faulty(file);
+    if (concerned) faulty[file] = 0;
     int answer = REAL(close)(file), failed = fails("close", concerned);
     return failed ? errno = fault_errno, -1 : answer;
 }
@@ -136,7 +131,6 @@ int mkdir(const char *path, mode_t mode) { ANSWER(int, "mkdir", below(path), REA
 
 #define STAT(name, kind)                          \
     int name(const char *path, struct kind *state) { \
-        if (below(path)) pause_us(stat_us);          \
         ANSWER(int, "stat", below(path), REAL(name)(path, state), -1); \
     }
 STAT(stat, stat)
