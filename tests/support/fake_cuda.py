@@ -11,7 +11,7 @@ C++ engine of `backward` looks for the stream of every device ("hasPrimaryContex
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest.mock import patch
 
 import torch
@@ -61,7 +61,7 @@ def backward(loss: Tensor) -> None:
     while ready:
         node = ready.pop()
         grads = given.pop(node, {})
-        for (after, number), grad in zip(node.next_functions, gradients(node, grads)):
+        for (after, number), grad in gradients(node, grads):
             if after is None:
                 continue
             if grad is not None:
@@ -73,16 +73,24 @@ def backward(loss: Tensor) -> None:
                 ready.append(after)
 
 
-def gradients(node, grads: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a node's inputs, given those of its outputs by their number. A leaf keeps its own."""
+def gradients(node, grads: dict[int, Tensor]) -> Iterable[tuple[tuple, Tensor | None]]:
+    """Return (the node before and its output, gradient) of each input of a node, given those of its outputs by number.
+
+    A leaf keeps its own.
+    """
     if hasattr(node, "variable"):
         leaf = node.variable
         if 0 in grads:
             leaf.grad = grads[0] if leaf.grad is None else leaf.grad + grads[0]
         return ()
-    run = node.apply if isinstance(node, BackwardCFunction) else node
-    asked = run(*(grads.get(number) for number in range(len(node._input_metadata))))
-    return asked if isinstance(asked, tuple) else (asked,)
+    in_python = isinstance(node, BackwardCFunction)
+    asked = (node.apply if in_python else node)(*(grads.get(i) for i in range(len(node._input_metadata))))
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    if not in_python:
+        return zip(node.next_functions, asked)
+    # It answers for arguments that are no tensors too, which have no edge.
+    needed = (grad for grad, needs in zip(asked, node.needs_input_grad) if needs)
+    return zip((edge for edge in node.next_functions if edge[0] is not None), needed)
 
 
 def as_output(node, number: int, grad: Tensor) -> Tensor:

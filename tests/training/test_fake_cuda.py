@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastsuncet import paws
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
@@ -59,7 +60,9 @@ def watched(config: Config, monkeypatch, *, labeled: int = S, spoil=lambda batch
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_step_of_any_method_stays_on_the_gpu(tmp_path, monkeypatch, method, precision):
-    config = small(tmp_path, method, f"meta.precision={precision}")
+    """With keys that get gradient as with keys that get none, and either mean of the labeled loss, in turn."""
+    options = ("criterion.keys=detached", "criterion.average=class") if precision == "fp16" else ()
+    config = small(tmp_path, method, f"meta.precision={precision}", *options)
     watch = watched(config, monkeypatch, labeled=S if config.criterion.supervised else 0)
     assert watch.mixed == []
     dtypes, images, weights = zip(*watch.convolutions)
@@ -119,6 +122,16 @@ def test_finetuning_step_stays_on_the_gpu(loss):
             values = finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1)
         assert values.shape == (2,) and places(network, optimizer) == {CARD} == {values.device}
     assert watch.mixed == []
+
+
+def test_paws_of_an_unknown_number_of_classes_stays_on_the_gpu():
+    """A run passes its number; to count them the host would wait."""
+    with fake_card(), Watch() as watch:
+        anchors, supports, targets = (torch.randn(rows, 8, device=CARD) for rows in (20, 12, 10))
+        labels = torch.zeros(12, dtype=torch.int64, device=CARD)
+        loss = sum(paws(anchors.requires_grad_(), supports, labels, targets, supports, views=4))
+        loss.backward()
+    assert loss.device == CARD and watch.mixed == []
 
 
 def test_nearest_neighbors_stay_on_the_gpu():
