@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from fastsuncet.commands.sweep.child import Children
-from tests.support.scripts import shadow
 
 READY = "pathlib.Path('ready').touch(); time.sleep(60)"
 
@@ -35,13 +34,6 @@ def signal_when_ready(number: int) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=wait_and_signal, daemon=True).start()
-
-
-@pytest.mark.slow
-def test_children_import_nothing_from_the_working_directory(tmp_path):
-    shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
-    with Children() as children:
-        assert children.run(["train", "absent.yaml"]) == 2  # refused for the file, after all imports
 
 
 @pytest.mark.parametrize(

@@ -285,12 +285,14 @@ def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
     ("content", "said"),
     [
         (None, "cannot read the labels .*labels.csv: No such file"),
-        (b"", "first line must be `file,label`"),
+        (b"", "labels.csv is empty: the first line must be `file,label`"),
         (b"1.jpg,cat\n", "first line must be `file,label`, not '1.jpg,cat'"),
-        (b"file;label\n1.jpg;cat\n", "not 'file;label'"),
+        (b"file;label\n1.jpg;cat\n", "not 'file;label'.*separate them by commas, not semicolons"),
         (b"file,label\n", "no line after it"),
         (b"file,label\n1.jpg,caf\xe9\n", "not a CSV in UTF-8"),
+        ("file,label\n".encode("utf-16"), r"\(byte 0xff on line 1\): save it as UTF-8"),
         (b'file,label\n1.jpg,"cat"x\n', "not a CSV"),
+        (b'file,label\n"1.jpg,cat\n', r"Is a quote not closed\?"),
     ],
 )
 def test_a_file_that_is_no_table_of_labels_is_refused(tree, tmp_path, content, said):
