@@ -1,16 +1,14 @@
-"""Losses on real ranks are those of one process on the joined batch: values, and DDP's gradients."""
+"""Losses on real ranks are those of one process on the joined batch: values, and gradients over the world size."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from fastsuncet import cross_entropy, nt_xent, suncet, sup_con, swav
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.losses.sinkhorn import sinkhorn
-from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores
 from tests.support import dense_losses, vectors
 from tests.support.dense_losses import gradient
 from tests.support.host_kernels import on_the_host
@@ -70,36 +68,6 @@ def scores_of(rank: int) -> torch.Tensor:
     return draw(200 + rank, CROPS * IMAGES, PROTOTYPES).tanh()
 
 
-class Network(torch.nn.Module):
-    """An encoder and prototypes, trained by all losses at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        layers = (torch.nn.Linear(WIDTH, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6))
-        self.trunk = torch.nn.Sequential(*layers).double()
-        self.prototypes = torch.nn.Parameter(torch.randn(7, 6, dtype=F64))
-        normalize_prototypes_(self.prototypes)
-
-    def forward(self, views, rows, crops):
-        z = self.trunk(torch.cat([views, rows, crops])).split([len(views), len(rows), len(crops)])
-        return z[0], z[1], prototype_scores(z[2], self.prototypes)
-
-
-def step(network, views, rows, labels, crops) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of one step, and the gradient of all parameters."""
-    z, labeled, scores = network(views, rows, crops)
-    loss = nt_xent(z, TEMPERATURE) + suncet(labeled, labels, TEMPERATURE, average="class")
-    loss = loss + sup_con(labeled, labels, TEMPERATURE) + cross_entropy(labeled, labels.abs() % 6)
-    loss = loss + swav(scores, 0.1, crops=CROPS)
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in network.parameters()])
-
-
-def crops_of(rank: int) -> torch.Tensor:
-    return draw(300 + rank, CROPS * IMAGES)
-
-
 def run_case(case: tuple, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     dtype, keys, name, kind, average, *executor = case
     if executor:
@@ -122,8 +90,6 @@ def compute_everything(rank: int, world_size: int, authors: dict) -> dict:
     found["codes"] = sinkhorn(scores_of(rank)[:IMAGES])
     found["no rows"] = gradient(suncet, torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.int64), TEMPERATURE)
     found["no images"] = gradient(nt_xent, torch.zeros(0, WIDTH), TEMPERATURE)
-    inputs = (views_of(rank), rows_of(rank), labels_of("lonely", rank), crops_of(rank))
-    found["step"] = step(DistributedDataParallel(Network()), *inputs)
 
     second = int(rank == 1)
     refusals = {
@@ -255,17 +221,6 @@ def test_ranks_with_nothing_to_contrast_give_zero(results, world_size):
     for found in results[world_size]:
         for case in (*map(str, ZERO_CASES), "no rows", "no images"):
             assert found[case][0].item() == 0 and not found[case][1].any(), case
-
-
-@worlds
-def test_ranks_under_ddp_get_the_gradient_of_one_process(results, world_size):
-    ranks = range(world_size)
-    views, crops = by_view(joined(views_of, ranks), 2), by_view(joined(crops_of, ranks), CROPS)
-    loss, grad = step(Network(), views, joined(rows_of, ranks), joined(labels_of, ranks, "lonely"), crops)
-    shares = torch.stack([found["step"][0] for found in results[world_size]])
-    assert shares.mean().item() == pytest.approx(loss.item(), rel=1e-12)
-    for found in results[world_size]:
-        assert (found["step"][1] - grad).norm() <= 1e-12 * grad.norm()
 
 
 @worlds

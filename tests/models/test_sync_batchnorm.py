@@ -131,25 +131,6 @@ def run_statistics(rank, world_size):
     return results
 
 
-def ddp_network():
-    arguments = {"stem": "cifar", "hidden": 12, "output": 6, "head_batchnorm": True, "seed": 1}
-    return build_model("resnet_tiny", **arguments).double()
-
-
-def joined_images(world_size):
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(3 * world_size, 3, 16, 16, generator=generator).double()
-    return x, torch.randn(3 * world_size, 6, generator=generator).double()
-
-
-def run_ddp(rank, world_size):
-    network = ddp_network()
-    ddp = nn.parallel.DistributedDataParallel(synchronize(network), broadcast_buffers=False)
-    x, t = (each[3 * rank : 3 * rank + 3] for each in joined_images(world_size))
-    (ddp(x) * t).sum(1).mean().backward()
-    return {n: p.grad for n, p in network.named_parameters()} | dict(network.named_buffers())
-
-
 def far_from_zero():
     """Return bfloat16 images whose mean bfloat16 cannot hold, and whose deviation sums of squares lose."""
     return (torch.randn(8, 2, 9, 9, generator=torch.Generator().manual_seed(8)) + 300).bfloat16()
@@ -205,7 +186,7 @@ def run_everything(rank, world_size):
     table = itertools.product(CASES, EXECUTORS if world_size == 2 else ["operators"])
     results = {(name, executor): run_case(name, executor, rank, world_size) for name, executor in table}
     results |= run_statistics(rank, world_size)
-    results |= {"ddp": run_ddp(rank, world_size), "autocast": run_autocast(rank, world_size)}
+    results["autocast"] = run_autocast(rank, world_size)
     results |= {f"momentum {momentum}": run_bfloat16(momentum) for momentum in (0.1, None)}
     results["refusals"] = [refusal(shape) for shape in ((3,), (0, 3))]
     return results
@@ -240,17 +221,6 @@ def test_batchnorm_on_ranks_equals_one_process(name, on_ranks):
         torch.testing.assert_close(
             found.to(value.dtype), value, rtol=near, atol=limit, msg=lambda m, said=said: said + m
         )
-
-
-def test_network_under_ddp_has_the_gradients_and_buffers_of_one_process(on_ranks):
-    alone = ddp_network()
-    x, t = joined_images(len(on_ranks))
-    (alone(x) * t).sum(1).mean().backward()
-    expected = {n: p.grad for n, p in alone.named_parameters()} | dict(alone.named_buffers())
-    for name, value in expected.items():
-        found = on_ranks[0]["ddp"][name]
-        assert all(torch.equal(found, results["ddp"][name]) for results in on_ranks), name
-        torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ---------------------------------------------------------------------------------------------------- statistics

@@ -12,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastsuncet.distributed.place import Place
-from fastsuncet.errors import CheckpointError
 from fastsuncet.models.flops import update_macs
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel, Outputs, PiecewiseModel
 from fastsuncet.training.step import build, in_float32
 from tests.support.methods import METHODS, config_of, images, loss_and_gradients, network, small
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_to_the_bit, final_state, train
+from tests.support.runs import assert_equal_to_the_bit
 from tests.support.steps import CPU, batch_of
 
 MIXED = "SimCLR + SuNCEt"
@@ -164,15 +163,3 @@ def test_pieces_cost_a_third_more(tmp_path):
     assert counted[1] == counted[0] * 4 // 3
     # The gradient of the images and the last layer of the second pass are counted, and not computed.
     assert flops[1] / flops[0] == pytest.approx(4 / 3, rel=0.02)
-
-
-@pytest.mark.slow
-def test_run_in_pieces_stopped_in_its_middle_ends_in_the_same_bits(tmp_path):
-    options = ("criterion.micro_batch=300", "criterion.supervised_epochs=1")
-    whole, parts = (small(tmp_path / name, MIXED, *options) for name in ("whole", "parts"))
-    train(whole)
-    train(parts, stop_at=2)
-    with pytest.raises(CheckpointError, match=r"criterion\.micro_batch: 300 in the checkpoint, 150 now"):
-        train(small(tmp_path / "parts", MIXED, "criterion.supervised_epochs=1", "criterion.micro_batch=150"))
-    train(parts)
-    assert_equal_to_the_bit(final_state(parts), final_state(whole))
