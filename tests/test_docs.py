@@ -53,6 +53,23 @@ def test_docs_named_tests_exist():
     assert len(named) > 20 and not {name for name in named if f"def {name}(" not in tests}
 
 
+def test_picture_of_the_road_names_files_that_exist():
+    """In a panel of the picture, names are below the panel's folder."""
+    text, names = (ROOT / "docs" / "road.svg").read_text(encoding="utf-8"), []
+    folder = ""
+    for kind, name in re.findall(r'class="(lane|file)"[^>]*>([^<]+)<', text):
+        folder = name if kind == "lane" else folder
+        names += [folder + name] if kind == "file" else []
+    assert 20 <= len(names) == len(set(names)) <= 25
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_contributing_answers_each_question_by_five_files():
+    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Where to read")[1].split("## ")[0]
+    rows = [line for line in table.splitlines() if ".py`" in line]
+    assert len(rows) >= 6 and all(row.count(".py`") <= 5 for row in rows)
+
+
 def test_readme_tree_names_every_folder():
     tree = README.split("## Where things are")[1].split("```")[1]
     named = set(re.findall(r"(\w+)/", tree))

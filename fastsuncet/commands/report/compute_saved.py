@@ -6,6 +6,10 @@
 The paper gives such percentages without the rule behind them. A cost "until" an accuracy is read in two ways: accuracy
 is linear in the cost between two evaluated checkpoints, or the first checkpoint that is at least as good counts.
 Nothing is assumed about the time before the first checkpoint: if that is good enough, its cost is an upper bound.
+
+Where the two axes come from: models/flops.py counts the multiply-adds of an update, metrics/cost.py adds them up in the
+run's ledger, which every metrics line, checkpoint and result keeps, and reading.py makes a curve of accuracy against
+cost of them.
 """
 
 import itertools
