@@ -16,7 +16,7 @@ process whose keys are its anchors needs only two products: contrast_symmetric.p
 
 Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
 without its maximum subtracted can reach 9e7, and float16 ends at 65,504. On CUDA the products' factors follow
-torch's TF32 switch, which is off by default: tf32.py.
+torch's TF32 switch, which is off by default (`methods.tf32_products`).
 """
 
 from collections.abc import Callable
@@ -33,7 +33,6 @@ from fastsuncet.distributed.collectives import (
     rank,
     world_size,
 )
-from fastsuncet.losses import tf32
 from fastsuncet.losses.checks import at_least_float32
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE, chunks, sweep_pairs
 
@@ -42,6 +41,7 @@ from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE, chunks, swe
 # 40 MB at 4,096. On a GPU so few rows would be thin products and many launches; the logits of 1,024, 32 MB at 8,192
 # keys, can stay in the L2 cache of a large one. Arithmetic, not yet measured.
 ROWS_PER_CHUNK, ROWS_PER_CHUNK_ON_CUDA = 128, 1024
+CUT = 13  # low bits of float32's mantissa that a tensor core ignores
 
 
 def contrast(
@@ -117,8 +117,8 @@ def _sweep(
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     """Return sum_i w_i L_i and both gradients of queries (N, D) = unit rows / temperature, keys (M, D) = unit rows."""
-    if tf32.in_use(queries):
-        queries, keys = tf32.rounded(queries), tf32.rounded(keys)
+    if uses_tf32(queries):
+        queries, keys = rounded_to_tf32(queries), rounded_to_tf32(keys)
     loss = queries.new_zeros(())
     d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
     over_rows = row_pass_for(queries)(ids, every_positive)
@@ -178,3 +178,20 @@ def outside_autocast(device_type: str) -> AbstractContextManager:
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()  # the meta device, on which FLOPs are counted, has no autocast
+
+
+def uses_tf32(factor: Tensor) -> bool:
+    """Return whether products with `factor` run in TF32 now."""
+    return factor.is_cuda and factor.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """Round float32 `x` to the nearest TF32 number, a new tensor without gradient. NaN stays NaN.
+
+    A cut number is smaller: all cosines would shrink alike, as at a higher temperature, and where the loss is
+    nearly solved its gradient with them, by more than bfloat16 rows change it. Rounded rows lose an eighth of that.
+    """
+    x, half = x.detach(), 1 << (CUT - 1)
+    nearest = (x.view(torch.int32) + half).bitwise_and_(-1 << CUT).view(torch.float32)
+    # A GPU's own NaN is 0x7fffffff, and half a place more than that is -0: a diverged run would show a loss.
+    return torch.where(x.isnan(), x, nearest)

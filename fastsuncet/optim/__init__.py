@@ -2,7 +2,7 @@
 
 from fastsuncet.optim.device_lr import SGD, AdamW, DeviceLR
 from fastsuncet.optim.lars import LARS
-from fastsuncet.optim.lars_reference import LARSSettings
+from fastsuncet.optim.lars_foreach import LARSSettings
 from fastsuncet.optim.lr_schedule import warmup_cosine
 from fastsuncet.optim.param_groups import parameter_groups
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from fastsuncet.kernels.self_test import usable
 from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.device_lr import on_host
-from fastsuncet.optim.lars_foreach import trust_ratios
+from fastsuncet.optim.lars_foreach import LARSSettings, trust_ratios
 from fastsuncet.optim.lars_kernel import UnsupportedTensors
-from fastsuncet.optim.lars_reference import LARSSettings
 from pipelines.cuda_compiler import KernelError
 
 APEX = "apex"  # the name of the path

@@ -13,13 +13,40 @@ moves 52 bytes, needs no extra list, and takes two thirds of the time.
 # pyright: reportPrivateImportUsage=false
 # The names of torch's foreach operators begin with an underscore; its optimizers are built on them.
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from fastsuncet.optim.lars_reference import LARSSettings
-
 # A float is cleared through an integer of its width, because 0 * inf and 0 * nan are not 0.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class LARSSettings:
+    """What LARS does to one parameter group, apart from the learning rate, which changes from step to step.
+
+    Raises ValueError for a value out of range.
+    """
+
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust_coefficient: float = 0.001
+    eps: float = 1e-8
+    nesterov: bool = False
+    lr_in_momentum: bool = False
+    lars: bool = True  # False: SGD with momentum and this group's weight decay, without the trust ratio
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"LARS: momentum must be in [0, 1), got {self.momentum}")
+        if self.weight_decay < 0 or self.eps < 0:
+            values = f"{self.weight_decay} and {self.eps}"
+            raise ValueError(f"LARS: weight_decay and eps must not be negative, got {values}")
+        if self.trust_coefficient <= 0:
+            raise ValueError(f"LARS: trust_coefficient must be positive, got {self.trust_coefficient}")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("LARS: nesterov needs a momentum above 0")
 
 
 def lars_foreach(

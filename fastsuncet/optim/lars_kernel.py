@@ -13,8 +13,7 @@ from torch import Tensor
 from fastsuncet.kernels import launcher
 from fastsuncet.kernels.self_test import require_close
 from fastsuncet.optim.device_lr import fill
-from fastsuncet.optim.lars_foreach import lars_foreach
-from fastsuncet.optim.lars_reference import LARSSettings
+from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
 from pipelines.cuda_compiler import KernelError
 
 THREADS = 256

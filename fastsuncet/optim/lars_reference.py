@@ -1,36 +1,9 @@
-"""The settings of LARS, and its formula one tensor at a time: the oracle of the fast implementations."""
-
-from dataclasses import dataclass
+"""The formula of LARS, one tensor at a time: the oracle of the fast implementations."""
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class LARSSettings:
-    """What LARS does to one parameter group, apart from the learning rate, which changes from step to step.
-
-    Raises ValueError for a value out of range.
-    """
-
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    trust_coefficient: float = 0.001
-    eps: float = 1e-8
-    nesterov: bool = False
-    lr_in_momentum: bool = False
-    lars: bool = True  # False: SGD with momentum and this group's weight decay, without the trust ratio
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"LARS: momentum must be in [0, 1), got {self.momentum}")
-        if self.weight_decay < 0 or self.eps < 0:
-            values = f"{self.weight_decay} and {self.eps}"
-            raise ValueError(f"LARS: weight_decay and eps must not be negative, got {values}")
-        if self.trust_coefficient <= 0:
-            raise ValueError(f"LARS: trust_coefficient must be positive, got {self.trust_coefficient}")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("LARS: nesterov needs a momentum above 0")
+from fastsuncet.optim.lars_foreach import LARSSettings
 
 
 def lars_reference(

@@ -11,7 +11,8 @@ Each is a function of the network's outputs; the equations are in `fastsuncet.lo
 one CPU process has all rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fastsuncet.config import Config
-from fastsuncet.losses.tf32 import products
 from fastsuncet.training.multi_view_model import Outputs
 
 Loss = Callable[[Outputs, Tensor], Tensor]
@@ -34,7 +34,7 @@ def loss_of(name: str) -> Callable:
 def nt_xent(config: Config, out: Outputs, *_: object) -> Tensor:
     """Contrast the two views of each unlabeled image with all others."""
     c = config.criterion
-    with products(tf32(config)):
+    with tf32_products(tf32(config)):
         return loss_of("nt_xent")(out.projections, c.temperature, keys=c.keys, chunk_size=c.chunk_size)
 
 
@@ -76,7 +76,7 @@ def contrast(name: str, config: Config, out: Outputs, labels: Tensor, *_: object
     """Contrast the labeled images with each other, by the loss of that name."""
     c = config.criterion
     options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
-    with products(tf32(config)):
+    with tf32_products(tf32(config)):
         return loss_of(name)(out.labeled, labels, c.temperature, **options)
 
 
@@ -139,6 +139,23 @@ def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
 def tf32(config: Config) -> bool:
     """Whether the contrastive losses' products run in TF32 on a GPU: never after a float32 network."""
     return config.criterion.products == "tf32" and config.meta.precision != "fp32"
+
+
+@contextmanager
+def tf32_products(allowed: bool) -> Iterator[None]:
+    """Allow or forbid CUDA to cut the factors of float32 products to TF32's 10 bits; sums stay float32.
+
+    Float32 has no tensor cores on a GPU, and TF32 has.
+
+    For losses behind a 16-bit network, whose projections have bfloat16's 7 bits. torch's switch belongs to the
+    process and is always restored.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def has_classifier(config: Config) -> bool:

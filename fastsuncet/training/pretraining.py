@@ -96,7 +96,9 @@ class Pretraining(TrainingTask[Batch]):
                 "the same images in the same global batches, but BatchNorm sees other pieces of them "
                 "(criterion.micro_batch), so results are those of neither number alone"
             )
-        self.update_macs = {on: update_macs(config, arithmetic, on) for on in (True, False)}
+        self.cost_of = {
+            on: (arithmetic.update_samples(on), update_macs(config, arithmetic, on)) for on in (True, False)
+        }
         self.fingerprint = images.fingerprint()
         self.contents = {"contents": images.train.contents(), "changed": len(images.train.changed)}
         self.sizes = {name: getattr(arithmetic, name) for name in SIZES}
@@ -114,8 +116,7 @@ class Pretraining(TrainingTask[Batch]):
         return train_step(self.network, self.optimizer, batch, lr, self.method)
 
     def cost(self, step: int) -> tuple[int, int]:
-        supervised = self.supervision.on(step)
-        return self.arithmetic.update_samples(supervised), self.update_macs[supervised]
+        return self.cost_of[self.supervision.on(step)]
 
     def after_step(self, step: int, values: Tensor) -> str | None:
         if self.supervision.add(values[1], step):

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet import nt_xent, suncet
 from fastsuncet.config import load_config
-from fastsuncet.losses import contrast, tf32
+from fastsuncet.losses import contrast
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import Outputs
 from tests.support.dense_losses import gradient
@@ -40,7 +40,7 @@ def draw_rows(clustered: bool) -> torch.Tensor:
 def as_on_a_gpu(monkeypatch):
     """The sweep that GPUs run, with TF32 on."""
     monkeypatch.setattr(contrast, "LOWEST_TEMPERATURE", float("inf"))
-    monkeypatch.setattr(tf32, "in_use", lambda factor: factor.dtype == torch.float32)
+    monkeypatch.setattr(contrast, "uses_tf32", lambda factor: factor.dtype == torch.float32)
 
 
 @pytest.mark.parametrize("clustered", [False, True])
@@ -60,19 +60,19 @@ def test_tf32_moves_a_gradient_less_than_bfloat16_rows_do(clustered, temperature
 
 def test_rounded_gives_the_nearest_tf32_number():
     x = torch.randn(4096, generator=torch.Generator().manual_seed(1)) * 10 ** torch.linspace(-20, 20, 4096)
-    found = tf32.rounded(x)
+    found = contrast.rounded_to_tf32(x)
     assert torch.all(found.view(torch.int32) & 0x1FFF == 0)
     assert torch.all((found.double() - x.double()).abs() <= x.double().abs() * 2**-11)
     cut = (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
     assert torch.all((found.double() - x.double()).abs() <= (cut.double() - x.double()).abs())
-    assert torch.equal(tf32.rounded(found), found)
+    assert torch.equal(contrast.rounded_to_tf32(found), found)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7FFFF000, 0x7F800001, -1, -4096, -0x3FFFFF])
 def test_rounded_keeps_nan(bits, as_on_a_gpu):
     """A GPU's own NaN is 0x7FFFFFFF: half a last place more is -0, and a diverged run would show a loss."""
     nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-    assert nan.isnan().all() and tf32.rounded(nan).isnan().all()
+    assert nan.isnan().all() and contrast.rounded_to_tf32(nan).isnan().all()
     z = draw_rows(clustered=False)
     z[7] = nan
     assert nt_xent(z, 0.1).isnan() and suncet(z, LABELS, 0.1).isnan()
@@ -81,7 +81,7 @@ def test_rounded_keeps_nan(bits, as_on_a_gpu):
 def test_rounded_takes_the_largest_and_smallest_numbers():
     largest = torch.finfo(torch.float32).max
     x = torch.tensor([torch.inf, -torch.inf, largest, -largest, 0.0, -0.0, 1e-45, -1e-41])
-    found = tf32.rounded(x)
+    found = contrast.rounded_to_tf32(x)
     assert found.tolist() == [torch.inf, -torch.inf, torch.inf, -torch.inf, 0, 0, 0, -(2.0**-136)]
     assert torch.equal(found.signbit(), x.signbit())
 
@@ -91,7 +91,7 @@ def test_products_restores_the_switch(wanted):
     before = torch.backends.cuda.matmul.allow_tf32
 
     def fail_inside():
-        with tf32.products(tf32=wanted):
+        with methods.tf32_products(wanted):
             assert torch.backends.cuda.matmul.allow_tf32 == wanted
             raise ZeroDivisionError
 

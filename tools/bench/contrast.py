@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastsuncet
 from fastsuncet.distributed.place import pick_device
-from fastsuncet.losses.tf32 import products
+from fastsuncet.training.methods import tf32_products
 from tools.bench import dense_forms, harness
 from tools.bench.dense_forms import TEMPERATURE, WIDTH, Loss, forward_backward, inputs, paws_targets
 from tools.bench.harness import target
@@ -30,7 +30,7 @@ def ours(loss: str, ids: Tensor, tf32: bool = False) -> Loss:
     settings = {"views": 8, "classes": len(ids) // 7}  # as the trainer, which knows their number
 
     def value(z: Tensor) -> Tensor:
-        with products(tf32=tf32):
+        with tf32_products(tf32):
             if loss == "paws":
                 return torch.stack(
                     fastsuncet.paws(*z.tensor_split([-len(ids)]), ids, *targets, **settings)
