@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
 from fastsuncet.evaluation.encoder import load_encoder
-from fastsuncet.evaluation.finetuning import job
+from fastsuncet.evaluation.finetuning import frozen, job
 from fastsuncet.evaluation.finetuning.fit import FineTuning
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.metrics.results import read_results
@@ -138,6 +139,7 @@ def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, tm
 
 def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(runs, monkeypatch, capsys):
     monkeypatch.setattr(job, "LEAST_UPDATES", 4)
+    monkeypatch.setattr(frozen, "STALE", math.inf)  # with new statistics BatchNorm's are no mean
     seen, after_step = {}, FineTuning.after_step
 
     def watched(task, step, values):
@@ -163,6 +165,14 @@ def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
         (measured,) = (each for each in read_results(runs / "digits_demo") if each["kind"] == kind)
         assert record["frozen"][key] == pytest.approx(measured["metrics"]["top1"], abs=1 / 355)
     assert f"linear {100 * record['frozen']['linear']:.2f} %, k-NN " in printed
+
+
+def test_finetune_of_a_young_encoder_is_no_worse_than_the_linear_classifier(runs, monkeypatch):
+    """After ten updates BatchNorm's statistics are not those of a batch: the mean with the start was 10 % right."""
+    monkeypatch.setattr(job, "LEAST_UPDATES", 60)
+    assert run(runs, *LINEAR, "finetune.batch_size=80") == 0
+    (record,) = results(runs)
+    assert record["metrics"]["top1"] > record["frozen"]["linear"] - 0.01
 
 
 @pytest.mark.parametrize("at", [0, 3])

@@ -23,7 +23,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import evaluation_view, outputs
-from fastsuncet.evaluation.finetuning.frozen import Frozen
+from fastsuncet.evaluation.finetuning.frozen import Frozen, measure_statistics
 from fastsuncet.evaluation.finetuning.network import (
     Classifier,
     finetune_step,
@@ -116,7 +116,8 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         f, a = config.finetune, config.data.augmentation
         (self.images, lr), classes = sizes(config), len(train.classes)
         head = None if frozen is None else (frozen.weight, frozen.bias)
-        self.model = Classifier(copy.deepcopy(encoder.module), encoder.width, classes, head)
+        module = encoder.module if frozen is None else frozen.module
+        self.model = Classifier(copy.deepcopy(module), encoder.width, classes, head)
         if bn_momentum is not None:
             set_batchnorm_momentum(self.model, bn_momentum)
         layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
@@ -141,6 +142,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         )
         # Averaged with the last weights (`after_step`). None: the last weights stay.
         self.start = None if frozen is None else [x.clone() for x in self.averaged()]
+        self.stale = frozen is not None and frozen.stale
         # The features' scale decides the bound, so a resume must not measure it anew: the optimizer's state keeps it.
         scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * lr))
         self.optimizer = torch.optim.SGD(
@@ -188,6 +190,10 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         if self.start is not None and step + 1 == self.steps:
             for now, start in zip(self.averaged(), self.start, strict=True):
                 now.lerp_(start, 0.5)
+            # A young encoder moves far, and the mean of two statistics is then not that of the mean weights.
+            if self.stale:
+                with self.autocast():
+                    measure_statistics(self.model, self.stream, self.steps)
 
     def cost(self, step: int) -> tuple[int, int]:
         return self.images, self.macs

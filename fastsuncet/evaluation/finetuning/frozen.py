@@ -3,55 +3,96 @@
 Shapes: N labeled images, E the width of the encoder's output, C classes.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
+from fastsuncet.distributed.collectives import any_rank, broadcast
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import embed_views, outputs
+from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import fit_on_rank_0
 from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows
+
+# BatchNorm's statistics are stale where they change the mean of |h|^2 of training crops by this factor or more against
+# statistics of the crops. After 10 updates of pre-training, when torch's initial 0 and 1 still weigh a third, it is 18:
+# the classifier of such features is wrong from the first update on, which has statistics of its batch.
+STALE = 2.0
+BATCHES = 10  # that new statistics are the mean of
 
 
 @dataclass(frozen=True)
 class Frozen:
     """A linear classifier of frozen features, and what it and the nearest neighbors recognize without training."""
 
-    weight: Tensor  # (C, E) float32, of raw features: the standardization is folded in
+    module: nn.Module  # what to start from: the encoder, with new statistics where its own are stale
+    stale: bool
+    weight: Tensor  # (C, E) float32, of raw features of `module`: the standardization is folded in
     bias: Tensor  # (C,) float32
     square: float  # mean of |h|^2 over the labeled images
-    # Top-1 of the validation images, 0 to 1: linear; knn, whose neighbors are center crops; and knn_random_crops, as
-    # in the paper. Empty where there are none.
+    # Top-1 of the encoder as it is on the validation images, 0 to 1: linear; knn, whose neighbors are center crops; and
+    # knn_random_crops, as in the paper. Empty where there are none.
     accuracies: dict[str, float]
 
 
-def measure_frozen(network: nn.Module, images: Images, config: Config, place: Place) -> Frozen:
+def measure_frozen(network: nn.Module, images: Images, config: Config, place: Place, steps: int) -> Frozen:
     """Fit the linear classifier of the config's section linear, and measure it and k-NN on the validation images.
 
-    `network` (B, 3, S, S) -> (B, E). Rank 0 fits, and all ranks return the same.
+    `network` (B, 3, S, S) -> (B, E). Rank 0 fits, and all ranks return the same. The batches after the fine-tuning's
+    `steps` tell whether BatchNorm's statistics are stale.
     """
     chosen, count = labeled(images), len(images.train.classes)
-    shown = None
-    if images.held_out is None:
-        features = outputs(network, images.train, chosen, config, place)
-        labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    else:
+    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
+
+    def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
+        fit, _ = fit_on_rank_0(features, labels, count, config.linear, place)
+        weight, bias = (x.float() for x in fit.of_raw_features())
+        return weight, bias, features.double().square().sum(1).mean().item()
+
+    accuracies, start = {}, None
+    if images.held_out is not None:
         shown = examples(network, images, config, place, chosen=chosen)
-        features, labels = shown.features, shown.labels
-    fit, _ = fit_on_rank_0(features, labels, count, config.linear, place)
-    weight, bias = (x.float() for x in fit.of_raw_features())
-    square = features.double().square().sum(1).mean().item()
-    if shown is None:
-        return Frozen(weight, bias, square, {})
-    scores = F.linear(shown.queries, weight, bias)[own_rows(place)]
-    accuracies = {"linear": measured(scores, shown.truth, place, {}).metrics["top1"]}
-    crops = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
-    for name, supports in (("knn", features), ("knn_random_crops", crops)):
-        votes = knn_predict(shown.queries, supports, labels, count, k=config.evaluation.knn_k)
-        accuracies[name] = (votes == shown.truth).double().mean().item()
-    return Frozen(weight, bias, square, accuracies)
+        start = fitted(shown.features)
+        scores = F.linear(shown.queries, *start[:2])[own_rows(place)]
+        accuracies["linear"] = measured(scores, shown.truth, place, {}).metrics["top1"]
+        crops = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
+        for name, supports in (("knn", shown.features), ("knn_random_crops", crops)):
+            votes = knn_predict(shown.queries, supports, labels, count, k=config.evaluation.knn_k)
+            accuracies[name] = (votes == shown.truth).double().mean().item()
+    module, stale = with_fresh_statistics(network, images, config, place, steps)
+    if stale or start is None:
+        start = fitted(outputs(module, images.train, chosen, config, place))
+    return Frozen(module, stale, *start, accuracies)
+
+
+def with_fresh_statistics(
+    network: nn.Module, images: Images, config: Config, place: Place, steps: int
+) -> tuple[nn.Module, bool]:
+    """Return (a copy of `network` with BatchNorm's statistics of training crops, True) if its own are stale.
+
+    Else (`network`, False). Rank 0's statistics are those of all ranks.
+    """
+    stream, fresh = FineTuningStream(images.train, labeled(images), config, place), copy.deepcopy(network)
+    try:
+        measure_statistics(fresh, stream, steps)
+        crops, _ = stream(steps, 0)
+    finally:
+        stream.close()
+    for buffer in fresh.buffers():
+        broadcast(buffer)
+    with torch.no_grad():
+        ours, theirs = (each.eval()(crops).float().square().sum().item() for each in (network, fresh))
+    stale = any_rank(not 1 / STALE < ours / theirs < STALE)
+    return (fresh, True) if stale else (network, False)
+
+
+def measure_statistics(network: nn.Module, stream: FineTuningStream, steps: int) -> None:
+    """Set BatchNorm's statistics to the mean of those of BATCHES batches, the ones after the last of `steps`."""
+    update_bn((stream(steps + i, 0) for i in range(BATCHES)), network)

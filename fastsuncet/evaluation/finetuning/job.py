@@ -161,10 +161,12 @@ class FineTuningJob:
     ) -> tuple[Tensor, Trainer, dict[str, float]]:
         """Return (logits of the validation images, the trainer, accuracies of the frozen encoder)."""
         chosen, held_out, frozen = labeled(images), images.held_out, None
+        steps = updates(config, len(chosen))
         if config.finetune.head == "linear":
-            frozen = measure_frozen(self.encoder.module.to(self.place.device), images, config, self.place)
+            module = self.encoder.module.to(self.place.device)
+            frozen = measure_frozen(module, images, config, self.place, steps)
         where = (config, self.place, folder, fit_identity(config, self.encoder, images.train, chosen))
-        options = {"steps": updates(config, len(chosen)), "remedy": REMEDY, "frozen": frozen}
+        options = {"steps": steps, "remedy": REMEDY, "frozen": frozen}
         task = FineTuning(self.encoder, images.train, chosen, *where, **options)
         evaluated = np.arange(0 if held_out is None else len(held_out))
         logits, trainer = fit(task, held_out, evaluated, signals)
