@@ -7,6 +7,8 @@ both with scikit-learn's.
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ HISTORY = 20  # gradients that L-BFGS keeps: 2 x 20 x C x E float64, 0.7 GB for 
 STRENGTHS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)  # that linear.strength=auto chooses from
 FOLDS = 5
 MANY = 10_000  # above this number of labeled images one fold measures: 2,000 images and more
+FEW_NUMBERS = 2_000_000  # of features: 4,000 labels of a ResNet-18
 ROWS = 16_384  # images in a piece: its features and logits as float64 are 0.4 GB for ImageNet
 
 
@@ -104,11 +107,27 @@ def fit_linear(
             bias.grad += error.sum(0)
         return loss
 
-    optimizer.step(loss_and_gradient)
-    loss_and_gradient()  # at the point that the optimizer chose, not at the last one it tried
+    with one_thread_if_few(features):
+        optimizer.step(loss_and_gradient)
+        loss_and_gradient()  # at the point that the optimizer chose, not at the last one it tried
     assert weight.grad is not None and bias.grad is not None
     largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
     return LinearFit(weight, bias, mean, spread, optimizer.state[weight]["n_iter"], largest)
+
+
+@contextlib.contextmanager
+def one_thread_if_few(features: Tensor) -> Iterator[None]:
+    """Compute on one thread where `features` has fewer than FEW_NUMBERS elements.
+
+    A fit is then thousands of operators of microseconds, and between any two of them the threads wait for each other:
+    on two busy cores 100 labels took nine minutes with two threads and seconds with one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if features.numel() < FEW_NUMBERS else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def folds(labels: Tensor, seed: int = 0) -> Tensor:

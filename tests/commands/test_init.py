@@ -247,7 +247,10 @@ def test_init_goes_on_from_a_run_with_its_validation_images_and_size(photos, cap
     assert "without 1 validation images" in capsys.readouterr().out
 
 
-def test_init_times_a_step(monkeypatch):
+@pytest.mark.parametrize(("load", "said"), [(99.0, True), (0.5, False)])
+def test_init_times_a_step_and_names_a_busy_machine(monkeypatch, capsys, load, said):
     monkeypatch.setattr(survey.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(survey.os, "getloadavg", lambda: (load, 0.0, 0.0))
     found = survey.machine()
+    assert ("the timed step is slow: 99 processes" in capsys.readouterr().out) == said
     assert found.device == "cpu" and 1e8 < found.macs_per_second < 1e14 and found.memory > 1e9

@@ -47,6 +47,18 @@ def test_fit_linear_reports_that_it_ran_out_of_iterations():
     assert not fit.converged and fit.gradient > TOLERANCE and fit.iterations == 2
 
 
+@pytest.mark.parametrize(("few", "expected"), [(module.FEW_NUMBERS, {1}), (0, {2})])
+def test_fit_linear_of_few_labels_takes_one_thread(monkeypatch, few, expected):
+    used, matmul, before = set(), module.F.linear, torch.get_num_threads()
+    monkeypatch.setattr(module, "FEW_NUMBERS", few)
+    monkeypatch.setattr(module.F, "linear", lambda *x: used.add(torch.get_num_threads()) or matmul(*x))
+    torch.set_num_threads(2)
+    fit_linear(drawn(60, 8), torch.arange(60) % 3, 3)
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (used, after) == (expected, 2)
+
+
 def test_fit_linear_is_deterministic():
     features, labels = drawn(60, 8), torch.arange(60) % 3
     assert torch.equal(fit_linear(features, labels, 3).weight, fit_linear(features, labels, 3).weight)

@@ -1,5 +1,6 @@
 """What `fastsuncet init` looks at: the images with their labels, the machine, and the weights that can be had."""
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -136,7 +137,15 @@ def _first_bad(index: ImageIndex) -> str:
 
 
 def machine() -> Machine:
-    """Return the GPUs of this machine or its CPU, with the speed of one timed step of a ResNet-18."""
+    """Return the GPUs of this machine or its CPU, with the speed of one timed step of a ResNet-18.
+
+    Says where other processes make the step, and so the predicted hours, slow.
+    """
+    if (load := os.getloadavg()[0]) > cores():
+        say_line(
+            f"{'note':<9}the timed step is slow: {load:.0f} processes are running on {cores()} cores. The hours below "
+            "are those of a machine as busy as now"
+        )
     if not torch.cuda.is_available():
         return Machine(
             "cpu", f"CPU, {cores()} cores", 1, atomic_files.MEMORY, cores(), _timed_step("cpu", 64, 16)
@@ -147,18 +156,18 @@ def machine() -> Machine:
 
 
 def _timed_step(device: Literal["cpu", "cuda"], size: int, images: int) -> float:
-    """Return the multiply-adds a second of the second of two forward and backward passes, as precise as a run's."""
+    """Return the multiply-adds a second of the fastest of five forward and backward passes, as precise as a run's."""
     dtype = PRECISIONS[native_precision(torch.device(device))[0]]
     network = build_model("resnet18").encoder.to(device).to(memory_format=torch.channels_last)
     pixels = torch.zeros(images, 3, size, size, device=device).to(memory_format=torch.channels_last)
-    seconds = 1.0
-    for _ in range(2):
+    seconds = math.inf
+    for _ in range(5):
         began = time.perf_counter()
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             network(pixels).float().sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        seconds = min(seconds, time.perf_counter() - began)
     return 3 * images * network_cost("resnet18", "imagenet", size).encoder_macs / seconds
 
 
