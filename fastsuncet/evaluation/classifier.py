@@ -5,10 +5,8 @@
 Shapes: N labeled images, E the width of the encoder's output, D that of the projection, C classes.
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,7 @@ from fastsuncet.evaluation.cross_validation import Classify, linear_logits, out_
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.job import RESULT
-from fastsuncet.evaluation.finetuning.record import module_digest
+from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, wilson_interval
@@ -43,11 +41,10 @@ from pipelines import atomic_files
 from pipelines.data_errors import DataError, listed
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import labeled_split
-from pipelines.datasets.string_table import Names
 
 FOLDER = "classifier"  # in the run's folder
-FEW_NUMBERS = 2_000_000  # of features: 4,000 labels of a ResNet-18
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
+FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
 BY_FOLDS = f"{FOLDS}-fold cross-validation on {{:,}} labels"
 
 
@@ -111,7 +108,7 @@ def best_classifier(
 ) -> tuple[Encoder, Classifier, list[str]]:
     """Return the encoder to use, its classifier, and lines that say where it is from and what it is worth.
 
-    That is the classifier of a fine-tuning or an export; else that of a fine-tuning in `run` with as many labels, if it
+    That is the classifier of a fine-tuning or an export; else that of a fine-tuning in `run` on the same labels, if it
     is above the others on the same images; else `run_classifier`.
     """
     if encoder.classifier is not None and not _pre_trained(encoder):
@@ -124,7 +121,7 @@ def best_classifier(
             return encoder, Classifier(encoder.classifier, encoder.classes, None), [said]
         tuned = _tuned(encoder, record, "")
         return encoder, tuned, describe(tuned)
-    found = _best_fine_tuning(run, encoder, len(labeled_images(config, place)[1]))
+    found = _best_fine_tuning(run, encoder, labels_digest(*labeled_images(config, place)))
     if found is not None:
         encoder, tuned = found
         return encoder, tuned, describe(tuned)
@@ -154,25 +151,26 @@ def learned_labels(encoder: Encoder, config: Config, index: ImageIndex) -> np.nd
     return learned(run_of(encoder, config), index, encoder.trained)
 
 
-def _best_fine_tuning(run: Path, encoder: Encoder, labels: int) -> tuple[Encoder, Classifier] | None:
-    """Return the best fine-tuning of `encoder` on so many labels, if it is above the linear classifier and PAWS's."""
+def _best_fine_tuning(run: Path, encoder: Encoder, labels: str) -> tuple[Encoder, Classifier] | None:
+    """Return the best fine-tuning of `encoder` on the labels of this digest, if it is above the linear and PAWS's."""
+    records = [record for record in read_results(run) if record["encoder"].get("step") == encoder.step]
 
-    def of_this_encoder(record: dict[str, Any]) -> bool:
-        return record["encoder"].get("step") == encoder.step and record["labels"].get("count") == labels
+    def measured_on(record: dict[str, Any]) -> tuple[Any, Any]:
+        return record["setting"].get("validation"), record["labels"].get("count")
 
-    records = [record for record in read_results(run) if of_this_encoder(record)]
     paws = {
-        record["setting"].get("validation"): record["metrics"]["top1"]
+        measured_on(record): record["metrics"]["top1"]
         for record in records
         if record["kind"] == "npi" and record["setting"].get("features") == "projection"
     }
     best = None
     for record in records:
-        folder = run / "finetune" / Path(record.get("finetuned", {}).get("folder", "")).name
-        if record["kind"] != "finetune" or "frozen" not in record or not folder.is_dir():
+        tuned = record.get("finetuned", {})
+        folder = run / "finetune" / Path(tuned.get("folder", "")).name
+        if "frozen" not in record or tuned.get("labels") != labels or not folder.is_dir():
             continue
         top1, others = record["metrics"]["top1"], {LINEAR: record["frozen"]["linear"]}
-        if "folds" not in record["setting"] and (rival := paws.get(record["setting"].get("validation"))):
+        if "folds" not in record["setting"] and (rival := paws.get(measured_on(record))):
             others[NEIGHBORS] = rival
         if top1 > max(others.values()) and (best is None or top1 > best[0]):
             because = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in others.items())
@@ -224,12 +222,11 @@ def run_classifier(
     if head is not None:
         fill(head, encoder.head, encoder.source)
         head.eval()
-    names = Names.of(index.name(int(i)) for i in chosen).lines
     identity = {
         "encoder": module_digest(encoder.module),
         "head": None if head is None else module_digest(head),
         "view": json.loads(json.dumps(astuple(encoder.view))),
-        "images": hashlib.sha256(names.tobytes() + labels.astype("<i8").tobytes()).hexdigest(),
+        "images": labels_digest(index, chosen),
         "learned": hashlib.sha256(known.tobytes()).hexdigest(),
         "contents": index.contents(),
         "classes": list(classes),
@@ -245,8 +242,7 @@ def run_classifier(
     features = outputs(module, index, chosen, config, place, view=encoder.view)
     module.to("cpu")
     truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
-    with _one_thread(features):
-        classifier = fit_classifier(features, truth, given, classes, config, head)
+    classifier = fit_classifier(features, truth, given, classes, config, head)
     assert classifier.worth is not None, "it was fitted here"
     about = {"identity": identity, "worth": asdict(classifier.worth)}
     tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
@@ -255,21 +251,6 @@ def run_classifier(
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, payload)
     return classifier, path, True
-
-
-@contextlib.contextmanager
-def _one_thread(features: Tensor) -> Iterator[None]:
-    """Compute on one thread where the features are few.
-
-    A fit is then thousands of operators of microseconds, and between any two of them the threads wait for each other:
-    on two busy cores 100 labels took nine minutes with two threads and seconds with one.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if features.numel() < FEW_NUMBERS else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:
@@ -364,7 +345,8 @@ def describe(classifier: Classifier) -> list[str]:
         f"expected     {100 * worth.accuracy:.1f} % right, 95 % interval {low:.1f} to {high:.1f} "
         f"({worth.by}{left_out})"
     )
-    return [*lines, f"calibration  {worth.calibration}"]
+    few = f"; {worth.judged} images tell this only roughly" if worth.judged < FEW_JUDGED else ""
+    return [*lines, f"calibration  {worth.calibration}{few}"]
 
 
 def _read(path: Path, identity: dict[str, Any], head: nn.Module | None) -> Classifier | None:

@@ -117,17 +117,6 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert fastsuncet.predict(run, photos, skip_bad=True) == []
 
 
-def test_predict_fits_few_labels_on_one_thread(run, monkeypatch):
-    used, fit, before = [], classifier.fit_classifier, torch.get_num_threads()
-    monkeypatch.setattr(
-        classifier, "fit_classifier", lambda *x: used.append(torch.get_num_threads()) or fit(*x)
-    )
-    torch.set_num_threads(2)
-    fastsuncet.predict(run, run.parent / "photos")
-    assert (used, torch.get_num_threads()) == ([1], 2)
-    torch.set_num_threads(before)
-
-
 def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, capsys):
     """All of them help to classify, those of data.validation too."""
     table = (run.parent / "labels.csv").read_text()
@@ -241,10 +230,11 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     assert {path.name for path in (folder / "folds").iterdir()} == set("12345")
     (path,) = (run / "results").glob("*.json")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    for linear, count, kind in ((0.0, 18, "fine-tuned"), (1.0, 18, "linear"), (0.0, 17, "linear")):
+    same = record["finetuned"]["labels"]
+    for linear, digest, kind in ((0.0, same, "fine-tuned"), (1.0, same, "linear"), (0.0, "other", "linear")):
         changes = {
             "frozen": record["frozen"] | {"linear": linear},
-            "labels": record["labels"] | {"count": count},
+            "finetuned": record["finetuned"] | {"labels": digest},
         }
         path.write_text(json.dumps(record | changes))
         assert cli.main([*words(run), "--force"]) == 0

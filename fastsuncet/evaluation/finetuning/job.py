@@ -30,6 +30,7 @@ from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
     fit_identity,
+    labels_digest,
     record_once,
     sizes,
     with_sizes,
@@ -220,6 +221,7 @@ class FineTuningJob:
             "setting": setting,
             "finetuned": {
                 "folder": str(self.folder),
+                "labels": labels_digest(images.train, labeled(images)),
                 "train_loss": trainer.means[0],
                 "train_accuracy": trainer.means[1],
                 "ledger": trainer.ledger.record(),

@@ -48,6 +48,12 @@ def indices_digest(indices: np.ndarray) -> str:
     return hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
 
 
+def labels_digest(index: ImageIndex, indices: np.ndarray) -> str:
+    """Return the sha256 of the names of images and of their classes, whatever other images there are."""
+    pairs = [(index.name(int(i)), index.classes[index.labels[i]]) for i in indices]
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
 def config_values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     """Return the values of dotted keys of the config, in the types of JSON."""
     values = config.canonical()
