@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastsuncet
-from fastsuncet import cross_entropy, nt_xent, suncet, sup_con
+from fastsuncet import nt_xent, suncet, sup_con
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
 from tests.support import dense_losses
@@ -218,15 +218,6 @@ def test_row_order_class_names_and_lengths_do_not_matter(batch, temperature, ran
     torch.testing.assert_close(7 * longer_grad, grad, rtol=1e-9, atol=1e-9 / temperature)
 
 
-@every_loss
-def test_loss_repeats_its_bits_and_leaves_its_inputs(name):
-    z, labels = labeled_batch(rows=300, width=32, dtype=F32)
-    before = z.clone(), labels.clone()
-    once, again = run(name, z, labels, 0.1), run(name, z, labels, 0.1)
-    assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
-    assert torch.equal(z, before[0]) and torch.equal(labels, before[1])
-
-
 @pytest.mark.filterwarnings("error")
 def test_labels_of_every_integer_dtype_are_equal():
     z, labels = labeled_batch()
@@ -234,19 +225,6 @@ def test_labels_of_every_integer_dtype_are_equal():
         assert torch.equal(suncet(z, labels.to(dtype), 0.1), suncet(z, labels, 0.1))
     strided = torch.stack([labels, labels], dim=1)[:, 0]  # torch.searchsorted would warn
     assert torch.equal(suncet(z, strided, 0.1), suncet(z, labels, 0.1))
-
-
-def test_losses_ignore_autocast():
-    z, labels = labeled_batch(rows=64, width=32, dtype=F32)
-
-    def values():
-        return nt_xent(z, 0.1), suncet(z, labels, 0.1), sup_con(z, labels, 0.1), cross_entropy(z, labels)
-
-    outside = values()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = values()
-    for a, b in zip(outside, inside, strict=True):
-        assert a.dtype == b.dtype == F32 and torch.equal(a, b)
 
 
 # -------------------------------------------------------------------------------------------------------- edges
@@ -274,8 +252,6 @@ def test_no_anchor_gives_zero_with_a_zero_gradient(name, average, keys, rows):
 
 
 def test_nothing_to_contrast_gives_zero():
-    loss, grad = run("nt_xent", torch.zeros(0, 5), None, 0.1)
-    assert loss.item() == 0 and grad.shape == (0, 5)
     loss, grad = run("nt_xent", labeled_batch(rows=2)[0], None, 0.1)  # one image
     assert loss.item() == 0 and not grad.any()
     loss, grad = run("suncet", labeled_batch(rows=8)[0], torch.full((8,), -3), 0.1)  # one class

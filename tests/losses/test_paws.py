@@ -2,7 +2,6 @@
 
 import math
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -38,11 +37,10 @@ def prior_of(labels: torch.Tensor) -> torch.Tensor:
     return 1 + (labels % 5).double()
 
 
-def run(loss, anchors, supports, labels, *targets, within=None, **settings) -> tuple[torch.Tensor, ...]:
-    """Return cross-entropy and me-max, computed `within` a context, and the gradients for anchors and supports."""
+def run(loss, anchors, supports, labels, *targets, **settings) -> tuple[torch.Tensor, ...]:
+    """Return cross-entropy and me-max, and the gradients for anchors and supports."""
     anchors, supports = (x.detach().clone().requires_grad_() for x in (anchors, supports))
-    with within or nullcontext():
-        cross_entropy, me_max = loss(anchors, supports, labels, *targets, **settings)
+    cross_entropy, me_max = loss(anchors, supports, labels, *targets, **settings)
     grads = torch.autograd.grad(cross_entropy + me_max, (anchors, supports))
     return cross_entropy.detach(), me_max.detach(), *grads
 
@@ -179,13 +177,6 @@ def test_paws_of_opposite_rows_is_finite(temperature):
     smoothing = 0.1 if temperature < 0.025 else 0.0
     for each in run(paws, *inputs, views=2, temperature=temperature, smoothing=smoothing, sharpen=0.02):
         assert each.isfinite().all()
-
-
-def test_paws_ignores_autocast_and_repeats_its_bits():
-    inputs = [x.float() if x.is_floating_point() else x for x in batch_of()]
-    outside = run(paws, *inputs, views=VIEWS)
-    inside = run(paws, *inputs, views=VIEWS, within=torch.autocast("cpu", dtype=torch.bfloat16))
-    assert all(map(torch.equal, outside, inside))
 
 
 def peak_bytes(loss, images: int) -> int:

@@ -90,41 +90,11 @@ def test_swav_prefers_crops_that_agree():
     assert swav(agree, 0.1, crops=4) < 1e-3 < 1 < swav(disagree, 0.1, crops=4)
 
 
-def test_swav_without_images_is_zero():
-    loss, grad = gradient(swav, torch.zeros(0, 5), 0.1, crops=4)
-    assert loss.item() == 0 and grad.shape == (0, 5)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_swav_shows_a_score_that_is_not_finite(bad):
     scores = draw_scores()
     scores[-1, 0] = bad
     assert swav(scores, 0.1, crops=CROPS).isnan()
-
-
-def test_swav_leaves_its_input():
-    scores = draw_scores()
-    before = scores.clone()
-    gradient(swav, scores, 0.1, crops=CROPS)
-    assert torch.equal(scores, before)
-
-
-def test_swav_ignores_autocast():
-    z, prototypes, scores = (
-        draw_rows(12).float(),
-        draw_rows(PROTOTYPES, seed=1).float(),
-        draw_scores().float(),
-    )
-
-    def both():
-        return prototype_scores(z, prototypes), swav(scores, 0.1, crops=CROPS)
-
-    outside = both()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = both()
-    for a, b in zip(outside, inside, strict=True):
-        assert a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
-    assert torch.equal(swav(scores.half(), 0.1, crops=4), swav(scores.half().float(), 0.1, crops=4))
 
 
 # -------------------------------------------------------------------------------------------------------- codes
