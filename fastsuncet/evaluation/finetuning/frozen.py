@@ -89,7 +89,7 @@ def with_fresh_statistics(
         broadcast(buffer)
     with torch.no_grad():
         ours, theirs = (each.eval()(crops).float().square().sum().item() for each in (network, fresh))
-    stale = any_rank(not 1 / STALE < ours / theirs < STALE)
+    stale = any_rank(not (ours < STALE * theirs and theirs < STALE * ours))
     return (fresh, True) if stale else (network, False)
 
 
