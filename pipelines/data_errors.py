@@ -1,12 +1,5 @@
 """Errors in the data, in words for the person who owns it."""
 
-from collections.abc import Sequence
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first five names as a message lists them, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
 
 class DataError(Exception):
     """The data cannot be used as asked: a missing folder, names that do not match, an empty class. Exit code 3."""

@@ -1,10 +1,10 @@
-"""Print lines, and go on without the output once nobody can read it."""
+"""Print lines, shorten lists of names, and go on without the output once nobody can read it."""
 
 import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 
@@ -18,6 +18,11 @@ def say_line(line: str, stream: TextIO | None = None) -> None:
         return
     with survive_lost_output(stream):
         print(printable(line, stream.encoding), file=stream, flush=True)
+
+
+def first_five(names: Sequence[str]) -> str:
+    """Return the first five names as a message lists them, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 say_once = functools.cache(say_line)

@@ -201,8 +201,8 @@ def dali() -> Finding:
     jpeg = io.BytesIO()
     Image.new("RGB", (24, 16), (200, 30, 30)).save(jpeg, "JPEG")
     data = np.frombuffer(jpeg.getvalue(), np.uint8)
-    places = {"CPU": (None, "cpu"), **({"GPU": (0, "mixed")} if torch.cuda.is_available() else {})}
-    for number, decoder in places.values():
+    devices = {"CPU": (None, "cpu"), **({"GPU": (0, "mixed")} if torch.cuda.is_available() else {})}
+    for number, decoder in devices.values():
         # DALI's stub knows no pipeline without a GPU.
         with dali.Pipeline(1, 1, number) as pipeline:  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
             encoded = dali.fn.external_source(lambda: [data])
@@ -211,7 +211,7 @@ def dali() -> Finding:
         shape = tuple(pipeline.run()[0].shape()[0])
         if shape != (16, 24, 3):
             raise RuntimeError(f"decoded an image of 16 x 24 pixels to the shape {shape}")
-    return Finding("ok", f"{dali.__version__}, decoded an image on the {' and the '.join(places)}")
+    return Finding("ok", f"{dali.__version__}, decoded an image on the {' and the '.join(devices)}")
 
 
 def view_operator() -> Finding:

@@ -30,7 +30,7 @@ from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Center
 
 # A folder, files, files with their classes, or pixels (N, H, W, 3) uint8.
-Images = str | Path | Sequence[str | Path] | Mapping[str, Any] | np.ndarray
+ImageInput = str | Path | Sequence[str | Path] | Mapping[str, Any] | np.ndarray
 
 
 def init_config(
@@ -57,7 +57,7 @@ def init_config(
     return load_config(output)
 
 
-def train(config: Config, images: Images | None = None, labels: Sequence[Any] | None = None) -> Path:
+def train(config: Config, images: ImageInput | None = None, labels: Sequence[Any] | None = None) -> Path:
     """Train as `config` says, or continue its run, and return the run's folder.
 
     With `images` it trains on these instead of the images of the config: files with `labels`, a class (a name or a
@@ -77,7 +77,7 @@ def train(config: Config, images: Images | None = None, labels: Sequence[Any] | 
     return config.run_folder
 
 
-def _with_images(config: Config, images: Images, labels: Sequence[Any] | None) -> Config:
+def _with_images(config: Config, images: ImageInput, labels: Sequence[Any] | None) -> Config:
     """Return the config of the same run with other training images, whose index is written to the run's folder."""
     if isinstance(images, Mapping):
         images, labels = list(images), list(images.values())
@@ -148,7 +148,7 @@ def load_encoder(path: str | Path) -> nn.Module:
 
 
 def embed(
-    encoder: nn.Module, images: Images, *, view: Center | None = None, batch: int = 256
+    encoder: nn.Module, images: ImageInput, *, view: Center | None = None, batch: int = 256
 ) -> tuple[list[str], np.ndarray]:
     """Return (names, features (N, width) float32) of N images: files in their order, or those below a folder by name.
 

@@ -236,11 +236,11 @@ def present_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def load_config(
     path: str | os.PathLike[str],
     overrides: Iterable[str] = (),
-    places: Mapping[str, Origin] | None = None,
+    origins: Mapping[str, Origin] | None = None,
 ) -> Config:
     """Read the YAML file at `path` and its bases, apply `overrides` ("section.key=value") and check the result.
 
-    The last of several overrides of a key counts. `places` has the origin of those that are not from the command line.
-    Raises ConfigErrors (exit code 2) with all problems, or with the first place that is not YAML.
+    The last of several overrides of a key counts. `origins` has that of those that are not from the command line.
+    Raises ConfigErrors (exit code 2) with all problems, or with the first one that is not YAML.
     """
-    return Config.from_document(*read_config(os.fspath(path), overrides, places or {}))
+    return Config.from_document(*read_config(os.fspath(path), overrides, origins or {}))

@@ -209,13 +209,13 @@ def parse(text: str, file: str, schema: Schema = CONFIG, key: str = "") -> Docum
     raise ConfigErrors([Problem(key, why, origin)])
 
 
-def parse_override(argument: str, place: Origin | None = None) -> Document:
+def parse_override(argument: str, written: Origin | None = None) -> Document:
     """Return `section.key=value` as a document; the value is YAML: 1e-4, true, null, [0.2, 1.0], {per_rank: 44}.
 
-    `place` is where it was written, by default on the command line. Raises ConfigErrors.
+    `written` is where it was, by default on the command line. Raises ConfigErrors.
     """
     key, equals, text = argument.partition("=")
-    origin = place or Origin(COMMAND_LINE, 0, text)
+    origin = written or Origin(COMMAND_LINE, 0, text)
     if not equals or not all(part and part == part.strip() for part in key.split(".")):
         text = "an override is written section.key=value, without spaces around the ="
         raise ConfigErrors([Problem(key, text, origin)])
@@ -226,8 +226,8 @@ def parse_override(argument: str, place: Origin | None = None) -> Document:
     # not to blame for what is missing there.
     whole = next((value for value in CONFIG.values if key.startswith(f"{value}.")), key)
     document.origins |= {whole: origin, key: origin}
-    if place:
-        document.origins = dict.fromkeys(document.origins, place)
+    if written:
+        document.origins = dict.fromkeys(document.origins, written)
     return document
 
 
@@ -273,11 +273,11 @@ def _not_found(path: Path, shown: str) -> str:
 
 
 def read_config(
-    shown: str, overrides: Iterable[str], places: Mapping[str, Origin]
+    shown: str, overrides: Iterable[str], origins: Mapping[str, Origin]
 ) -> tuple[Document, list[Problem]]:
     """Read a config and its bases, lay `overrides` on them, and name the run. The last value of a key counts.
 
-    `places` has the origin of overrides that are not from the command line. Returns the document and the problems of
+    `origins` has that of overrides that are not from the command line. Returns the document and the problems of
     overrides. Raises ConfigErrors as `read_file` does.
     """
     shown = find_config(shown)
@@ -291,7 +291,7 @@ def read_config(
         document.lay(over)
     for argument in overrides:
         try:
-            document.lay(parse_override(argument, places.get(argument)).with_whole_paths(""))
+            document.lay(parse_override(argument, origins.get(argument)).with_whole_paths(""))
         except ConfigErrors as error:  # noqa: PERF203
             problems += error.problems
     logging = document.values.setdefault("logging", {})
@@ -303,7 +303,7 @@ def read_config(
 
 
 def _read_base(chain: list[Document]) -> Document:
-    """Remove `base` from the last document of a chain and read the file that it names, for the chain's next place."""
+    """Remove `base` from the last document of a chain and read the file that it names, the chain's next one."""
     document = chain[-1]
     base, at = document.values.pop("base"), document.origins.pop("base")
     text = "must be the name of another config file, such as base.yaml, or of a shipped config"

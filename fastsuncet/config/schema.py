@@ -74,7 +74,7 @@ class PerRank(Section):
     per_rank: Count
 
 
-Images = Annotated[
+ImageCount = Annotated[
     CountOrZero | PerRank, described("a whole number of images over all processes, or {per_rank: N}")
 ]
 Epochs = Annotated[
@@ -348,11 +348,11 @@ class CriterionSection(Section):
     """
     temperature: Positive
     """tau of all contrastive losses, of SwAV and of PAWS"""
-    unsupervised_batch_size: Images
+    unsupervised_batch_size: ImageCount
     """unlabeled images over all processes; 0 with none"""
     classes_per_batch: CountOrZero = 0
     """classes in a labeled batch over all processes"""
-    supervised_imgs_per_class: Images = 0
+    supervised_imgs_per_class: ImageCount = 0
     """labeled images of each class over all processes"""
     supervised_views: Count = 1
     """random views of each labeled image in an update"""
@@ -528,7 +528,7 @@ class FinetuneSection(Section):
     """
     epochs: Count = 30
     """passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90"""
-    batch_size: Images = 4096
+    batch_size: ImageCount = 4096
     """labeled images over all processes; CIFAR-10: 256"""
     lr: Positive | None = None
     """learning rate; null: 0.05 x batch_size / 256"""
@@ -579,7 +579,7 @@ class TransferSection(Section):
     """cifar10, cifar100: download them if root does not hold them"""
     steps: Count = 20_000
     """updates of each run"""
-    batch_size: Images = 256
+    batch_size: ImageCount = 256
     """images over all processes"""
     momentum: Momentum = 0.9
     """momentum of SGD"""

@@ -60,8 +60,8 @@ def learned(run: Path, index: ImageIndex, trained: Config) -> np.ndarray:
     if table.is_file():
         names = _read(table)
         found = np.zeros(len(index), bool)
-        places = index.files.find(list(names))
-        found[places[places >= 0]] = True
+        positions = index.files.find(list(names))
+        found[positions[positions >= 0]] = True
         return found
     return np.full(len(index), trained.criterion.supervised)
 

@@ -38,9 +38,10 @@ from fastsuncet.metrics.results import read_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from pipelines import atomic_files
-from pipelines.data_errors import DataError, listed
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import labeled_split
+from pipelines.output import first_five
 
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
@@ -214,7 +215,7 @@ def run_classifier(
     classes = tuple(index.classes[i] for i in present)
     if len(classes) < 2:
         raise DataError(
-            f"all {len(chosen)} labeled images are of the class {listed(classes)}: a classifier needs two or more"
+            f"all {len(chosen)} labeled images are of the class {first_five(classes)}: a classifier needs two or more"
         )
     head = None
     if encoder.trained is not None and encoder.trained.criterion.instance == "paws":

@@ -18,7 +18,8 @@ from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.features import embed_views, outputs
-from pipelines.data_errors import DataError, listed
+from pipelines.data_errors import DataError
+from pipelines.output import first_five
 
 FEW = 5  # with fewer labels of a class, some folds of a cross-validation have none of it
 
@@ -153,7 +154,7 @@ def few_labels_note(counts: np.ndarray, classes: Sequence[str]) -> list[str]:
     few = np.flatnonzero((counts > 0) & (counts < FEW))
     if not len(few):
         return []
-    names, verb = listed([classes[int(i)] for i in few]), "class has" if len(few) == 1 else "classes have"
+    names, verb = first_five([classes[int(i)] for i in few]), "class has" if len(few) == 1 else "classes have"
     alone = ", and a single label is not judged" if (counts[few] == 1).any() else ""
     return [f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of each{alone}"]
 
@@ -168,7 +169,7 @@ def true_labels(images: Images, place: Place) -> Tensor:
     labels = images.validation.labels
     unlabeled = np.flatnonzero(labels < 0)
     if len(unlabeled):
-        names = listed([images.validation.name(int(i)) for i in unlabeled])
+        names = first_five([images.validation.name(int(i)) for i in unlabeled])
         raise DataError(
             f"{len(unlabeled)} of the {len(labels)} validation images have no label ({names}), and an accuracy counts "
             "all of them. Set data.validation to a folder that has a folder for each class"
@@ -195,7 +196,7 @@ def supports(images: Images, config: Config) -> np.ndarray:
     asked = np.bincount(truth[truth >= 0], minlength=classes)
     empty = np.flatnonzero((learned == 0) & (asked > 0))
     if len(empty):
-        names = listed([images.train.classes[int(i)] for i in empty])
+        names = first_five([images.train.classes[int(i)] for i in empty])
         raise DataError(
             f"{len(empty)} of {classes} classes have no labeled training image ({names}): no classifier can predict "
             f"them, and {asked[empty].sum():,} validation images would count as wrong. Labels: {images.split}"

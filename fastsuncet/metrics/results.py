@@ -139,7 +139,7 @@ def send_results(config: Config, paths: Sequence[Path]) -> None:
 def asked(config: Config, kind: str) -> dict[str, Any]:
     """Return the settings that decide a result of `kind`, by dotted keys, where they are not the defaults.
 
-    Without those of other evaluations, places, and `meta.precision: auto`, whose meaning is in the result's setting.
+    Without those of other evaluations, paths, and `meta.precision: auto`, whose meaning is in the result's setting.
     """
     others = {section for sections in OWN.values() for section in sections}.difference(OWN.get(kind, ()))
     free = (*FREE, *(f"{section}." for section in others), "meta.precision")

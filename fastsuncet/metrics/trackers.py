@@ -23,7 +23,7 @@ PARAMS = 100  # in a call, at most: MLflow refuses more
 
 
 class Tracker:
-    """What every tracker can be given; one that has no place for it does nothing."""
+    """What every tracker can be given; one that has no use for it does nothing."""
 
     where: str  # in words for the user
 
@@ -140,8 +140,8 @@ class MLflow(Tracker):
         self._client, self._metric, self._param = MlflowClient(tracking_uri=uri), Metric, Param
         known = self._client.get_experiment_by_name(experiment)
         # MLflow's own place for the artifacts of a file is the working directory.
-        place = None if server else (folder / "mlflow").as_uri()
-        number = known.experiment_id if known else self._client.create_experiment(experiment, place)
+        artifacts = None if server else (folder / "mlflow").as_uri()
+        number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
         mark = _run_id(folder)
         found = self._client.search_runs([number], f"tags.fastsuncet_folder = '{mark}'", max_results=1)
         tags = {"fastsuncet_folder": mark}

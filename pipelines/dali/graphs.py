@@ -25,7 +25,7 @@ from pipelines.dali.view_operator.build import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
 FACTORS = ("brightness", "contrast", "saturation", "hue")
-# An order of the factors as one number: two bits for each place, the first in the lowest.
+# An order of the factors as one number: two bits for each position, the first in the lowest.
 BITS = np.array([1, 4, 16, 64], np.int32)
 # The inputs of a view: of its crop, and those of the view operator.
 OF_CROP, OF_VIEW_OPERATOR = ("corner", "extent"), (*FACTORS, "order", "gray", "sigma", "flip")
@@ -249,8 +249,8 @@ def jitter(image, augmentation, view):
                 image = adjusted(image, view, name)
         return image
     # Every image takes one branch of four, four times: a batch is split by factor and merged again.
-    for place in range(len(FACTORS)):
-        factor = (view.order // int(BITS[place])) & 3
+    for position in range(len(FACTORS)):
+        factor = (view.order // int(BITS[position])) & 3
         for i, name in enumerate(FACTORS):
             if getattr(augmentation, name):
                 if factor == i:

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipelines.data_errors import DataError, listed
+from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root, listed_lines
+from pipelines.output import first_five
 
 KINDS = ("names", "bernoulli", "stratified", "all", "none", "csv")
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
@@ -113,7 +114,7 @@ def draw_held_out(index: ImageIndex, split: Split, share: float, seed: int) -> n
         np.delete(index.labels[pool], np.searchsorted(pool, chosen)), minlength=len(index.classes)
     )
     if len(gone := np.setdiff1d(index.labels[chosen], np.flatnonzero(left))):
-        names = listed([index.classes[label] for label in gone])
+        names = first_five([index.classes[label] for label in gone])
         raise DataError(f"{names}: no labeled image would be left to train on. Hold out fewer, or label more")
     return chosen
 
@@ -197,10 +198,10 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
         raise DataError(f"the list of names {file} is empty")
     wrong = [f"line {number}: {line!r}" for number, line in enumerate(lines, 1) if not _is_name(line)]
     if wrong:
-        raise DataError(f"{file}: {listed(wrong)} does not name an image below the data folder")
+        raise DataError(f"{file}: {first_five(wrong)} does not name an image below the data folder")
     names = [line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}" for line in lines]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{file} names images more than once: {listed(twice)}")
+        raise DataError(f"{file} names images more than once: {first_five(twice)}")
     found = index.files.find(names)
     for without, what, remedy in (
         (found < 0, f"that are not under {index.root}", _REMEDY),
@@ -208,7 +209,7 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
     ):
         if some := [line for line, is_without in zip(lines, without) if is_without]:
             raise DataError(
-                f"{file} names {len(some)} images (of {len(lines)}) {what}: {listed(some)}{remedy}"
+                f"{file} names {len(some)} images (of {len(lines)}) {what}: {first_five(some)}{remedy}"
             )
     return np.sort(found), IMAGENET_LISTS.get(digest, (f"{file.name}, sha256 {digest[:12]}",))[0]
 
@@ -231,4 +232,6 @@ def _require_same_labels(
     differing = np.flatnonzero(compared & (labels >= 0) & (labels != index.labels)).tolist()
     others = [f"{index.name(i)} ({names[labels[i]]} instead of {names[index.labels[i]]})" for i in differing]
     if others:
-        raise DataError(f"{file}: {len(others)} labels differ from those of the data set: {listed(others)}")
+        raise DataError(
+            f"{file}: {len(others)} labels differ from those of the data set: {first_five(others)}"
+        )

@@ -198,7 +198,7 @@ def scan_shard(path: Path) -> Scan:
         raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DataError(f"the shard {path} cannot be used: {error}. {REMEDY}") from error
-    members = np.array([place for _, place in images.values()], MEMBER)
+    members = np.array([member for _, member in images.values()], MEMBER)
     names = [name for name, _ in images.values()]
     return Scan(names, [labels.get(key, -1) for key in images], members, left_out)
 

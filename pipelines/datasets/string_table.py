@@ -47,9 +47,9 @@ class Names(Sequence[str]):
         """Return the name at an int, or the list of names at a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        place = range(len(self))[index]  # raises IndexError as a list does
-        start = self._ends[place - 1] + 1 if place else 0
-        return os.fsdecode(self.lines[start : self._ends[place]].tobytes())
+        position = range(len(self))[index]  # raises IndexError as a list does
+        start = self._ends[position - 1] + 1 if position else 0
+        return os.fsdecode(self.lines[start : self._ends[position]].tobytes())
 
     def __iter__(self) -> Iterator[str]:
         return (os.fsdecode(line[:-1]) for line in io.BytesIO(self.lines.data))
@@ -76,11 +76,11 @@ class Names(Sequence[str]):
     def find(self, wanted: Sequence[str]) -> np.ndarray:
         """Return the position of each wanted name, int64 (len(wanted),); -1 where it is not in the list."""
         # One pass over all names with a dictionary of the few wanted: a dictionary of all would be the 1 GB again.
-        places = dict.fromkeys(wanted, -1)
+        positions = dict.fromkeys(wanted, -1)
         for position, name in enumerate(self):
-            if name in places:
-                places[name] = position
-        return np.fromiter((places[name] for name in wanted), np.int64, len(wanted))
+            if name in positions:
+                positions[name] = position
+        return np.fromiter((positions[name] for name in wanted), np.int64, len(wanted))
 
 
 def _packed(names: Sequence[str]) -> bytes | None:

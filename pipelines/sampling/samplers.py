@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pipelines.data_errors import DataError, listed
+from pipelines.data_errors import DataError
+from pipelines.output import first_five
 
 # Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot reach, so a
 # change of augmentation does not change the order of the images.
@@ -208,7 +209,7 @@ class ClassSampler:
         n, m, notes = self._n, self.images_per_class, []
         empty = sorted(set(range(len(self.class_names))) - set(self._labels.tolist()))
         if empty:
-            names = listed([self.class_names[label] for label in empty])
+            names = first_five([self.class_names[label] for label in empty])
             notes.append(
                 f"{len(empty)} of {len(self.class_names)} classes have no labeled image and are never drawn: {names}"
             )
@@ -227,7 +228,7 @@ class ClassSampler:
         ):
             if which.any():
                 counted = zip(self._labels[which].tolist(), self._counts[which].tolist())
-                names = listed([f"{self._name(label)} ({count})" for label, count in counted])
+                names = first_five([f"{self._name(label)} ({count})" for label, count in counted])
                 notes.append(
                     f"{which.sum()} of {len(which)} classes have fewer labeled images than {why}, a positive "
                     f"of itself under another augmentation: {names}"

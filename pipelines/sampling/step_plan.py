@@ -125,10 +125,10 @@ def _draws(
 ) -> BatchDraws:
     """Return the draws of rows first_row, first_row + 1, ... at `counter`, which show the images `indices`."""
     sizes, views = plan.index.sizes[indices], []
-    place = {"seed": plan.seed, "step": counter, "first_row": first_row}
+    counters = {"seed": plan.seed, "step": counter, "first_row": first_row}
     for view, augmentation in enumerate(plan.augmentations):
         if isinstance(augmentation, Center):
             views.append(center_view(augmentation, sizes))
         else:
-            views.append(draw_view(augmentation, sizes, role=f"{plan.role}/view {view}", **place))
+            views.append(draw_view(augmentation, sizes, role=f"{plan.role}/view {view}", **counters))
     return BatchDraws(step, indices, plan.index.labels[indices], tuple(views))

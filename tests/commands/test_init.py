@@ -69,7 +69,7 @@ def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
     plan = choose(s, machine, hours, weights)
     found = survey.Found(mock.Mock(), s, {"kind": s.kind, "root": "photos", "csv": "l.csv"}, [])
     if s.kind != "csv":
-        del found.places["csv"]
+        del found.data_keys["csv"]
     text = init.written(plan, found, weights, Path("mine.yaml"), hours)
     config = init.check(text, Path("mine.yaml"), found, machine.count)
     lines = text.splitlines()

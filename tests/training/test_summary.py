@@ -26,7 +26,7 @@ def test_pixel_source_says_why_it_is_not_dali(monkeypatch, asked, problem, why):
     assert summary.pixel_source(stream, asked) == f"torchvision on the CPU ({why})"
 
 
-class Images:
+class ManyImages:
     """1,281,167 images, of one size, without files."""
 
     sizes = np.full((7, 2), (400, 500))
@@ -41,7 +41,7 @@ def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
     for name, asked in (("whole", ()), ("pieces", ("criterion.micro_batch=512",))):
         config = load_config(CONFIGS / "in1k_simclr.yaml", ["data.root=none", "meta.precision=bf16", *asked])
         sizes = config.resolve(1, 1_281_167)
-        images = SimpleNamespace(train=Images(), split="none")
+        images = SimpleNamespace(train=ManyImages(), split="none")
         lines = summary.summary(config, Place(0, 1, 0, torch.device("cpu")), images, sizes, None)
         found[name] = dict(line.split(maxsplit=1) for line in lines), summary.step_memory(config, sizes)
     (whole, memory), (pieces, less) = found["whole"], found["pieces"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.init import survey
-from fastsuncet.commands.init.rules import Choice, Machine, Plan, Weights, choose
+from fastsuncet.commands.init.rules import Choice, Machine, Proposal, Weights, choose
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.console import say_line
@@ -24,7 +24,7 @@ class Made:
 
     text: str
     config: Config
-    plan: Plan
+    plan: Proposal
     found: survey.Found
 
 
@@ -91,7 +91,7 @@ def make(
     return Made(text, check(text, output, found, expected_ranks("auto")), plan, found)
 
 
-def written(plan: Plan, found: survey.Found, start: Weights | None, output: Path, hours: float) -> str:
+def written(plan: Proposal, found: survey.Found, start: Weights | None, output: Path, hours: float) -> str:
     """Return the config as YAML: sections in the order of their first key, every choice with its reason."""
     kind = {"csv": "labels in a file", "images": "no labels", "image_folder": "folders are classes"}
 
@@ -99,7 +99,7 @@ def written(plan: Plan, found: survey.Found, start: Weights | None, output: Path
         return os.path.relpath(os.path.expanduser(path), output.parent or ".")
 
     first = []
-    for key, value in found.places.items():
+    for key, value in found.data_keys.items():
         value = value if key in ("kind", "train") else relative(value)
         first.append(Choice(f"data.{key}", value, kind[value] if key == "kind" else ""))
     choices = [*first, *plan.choices]

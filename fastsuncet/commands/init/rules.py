@@ -74,7 +74,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Proposal:
     """The chosen config and what it takes."""
 
     choices: tuple[Choice, ...]
@@ -95,8 +95,8 @@ class _Batch:
         return 2 * self.unlabeled + self.classes * self.per_class
 
 
-def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Plan:
-    """Return the plan for these images on this machine in `hours`; `why_scratch` is why there are no `weights`.
+def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Proposal:
+    """Return the proposal for these images on this machine in `hours`; `why_scratch` is why there are no `weights`.
 
     Raises ConfigError for images that no method can learn from: fewer than four, or labels of one class.
     """
@@ -194,7 +194,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
             )
         else:
             why_validation = "too few labels to hold any out"
-    return Plan(
+    return Proposal(
         (
             *_data(s, size, weights, validation, why_validation),
             Choice("model.name", name, why_name),

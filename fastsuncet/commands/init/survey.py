@@ -37,7 +37,7 @@ class Found:
 
     index: ImageIndex
     survey: Survey
-    places: dict[str, str]  # key of the section data -> path or folder
+    data_keys: dict[str, str]  # key of the section data -> path or folder
     described: list[str]  # lines for the reader
 
 
@@ -48,28 +48,28 @@ def look(folder: Path, labels: Path | None) -> Found:
     """
     if not folder.is_dir():
         raise DataError(f"no data folder {folder.absolute()}" + (": it is a file" if folder.exists() else ""))
-    places, validation = {"kind": "images", "root": str(folder)}, None
+    data_keys, validation = {"kind": "images", "root": str(folder)}, None
     if (folder / INDEX).is_file() or any(folder.glob("*.tar")):
         index = open_pack(str(folder), upright=True)
-        places = {"kind": "image_folder" if index.classes else "images", "pack": str(folder)}
+        data_keys = {"kind": "image_folder" if index.classes else "images", "pack": str(folder)}
     elif labels is None and (train := _class_folders(folder)) is not None:
         index = image_folder(folder / train, upright=True)
         validation = next(
             (name for name in VALIDATION if train == "train" and (folder / name).is_dir()), None
         )
-        places |= {"kind": "image_folder", "train": train}
+        data_keys |= {"kind": "image_folder", "train": train}
     else:
         index = image_tree(folder, upright=True)
     if labels is not None:
         index = with_csv_labels(index, labels)
-        places |= {"kind": "csv", "csv": str(labels)}
+        data_keys |= {"kind": "csv", "csv": str(labels)}
     good = np.setdiff1d(np.arange(len(index)), list(index.bad))
     if not len(good):
         raise DataError(f"none of the {len(index):,} images below {folder} can be read: {_first_bad(index)}")
     counts = np.bincount(index.labels[good][index.labels[good] >= 0], minlength=len(index.classes))
     sides = index.sizes[good].min(1)
     survey = Survey(
-        kind=places["kind"],
+        kind=data_keys["kind"],
         images=len(index),
         labels=int(counts.sum()),
         classes=int((counts > 0).sum()),
@@ -78,7 +78,7 @@ def look(folder: Path, labels: Path | None) -> Found:
         validation=validation,
         bad=len(index.bad),
     )
-    return Found(index, survey, places, _described(index, good, sides, counts))
+    return Found(index, survey, data_keys, _described(index, good, sides, counts))
 
 
 def _class_folders(folder: Path) -> str | None:

@@ -39,9 +39,9 @@ def crossing(costs: Sequence[float], values: Sequence[float], target: float, *, 
 
 
 def target(costs: Sequence[float], values: Sequence[float], rule: str) -> tuple[int, float, float]:
-    """Return (place on the curve, accuracy, cost) of the baseline that `rule` of RULES compares with."""
-    place = len(values) - 1 if rule == "final" else values.index(max(values))
-    return place, values[place], costs[place]
+    """Return (position on the curve, accuracy, cost) of the baseline that `rule` of RULES compares with."""
+    position = len(values) - 1 if rule == "final" else values.index(max(values))
+    return position, values[position], costs[position]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _by_rule(
         if not ours or not theirs:
             continue
         x, y = zip(*ours)
-        place, wanted, reference = target([c[cost] for c, _ in theirs], [v for _, v in theirs], rule)
+        position, wanted, reference = target([c[cost] for c, _ in theirs], [v for _, v in theirs], rule)
         linear, checkpoint = (crossing(x, y, wanted, linear=straight) for straight in (True, False))
         found.append(
             Saving(
@@ -119,7 +119,7 @@ def _by_rule(
                 linear=linear,
                 checkpoint=checkpoint,
                 at_first=y[0] >= wanted,
-                baseline_epochs=theirs[place][0].get("epochs"),
+                baseline_epochs=theirs[position][0].get("epochs"),
             )
         )
     return found

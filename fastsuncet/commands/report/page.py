@@ -37,7 +37,7 @@ NAME, VIEWS = "page.html", "views.png"  # in the run's folder
 PICTURE_BYTES = 16 << 20
 POINTS = 1000  # of a curve, at most
 EVERY = 10  # seconds: between two looks of `watch`, and until a browser reads the page again
-Record = dict[str, Any]
+Json = dict[str, Any]
 
 HEAD = """\
 <!doctype html>
@@ -142,7 +142,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     return "\n".join([*parts, "</body>\n</html>\n"])
 
 
-def _numbers(line: Record) -> Record:
+def _numbers(line: Json) -> Json:
     return {key: value for key, value in line.items() if value is None or type(value) in (int, float)}
 
 
@@ -167,7 +167,7 @@ def _facts(rows: Iterable[tuple[str, Any]]) -> str:
     return f"<dl>{''.join(cells)}</dl>"
 
 
-def _now(train: list[Record], knn: list[Record], meta: Record) -> list[tuple[str, Any]]:
+def _now(train: list[Json], knn: list[Json], meta: Json) -> list[tuple[str, Any]]:
     """Return where the run stands: its newest numbers, and its rates."""
     last = train[-1] if train else {}
     step, total = last.get("step", 0), meta.get("sizes", {}).get("steps")
@@ -201,7 +201,7 @@ def _duration(seconds: float | None) -> str | None:
     return f"{seconds:.0f} s" if seconds < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def _curves(config: Config, train: list[Record], knn: list[Record]) -> str:
+def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
     """Return the curves of the metrics lines as an SVG picture each, or why there is none."""
     if not train and not knn:
         return "<p>No metrics yet.</p>"
@@ -284,7 +284,7 @@ def _views(run: Path) -> str:
     return f'<img alt="augmented views" src="data:image/png;base64,{picture}">'
 
 
-def _environment(meta: Record, chosen: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+def _environment(meta: Json, chosen: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """Return versions and processes of the newest checkpoint, and what was chosen for the hardware."""
     rows: list[tuple[str, Any]] = [(key, value) for key, value in meta.get("versions", {}).items()]
     if "world_size" in meta:

@@ -26,7 +26,7 @@ OUTCOMES = ("seed", "converged", "chosen_strength", "finetuned")
 OWN = ("mean", "std", "temperature", "precision", "accumulate", "batchnorm_images", "processes")
 # Settings of a run that make no other experiment of it. (Other labels do.)
 FREE = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
-Record = dict[str, Any]
+Json = dict[str, Any]
 
 
 def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
@@ -109,22 +109,22 @@ def require_run(folder: Path) -> None:
         )
 
 
-def measurement_of(record: Record) -> Measurement:
+def measurement_of(record: Json) -> Measurement:
     """Return what was measured, without its variant."""
     return Measurement(record["kind"], labels_text(record["labels"]))
 
 
-def compare_settings(records: list[Record]) -> tuple[dict[Measurement, set[str]], list[str]]:
+def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], list[str]]:
     """Return the keys of "setting" that split each kind and share of labels into several measurements, and notes.
 
     For one encoder all keys that differ between its results split; between encoders, all but OWN, which a note names.
     """
-    kinds: dict[Measurement, list[Record]] = {}
+    kinds: dict[Measurement, list[Json]] = {}
     for record in records:
         kinds.setdefault(measurement_of(record), []).append(record)
     splitting, notes = {}, []
     for kind, members in kinds.items():
-        encoders: dict[str, list[Record]] = {}
+        encoders: dict[str, list[Json]] = {}
         for record in members:
             encoders.setdefault(str(record["encoder"].get("source")), []).append(record)
         within = set().union(*(_differing(group, missing=True) for group in encoders.values()))
@@ -135,7 +135,7 @@ def compare_settings(records: list[Record]) -> tuple[dict[Measurement, set[str]]
     return splitting, notes
 
 
-def _differing(records: list[Record], *, missing: bool) -> set[str]:
+def _differing(records: list[Json], *, missing: bool) -> set[str]:
     """Return the keys of "setting" with different values; `missing`: a missing key is a value too."""
     settings = [record["setting"] for record in records]
     differing = set()
@@ -146,7 +146,7 @@ def _differing(records: list[Record], *, missing: bool) -> set[str]:
     return differing
 
 
-def variant(record: Record, splitting: set[str]) -> str:
+def variant(record: Json, splitting: set[str]) -> str:
     """Return the settings among `splitting` that `record` was made with: "k=20"."""
     shown = {key: record["setting"][key] for key in sorted(splitting) if key in record["setting"]}
     return ", ".join(
@@ -154,7 +154,7 @@ def variant(record: Record, splitting: set[str]) -> str:
     )
 
 
-def home_of(record: Record, run: Path) -> str:
+def home_of(record: Json, run: Path) -> str:
     """Return the run whose encoder was evaluated, or the file of the encoder; `run` if the record names no other."""
     source = record["encoder"].get("source")
     if not source:
@@ -173,7 +173,7 @@ def home_of(record: Record, run: Path) -> str:
     return str(run) if known or home.resolve() == run.resolve() else str(home)
 
 
-def _other_run(home: str, record: Record) -> tuple[str, str, Config | None]:
+def _other_run(home: str, record: Json) -> tuple[str, str, Config | None]:
     """Return (name, method, its config if there is one) of an encoder that is not the evaluated folder's own."""
     path = Path(home) / "config.yaml"
     if path.is_file():
@@ -182,7 +182,7 @@ def _other_run(home: str, record: Record) -> tuple[str, str, Config | None]:
     return home, record["encoder"].get("method") or Path(home).name, None
 
 
-def point(step: int | None, epoch: float | None, ledger: Record, metrics: dict[str, float]) -> Point:
+def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str, float]) -> Point:
     """Return an evaluation with the costs that its ledger knows."""
     seconds = ledger.get("seconds")
     known = {**ledger, "epochs": epoch, "hours": None if seconds is None else seconds / 3600}

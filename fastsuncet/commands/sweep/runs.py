@@ -80,7 +80,7 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
         for key in parse_override(override).origins  # also those of a whole section: meta={seed: 3}
         if key in varying
     ]
-    places = {
+    origins = {
         f"{key}={as_yaml(v)}": spec.origin(path, v) for _, path, key, values in spec.lines() for v in values
     }
     runs: list[Run] = []
@@ -95,7 +95,7 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
             problems.append(Problem("name", text, spec.origin("name", spec.name)))
         differences[name] = different
         tag = f"{TAG}={name}"
-        places[tag] = spec.origin("name", name)
+        origins[tag] = spec.origin("name", name)
         found: list[Job] = []
         for command, group in spec.chosen.items():
             for own in _cases(group):
@@ -104,7 +104,7 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
                 base = os.path.normpath(base)
                 words = [*_overrides(settings), *overrides, tag]
                 try:
-                    config = load_config(base, words, places)
+                    config = load_config(base, words, origins)
                 except ConfigErrors as error:
                     problems += error.problems
                     continue

@@ -9,7 +9,7 @@ from fastsuncet.config import Config
 from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.writer import csv_table
 
-Record = dict[str, Any]  # a cell's result, as its JSON file holds it
+CellResult = dict[str, Any]  # a cell's result, as its JSON file holds it
 # Of grid.csv, and their keys in a record.
 COLUMNS = {
     "learning_rate": "lr",
@@ -61,13 +61,13 @@ def parse_shard(text: str) -> tuple[int, int]:
     return number, count
 
 
-def best(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> Cell | None:
+def best(cells: Sequence[Cell], records: Mapping[Cell, CellResult]) -> Cell | None:
     """Return the cell of the highest validation metric, the first of equal ones. None where all diverged."""
     finite = [cell for cell in cells if records[cell]["metric"] is not None]
     return max(finite, key=lambda cell: records[cell]["metric"], default=None)
 
 
-def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | None) -> list[str]:
+def table(cells: Sequence[Cell], records: Mapping[Cell, CellResult], chosen: Cell | None) -> list[str]:
     """Return lines: a row per learning rate, a column per weight decay, in percent; the chosen cell with a star.
 
     A dot stands for a cell that is not finished, `nan` for one that diverged.
@@ -86,7 +86,7 @@ def table(cells: Sequence[Cell], records: Mapping[Cell, Record], chosen: Cell | 
     return [head, *rows]
 
 
-def as_csv(cells: Sequence[Cell], records: Mapping[Cell, Record]) -> bytes:
+def as_csv(cells: Sequence[Cell], records: Mapping[Cell, CellResult]) -> bytes:
     """Return one line per finished cell, in the grid's order; a diverged one has a reason and no validation metric."""
     rows = [[records[cell][key] for key in COLUMNS.values()] for cell in cells if cell in records]
     return csv_table([list(COLUMNS), *rows])

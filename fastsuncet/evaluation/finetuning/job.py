@@ -52,7 +52,8 @@ from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
 from fastsuncet.versions import versions
-from pipelines.data_errors import DataError, listed
+from pipelines.data_errors import DataError
+from pipelines.output import first_five
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: few labels make short epochs
@@ -310,7 +311,7 @@ def label_notes(images: Images) -> list[str]:
     empty = np.flatnonzero(found == 0)
     if not len(empty):
         return []
-    names = listed([classes[int(i)] for i in empty])
+    names = first_five([classes[int(i)] for i in empty])
     missed = int(np.isin(images.held_out.labels, empty).sum())
     return [
         f"{len(empty)} of {len(classes)} classes have no labeled image ({names}): their {missed:,} validation "

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder
 from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, resolve_batch
-from fastsuncet.evaluation.finetuning.grid import Cell, Record, as_csv, best, grid, table
+from fastsuncet.evaluation.finetuning.grid import Cell, CellResult, as_csv, best, grid, table
 from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
@@ -60,23 +61,23 @@ class DatasetGrid:
     place: Place
     encoder: Encoder
     task: TransferTask
-    identity: Record  # all that a cell's number depends on besides rate and weight decay
+    identity: dict[str, Any]  # all that a cell's number depends on besides rate and weight decay
     folder: Path
     signals: SignalFlag
 
-    def finished(self, cells: Sequence[Cell]) -> dict[Cell, Record]:
+    def finished(self, cells: Sequence[Cell]) -> dict[Cell, CellResult]:
         """Return the records of the finished ones among `cells`. Raises CheckpointError for a damaged one."""
         paths = [self.folder / cell.name / "cell.json" for cell in cells]
         records = on_rank_0(self.place, lambda: [read_record(path, self.identity, REMEDY) for path in paths])
         return {cell: record for cell, record in zip(cells, records, strict=True) if record is not None}
 
-    def run(self, cell: Cell) -> tuple[Record | None, bool]:
+    def run(self, cell: Cell) -> tuple[CellResult | None, bool]:
         """Train the cell and measure it on the validation images; as `_once`."""
         task = self.task
         path = self.folder / cell.name / "cell.json"
         return self._once(cell, path, task.train, task.images, task.validation)
 
-    def retrain(self, cell: Cell) -> tuple[Record | None, bool]:
+    def retrain(self, cell: Cell) -> tuple[CellResult | None, bool]:
         """Train the chosen cell on training and validation images, and measure it on the test images; as `_once`."""
         task = self.task
         path = self.folder / f"selected-{cell.name}" / "selected.json"
@@ -84,7 +85,7 @@ class DatasetGrid:
 
     def _once(
         self, cell: Cell, path: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
-    ) -> tuple[Record | None, bool]:
+    ) -> tuple[CellResult | None, bool]:
         """Train on the images `chosen`, and measure on the images `evaluated` of `index`. Collective.
 
         Return (the record, whether it was made just now); (None, False) if another process is at it. A cell whose loss
@@ -96,7 +97,7 @@ class DatasetGrid:
         momentum, checkpoints = batchnorm_momentum(len(chosen), sizes(config)[0]), path.parent / "fit"
         options = {"steps": t.steps, "bn_momentum": momentum}
 
-        def measure() -> Record:
+        def measure() -> CellResult:
             identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
             task = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
             try:
@@ -109,7 +110,7 @@ class DatasetGrid:
             metric, classes = self.task.metric(logits, index, evaluated)
             return {"metric": metric, "classes": classes, "diverged": None}
 
-        def make() -> Record:
+        def make() -> CellResult:
             began = time.monotonic()
             values = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
             counts = {"train_images": len(chosen), "images": len(evaluated)}
@@ -277,7 +278,9 @@ def conclude(dataset: DatasetGrid, cells: Sequence[Cell], say: Say) -> None:
         say(f"    written to {written}")
 
 
-def save_result(dataset: DatasetGrid, cells: Sequence[Cell], validated: Record, retrained: Record) -> Path:
+def save_result(
+    dataset: DatasetGrid, cells: Sequence[Cell], validated: CellResult, retrained: CellResult
+) -> Path:
     """Add a data set's metric to those of the others in the result's file; return the file. On one rank only.
 
     Processes that evaluate other data sets at the same moment read and write under the same lock, so no metric is lost.
