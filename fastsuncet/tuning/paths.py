@@ -10,6 +10,10 @@ off, its plain twin computes the same. `choose` decides so:
 4. What one rank cannot use is used by none: a kernel rounds otherwise than its twin, and DDP never sends weights again.
 
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
+
+trials.py proves and times a kernel. kernels/self_test.py holds the answer in the process (`switch`), and what uses a
+kernel asks it (`usable`): losses/contrast_kernel.py, optim/lars_apex.py, models/norm_kernel.py. A run on a CPU has no
+path, and does not import this module.
 """
 
 import math
