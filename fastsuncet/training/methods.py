@@ -7,8 +7,8 @@
       none     labels alone (appendix H)               none           only with paws, which has the labels
 
 Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. This module passes
-`criterion.temperature` to them. It divides the rows in `losses/contrast.py`, or in `losses/contrast_symmetric.py` where
-one CPU process has all rows.
+`criterion.temperature` to them. `losses/contrast.py` divides the rows, or `losses/contrast_symmetric.py` for NT-Xent
+and SuNCEt where one CPU process has all rows and `criterion.keys` is attached.
 """
 
 from collections.abc import Callable, Iterator

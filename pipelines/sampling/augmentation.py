@@ -16,7 +16,8 @@ from annotated_types import Predicate
 from typing_extensions import Self
 
 CROP_TRIES = 10  # torchvision's RandomResizedCrop gives up after ten boxes that do not fit
-# 20 for the tries, 2 for the corner, 10 for the rest: whole blocks of Philox's four words.
+# 20 for the tries, 2 for the corner, 10 for the rest: whole blocks of Philox's four words. All are used, and another
+# count would move every draw: a further number takes a stream of its own, `uniform(seed, f"{role} name", ...)`.
 DRAWS_PER_ROW = 32
 ORDERS = np.array(list(itertools.permutations(range(4))), np.int32)  # the first is the fixed one
 
