@@ -118,6 +118,7 @@ def _temporary(path: Path, mode: int) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # there is nothing
             if lock(0):
                 os.unlink(temporary)
+        stack.close()  # the disk has the room of an unlinked file again once it is closed
         with contextlib.suppress(OSError):  # if the disk refuses, it refuses the random name too
             mine = lock(os.O_CREAT | os.O_EXCL) is not False
         yield temporary if mine else path.with_name(f"{TEMPORARY}{os.urandom(8).hex()}")
