@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import require_network
 from fastsuncet.config import Config
@@ -35,10 +36,11 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
     """
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} is not the name of a config: it must end in .yaml")
-    if atomic_files.exists(output):
-        raise ConfigError(
-            f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
-        )
+    with disk_errors(output, "--output"):
+        if atomic_files.exists(output):
+            raise ConfigError(
+                f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
+            )
     require_network(config)
     with as_rank(config, arguments, output.with_suffix(".status.json")) as place, SignalFlag() as signals:
         stopped = lambda: signals.requested is not None  # noqa: E731

@@ -192,6 +192,12 @@ def test_init_refuses_options_and_writes_nothing(photos, capsys, words, said):
     assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
 
 
+def test_init_says_why_it_cannot_look_at_its_output(photos, capsys):
+    Path("loop").symlink_to("loop")
+    assert cli.main(["init", "photos", "--output", "loop/mine.yaml"]) == 5
+    assert "loop/mine.yaml cannot be written: " in capsys.readouterr().err
+
+
 def test_init_weights(photos, monkeypatch, capsys):
     """Published weights by default; from scratch, with the reason, where they cannot be had."""
     about = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)}

@@ -8,7 +8,7 @@ import pytest
 from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.config import load_config
-from fastsuncet.errors import ConfigError
+from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.tuning.chooser import Outcome, Rung
 from fastsuncet.tuning.rungs import candidates
 from pipelines import backend
@@ -46,6 +46,9 @@ def test_tune_replaces_no_file(tmp_path):
     for name, problem in (("fast.yaml", "replaces no file"), ("fast.png", r"must end in \.yaml")):
         with pytest.raises(ConfigError, match=problem):
             tune.run(load_config("digits_demo"), [], 1, tmp_path / name)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match="cannot be written: .*symbolic links"):
+        tune.run(load_config("digits_demo"), [], 1, tmp_path / "loop" / "fast.yaml")
 
 
 def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):

@@ -34,8 +34,9 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     Nothing is written unless all of it is sound. Raises ConfigError for an output that exists and for hours, weights or
     images that no config fits, DataError for images and labels that cannot be read.
     """
-    if atomic_files.exists(output):
-        raise ConfigError(f"{output} exists, and init replaces no file: name another with --output")
+    with disk_errors(output, "--output"):
+        if atomic_files.exists(output):
+            raise ConfigError(f"{output} exists, and init replaces no file: name another with --output")
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} must end in .yaml")
     if not output.parent.is_dir():
