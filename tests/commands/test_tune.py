@@ -47,7 +47,7 @@ def test_tune_replaces_no_file(tmp_path):
         with pytest.raises(ConfigError, match=problem):
             tune.run(load_config("digits_demo"), [], 1, tmp_path / name)
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(CheckpointError, match="cannot be written: .*symbolic links"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*symbolic links"):
         tune.run(load_config("digits_demo"), [], 1, tmp_path / "loop" / "fast.yaml")
 
 
