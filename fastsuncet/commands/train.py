@@ -119,7 +119,7 @@ def start(
     arithmetic = config.resolve(place.world_size, *images.counts())
     meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
     chosen, speed = {}, speed_on_cpu(config)
-    if place.device.type == "cuda":
+    if place.on_gpu:
         from fastsuncet.tuning import paths  # and with it every kernel
 
         per_class = images.split.per_class.tolist()

@@ -41,6 +41,11 @@ class Place:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def on_gpu(self) -> bool:
+        """True where this rank computes on a GPU, and can have fast paths (tuning/paths.py)."""
+        return self.device.type == "cuda"
+
 
 def first_host(nodelist: str) -> str:
     """Return the first host of Slurm's compressed list: "gpu[003-006,9],login" -> "gpu003"."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fastsuncet import cli
-from fastsuncet.commands import train
+from fastsuncet.distributed.place import Place
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
+from fastsuncet.tuning import paths
 from tests.support.runs import SMALL, small_config
 from tests.support.runs import train as run
 
@@ -30,7 +31,8 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
         asked.append(before)
         return {"x.cu": None, "y.cu": "slower"}
 
-    monkeypatch.setattr(train.paths, "choose", choose)
+    monkeypatch.setattr(Place, "on_gpu", True)
+    monkeypatch.setattr(paths, "choose", choose)
     config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
     for _ in range(2):
         run(config)
