@@ -141,9 +141,10 @@ def machine() -> Machine:
 
     Says where other processes make the step, and so the predicted hours, slow.
     """
-    if (load := os.getloadavg()[0]) > cores():
+    # The load is that of all cores, also where this process can use only some of them.
+    if (load := os.getloadavg()[0]) > (count := os.cpu_count() or 1):
         say_line(
-            f"{'note':<9}the timed step is slow: {load:.0f} processes are running on {cores()} cores. The hours below "
+            f"{'note':<9}the timed step is slow: {load:.0f} processes are running on {count} cores. The hours below "
             "are those of a machine as busy as now"
         )
     if not torch.cuda.is_available():
