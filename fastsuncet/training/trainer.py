@@ -411,7 +411,8 @@ class Trainer(Generic[Task]):
         self.interval.restore(interval["sums"], interval["steps"], self.place.rank, now)
         self.step = loaded.step
         self.replaced.update(extra["replaced"])
-        self.evaluated = extra["evaluated"]
+        # A run can be continued without evaluations, and then none is due.
+        self.evaluated = extra["evaluated"] or not self.task.evaluate_every
         self.means = extra["means"]
         self.task.restore(extra)
 

@@ -136,6 +136,12 @@ def test_stop_skips_an_evaluation_and_the_continued_run_does_it_first(tmp_path):
     assert_equal_to_the_bit(final_state(stopped), final_state(straight))
 
 
+def test_run_whose_evaluation_is_due_continues_without_evaluations(tmp_path):
+    train(small_config(tmp_path, "evaluation.knn_every_epochs=1"), stop_at=3)
+    train(config := small_config(tmp_path, "evaluation.knn_every_epochs=null"))
+    assert saved_steps(config)[-1:] == [10] and evaluations(config) == []
+
+
 def in_next_evaluation(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
     """Call `what` when the next evaluation opens its images."""
     opened = features.open_evaluation_loader
