@@ -4,6 +4,11 @@
 5 no checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue), 124 a rank hung (as of `timeout`).
 """
 
+import errno
+
+# What an OSError says where a disk, a file server or a mount is lost.
+LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
+
 
 class FastSuncetError(Exception):
     """Base of every error for the user. Its text says what is wrong, where, and what to do."""

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from fastsuncet.cli._parser import Parser, UsageError, overview
 from fastsuncet.console import say_line
 from fastsuncet.distributed.signals import end_with_parent
-from fastsuncet.errors import CheckpointError, FastSuncetError
+from fastsuncet.errors import LOST, CheckpointError, FastSuncetError
 from pipelines.data_errors import DataError
 
 # The sub-commands: data_check.py is `fastsuncet data check`.
@@ -26,7 +26,6 @@ COMMANDS = tuple(
 # OS errors that the user must fix: disk full, permission denied.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
-LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)  # a disk, a file server, a mount
 
 
 def _handle_sigterm_as_pid1() -> None:

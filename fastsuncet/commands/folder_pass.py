@@ -6,7 +6,6 @@ While it runs, what is done lies in a hidden folder next to the file, and the sa
     .NAME.part/state.json   how many these are, which images were skipped, of which images and network, and a sha256
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place, pick_device
-from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.errors import LOST, CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.training.determinism import set_determinism
@@ -260,7 +259,7 @@ def _done(
         return nothing
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # A file server that fails for a moment must not cost the rows of hours. Everything else is damage.
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
+        if isinstance(error, OSError) and error.errno in LOST:
             raise OSError(error.errno, error.strerror, str(state.parent)) from error
     say_line(f"starting over: what was begun in {state.parent} {why}")
     return nothing

@@ -21,9 +21,8 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.paths import typed_path
 
 PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
-Loaded = dict[
-    str, str
-]  # what a checkpoint keeps: path, sha256, and a note on what was loaded and what was not
+# What a checkpoint keeps: path, sha256, and a note on what was loaded and what was not.
+Loaded = dict[str, str]
 
 
 def load(config: Config, model: nn.Module, place: Place) -> Loaded:

@@ -145,10 +145,8 @@ def tf32(config: Config) -> bool:
 def tf32_products(allowed: bool) -> Iterator[None]:
     """Allow or forbid CUDA to cut the factors of float32 products to TF32's 10 bits; sums stay float32.
 
-    Float32 has no tensor cores on a GPU, and TF32 has.
-
-    For losses behind a 16-bit network, whose projections have bfloat16's 7 bits. torch's switch belongs to the
-    process and is always restored.
+    Float32 has no tensor cores on a GPU, and TF32 has. For losses behind a 16-bit network, whose projections have
+    bfloat16's 7 bits. torch's switch belongs to the process and is always restored.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed

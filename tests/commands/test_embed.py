@@ -114,17 +114,18 @@ def test_embed_starts_over_where_what_was_begun_is_damaged(run, capsys, monkeypa
     np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
 
 
-def test_embed_keeps_what_is_done_where_the_file_server_fails(run, capsys, monkeypatch):
+@pytest.mark.parametrize("failure", [errno.ESTALE, errno.ENOTCONN])
+def test_embed_keeps_what_is_done_where_the_file_server_fails(run, capsys, monkeypatch, failure):
     whole, read = begin(run, monkeypatch), atomic_files.read_bytes
 
     def stale(path, *more):
         if path.name == "state.json":
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            raise OSError(failure, os.strerror(failure))
         return read(path, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic_files, "read_bytes", stale)
-        with pytest.raises(CheckpointError, match=r"Stale file handle: '\.features\.npz\.part'"):
+        with pytest.raises(CheckpointError, match=rf"{os.strerror(failure)}: '\.features\.npz\.part'"):
             embed(run, IMAGES, OUTPUT, batch=4)
     embed(run, IMAGES, OUTPUT, batch=4)
     assert "continuing after 8 of 12 images" in capsys.readouterr().out
