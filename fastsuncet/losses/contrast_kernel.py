@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.kernels import launcher
-from fastsuncet.kernels.self_test import require_close, usable
+from fastsuncet.kernels.switches import require_close, usable
 from pipelines.cuda_compiler import KernelError
 
 THREADS = 256

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.distributed.collectives import sum_over_ranks, sum_over_ranks_, world_size
 from fastsuncet.kernels import launcher
-from fastsuncet.kernels.self_test import require_close, usable
+from fastsuncet.kernels.switches import require_close, usable
 from pipelines.cuda_compiler import KernelError
 
 THREADS = 256

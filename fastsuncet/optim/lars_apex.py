@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels.self_test import usable
+from fastsuncet.kernels.switches import usable
 from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.device_lr import on_host
 from fastsuncet.optim.lars_foreach import LARSSettings, trust_ratios

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.kernels import launcher
-from fastsuncet.kernels.self_test import require_close
+from fastsuncet.kernels.switches import require_close
 from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
 from pipelines.cuda_compiler import KernelError

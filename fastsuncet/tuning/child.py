@@ -28,7 +28,7 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.place import Place, join
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, tensors
 from fastsuncet.training.determinism import PRECISIONS, set_determinism
 from fastsuncet.training.step import build, train_step
@@ -80,7 +80,7 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
     base, contender = (config.with_values(asked[side]) for side in ("base", "contender"))
     with join(config.meta.device) as place:
         for path, used in asked["paths"].items():
-            self_test.switch(path, place.device, None if used else "as the run does")
+            switches.switch(path, place.device, None if used else "as the run does")
         try:
             bench = Bench(place, Arithmetic(**asked["arithmetic"]), asked["per_class"])
             problem = bench.problem(base, contender, exact=asked["exact"])

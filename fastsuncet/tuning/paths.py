@@ -11,7 +11,7 @@ off, its plain twin computes the same. `choose` decides so:
 
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
 
-trials.py proves and times a kernel. kernels/self_test.py holds the answer in the process (`switch`), and what uses a
+trials.py proves and times a kernel. kernels/switches.py holds the answer in the process (`switch`), and what uses a
 kernel asks it (`usable`): losses/contrast_kernel.py, optim/lars_apex.py, models/norm_kernel.py. A run on a CPU has no
 path, and does not import this module.
 """
@@ -27,7 +27,7 @@ from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_apex
 from fastsuncet.optim.lars_apex import APEX
 from fastsuncet.training.summary import check_memory, speed_on_cpu
@@ -115,15 +115,15 @@ def _not_graph(config: Config, arithmetic: Arithmetic) -> str | None:
 
 
 def _no_kernels() -> str | None:
-    return self_test.switched_off() or cuda_compiler.unavailable()
+    return switches.switched_off() or cuda_compiler.unavailable()
 
 
 def _no_apex() -> str | None:
-    return self_test.switched_off() or (None if lars_apex.extension() else "NVIDIA's apex is not installed")
+    return switches.switched_off() or (None if lars_apex.extension() else "NVIDIA's apex is not installed")
 
 
 def _no_view_operator() -> str | None:
-    return self_test.switched_off() or dali_problem() or view_operator.state()[1]
+    return switches.switched_off() or dali_problem() or view_operator.state()[1]
 
 
 LARS, VIEWS = "optim/lars_foreach.py", "DALI's own operators"
@@ -189,7 +189,7 @@ def choose(
     if paths["lars.cu"] is None and paths[APEX] is None:
         paths[APEX] = "lars.cu makes fewer passes over memory"
     for name in paths.keys() - {GRAPH}:
-        self_test.switch(name, place.device, paths[name])
+        switches.switch(name, place.device, paths[name])
     if paths[VIEW] is None:
         view_operator.proved.add(place.device.index)
     check_int32(resolved(config, paths), arithmetic, paths)

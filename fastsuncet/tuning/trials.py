@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.paired_stream import views
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.fused_batchnorm import FusedNorm
@@ -34,7 +34,7 @@ class Trial(NamedTuple):
     """What decides about a kernel on a device."""
 
     shapes: Any  # JSON: what the verdict depends on besides the machine and the program
-    prove: self_test.Proof
+    prove: switches.Proof
     # Returns a call that does what the kernels are for, by them or by their twin, as they are switched; None: there is
     # no need to time it.
     work: Callable[[torch.device], Callable[[], None]] | None
@@ -55,8 +55,8 @@ def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
     the process. Waits for the device.
     """
     try:
-        reason, final = self_test.why_not(name, device, trial.prove), True
-        times = None if reason or trial.work is None else self_test.milliseconds(name, device, trial.work)
+        reason, final = switches.why_not(name, device, trial.prove), True
+        times = None if reason or trial.work is None else switches.milliseconds(name, device, trial.work)
     except torch.OutOfMemoryError:
         reason, times, final = f"the device has too little memory for the trial of {name}", None, False
     finally:
@@ -85,7 +85,7 @@ def _lars_work(device: torch.device, sizes: list[int], without: str = "") -> Cal
     lr, settings = torch.zeros((), device=device), LARSSettings()
     fill(lr, 0.0)
     if without:
-        self_test.switch(without, device, "another implementation is timed")
+        switches.switch(without, device, "another implementation is timed")
     return lambda: lars_auto(params, grads, buffers, lr, settings)
 
 

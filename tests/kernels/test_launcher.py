@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastsuncet.kernels import launcher, self_test
+from fastsuncet.kernels import launcher, switches
 from fastsuncet.kernels.launcher import Arguments
 from pipelines import cuda_compiler
 from pipelines.cuda_compiler import KernelError
@@ -54,7 +54,7 @@ def test_arguments_are_kept_by_kernel_types_and_thread():
 def test_load_refuses_a_cpu():
     with pytest.raises(KernelError, match="not on cpu"):
         launcher.load("lars.cu", torch.device("cpu"))
-    assert not self_test.usable("lars.cu", torch.zeros(1), lambda device: None)
+    assert not switches.usable("lars.cu", torch.zeros(1), lambda device: None)
 
 
 @pytest.mark.skipif(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastsuncet.config import Arithmetic, Config, load_config
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_apex
 from fastsuncet.tuning import processes, verdicts
 from fastsuncet.tuning.paths import GRAPH
@@ -28,7 +28,7 @@ def paper(world_size: int, *overrides: str) -> tuple[Config, Arithmetic]:
 def pretend(patch: pytest.MonkeyPatch, folder: Path, **machine) -> None:
     """Let this process have NVRTC and such a GPU, and verdicts in `folder`."""
     patch.setenv("FASTSUNCET_CACHE", str(folder / "cache"))
-    patch.setattr(self_test, "_reasons", {})
+    patch.setattr(switches, "_reasons", {})
     patch.setattr(use, "proved", set())
     patch.setattr(cuda_compiler, "unavailable", lambda: None)
     patch.setattr(lars_apex, "extension", lambda: None)

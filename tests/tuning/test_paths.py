@@ -10,7 +10,7 @@ import pytest
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_apex
 from fastsuncet.tuning import paths, processes, verdicts
 from fastsuncet.tuning.paths import APEX, GRAPH, GRAPH_VIEWS, PATHS, STAYS_OFF, VIEW, describe, resolved
@@ -114,7 +114,7 @@ def test_path_that_fails_is_off_and_tried_again_unless_it_was_measured(monkeypat
     for _ in range(2):
         chosen = choose(config, sizes)
         assert used(chosen) == ["lars.cu", "norm.cu"]
-        assert chosen["contrast.cu"] == self_test._reasons["contrast.cu", CARD] == reason
+        assert chosen["contrast.cu"] == switches._reasons["contrast.cu", CARD] == reason
     first = [KERNELS, ["norm.cu"]] if isinstance(found, str) else [KERNELS]
     assert children.tried == first + [["contrast.cu"]] * (not kept)
 
@@ -146,7 +146,7 @@ def test_continued_run_obeys_what_was_chosen(monkeypatch, capsys):
     found = choose(*paper(64), before)
     assert children.tried == [["lars.cu", "contrast.cu"]] and used(found) == ["contrast.cu"]
     assert (found["lars.cu"], found["norm.cu"], found[GRAPH]) == (SLOW.reason, STAYS_OFF, STAYS_OFF)
-    assert self_test._reasons["norm.cu", CARD] == STAYS_OFF
+    assert switches._reasons["norm.cu", CARD] == STAYS_OFF
     assert "lars.cu: used before and not here" in capsys.readouterr().out
     found = choose(*paper(64, "optimization.optimizer=adamw"), {"lars.cu": False})
     assert found["lars.cu"] == "optimization.optimizer is adamw"  # a new run could not use it either
@@ -258,7 +258,7 @@ def choose_on_a_rank(rank, world_size, folder, cards):
         children = Children(patch, **({"lars_cu": SLOW} if cards[rank] == "b" else {}))
         place = Place(rank, world_size, 0, CARD)
         found = paths.choose(*paper(32 * world_size, NO_GRAPH), place, [128] * 1000, {})
-        return len(children.tried), found["lars.cu"], self_test._reasons["lars.cu", CARD]
+        return len(children.tried), found["lars.cu"], switches._reasons["lars.cu", CARD]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 from fastsuncet.models import norm_kernel
 from fastsuncet.tuning import trials
 from fastsuncet.tuning.paths import APEX, PATHS
@@ -20,7 +20,7 @@ HERE = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _no_verdicts(monkeypatch):
-    monkeypatch.setattr(self_test, "_reasons", {})
+    monkeypatch.setattr(switches, "_reasons", {})
 
 
 @pytest.mark.slow
@@ -83,16 +83,16 @@ def test_kernel_is_used_if_it_is_right_and_not_slower(monkeypatch, times, reason
         return times
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(self_test, "milliseconds", measured)
+    monkeypatch.setattr(switches, "milliseconds", measured)
     verdict = try_kernel("x.cu", Trial([], prove, lambda device: print), HERE)
     assert verdict.reason == reason and verdict.final == (not isinstance(times, Exception))
 
 
 def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch):
     seconds = {None: iter([9, *[1, 2] * 4]), "timed without them": iter([9, *[4, 3] * 4])}
-    monkeypatch.setattr(self_test, "_seconds", lambda work, device: next(seconds[work()]))
-    now = lambda: self_test._reasons["x.cu", HERE]  # noqa: E731
-    assert self_test.milliseconds("x.cu", HERE, lambda device: now) == (1000, 4000)
+    monkeypatch.setattr(switches, "_seconds", lambda work, device: next(seconds[work()]))
+    now = lambda: switches._reasons["x.cu", HERE]  # noqa: E731
+    assert switches.milliseconds("x.cu", HERE, lambda device: now) == (1000, 4000)
     assert now() is None
 
 
@@ -103,4 +103,4 @@ def test_what_is_timed_runs_by_the_twin_on_a_cpu(source):
     config, sizes = paper(64, "model.name=resnet_tiny", "data.augmentation.size=32", "meta.precision=fp32")
     PATHS[source].trial(config, replace(sizes, local_unlabeled=2, classes_per_batch=2)).work(HERE)()
     # apex is timed without lars.cu
-    assert bool(self_test._reasons.get(("lars.cu", HERE))) == (source == APEX)
+    assert bool(switches._reasons.get(("lars.cu", HERE))) == (source == APEX)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.kernels.self_test import Proof, why_not
+from fastsuncet.kernels.switches import Proof, why_not
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.versions import installed, versions
 from pipelines import atomic_files

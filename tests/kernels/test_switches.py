@@ -6,32 +6,32 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastsuncet.kernels import self_test
+from fastsuncet.kernels import switches
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A CUDA device that is only named."""
-    monkeypatch.setattr(self_test, "_reasons", {})
+    monkeypatch.setattr(switches, "_reasons", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return torch.device("cuda", 0)
 
 
 def test_agrees_asks_a_kernel_once(gpu):
     asked = []
-    assert self_test.agrees("x.cu", gpu, asked.append) and self_test.agrees("x.cu", gpu, asked.append)
+    assert switches.agrees("x.cu", gpu, asked.append) and switches.agrees("x.cu", gpu, asked.append)
     assert asked == [gpu]
 
 
 def test_agrees_warns_once_about_a_kernel_that_differs(gpu):
     def differs(device):
-        self_test.require_close("the loss", torch.tensor([1.0, torch.nan]), torch.ones(2), 1e-3)
+        switches.require_close("the loss", torch.tensor([1.0, torch.nan]), torch.ones(2), 1e-3)
 
     with pytest.warns(UserWarning, match="x.cu is off on cuda:0.*the loss differs from its twin"):
-        assert not self_test.agrees("x.cu", gpu, differs)
+        assert not switches.agrees("x.cu", gpu, differs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not self_test.agrees("x.cu", gpu, differs)
+        assert not switches.agrees("x.cu", gpu, differs)
 
 
 def test_agrees_tries_nothing_during_a_capture_or_when_off(gpu, monkeypatch):
@@ -40,18 +40,18 @@ def test_agrees_tries_nothing_during_a_capture_or_when_off(gpu, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.warns(UserWarning, match="not tried before"):
-        assert not self_test.agrees("x.cu", gpu, untouched)
+        assert not switches.agrees("x.cu", gpu, untouched)
     monkeypatch.setenv("FASTSUNCET_KERNELS", "off")
-    assert not self_test.agrees("x.cu", gpu, untouched)
-    assert self_test.why_not("x.cu", gpu, untouched) == "FASTSUNCET_KERNELS is off: unset it"
+    assert not switches.agrees("x.cu", gpu, untouched)
+    assert switches.why_not("x.cu", gpu, untouched) == "FASTSUNCET_KERNELS is off: unset it"
 
 
 def test_usable_leaves_tensors_without_memory_to_the_twin(gpu):
     asked = []
     with FakeTensorMode():
         fake = torch.empty(3, device="cuda")
-    assert fake.is_cuda and not self_test.usable("x.cu", fake, asked.append)
-    assert asked == [] and self_test.agrees("x.cu", fake.device, asked.append)
+    assert fake.is_cuda and not switches.usable("x.cu", fake, asked.append)
+    assert asked == [] and switches.agrees("x.cu", fake.device, asked.append)
 
 
 def test_agrees_lets_a_proof_run_backward_in_inference_mode(gpu):
@@ -61,4 +61,4 @@ def test_agrees_lets_a_proof_run_backward_in_inference_mode(gpu):
         assert x.grad.dtype == torch.float32
 
     with torch.inference_mode():
-        assert self_test.agrees("x.cu", gpu, runs_backward)
+        assert switches.agrees("x.cu", gpu, runs_backward)
