@@ -101,6 +101,15 @@ CASES = {
     "a label for a missing file": Case(
         table(HEAD, *ROWS, "gone.jpg,cat"), (3, "line 10: no image gone.jpg under")
     ),
+    "labels as Excel writes them": Case(
+        lambda: LABELS.write_bytes(
+            "\r\n".join(f"{row.replace(',', ';')};;" for row in [HEAD, *ROWS, ","]).encode("utf-8-sig")
+        ),
+        GOOD,
+    ),
+    "labels with paths of another computer": Case(
+        table(HEAD, *ROWS, r"C:\Photos\08.JPG,cat"), (3, "did you mean 08.jpg?")
+    ),
     "one class": Case(
         table(HEAD, "00.jpg,cat", "01.jpg,cat"),
         init=(2, "all labels are of one class"),

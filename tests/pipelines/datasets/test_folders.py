@@ -252,12 +252,32 @@ def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
     assert other.sizes is index.sizes and index.labels.tolist() == [-1] * 4
 
 
+def test_csv_labels_are_read_as_spreadsheets_write_them(tree, tmp_path):
+    """Semicolons and empty columns, then a table with commas and one with tabs appended to it."""
+    lines = (
+        "file;label;;",
+        "1.jpg;big, red;;",
+        ";;;",
+        "file,label",
+        "x/2.jpg,a;b",
+        "file\tlabel",
+        "x/y/3.jpg\tcat",
+    )
+    csv = table(tmp_path / "labels.csv", *(f"{line}\r" for line in lines), encoding="utf-8-sig")
+    labeled = with_csv_labels(image_tree(tree), csv)
+    assert labeled.classes == ("a;b", "big, red", "cat") and labeled.labels.tolist() == [1, -1, 0, 2]
+    with open(csv, "a") as stream:
+        stream.write("gone.jpg\tcat\n")
+    with pytest.raises(DataError, match=r"line 8: no image gone\.jpg under \S+$"):
+        with_csv_labels(image_tree(tree), csv)
+
+
 def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     lines = {
         "1.jpg,cat": None,
         "gone.jpg,cat": f"no image gone.jpg under {tree}",
         "/etc/passwd,cat": "/etc/passwd: paths must lead downwards from the data folder",
-        "../1.jpg,cat": "../1.jpg: paths must lead downwards from the data folder",
+        "../1.jpg,cat": "../1.jpg: paths must lead downwards from the data folder; did you mean 1.jpg?",
         "x/2.jpg,": "no label: write one, or remove the line",
         "x/2.jpg,  ": "no label: write one, or remove the line",
         ",cat": "no file name: write one, or remove the line",
@@ -265,12 +285,17 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         "1.jpg": "1 columns instead of file,label",
         "1.jpg,cat,dog": "3 columns instead of file,label",
         "x/2.jpg,cat": None,
+        "C:\\Photos\\Y\\3.JPG,cat": f"no image C:\\Photos\\Y\\3.JPG under {tree}; did you mean x/y/3.jpg?",
+        f"{tree}/x/2.jpg,cat": f"{tree}/x/2.jpg: paths must lead downwards from the data folder; did you mean x/2.jpg?",
+        "cafe\u0301/4.jpg,cat": f"no image cafe\u0301/4.jpg under {tree}; did you mean caf\xe9/4.jpg?"
+        " Its letters have another Unicode form: copy the name from `ls`",
+        "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
     with pytest.raises(DataError) as error:
         with_csv_labels(image_tree(tree), csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 9 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 13 wrong lines:", *wrong]
 
 
 def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
@@ -287,7 +312,8 @@ def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
         (None, "cannot read the labels .*labels.csv: No such file"),
         (b"", "labels.csv is empty: the first line must be `file,label`"),
         (b"1.jpg,cat\n", "first line must be `file,label`, not '1.jpg,cat'"),
-        (b"file;label\n1.jpg;cat\n", "not 'file;label'.*separate them by commas, not semicolons"),
+        (b"\xef\xbb\xbfDatei;Klasse\r\n1.jpg;cat\r\n", "first line must be `file,label`, not 'Datei;Klasse'"),
+        (b"file;label;sure\n1.jpg;cat;1\n", "first line must be `file,label`, not 'file;label;sure'"),
         (b"file,label\n", "no line after it"),
         (b"file,label\n1.jpg,caf\xe9\n", "not a CSV in UTF-8"),
         ("file,label\n".encode("utf-16"), r"\(byte 0xff on line 1\): save it as UTF-8"),
