@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
+from fastsuncet.config.schema import TIMM
 from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
@@ -247,7 +248,7 @@ def _tensors(encoder: Encoder) -> dict[str, Tensor]:
     tensors = dict(encoder.module.state_dict())
     if encoder.classifier is not None:
         module: Any = encoder.module
-        name = module.pretrained_cfg["classifier"] if encoder.name.startswith("timm/") else "fc"
+        name = module.pretrained_cfg["classifier"] if encoder.name.startswith(TIMM) else "fc"
         if not isinstance(name, str):
             raise ConfigError(
                 f"timm's {encoder.name} has no single classifier (but {name}), and this fine-tuning has one: export it "
@@ -321,14 +322,14 @@ def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
     shape = {"num_classes": len(names), "num_features": record["width"], "global_pool": "avg"}
     shape |= {"label_names": names} if names else {}
     name = record["architecture"]
-    if not name.startswith("timm/"):
+    if not name.startswith(TIMM):
         return {"architecture": name, **shape, "pretrained_cfg": pixels | crop | classes}
     network = timm_backbone.create(name, "meta")
     known = {key: network.pretrained_cfg[key] for key in ("first_conv", "classifier")}
     arguments = {"model_args": {"dynamic_img_size": True}} if hasattr(network, "dynamic_img_size") else {}
     del shape["global_pool"]  # as the network has it
     pretrained = pixels | crop | classes | known
-    return {"architecture": name.removeprefix("timm/"), **shape, **arguments, "pretrained_cfg": pretrained}
+    return {"architecture": name.removeprefix(TIMM), **shape, **arguments, "pretrained_cfg": pretrained}
 
 
 def _model_card(record: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import as_yaml
-from fastsuncet.config.schema import CONFIG, DEFAULTS, WITH_SMALL_CROPS, Contrast
+from fastsuncet.config.schema import CONFIG, DEFAULTS, TIMM, WITH_SMALL_CROPS, Contrast
 from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 # Values by dotted key, in the types of JSON, without those that are not valid.
@@ -133,7 +133,7 @@ RULES: list[Rule] = [
     ),
     (
         ["model.library", "model.stem"],
-        lambda v, key: v["model.name"].startswith("timm/") and changed(v, key),
+        lambda v, key: v["model.name"].startswith(TIMM) and changed(v, key),
         "must be %(default)s with model.name: %(model.name)s, which is built as timm builds it",
     ),
     (
@@ -208,7 +208,7 @@ RULES: list[Rule] = [
     # ---- model
     (
         ["model.fused_batchnorm"],
-        lambda v, key: v[key] is True and v["model.name"].startswith("timm/"),
+        lambda v, key: v[key] is True and v["model.name"].startswith(TIMM),
         "must be auto or false with model.name: %(model.name)s, which is built as timm builds it",
     ),
     (

@@ -117,10 +117,11 @@ Exports = Annotated[
     tuple[Literal["torchvision", "timm", "safetensors", "onnx"], ...],
     described("a list of torchvision, timm, safetensors and onnx, or []"),
 ]
+TIMM = "timm/"  # before the name of a network of timm's
 Network = Literal["resnet50", "resnet34", "resnet18", "wide_resnet28w2", "resnet_tiny"]
 Backbone = Annotated[
-    Network | Annotated[str, matching(r"timm/[A-Za-z0-9_]{1,99}", "timm/NAME")],
-    described(f"{words(get_args(Network))}, or timm/NAME with a name of timm's"),
+    Network | Annotated[str, matching(rf"{TIMM}[A-Za-z0-9_]{{1,99}}", f"{TIMM}NAME")],
+    described(f"{words(get_args(Network))}, or {TIMM}NAME with a name of timm's"),
 ]
 Switch = Annotated[bool, described("true or false")]
 AutoSwitch = Annotated[bool | Literal["auto"], described("true, false or auto")]

@@ -3,6 +3,7 @@
 import importlib.util
 
 from fastsuncet.config import Config
+from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
 from fastsuncet.models.resnet import OWN
 
@@ -12,7 +13,7 @@ ONNX = ("onnx", "onnxscript")
 def exports(config: Config) -> list[str]:
     """Return the formats of `checkpoint.export`; torchvision has no network of timm's, whose state_dict is timm's."""
     named = config.checkpoint.export
-    if config.model.name.startswith("timm/"):
+    if config.model.name.startswith(TIMM):
         return list(dict.fromkeys("timm" if to == "torchvision" else to for to in named))
     return list(named)
 
@@ -20,7 +21,7 @@ def exports(config: Config) -> list[str]:
 def check(config: Config, to: str) -> None:
     """Raise ConfigError where the network of `config` cannot be exported to `to`, or a package is missing."""
     m = config.model
-    if to == "torchvision" and m.name.startswith("timm/"):
+    if to == "torchvision" and m.name.startswith(TIMM):
         raise ConfigError(f"torchvision does not load the weights of {m.name}: export it to timm")
     if to in ("timm", "safetensors") and m.name in OWN:
         raise ConfigError(f"timm has no {m.name}: export it to torchvision, which is a plain state_dict")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.config import Arithmetic, Config
+from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
 from fastsuncet.models.resnet import Model, build_model
 
@@ -56,7 +57,7 @@ def network_cost(
     """
     head = (hidden, output, head_batchnorm, head_layers, prediction_head)
     model = build_model(name, "torchvision", stem, *head, device="meta")
-    of_timm = name.startswith("timm/")
+    of_timm = name.startswith(TIMM)
     model.eval()  # BatchNorm then takes a single image, and autograd keeps the same
     if not of_timm:
         model._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))

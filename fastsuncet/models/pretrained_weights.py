@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import CheckpointError
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import WIDTHS, build_model
@@ -74,7 +75,7 @@ def read_weights_of(name: str, path: Path) -> Weights:
 
     Raises CheckpointError as `read_weights`; whether the tensors of a timm/NAME fit is found out by `fill`.
     """
-    if not name.startswith(timm_backbone.PREFIX):
+    if not name.startswith(TIMM):
         return read_weights(path)
     content = _read(path)
     for key in WRAPPINGS:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
 
 LIBRARIES = ("torchvision", "timm")
@@ -162,7 +163,7 @@ OWN = {"resnet_tiny": TinyResNet, "wide_resnet28w2": WideResNet}  # in neither l
 
 def width_of(name: str) -> int:
     """Return the width of h of the encoder `name`, as in model.name."""
-    if not name.startswith("timm/"):
+    if not name.startswith(TIMM):
         return WIDTHS[name]
     from fastsuncet.models import timm_backbone
 
@@ -170,7 +171,7 @@ def width_of(name: str) -> int:
 
 
 def _encoder(name: str, library: str, stem: str) -> nn.Module:
-    if name.startswith("timm/"):
+    if name.startswith(TIMM):
         from fastsuncet.models import timm_backbone
 
         return timm_backbone.create(name, "meta")
@@ -283,7 +284,7 @@ def build_model(
 
     Raises ConfigError for a name, library or stem that does not exist.
     """
-    own = not name.startswith("timm/")
+    own = not name.startswith(TIMM)
     if own and name not in WIDTHS:
         raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
     if library not in LIBRARIES:

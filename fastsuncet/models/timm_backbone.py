@@ -15,9 +15,8 @@ import torch
 from huggingface_hub import constants
 from torch.nn.modules.dropout import _DropoutNd
 
+from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
-
-PREFIX = "timm/"
 
 
 def create(name: str, device: str, seed: int = 0) -> Any:
@@ -31,10 +30,10 @@ def create(name: str, device: str, seed: int = 0) -> Any:
     import timm  # seconds, only where a network is timm's
 
     known = timm.list_models()
-    short = name.removeprefix(PREFIX)
+    short = name.removeprefix(TIMM)
     if short not in known:
         near = get_close_matches(short, known, 3)
-        hint = f"; did you mean {' or '.join(PREFIX + each for each in near)}?" if near else ""
+        hint = f"; did you mean {' or '.join(TIMM + each for each in near)}?" if near else ""
         raise ConfigError(f"model.name: timm {timm.__version__} has no network {short}{hint}")
     options = {"pretrained": False, "num_classes": 0}
     with torch.device(device), torch.random.fork_rng(devices=[]):
@@ -60,7 +59,7 @@ def published(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     import timm
 
-    short = name.removeprefix(PREFIX)
+    short = name.removeprefix(TIMM)
     if not timm.is_model(short) or not timm.models.is_model_pretrained(short):
         raise ConfigError(f"model.init: timm {timm.__version__} has no published weights of {short}")
     # Without a network the downloader tries for a minute, though it may have the file.

@@ -23,6 +23,7 @@ from statistics import median
 from typing import NamedTuple
 
 from fastsuncet.config import Arithmetic, Config, flat
+from fastsuncet.config.schema import TIMM
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
 from fastsuncet.distributed.place import Place
@@ -143,7 +144,7 @@ PATHS = {
 
 def can_fuse(config: Config) -> bool:
     """Return whether the network's BatchNorm can be fused with its neighbors."""
-    return config.meta.channels_last and not config.meta.compile and not config.model.name.startswith("timm/")
+    return config.meta.channels_last and not config.meta.compile and not config.model.name.startswith(TIMM)
 
 
 # -------------------------------------------------------------------------------------------------- which, and why

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fastsuncet.commands.init.rules import Machine, Survey, Weights
+from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
@@ -188,7 +189,7 @@ def weights(asked: str | None, gpu: bool) -> tuple[Weights | None, str]:
             return None, str(error).split("\n")[0].removeprefix("model.init: ").split(": ")[0]
         return Weights("timm"), ""
     if not os.path.exists(os.path.expanduser(asked)):
-        name = asked if asked in WIDTHS else timm_backbone.PREFIX + asked.removeprefix(timm_backbone.PREFIX)
+        name = asked if asked in WIDTHS else TIMM + asked.removeprefix(TIMM)
         _, about = timm_backbone.published(name)
         return Weights("timm", name, mean=about["mean"], std=about["std"]), ""
     try:
