@@ -199,6 +199,9 @@ def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, cap
     assert job_state(run.jobs[1]).text == "to do again: the run has gone on"
     shutil.rmtree(checkpoints / "step_00000001")
     assert sweep("two.yaml") == 0
+    (checkpoints / "step_00000002").mkdir()
+    write_status(run.folder, 3)  # of a checkpoint that was moved away
+    assert [job_state(job).done for job in run.jobs] == [True, True, False]
 
 
 def test_sweep_starts_nothing_after_a_signal(script):
