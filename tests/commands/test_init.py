@@ -253,12 +253,15 @@ def test_init_goes_on_from_a_run_with_its_validation_images_and_size(photos, cap
     assert "without 1 validation images" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("load", "said"), [(99.0, True), (63.0, False)])
-def test_init_times_a_step_and_names_a_busy_machine(monkeypatch, capsys, load, said):
+@pytest.mark.parametrize(
+    ("loads", "said"),
+    [([(99.0, 0.0, 0.0)], True), ([(63.0, 0.0, 0.0)], False), (OSError, False)],  # the last without /proc
+)
+def test_init_times_a_step_and_names_a_busy_machine(monkeypatch, capsys, loads, said):
     """On a machine of 64 cores, all of which are counted in its load, whatever part of them a container has."""
     monkeypatch.setattr(survey.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(survey.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(survey.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(survey.os, "getloadavg", mock.Mock(side_effect=loads))
     found = survey.machine()
     assert ("the timed step is slow: 99 processes" in capsys.readouterr().out) == said
     assert found.device == "cpu" and 1e8 < found.macs_per_second < 1e14 and found.memory > 1e9

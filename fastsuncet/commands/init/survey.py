@@ -142,8 +142,11 @@ def machine() -> Machine:
 
     Says where other processes make the step, and so the predicted hours, slow.
     """
-    # The load is that of all cores, also where this process can use only some of them.
-    if (load := os.getloadavg()[0]) > (count := os.cpu_count() or 1):
+    try:
+        load = os.getloadavg()[0]  # of all cores, also where this process can use only some of them
+    except OSError:  # there is no /proc
+        load = 0.0
+    if load > (count := os.cpu_count() or 1):
         say_line(
             f"{'note':<9}the timed step is slow: {load:.0f} processes are running on {count} cores. The hours below "
             "are those of a machine as busy as now"
