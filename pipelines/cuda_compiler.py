@@ -4,6 +4,7 @@ NVRTC comes with torch's CUDA wheels. It needs no GPU, no CUDA toolkit and no C+
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -39,6 +40,16 @@ def version() -> tuple[int, int]:
         return check(nvrtc.nvrtcVersion())
     except RuntimeError as error:  # raised by the bindings when they find no libnvrtc
         raise KernelError(f"NVRTC: {error}") from error
+
+
+def driver_version() -> int:
+    """Return the newest CUDA that this machine's driver supports, 13000 for 13.0. Raises OSError without a driver.
+
+    torch has no name for it. It starts nothing on the GPU, and needs no bindings.
+    """
+    number = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    return number.value
 
 
 def unavailable() -> str | None:

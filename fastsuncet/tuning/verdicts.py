@@ -34,8 +34,7 @@ def describe_machine(device: torch.device) -> Key:
         "card": card.name,
         "memory": card.total_memory,
         "driver": DRIVER.read_text(encoding="utf-8")[:LIMIT] if DRIVER.exists() else "",
-        # The stubs do not know it.
-        "cuda": torch._C._cuda_getDriverVersion(),  # pyright: ignore[reportAttributeAccessIssue]
+        "cuda": cuda_compiler.driver_version(),
         "nvrtc": nvrtc,
         "versions": versions(),
         "program": digest_of_sources(),

@@ -121,6 +121,13 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_cards_are_named_with_the_driver(monkeypatch):
+    """The cards come from another process, the driver from this one."""
+    monkeypatch.setattr(gpu_suite, "CARDS", "print('H100 81559 MiB')")
+    monkeypatch.setattr(gpu_suite, "driver_version", lambda: 13000)
+    assert gpu_suite.cards() == "H100 81559 MiB; driver for CUDA 13000"
+
+
 def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
     assert names[:4] == ["pixels", "winner", "feed", "imagenet"] and names[-1] == "race"

@@ -1,12 +1,16 @@
 """Verdicts are kept for later starts, and read only where they are whole and this user's own."""
 
+import ctypes
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastsuncet.tuning import verdicts
 from fastsuncet.tuning.trials import Verdict
+from pipelines import cuda_compiler
 from tests.support.pretended import pretend
 
 
@@ -26,6 +30,26 @@ def test_verdict_is_kept_whole_and_for_its_key_only(capsys):
     (file,) = verdicts.file_of(KEY).parent.iterdir()
     assert json.loads(file.read_text())["reason"] == "slower"  # a person can read it
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_describe_machine_has_the_card_and_its_driver(monkeypatch):
+    """With a card and a driver that are pretended: a name that torch lacks would end a run on a GPU."""
+
+    class Driver:
+        def __init__(self, name):
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, number):  # noqa: N802
+            number._obj.value = 12080
+
+    monkeypatch.undo()  # the fixture's own machine
+    card = SimpleNamespace(name="H100", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    fake = SimpleNamespace(CDLL=Driver, c_int=ctypes.c_int, byref=ctypes.byref)
+    monkeypatch.setattr(cuda_compiler, "ctypes", fake)
+    found = verdicts.describe_machine(torch.device("cuda", 0))
+    assert (found["card"], found["memory"], found["cuda"]) == ("H100", 80 << 30, 12080)
+    assert found["versions"]["torch"] == torch.__version__ and json.dumps(found)
 
 
 def link(file):

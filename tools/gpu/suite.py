@@ -40,6 +40,7 @@ import torch
 
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.tuning.processes import limited, run_while
+from pipelines.cuda_compiler import driver_version
 from tools.bench.harness import Report, lines_of, markdown
 from tools.gpu.workloads import CIFAR, IMAGENET, NO_DALI, generate_images, overrides
 
@@ -57,7 +58,7 @@ import torch
 torch.cuda.init()
 cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
 names = [f"{card.name} {card.total_memory >> 20} MiB" for card in cards]
-print("; ".join(names), "driver for CUDA", torch._C._cuda_getDriverVersion())
+print("; ".join(names))
 """
 
 
@@ -69,7 +70,7 @@ def cards() -> str:
     asked = subprocess.run([sys.executable, "-c", CARDS], capture_output=True, text=True, cwd=ROOT)
     if asked.returncode:
         raise RuntimeError((asked.stderr.strip().splitlines() or ["it gives no reason"])[-1])
-    return asked.stdout.strip()
+    return f"{asked.stdout.strip()}; driver for CUDA {driver_version()}"
 
 
 @dataclass(frozen=True)
