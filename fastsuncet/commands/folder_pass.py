@@ -44,6 +44,7 @@ SETTINGS = Config.from_values(
 SAVE_EVERY = {"cpu": 4, "cuda": 64}
 ROW = np.dtype("<f4")
 Skipped = dict[int, str]  # number of an image -> why it has no row
+SHOWN = 20  # skipped images that are printed
 
 
 def check_output(output: Path, endings: tuple[str, ...], force: bool) -> None:
@@ -123,6 +124,16 @@ def rows_of(
             rows[good - start] = found
             found = rows
         yield start, found
+
+
+def skipped_lines(skipped: Skipped, index: ImageIndex, what: str = "") -> list[str]:
+    """Return the skipped images and why, the first SHOWN of them; `what` it means for the output."""
+    if not skipped:
+        return []
+    count = f"{len(skipped):,} image{'s' * (len(skipped) > 1)}"
+    lines = [f"skipped      {count} that cannot be decoded{what}:"]
+    lines += [f"  {index.name(i)}: {reason}" for i, reason in sorted(skipped.items())[:SHOWN]]
+    return [*lines, *([f"  and {len(skipped) - SHOWN:,} more"] if len(skipped) > SHOWN else [])]
 
 
 def write_pass(

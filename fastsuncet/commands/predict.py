@@ -18,6 +18,7 @@ from fastsuncet.commands.folder_pass import (
     known_view,
     one_process,
     rows_of,
+    skipped_lines,
     write_pass,
 )
 from fastsuncet.commands.prediction_page import prediction_page
@@ -33,7 +34,6 @@ from pipelines.datasets.index import ImageIndex
 
 FORMATS = (".csv", ".parquet")
 UNSURE = 0.5  # below this probability a second class, or all others together, are as likely
-SHOWN = 20  # skipped images that are printed
 
 
 class Prediction(NamedTuple):
@@ -101,7 +101,7 @@ def predict(
     except BadImage as error:
         raise error if skip_bad else DataError(f"{error} Or leave them out: --skip-bad") from None
     summary = _summary(rows)
-    for line in (*_skipped_lines(skipped, index), *summary):
+    for line in (*skipped_lines(skipped, index, "; their cells are empty"), *summary):
         say_line(line)
     say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
     if page:
@@ -186,12 +186,3 @@ def _summary(rows: np.ndarray) -> list[str]:
     return [
         f"images       mean probability {100 * sure.mean():.1f} %; {unsure:,} of {len(sure):,} ({share}) below {UNSURE}"
     ]
-
-
-def _skipped_lines(skipped: Skipped, index: ImageIndex) -> list[str]:
-    """Return the skipped images and why, the first SHOWN of them."""
-    if not skipped:
-        return []
-    lines = [f"skipped      {len(skipped):,} images that cannot be decoded; their cells are empty:"]
-    lines += [f"  {index.name(i)}: {reason}" for i, reason in sorted(skipped.items())[:SHOWN]]
-    return [*lines, *([f"  and {len(skipped) - SHOWN:,} more"] if len(skipped) > SHOWN else [])]

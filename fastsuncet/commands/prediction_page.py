@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from fastsuncet.console import say_line
-from pipelines.datasets.image_headers import FORMATS
+from pipelines.datasets.image_headers import FORMATS, as_rgb
 
 SIDE = 160  # pixels of a thumbnail, of about 5 kB
 OF_CLASS = 8  # pictures of a class, the surest and as many of the least sure, at most
@@ -131,7 +131,7 @@ def thumbnail(path: Path, side: int = SIDE) -> str:
     try:
         with Image.open(path, formats=FORMATS) as image:
             image.draft("RGB", (side, side))
-            small = ImageOps.exif_transpose(image).convert("RGB")
+            small = Image.fromarray(as_rgb(image, upright=True))
     except Exception as error:  # PIL's parsers raise many types, also for files that DALI's decoders forgive
         say_line(f"page: {path} is named but not shown: {error}")
         return "data:,"

@@ -9,13 +9,20 @@ import numpy as np
 import torch
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
-from fastsuncet.commands.folder_pass import check_output, encoder_of, known_view, one_process
+from fastsuncet.commands.folder_pass import (
+    Skipped,
+    check_output,
+    encoder_of,
+    known_view,
+    one_process,
+    rows_of,
+    skipped_lines,
+)
 from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
-from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
@@ -88,12 +95,21 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     labeled[split.indices] = True
     good = np.setdiff1d(np.arange(len(index)), list(index.bad))
     unlabeled = good[~labeled[good]]
-    if len(unlabeled) < count:
-        raise DataError(f"--count {count}: only {len(unlabeled)} images of {config.data.root} have no label")
     drawn = np.random.default_rng(config.meta.seed).permutation(unlabeled)[:POOL]
     pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
-    features = outputs(encoder.module.to(place.device), index, pool, config, place, view=view)
-    known = torch.from_numpy(labeled[pool]).to(place.device)
+    skipped: Skipped = {}
+    module = encoder.module.to(place.device)
+    blocks = rows_of(module, index.take(pool), view, place, width=encoder.width, skipped=skipped)
+    values = np.concatenate([rows for _, rows in blocks])
+    for line in skipped_lines({int(pool[i]): reason for i, reason in skipped.items()}, index):
+        say_line(line)
+    pool, values = (np.delete(each, list(skipped), 0) for each in (pool, values))
+    if (left := int((~labeled[pool]).sum())) < count:
+        images = f"images of {config.data.root or config.data.pack} that can be read have no label"
+        raise DataError(
+            f"--count {count}: only {left:,} {images}" + (f"; give --count {left}" if left else "")
+        )
+    features, known = (torch.from_numpy(x).to(place.device) for x in (values, labeled[pool]))
     rows = typical(features, known, count, config.meta.seed)
     chosen = pool[rows.cpu().numpy()].tolist()
     guesses = []

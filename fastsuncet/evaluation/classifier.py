@@ -337,7 +337,11 @@ def describe(classifier: Classifier) -> list[str]:
         why = "no class has two labels, so no label can be left out to judge by"
         if worth.learned:
             why = "the network has learned from these labels. Label more images to know it"
-        return [*lines, f"expected     unknown: {why}"]
+        return [
+            *lines,
+            f"expected     unknown: {why}",
+            "calibration  not measured; as a rule the probabilities are too high",
+        ]
     low, high = (100 * x for x in wilson_interval(worth.accuracy * worth.judged, worth.judged))
     alone = worth.labels - worth.learned - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
     left_out = f"; single labels of {alone} classes cannot be judged" if alone else ""

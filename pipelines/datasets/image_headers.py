@@ -61,16 +61,21 @@ def read_rgb(file: os.PathLike | bytes, *, upright: bool = False) -> np.ndarray:
     """
     try:
         with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
-            # 16-bit gray, which PIL would clip to white; older versions call such a PNG "I".
-            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-                gray = (np.asarray(image, np.uint32) + 128) // 257  # rounded, as DALI does
-                pixels = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
-            else:
-                pixels = np.array(image.convert("RGB"))
-            return _turned(pixels, orientation(image)) if upright else pixels
+            return as_rgb(image, upright=upright)
     except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
         name = "a packed image" if isinstance(file, bytes) else file
         raise RuntimeError(f"{name}: {error}") from error
+
+
+def as_rgb(image: Image.Image, *, upright: bool) -> np.ndarray:
+    """Return the pixels of an opened image as `read_rgb`. Raises what PIL raises."""
+    # 16-bit gray, which PIL would clip to white; older versions call such a PNG "I".
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        gray = (np.asarray(image, np.uint32) + 128) // 257  # rounded, as DALI does
+        pixels = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
+    else:
+        pixels = np.array(image.convert("RGB"))
+    return _turned(pixels, orientation(image)) if upright else pixels
 
 
 def _turned(pixels: np.ndarray, tag: int) -> np.ndarray:

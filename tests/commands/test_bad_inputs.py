@@ -11,7 +11,7 @@ import pytest
 from fastsuncet import cli
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Machine
-from tests.support.pictures import write_images
+from tests.support.pictures import cut_short, write_images
 
 RUN = """\
 data: {kind: csv, root: photos, csv: labels.csv, split: {kind: csv}, validation: null, backend: torchvision}
@@ -135,6 +135,18 @@ CASES = {
         lambda: [(PHOTOS / name).write_bytes(b"") for name in NAMES[8:]],
         (3, "11.jpg: an empty file"),
         init=GOOD,
+    ),
+    "images that end early": Case(
+        lambda: [cut_short(PHOTOS / name) for name in NAMES[10:]],
+        GOOD,  # the step of `train` reads none of them
+        predict=(3, "11.jpg: "),
+        suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: "),
+    ),
+    "fewer images without a label than asked for": Case(
+        lambda: [cut_short(PHOTOS / name) for name in NAMES[9:]],
+        (3, ".jpg: a truncated JPEG"),
+        init=GOOD,
+        suggest=(3, "photos that can be read have no label; give --count 1"),
     ),
     "unreadable images that are not the run's": Case(
         lambda: (

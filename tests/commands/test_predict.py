@@ -1,6 +1,8 @@
 """The classes of a folder: names, calibrated probabilities, the best classifier of a run, bad images."""
 
+import base64
 import csv
+import io
 import json
 import math
 import os
@@ -10,6 +12,7 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -122,7 +125,9 @@ def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels
     table = (run.parent / "labels.csv").read_text()
     (run / "learned.csv").write_text(table)
     assert cli.main(words(run)) == 0
-    assert "expected     unknown: the network has learned from these labels" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "expected     unknown: the network has learned from these labels" in printed
+    assert "calibration  not measured; as a rule the probabilities are too high" in printed
     (run / "learned.csv").write_text("\n".join(table.split("\n")[:13]))
     fastsuncet.predict(run, run.parent / "photos")
     said = "cross-validation on 6 labels; the network has learned from the other 12)"
@@ -303,6 +308,18 @@ def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture
         assert f"page: {tmp_path / name}.png is named but not shown: " in printed
     labeling = labeling_page.labeling_page(["bomb.png"], [tmp_path / "bomb.png"], ["red"])
     assert '"pictures": ["data:,"]' in labeling and "This picture cannot be shown." in labeling
+
+
+def test_thumbnail_shows_what_the_network_sees(tmp_path):
+    """16 bits of gray, which PIL clips to white, and turned by the EXIF tag."""
+    half = np.repeat(np.array([[0, 25700]], np.uint16), 40, axis=1).repeat(20, axis=0)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the left side is the top
+    Image.fromarray(half).save(tmp_path / "a.png", exif=turned)
+    url = prediction_page.thumbnail(tmp_path / "a.png")
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
+    assert shown.shape == (80, 20, 3)
+    assert shown[:35].max() < 10 and shown[45:].min() > 90 and shown[45:].max() < 110
 
 
 @pytest.mark.slow
