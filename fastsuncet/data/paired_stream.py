@@ -95,21 +95,16 @@ class PairedStream:
             for loader in self._loaders.values():
                 loader.use_threads(self._threads_alone)
         shown = self._loaders[UNLABELED](step) if self.views else ()
-        shown = tuple(self._to_device(view) for view in shown)
+        shown = tuple(to_device(view, self.place.device) for view in shown)
         labeled, labels = self._no_images, self._no_labels
         if supervised:
             loader = self._loaders[LABELED]
-            seen = [self._to_device(view) for view in loader(step)]
+            seen = [to_device(view, self.place.device) for view in loader(step)]
             labeled = torch.cat(seen) if len(seen) > 1 else seen[0]
             # The labels come last: a bad image can be replaced by one of another class.
-            labels = self._to_device(torch.from_numpy(loader.draws(step).labels).repeat(len(seen)))
+            labels = torch.from_numpy(loader.draws(step).labels).repeat(len(seen))
+            labels = to_device(labels, self.place.device)
         return Batch(step, shown, labeled, labels)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.place.device.type == "cuda" and not tensor.is_cuda:
-            # A copy from pageable memory can hold the host up until the GPU reaches it, `non_blocking` or not.
-            tensor = tensor.pin_memory()
-        return tensor.to(self.place.device, non_blocking=True)
 
     def files(self, step: int, rank: int, role: str) -> list[str]:
         """Return the names of one stream's images in one rank's step, for the message on a non-finite loss."""
@@ -139,6 +134,14 @@ class PairedStream:
         """Free threads and buffers."""
         for loader in self._loaders.values():
             loader.close()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`, without waiting for it."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        # A copy from pageable memory can hold the host up until the GPU reaches it, `non_blocking` or not.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOptions:

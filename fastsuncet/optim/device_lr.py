@@ -79,7 +79,8 @@ class SGD(DeviceLR, torch.optim.SGD):
     """torch's fused SGD with momentum: b = momentum b + g + weight_decay w, w = w - lr b.
 
     Momentum buffers are zeros from construction, which is torch's first step to the bit: a parameter whose gradients
-    begin later, such as SwAV's prototypes, has one too.
+    begin later, such as SwAV's prototypes, has one too. torch's own are memory that nothing has written where the first
+    step overflows in fp16, and the second step would read it.
     """
 
     def __init__(

@@ -4,12 +4,16 @@ Counted on a CPU: an operator that hands a value to Python (`_local_scalar_dense
 (`nonzero`, a boolean index) makes the host of a GPU wait for it, whatever the device of the test.
 """
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from fastsuncet.config import Config
-from fastsuncet.data.paired_stream import PairedStream
+from fastsuncet.data.paired_stream import LABELED, PairedStream
 from fastsuncet.distributed.place import Place
+from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training.step import build, train_step
 from tests.support.methods import METHODS, small
@@ -90,13 +94,27 @@ def test_step_launches_few_operators_however_large_its_batch(tmp_path, monkeypat
     assert counted(config, labeled=40).operators == operators
 
 
-def test_stream_copies_cpu_pixels_to_a_gpu_from_pinned_memory(monkeypatch):
-    calls = []
+class LabelsOfFive:
+    """A loader of one view."""
+
+    def __call__(self, number: int) -> list[torch.Tensor]:
+        return [torch.zeros(5, 3, 2, 2)]
+
+    def draws(self, number: int) -> SimpleNamespace:
+        return SimpleNamespace(labels=np.arange(5))
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cuda", ["pinned"]), ("cpu", [])])
+def test_streams_copy_to_a_gpu_from_pinned_memory(monkeypatch, device, pinned):
+    place, calls = Place(0, 1, 0, torch.device(device)), []
+    ours, tuning = PairedStream.__new__(PairedStream), FineTuningStream.__new__(FineTuningStream)
+    ours.place, ours.views, ours.arithmetic = place, (), SimpleNamespace(supervised_steps=1)
+    ours._loaders = {LABELED: LabelsOfFive()}
+    tuning._place, tuning.passes, tuning._loader = place, 1, LabelsOfFive()
+    tuning._index = SimpleNamespace(presence=None)
+    ours._no_images = ours._no_labels = torch.empty(0)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **how: calls.append(how) or self)
-    labels = torch.arange(3)
-    for device in ("cuda", "cpu"):
-        stream = PairedStream.__new__(PairedStream)
-        stream.place = Place(0, 1, 0, torch.device(device))
-        assert stream._to_device(labels) is labels
-    assert calls == ["pinned", {"non_blocking": True}, {"non_blocking": True}]
+    for images, labels in (tuning(0, 0), (ours(0).labeled, ours(0).labels)):
+        assert images.shape == (5, 3, 2, 2) and labels.tolist() == list(range(5))
+    assert calls == [*pinned, {"non_blocking": True}] * 6

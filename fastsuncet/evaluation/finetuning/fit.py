@@ -35,7 +35,7 @@ from fastsuncet.evaluation.finetuning.record import refuse_changed, sizes
 from fastsuncet.evaluation.finetuning.stream import ROLE, FineTuningStream
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
-from fastsuncet.optim import warmup_cosine
+from fastsuncet.optim import SGD, warmup_cosine
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
 from pipelines.datasets.index import ImageIndex
@@ -145,14 +145,13 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         self.stale = frozen is not None and frozen.stale
         # The features' scale decides the bound, so a resume must not measure it anew: the optimizer's state keeps it.
         scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * lr))
-        self.optimizer = torch.optim.SGD(
+        # Fused: one launch for all weights, and fp16's scaler need not ask the device whether to step.
+        self.optimizer = SGD(
             [{"params": list(self.model.parameters()), "scale": scale}],
-            lr=lr,
+            lr,
             momentum=f.momentum,
             nesterov=f.nesterov,
             weight_decay=f.weight_decay,
-            # One launch for all weights, and fp16's scaler need not ask the device whether to step.
-            fused=True,
         )
         self.stream = FineTuningStream(train, indices, config, place)
         self.steps_per_epoch = self.stream.steps_per_epoch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.config import Config
-from fastsuncet.data.paired_stream import loader_options
+from fastsuncet.data.paired_stream import loader_options, to_device
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.finetuning.record import sizes
 from pipelines.datasets.index import ImageIndex
@@ -74,7 +74,7 @@ class FineTuningStream:
         presence = self._index.presence
         targets = draws.labels if presence is None else presence[draws.indices]
         device = self._place.device
-        return images.to(device, non_blocking=True), torch.from_numpy(targets).to(device, non_blocking=True)
+        return to_device(images, device), to_device(torch.from_numpy(targets), device)
 
     def files(self, step: int, rank: int, role: str = ROLE) -> list[str]:
         """Return the names of the images of one rank's part of a step."""

@@ -17,7 +17,7 @@ from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
-from fastsuncet.evaluation.finetuning.network import Classifier, sigmoid_loss
+from fastsuncet.evaluation.finetuning.network import Classifier, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.models.resnet import build_model
@@ -204,6 +204,22 @@ def test_update_in_passes_is_the_update_in_one(tmp_path, passes):
     assert_close(weights(tmp_path / "1"), weights(tmp_path / "2"))
     torch.testing.assert_close(parts.logits, whole.logits, rtol=1e-4, atol=1e-5)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+def test_update_after_one_that_overflows_is_the_first(tmp_path, monkeypatch):
+    """In fp16 the first update often overflows. torch's own fused SGD then reads momentum that nothing has written."""
+    monkeypatch.setattr(torch, "empty_like", lambda x, **how: torch.full_like(x, torch.nan, **how))
+    images, found = (pictures(45), np.arange(45)), []
+    for overflows in (False, True):
+        encoder, config = plain_encoder(), config_in(tmp_path / str(overflows))
+        task = FineTuning(encoder, *images, config, ALONE, tmp_path, {}, steps=2)
+        task.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in [torch.inf] * overflows + [1.0]:
+            task.loss = lambda logits, labels, by=factor: (softmax_loss(logits, labels)[0] * by, labels[0])
+            task.train_step(iter([task.stream(0, 0)]), 0.1)
+        task.stream.close()
+        found.append([x.detach() for x in task.model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def on_rank(rank: int, world_size: int, folder: str, encoder: str, passes: tuple[int, ...]) -> dict:
