@@ -4,10 +4,13 @@ import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipelines.data_errors import DataError
 from pipelines.output import say_once
+
+if TYPE_CHECKING:  # a program without torch can ask what is missing
+    import torch
 
 # The time that a container (cgroup v2) is given: "400000 100000" is 4 cores, "max 100000" has no limit.
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -133,3 +136,11 @@ def cores_of_process() -> int:
 def decode_threads(asked: int | None, streams: int = 1) -> int:
     """Return `asked`, or the share of the cores of one of a process's `streams` that decode at the same time."""
     return max(1, min(MOST, cores_of_process() // streams)) if asked is None else asked
+
+
+def to_device(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """Return `tensor`, with its strides, on `device`, without waiting for it."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        # A copy from pageable memory can hold the host up until the GPU reaches it, `non_blocking` or not.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -11,7 +11,7 @@ import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from pipelines.backend import LoaderOptions
+from pipelines.backend import LoaderOptions, to_device
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
@@ -62,7 +62,8 @@ class TorchvisionEngine:
                 self._pending[step] = [self._pool.submit(self._one_image, draws, row) for row in rows]
         rows = [future.result() for future in self._pending.pop(self._step)]
         self._step += 1
-        return [torch.stack(view).to(self._device, memory_format=torch.channels_last) for view in zip(*rows)]
+        views = (torch.stack(view).contiguous(memory_format=torch.channels_last) for view in zip(*rows))
+        return [to_device(view, self._device) for view in views]
 
     def _one_image(self, draws: BatchDraws, row: int) -> list[torch.Tensor]:
         i = int(draws.indices[row])

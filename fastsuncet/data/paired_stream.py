@@ -11,7 +11,7 @@ import torch
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import WITH_SMALL_CROPS
 from fastsuncet.distributed.place import Place
-from pipelines.backend import LoaderOptions, decode_threads
+from pipelines.backend import LoaderOptions, decode_threads, to_device
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
@@ -134,14 +134,6 @@ class PairedStream:
         """Free threads and buffers."""
         for loader in self._loaders.values():
             loader.close()
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `tensor` on `device`, without waiting for it."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        # A copy from pageable memory can hold the host up until the GPU reaches it, `non_blocking` or not.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOptions:

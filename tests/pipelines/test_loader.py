@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pipelines import torchvision_engine
 from pipelines.backend import LoaderOptions
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
@@ -143,6 +144,17 @@ def test_torchvision_engine_reads_ahead_and_each_file_once_a_step(index, monkeyp
     pool.shutdown(wait=True)
     # Threads of another test's loader can still be at work; they do not count.
     assert sum(thread in pool._threads for thread in threads) == 6 * 4
+
+
+def test_torchvision_engine_waits_for_no_gpu(index, monkeypatch):
+    """A copy that waits would make each step of a run without DALI wait for the step before it."""
+    handed = []
+    monkeypatch.setattr(torchvision_engine, "to_device", lambda *given: handed.append(given) or given[0])
+    plan = unlabeled(index)
+    engine = torchvision_engine.TorchvisionEngine(plan, LoaderOptions(device="gpu"), draws=plan, first_step=0)
+    for view, (source, device) in zip(engine.run(), handed, strict=True):
+        assert view is source and device == torch.device("cuda", 0)
+        assert view.is_contiguous(memory_format=torch.channels_last)
 
 
 # -- bad files

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fastsuncet.config import Config
-from fastsuncet.data.paired_stream import loader_options, to_device
+from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.finetuning.record import sizes
+from pipelines.backend import to_device
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
