@@ -21,12 +21,13 @@ def typical(features: Tensor, labeled: Tensor, count: int, seed: int = 0) -> Ten
     x = F.normalize(features.float())
     clusters = min(int(labeled.sum()) + count, MOST_CLUSTERS, len(x))
     member = k_means(x, clusters, seed)
-    sizes, labels = member.bincount(minlength=clusters), member[labeled].bincount(minlength=clusters)
+    # As lists: on a GPU the host would wait for each number.
+    sizes, labels = (rows.bincount(minlength=clusters).tolist() for rows in (member, member[labeled]))
     left = {c: _by_typicality(x, member, labeled, c) for c in range(clusters)}
     found: list[int] = []
     while len(found) < min(count, int((~labeled).sum())):
         # A cluster of few images is noise, and comes last.
-        order = [(int(sizes[c]) < SMALLEST, int(labels[c]), -int(sizes[c]), c) for c in left if left[c]]
+        order = [(sizes[c] < SMALLEST, labels[c], -sizes[c], c) for c in left if left[c]]
         cluster = min(order)[-1]
         found.append(left[cluster].pop(0))
         labels[cluster] += 1
