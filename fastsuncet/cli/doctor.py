@@ -20,6 +20,7 @@ from fastsuncet.versions import installed
 from pipelines import backend
 
 GIGA = 1e9
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 # A ResNet-50's weights and momentum are 0.2 GB, and a save holds one set more than it keeps.
 DISK_NEEDED = 1 * GIGA
 # NCCL passes data between the GPUs of one machine through here; Docker's default of 64 MB is too little.
@@ -109,9 +110,21 @@ def required(name: str) -> Callable[[], Finding]:
 def _requirements() -> list[str]:
     """Return the requirements of pyproject.toml, without spaces: "torch>=2.6,<3", 'onnx>=1.17;extra=="onnx"'."""
     try:
-        return [re.sub(r"\s", "", line) for line in requires("fastsuncet") or []]
-    except PackageNotFoundError:  # a checkout that was not installed
+        lines = requires("fastsuncet") or []
+    except PackageNotFoundError:
+        lines = _requirements_of_checkout()
+    return [re.sub(r"\s", "", line) for line in lines]
+
+
+def _requirements_of_checkout() -> list[str]:
+    """Return the requirements of a checkout that was not installed; none with Python 3.10, which reads no TOML."""
+    if sys.version_info < (3, 11) or not PYPROJECT.exists():
         return []
+    import tomllib
+
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].items()
+    return project["dependencies"] + [f"{line};extra=='{name}'" for name, lines in extras for line in lines]
 
 
 def _requirement(name: str) -> str:
@@ -308,6 +321,7 @@ EXAMINATIONS: Examinations = [
     ("torch", required("torch")),
     ("torchvision", required("torchvision")),
     ("timm", required("timm")),
+    ("pydantic", required("pydantic")),
     ("GPU", cards),
     ("NCCL", nccl),
     ("NVRTC", nvrtc),

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,6 +175,22 @@ def test_extra_says_what_it_is_for_and_how_to_install_it(monkeypatch):
     assert page.extra("onnx")() == Finding("absent", "for export --to onnx: pip install 'onnxruntime>=1.20'")
     monkeypatch.setattr(page, "installed", {"onnx": "1.18", "onnxruntime": "1.21"}.get)
     assert page.extra("onnx")() == Finding("ok", "for export --to onnx: onnx 1.18, onnxruntime 1.21")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+def test_checkout_that_was_not_installed_is_compared_with_pyproject(monkeypatch):
+    """Such as on a GPU machine without a network, where packages lie in a folder of PYTHONPATH."""
+
+    def requires(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(page, "requires", requires)
+    monkeypatch.setattr(page, "installed", {"timm": "0.9.1", "scikit-learn": "1.5.2"}.get)
+    wanted = "timm>=1.0.20,<2"
+    expected = Finding("problem", f"0.9.1, tested with {wanted}", f"pip install '{wanted}'")
+    assert page.required("timm")() == expected
+    assert page.extra("demo")() == Finding("ok", "for scikit-learn's digits: scikit-learn 1.5.2")
+    assert page.extra("plots")().facts.endswith("pip install 'matplotlib<4,>=3.8'")
 
 
 def test_fast_paths_are_those_of_the_table_that_a_run_chooses_from(monkeypatch):

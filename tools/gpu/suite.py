@@ -7,9 +7,10 @@ PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.
 part, so that a machine that is taken away leaves what was done. `--device cpu --small` rehearses all of it.
 
 The suite needs no network. It needs the packages of pyproject.toml and pytest; those that the machine lacks, such as
-DALI, pydantic, pydantic-core, annotated-types and typing-inspection, can lie in a folder of PYTHONPATH. If DALI cannot
-read images on the device, torchvision does, and the report says so. The view operator needs a compiler and DALI's
-headers, or is built elsewhere with the same DALI: python -m pipelines.dali.view_operator --prebuilt.
+DALI and all that it imports (six too), pydantic, pydantic-core, annotated-types and typing-inspection, can lie in a
+folder of PYTHONPATH; `fastsuncet doctor` says what is missing. If DALI cannot read images on the device, torchvision
+does, and the report says so. The view operator needs a compiler and DALI's headers, or is built elsewhere with the
+same DALI: python -m pipelines.dali.view_operator --prebuilt.
 
 Where a command can last ten minutes: --minutes 9 --only winner feed; then --only imagenet tests; then
 --only ladder; then the others.
