@@ -117,9 +117,8 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
     a = config.data.augmentation
     size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
-    if (
-        config.data.kind in FILES and images.held_out is not None
-    ):  # each validation folder has its own results
+    # Each validation folder has its own results.
+    if config.data.kind in FILES and images.held_out is not None:
         setting["validation"] = images.validation.fingerprint()[:12]
     if not _unnormalized(config):
         setting |= {"mean": list(a.mean), "std": list(a.std)}

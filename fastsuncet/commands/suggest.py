@@ -40,9 +40,7 @@ class Suggestions(NamedTuple):
     classes: tuple[str, ...]  # those of the labels so far
     labeled: int
     unlabeled: int
-    guesses: list[
-        dict[str, float]
-    ]  # probabilities of the two best classes of each image; none where nothing can guess
+    guesses: list[dict[str, float]]  # of each image its two best classes; empty where nothing can guess
 
 
 def suggest(

@@ -153,10 +153,7 @@ def arithmetic(
     on = c.supervised_epochs * steps_per_epoch if isinstance(c.supervised_epochs, int) else None
     if c.labeled_share is not None and on is not None:
         labeled_views = classes * c.supervised_views  # of one image of each class
-        views, visits = (
-            2 * unlabeled + labeled_views * per_class,
-            on * per_class,
-        )  # visits to each class of a batch
+        views, visits = 2 * unlabeled + labeled_views * per_class, on * per_class  # visits to each class
         per_class = round(c.labeled_share * views / labeled_views / world_size) * world_size
         local_unlabeled = max(0, views - labeled_views * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size

@@ -134,10 +134,8 @@ class Document:
             try:
                 value = _SCALARS[kind](node.value)
                 return {} if value is None and key in self.schema.sections else value
-            except (
-                ValueError,
-                KeyError,
-            ):  # `!!int abc`, a number of more than 4,300 digits, half a character
+            # `!!int abc`, a number of more than 4,300 digits, half a character.
+            except (ValueError, KeyError):
                 kind = f"{kind} {node.value}"
         tag = shorten("!!" + kind if node.tag.startswith(CORE) else node.tag)
         text = f"{tag} is not read: a config holds text, numbers, true, false, null, lists and sections"

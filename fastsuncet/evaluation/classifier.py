@@ -55,9 +55,7 @@ class Worth:
 
     kind: str  # LINEAR, NEIGHBORS or "fine-tuned, of FOLDER"
     labels: int  # images
-    judged: (
-        int  # images that the accuracy counts; of the labels, all that are not the only one of their class
-    )
+    judged: int  # images that the accuracy counts: of the labels, those of classes with two or more
     by: str  # how they were judged, with their number
     learned: int  # of the labels, those that the encoder has learned from: nothing can be judged by them
     accuracy: float | None  # share of the judged images; None where none could be judged

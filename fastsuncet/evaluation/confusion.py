@@ -11,10 +11,7 @@ from fastsuncet.metrics.results import write_result
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 
-NUMBERED, NAMED = (
-    20,
-    60,
-)  # with more classes the matrix has no numbers in its cells, and no names at its sides
+NUMBERED, NAMED = 20, 60  # with more classes the matrix has no numbers in its cells, no names at its sides
 DOTS = 150  # with more, each wrong cell is drawn 3 x 3 cells large: a cell is a pixel or two
 PAIRS, WORST = 20, 14  # lines beside the matrix
 LONGEST = 20  # characters of a name that are shown

@@ -54,9 +54,7 @@ class Encoder:
     ledger: dict[str, Any] | None = None  # what the pre-training cost; None for a file of weights
     method: str | None = None  # "SimCLR + SuNCEt"
     classifier: nn.Linear | None = None  # (B, width) -> (B, C), where the file has one
-    head: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # tensors of the projection head, where it has one
+    head: Mapping[str, Tensor] = field(default_factory=dict)  # of the projection head, where the file has one
     classes: tuple[str, ...] = ()  # names in the order of labels and logits; () where nothing names them
     tuned: int | None = None  # updates of fine-tuning after the pre-training
     trained: Config | None = None  # the config of the run; None for a file of weights of another program

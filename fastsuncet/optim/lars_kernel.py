@@ -52,9 +52,8 @@ def lars_kernel(
     module = launcher.load("lars.cu", params[0].device, options())
     s = settings
     rates = (lr, 0.0) if isinstance(lr, Tensor) else (None, float(lr))
-    numbers = map(
-        float, (s.momentum, s.weight_decay, s.trust_coefficient, s.eps)
-    )  # an int has another layout
+    # An int has another layout.
+    numbers = map(float, (s.momentum, s.weight_decay, s.trust_coefficient, s.eps))
     rule = (*numbers, s.nesterov, s.lr_in_momentum, s.lars)
     for start in range(0, len(params), TENSORS):
         part = slice(start, start + TENSORS)

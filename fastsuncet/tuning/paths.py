@@ -57,9 +57,8 @@ class FastPath(NamedTuple):
     what: str
     twin: str  # what computes the same where it is off
     missing: Callable[[], str | None]  # what this machine lacks for it
-    excluded: Callable[
-        [Config, Arithmetic], str | None
-    ]  # why the config does without; it has no precision "auto"
+    # Why the config, which has no precision "auto", does without.
+    excluded: Callable[[Config, Arithmetic], str | None]
     trial: Callable[[Config, Arithmetic], Trial] | None = None  # None: whole steps are compared
     key: str | None = None  # of the config, whose "auto" it decides
 

@@ -161,9 +161,8 @@ class ViewParams:
     contrast: np.ndarray  # (B,) float32 factor, 1 = neutral
     saturation: np.ndarray  # (B,) float32 factor, 1 = neutral
     hue: np.ndarray  # (B,) float32 turns, 0 = neutral
-    order: (
-        np.ndarray
-    )  # (B, 4) int32: which of the four factors above comes first, second ...; 0 is brightness
+    # (B, 4) int32: which of the four factors above comes first, second ...; 0 is brightness.
+    order: np.ndarray
     gray: np.ndarray  # (B,) bool
     sigma: np.ndarray  # (B,) float32 pixels, 0 = no blur
 

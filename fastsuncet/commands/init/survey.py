@@ -89,9 +89,8 @@ def _class_folders(folder: Path) -> str | None:
             continue
         with os.scandir(folder / name) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
-        folders = [
-            each.name for each in shown if os.path.isdir(each)
-        ]  # each.is_dir() raises for a link in a loop
+        # each.is_dir() raises for a link in a loop.
+        folders = [each.name for each in shown if os.path.isdir(each)]
         images = any(
             os.path.splitext(each.name)[1].lower() in EXTENSIONS for each in shown if os.path.isfile(each)
         )

@@ -106,9 +106,7 @@ class FineTuningJob:
     images: Images
     encoder: Encoder
     several: bool  # checkpoints are fine-tuned, so finetune.write_tag alone does not name a folder
-    learned: int = (
-        0  # of the labels, those that the encoder has learned from, where folds are to judge by them
-    )
+    learned: int = 0  # where folds of the labels judge: those that the encoder has learned from
 
     @property
     def folder(self) -> Path:

@@ -43,9 +43,8 @@ def built(*, prebuilt: bool = False) -> Path:
         say_line(f"Building the view operator, once for this machine and user ({COMMAND}) ...")
 
     def prove(library: Path) -> None:
-        from pipelines.dali.view_operator.check_equal import (
-            require_equal,
-        )  # imports DALI, which can be absent
+        # It imports DALI, which can be absent.
+        from pipelines.dali.view_operator.check_equal import require_equal
 
         load(library)
         require_equal()
