@@ -26,6 +26,7 @@ from fastsuncet.distributed.place import Place, pick_device
 from fastsuncet.errors import LOST, CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.finetuning.record import module_digest
 from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage
@@ -57,18 +58,21 @@ def check_output(output: Path, endings: tuple[str, ...], force: bool) -> None:
     refuse_existing(output, force)
 
 
-def encoder_of(where: Path | Config) -> Encoder:
-    """Return the encoder of a config's run, of a run, a checkpoint or an export.
+def encoder_of(where: Path | Config) -> tuple[Encoder, Config]:
+    """Return the encoder of a config's run, of a run, a checkpoint or an export, and the config or that of the run.
 
-    Raises ConfigError for a run of another network than the config's.
+    Raises ConfigError for a run of another network than the config's, and as `known_view`.
     """
     if not isinstance(where, Config):
-        return load_encoder(where)
+        encoder = load_encoder(where)
+        known_view(encoder)
+        assert encoder.trained is not None, "an encoder with a view has the config that it was trained with"
+        return encoder, encoder.trained
     encoder = load_encoder(where.run_folder, where)
     if encoder.name != where.model.name:
         text = f"is not the network of {encoder.source}, which is {encoder.name}: train this config, with another "
         raise where.error("model.name", text + "logging.write_tag, or give the run in place of the config")
-    return encoder
+    return encoder, where
 
 
 def known_view(encoder: Encoder) -> Center:
@@ -191,12 +195,9 @@ def _all_rows(
     skipped: Skipped | None,
 ) -> np.ndarray:
     """Return the rows of all images, (N, width), in a file in `part`; those that are done there are not computed."""
-    digest = hashlib.sha256()
-    for tensor in network.state_dict().values():
-        digest.update(tensor.contiguous().numpy().tobytes())
     identity = {
         "images": [index.fingerprint(), index.contents()],
-        "encoder": digest.hexdigest(),
+        "encoder": module_digest(network),
         "view": json.loads(json.dumps(astuple(view))),
         "batch": batch,
         "device": place.device.type,

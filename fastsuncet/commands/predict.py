@@ -4,7 +4,6 @@ import csv
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from fastsuncet.commands.folder_pass import (
     skipped_lines,
     write_pass,
 )
-from fastsuncet.commands.prediction_page import prediction_page
+from fastsuncet.commands.prediction_page import Prediction, prediction_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place
@@ -34,16 +33,6 @@ from pipelines.datasets.index import ImageIndex
 
 FORMATS = (".csv", ".parquet")
 UNSURE = 0.5  # below this probability a second class, or all others together, are as likely
-
-
-class Prediction(NamedTuple):
-    """The two most probable classes of an image, with calibrated probabilities from 0 to 1."""
-
-    file: str  # its path below the folder
-    label: str
-    probability: float
-    second_label: str
-    second_probability: float
 
 
 COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
@@ -135,11 +124,7 @@ def predictions(
 
 def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
     """Return the encoder in `where` and the best classifier of its run; print what this is worth."""
-    config = where if isinstance(where, Config) else None
-    encoder = encoder_of(where)
-    known_view(encoder)
-    config = config or encoder.trained
-    assert config is not None, "an encoder with a view has the config that it was trained with"
+    encoder, config = encoder_of(where)
     encoder, classifier, lines = best_classifier(encoder, config, place, run_of(encoder, config))
     for line in lines:
         say_line(line)

@@ -9,7 +9,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -39,28 +39,23 @@ small { color: #777; display: block; overflow: hidden; text-overflow: ellipsis; 
 """
 
 
-class Predicted(Protocol):
-    """What the page shows of an image."""
+class Prediction(NamedTuple):
+    """The two most probable classes of an image, with calibrated probabilities from 0 to 1."""
 
-    @property
-    def file(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def probability(self) -> float: ...
-    @property
-    def second_label(self) -> str: ...
-    @property
-    def second_probability(self) -> float: ...
+    file: str  # its path below the folder
+    label: str
+    probability: float
+    second_label: str
+    second_probability: float
 
 
-def prediction_page(predictions: Sequence[Predicted], folder: Path, about: Iterable[str]) -> str:
+def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iterable[str]) -> str:
     """Return the page as HTML; `about` are lines to begin with, `folder` is where the images lie.
 
     Of each class the surest and the least sure pictures, then those whose two best classes are closer than GAP, by
     pairs of classes, the closest first. Long parts are cut, and say so.
     """
-    by_class: dict[str, list[Predicted]] = defaultdict(list)
+    by_class: dict[str, list[Prediction]] = defaultdict(list)
     for each in sorted(predictions, key=lambda each: -each.probability):
         by_class[each.label].append(each)
     classes = sorted(by_class)
@@ -84,7 +79,7 @@ def prediction_page(predictions: Sequence[Predicted], folder: Path, about: Itera
     parts.append(
         f"<p>{len(close):,} images whose two best classes are closer than {100 * GAP:.0f} points{cut}.</p>"
     )
-    pairs: dict[str, list[Predicted]] = defaultdict(list)
+    pairs: dict[str, list[Prediction]] = defaultdict(list)
     for each in close[:BETWEEN]:
         pairs[" or ".join(sorted((each.label, each.second_label)))].append(each)
     parts += [_row(pair, pairs[pair], folder) for pair in sorted(pairs, key=lambda pair: -len(pairs[pair]))]
@@ -111,12 +106,12 @@ def _line(text: str) -> str:
     return f"<p><b>{html.escape(name)}</b> {html.escape(what.strip())}</p>"
 
 
-def _row(title: str, found: Iterable[Predicted], folder: Path) -> str:
+def _row(title: str, found: Iterable[Prediction], folder: Path) -> str:
     figures = "\n".join(_figure(each, folder) for each in found)
     return f'<h3>{html.escape(title)}</h3>\n<div class="row">\n{figures}\n</div>'
 
 
-def _figure(each: Predicted, folder: Path) -> str:
+def _figure(each: Prediction, folder: Path) -> str:
     name = html.escape(each.file, quote=True)
     first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
     second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"

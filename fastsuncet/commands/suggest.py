@@ -81,10 +81,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     With `guess`, the linear classifier of the run, which is fitted if there is none yet, guesses their classes.
     """
     place = one_process()
-    encoder = encoder_of(where)
-    view = known_view(encoder)
-    config = where if isinstance(where, Config) else encoder.trained
-    assert config is not None, "an encoder with a view has the config that it was trained with"
+    encoder, config = encoder_of(where)
     images = open_images(config, place, validation=False)
     index, split = images.train, images.split
     if config.data.split.kind == "none" and (index.labels >= 0).any():
@@ -97,7 +94,9 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
     skipped: Skipped = {}
     module = encoder.module.to(place.device)
-    blocks = rows_of(module, index.take(pool), view, place, width=encoder.width, skipped=skipped)
+    blocks = rows_of(
+        module, index.take(pool), known_view(encoder), place, width=encoder.width, skipped=skipped
+    )
     values = np.concatenate([rows for _, rows in blocks])
     for line in skipped_lines({int(pool[i]): reason for i, reason in skipped.items()}, index):
         say_line(line)

@@ -315,16 +315,14 @@ def save_result(
         "versions": versions(),
     }
     folder = run / FOLDER
-    while True:
-        with disk_errors(folder):
-            atomic_files.make_folder(folder)
-            with atomic_files.exclusive(folder / ".transfer") as locked:
-                if locked:
-                    # Not by the old record's own name: that is another one after the run was moved.
-                    path = folder / f"{name_of(run, record)}.json"
-                    if path.exists():
-                        old = read_result(path)
-                        record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
-                    record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
-                    return write_result(run, record)
-        time.sleep(0.1)  # the other process holds the lock while it writes a small file
+    with disk_errors(folder):
+        atomic_files.make_folder(folder)
+        # Another process holds the lock while it writes a small file.
+        with atomic_files.exclusive(folder / ".transfer", wait=True):
+            # Not by the old record's own name: that is another one after the run was moved.
+            path = folder / f"{name_of(run, record)}.json"
+            if path.exists():
+                old = read_result(path)
+                record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
+            record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
+            return write_result(run, record)
