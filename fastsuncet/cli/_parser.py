@@ -158,6 +158,9 @@ class Parser(argparse.ArgumentParser):
                 )
             elif settings := self._settings(match[1]):
                 message += f"; write {settings}"
+            elif not match[1].startswith("-"):
+                names = [str(each.metavar) for each in self._actions if not each.option_strings]
+                message += f"; besides {' and '.join(names)}, every value follows an option" if names else ""
         raise UsageError(f"{message}\nSee `{self.prog} --help`")
 
     def _settings(self, option: str) -> str:
@@ -187,6 +190,14 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def number(text: str) -> float:
+    """Return the number that an argument is."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number such as 0.5, not {text}") from None
 
 
 def path(text: str) -> Path:

@@ -16,11 +16,11 @@ examples:
 `fastsuncet train fast.yaml` then trains with them, with the same changes behind it.
 """
 
-from fastsuncet.cli._parser import Options, Parser
+from fastsuncet.cli._parser import Options, Parser, number
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes("--minutes", "M", "start nothing after this (default: 20)", type=float, default=20.0)
+    parser.takes("--minutes", "M", "start nothing after this (default: 20)", type=number, default=20.0)
     parser.writes("the config to write, such as fast.yaml")
     parser.takes_config()
 

@@ -168,6 +168,8 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
         ("train run.yaml --warm-up=3", "unknown argument --warm-up=3; write optimization.warmup=3", "train"),
         ("train run.yaml --model.stem", "unknown argument --model.stem; write model.stem=VALUE", "train"),
         ("doctor me", "unknown argument me", "doctor"),
+        ("init photos a.csv", "unknown argument a.csv; besides FOLDER, every value follows an option", "init"),
+        ("init photos --hours 0,5", "argument --hours: must be a number such as 0.5, not 0,5", "init"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
         ("preview run.yaml --step two", "argument --step: must be a whole number, 0 or more, not two", "preview"),
         ("demo --seed -1", "argument --seed: must be a whole number, 0 or more, not -1", "demo"),
