@@ -62,9 +62,9 @@ def suggest(
     csv.writer(table, lineterminator="\n").writerows(rows)
     text = labeling_page(found.names, found.paths, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
-        atomic_files.replace(output, table.getvalue().encode("utf-8", "surrogateescape"))
-        if page:
+        if page:  # first: of the two it is the one that a full disk refuses
             atomic_files.replace(shown, text.encode())
+        atomic_files.replace(output, table.getvalue().encode("utf-8", "surrogateescape"))
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")

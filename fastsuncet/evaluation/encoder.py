@@ -74,8 +74,8 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
     where = typed_path(where)
     if not where.exists():
         raise ConfigError(
-            f"{where} does not exist. An encoder is a run's folder, one of its checkpoints, or a file of weights. "
-            "`fastsuncet train CONFIG` makes the run of a config"
+            f"{where.absolute()} does not exist. An encoder is a run's folder, one of its checkpoints, or a file of "
+            "weights. `fastsuncet train CONFIG` makes the run of a config"
         )
     if record_path(where / WEIGHTS).is_file():
         where /= WEIGHTS

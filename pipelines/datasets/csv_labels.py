@@ -142,7 +142,7 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
         raise DataError(f"cannot read the labels {table}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
-        text = f"{table} is not a CSV in UTF-8 (byte {byte:#x} on line {line}): save it as UTF-8"
+        text = f"{table} is not a CSV in UTF-8 (byte {byte:#x} on line {line}): save it as UTF-8 (in Excel: CSV UTF-8)"
         raise DataError(text) from error
     except csv.Error as error:
         raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error

@@ -123,8 +123,8 @@ CASES = {
     ),
     "labels in a circle of links": Case(
         lambda: link(LABELS, "labels.csv"),
-        (3, "labels.csv: Too many levels of symbolic links"),
-        train=(3, "labels.csv: give the list of labels or names"),
+        (3, "labels.csv: give the list of labels or names"),
+        init=(3, "labels.csv: Too many levels of symbolic links"),
     ),
     "no images": Case(each_photo(Path.unlink), (3, "holds no image (.bmp, .jpeg,")),
     "only .heic files": Case(
@@ -173,7 +173,11 @@ CASES = {
         lambda: link(PHOTOS / "00.jpg", "00.jpg"), (3, "00.jpg: Too many levels of symbolic links")
     ),
     "photos in a circle of links": Case(lambda: link(PHOTOS, "photos"), (3, "no data folder")),
-    "no such folder": Case(lambda: shutil.rmtree(PHOTOS), (3, "no data folder")),
+    "no such folder": Case(
+        lambda: shutil.rmtree(PHOTOS),
+        (3, "photos: set data.root to the folder of the images"),
+        init=(3, "no data folder"),
+    ),
     "a file for the folder": Case(
         lambda: (shutil.rmtree(PHOTOS), PHOTOS.write_text("")), (3, "no data folder")
     ),
@@ -185,7 +189,7 @@ CASES = {
     ),
     "no run": Case(
         lambda: shutil.rmtree("runs"),
-        (2, "runs/run does not exist. An encoder is"),
+        (2, "/here/runs/run does not exist. An encoder is"),
         init=GOOD,
         train=GOOD,
     ),
@@ -239,3 +243,11 @@ def test_bad_disk_ends_with_5_and_nothing_half_written(options, words, command, 
     said = capsys.readouterr().err
     assert words in said and ("logging.folder" if command == "train" else "--output") in said
     assert list(files(disk)) == ["fill"]
+
+
+@pytest.mark.slow
+def test_suggest_writes_no_table_where_its_page_has_no_room(here, small_disk, capsys):
+    disk = small_disk("size=64k")
+    (disk / "fill").write_bytes(bytes(60 << 10))
+    assert cli.main(f"suggest run.yaml --count 4 --output {disk}/out.csv --page".split()) == 5
+    assert "free some" in capsys.readouterr().err and list(files(disk)) == ["fill"]

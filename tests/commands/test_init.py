@@ -253,6 +253,16 @@ def test_init_goes_on_from_a_run_with_its_validation_images_and_size(photos, cap
     assert "without 1 validation images" in capsys.readouterr().out
 
 
+def test_init_goes_on_from_a_run_that_held_no_label_out(photos):
+    for path in photos.iterdir():
+        write_image(path, 300, 200)
+    save_run(Path("runs/mine").absolute(), "model.name=resnet_tiny")
+    words = ["--labels", "labels.csv", "--weights", "runs/mine", "--hours", "0.0001"]
+    assert cli.main(["init", "photos", *words]) == 0
+    config = load_config("mine.yaml")
+    assert config.data.validation is None and config.model.init == str(Path("runs/mine").absolute())
+
+
 @pytest.mark.parametrize(
     ("loads", "said"),
     [([(99.0, 0.0, 0.0)], True), ([(63.0, 0.0, 0.0)], False), (OSError, False)],  # the last without /proc

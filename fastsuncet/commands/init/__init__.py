@@ -109,7 +109,8 @@ def written(plan: Proposal, found: survey.Found, start: Weights | None, output: 
         if kept := held_out_of(typed_path(start.init)):
             paths["data.validation"] = str(kept)
         choices = [
-            Choice(c.key, relative(c.value), c.reason) if paths.get(c.key) == c.value else c for c in choices
+            Choice(c.key, relative(c.value), c.reason) if paths.get(c.key, "") == c.value else c
+            for c in choices
         ]
     s = found.survey
     lines = [
