@@ -502,14 +502,22 @@ def show_few_labels(every: Mapping[str, Studies]) -> list[str]:
         for name in trained
     ]
     tables = [f"{labels} labels:\n\n{absolute(found, trained)}" for labels, found in runs.items()]
-    if len(runs) < 2 or min(ended) < SEEDS:
-        return [*gate, *tables, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
     controls = [
         [f"{labels} labels", name, with_seeds(best(found, name))]
         for labels, found in runs.items()
         for name in ALONE.values()
     ]
     tables.append(table(["", "best checkpoint and evaluation", "top-1, %"], controls))
+    costs = [
+        [f"{labels} labels: {name}, {EVALUATIONS[kind]}", *saved_cells(found[kind], name)]
+        for labels, found in runs.items()
+        for kind in kinds
+        for name in trained[1:]
+        if kind in found and found[kind].saved(name, "best")
+    ]
+    tables.append(table(["FLOPs until a method has", *RULES.values()], costs))
+    if len(runs) < 2 or min(ended) < SEEDS:
+        return [*gate, *tables, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
     for kind in kinds:
         values, rows = {}, []
         for labels, found in runs.items():
