@@ -34,12 +34,18 @@ def names_of(source: str) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Return whether a dotted name is a module, or an attribute of the longest part of it that is one."""
+    """Return whether a dotted name is a module, or an attribute of the longest part of it that is one.
+
+    Also True where that cannot be told.
+    """
     words = name.split(".")
     for count in range(len(words), 0, -1):
         try:
             thing = importlib.import_module(".".join(words[:count]))
-        except ImportError:
+        except ImportError as error:
+            # A module of torch's can need a package that is not installed, such as tensorboard.
+            if (error.name or "").split(".")[0] not in PACKAGES:
+                return True
             continue
         for word in words[count:]:
             if not hasattr(thing, word):
