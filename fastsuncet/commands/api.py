@@ -1,8 +1,11 @@
 """Functions for notebooks and other programs: make a config, train it, load an encoder, embed images."""
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+import os
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import encoder as encoders
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
-from pipelines.datasets.folders import image_list, image_tree
+from pipelines.datasets.folders import existing_folder, image_list, image_tree
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import save_index
 from pipelines.datasets.string_table import Names
@@ -57,17 +60,22 @@ def init_config(
     return load_config(output)
 
 
-def train(config: Config, images: ImageInput | None = None, labels: Sequence[Any] | None = None) -> Path:
-    """Train as `config` says, or continue its run, and return the run's folder.
+def train(
+    config: Config | str | Path, images: ImageInput | None = None, labels: Sequence[Any] | None = None
+) -> Path:
+    """Train as `config` says, a config or its file, or continue its run, and return the run's folder.
 
     With `images` it trains on these instead of the images of the config: files with `labels`, a class (a name or a
-    number) or None for each; a dictionary of files and their classes; or pixels, (N, H, W, 3) uint8, which are kept as
-    PNG files in the run's folder. Later commands on the run find the same images.
+    number), or None or NaN, for each; a dictionary of files and their classes; or pixels, (N, H, W, 3) uint8, which are
+    kept as PNG files in the run's folder. Later commands on the run find the same images.
 
     This process is the only rank, on one GPU where there is one; under torchrun or Slurm it joins the others. It must
     be the main thread, because SIGTERM and Ctrl-C then save the run and raise Preempted. Raises ConfigErrors,
     ConfigError, DataError, NumericalError and CheckpointError, as `fastsuncet train` tells them.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("train is called in the main thread: only there a process hears SIGTERM and Ctrl-C")
+    config = config if isinstance(config, Config) else load_config(config)
     if images is not None:
         config = _with_images(config, images, labels)
     elif labels is not None:
@@ -84,10 +92,10 @@ def _with_images(config: Config, images: ImageInput, labels: Sequence[Any] | Non
     folder, upright = config.run_folder, config.data.exif_orientation
     if isinstance(images, np.ndarray):
         images = _written(images, folder / "images")
-    index = _index(images, upright)
-    given = (
-        [None] * len(index) if labels is None else [None if label is None else str(label) for label in labels]
-    )
+    index, _ = _opened(images, upright)
+    labels = [None] * len(index) if labels is None else labels
+    # A number that is not equal to itself is NaN, which pandas has where there is no label.
+    given = [None if label is None or label != label else str(label) for label in labels]
     if len(given) != len(index):
         raise DataError(
             f"{len(given)} labels were given for {len(index)} images: give one, or None, for each"
@@ -107,10 +115,33 @@ def _with_images(config: Config, images: ImageInput, labels: Sequence[Any] | Non
     return config.with_values({f"data.{key}": value for key, value in values.items()})
 
 
-def _index(images: str | Path | Collection[str | Path], upright: bool) -> ImageIndex:
+def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
+    """Return the images, none labeled, and the name of each: as given, below their folder, or "0", "1", ... of pixels.
+
+    Raises DataError for what is no image.
+    """
+    if isinstance(images, np.ndarray):
+        require_pixels(images)
+        names = list(map(str, range(len(images))))
+        sizes = np.tile(np.array(images.shape[1:3], np.int32), (len(images), 1))
+        return ImageIndex(None, Names.of(names), np.full(len(images), -1), (), sizes, pixels=images), names
     if isinstance(images, (str, Path)):
-        return image_tree(images, upright=upright)
-    return image_list(list(images), upright=upright)
+        index = image_tree(images, upright=upright)
+        return index, [index.name(i) for i in range(len(index))]
+    files = list(images)
+    if others := [file for file in files if not isinstance(file, (str, os.PathLike))]:
+        kind = type(others[0]).__name__
+        raise DataError(
+            f"images in a list are paths, not {kind}: give pixels as one array (N, H, W, 3) uint8"
+        )
+    return image_list(files, upright=upright), [str(file) for file in files]
+
+
+def _where(run: str | Path | Config) -> Path | Config:
+    """Return a config, also of a config's file, or the path of a run."""
+    if isinstance(run, Config):
+        return run
+    return load_config(run) if Path(run).suffix in (".yaml", ".yml") else Path(run)
 
 
 def _written(pixels: np.ndarray, folder: Path) -> list[Path]:
@@ -148,53 +179,47 @@ def load_encoder(path: str | Path) -> nn.Module:
 
 
 def embed(
-    encoder: nn.Module, images: ImageInput, *, view: Center | None = None, batch: int = 256
+    encoder: nn.Module | str | Path, images: ImageInput, *, view: Center | None = None, batch: int = 256
 ) -> tuple[list[str], np.ndarray]:
     """Return (names, features (N, width) float32) of N images: files in their order, or those below a folder by name.
 
-    `images` is a folder, files, or pixels (N, H, W, 3) uint8, whose names are "0", "1", ... Computed on the encoder's
+    `encoder` can be a path that `load_encoder` takes. `images` is a folder, files, or pixels (N, H, W, 3) uint8, whose
+    names are "0", "1", ... Computed on the encoder's
     device without gradients, with the code of `fastsuncet evaluate`: the center crop `view` (by default `encoder.view`)
     and BatchNorm in eval mode. `fastsuncet embed` does the same into a file and can be continued. Raises ConfigError
     for an encoder without a view, DataError for no images or a bad one.
     """
+    encoder = encoder if isinstance(encoder, nn.Module) else load_encoder(encoder)
     view = view or getattr(encoder, "view", None)
     if view is None:
         raise ConfigError(
             "nothing says which pixels this encoder expects: pass view=Center(size, resize, mean, std)"
         )
-    if isinstance(images, np.ndarray):
-        require_pixels(images)
-        sizes = np.tile(np.array(images.shape[1:3], np.int32), (len(images), 1))
-        names = Names.of(map(str, range(len(images))))
-        index = ImageIndex(None, names, np.full(len(images), -1), (), sizes, pixels=images)
-    else:
-        index = _index(images, view.upright)
+    index, names = _opened(images, view.upright)
     place = Place(0, 1, 0, next(encoder.parameters()).device)
     rows = [rows for _, rows in rows_of(encoder, index, view, place, batch=batch)]
-    named = (
-        [index.name(i) for i in range(len(index))] if isinstance(images, (str, Path, np.ndarray)) else images
-    )
-    return [str(name) for name in named], np.concatenate(rows)
+    return names, np.concatenate(rows)
 
 
 def predict(
-    run: str | Path | Config, folder: str | Path, *, batch: int = 256, skip_bad: bool = False
+    run: str | Path | Config, images: ImageInput, *, batch: int = 256, skip_bad: bool = False
 ) -> list[Prediction]:
-    """Return the two most probable classes of each image below `folder`, in order of their names.
+    """Return the two most probable classes of each image: files in their order, or those below a folder by name.
 
-    `run` is a config, a run's folder, one checkpoint or an export. The classifier is fitted to the run's labeled images
-    the first time and kept in the run. Each `Prediction` has file, label, probability, second_label and
-    second_probability; the probabilities are calibrated. `fastsuncet predict` does the same into a file and can be
-    continued. Raises ConfigError, and DataError for missing labels or a bad image, which `skip_bad` leaves out.
+    `run` is a config or its file, a run's folder, one checkpoint or an export; `images` are as those of `embed`. The
+    classifier is fitted to the run's labeled images the first time and kept in the run. Each `Prediction` has file,
+    label, probability, second_label and second_probability; the probabilities are calibrated. `fastsuncet predict` does
+    the same into a file and can be continued. Raises ConfigError, and DataError for missing labels or a bad image,
+    which `skip_bad` leaves out.
     """
-    where = run if isinstance(run, Config) else Path(run)
-    return predict_command.predictions(where, Path(folder), batch=batch, skip_bad=skip_bad)
+    if isinstance(images, (str, Path)):
+        existing_folder(images)  # before a classifier is fitted
+    return predict_command.predictions(_where(run), partial(_opened, images), batch=batch, skip_bad=skip_bad)
 
 
 def suggest(run: str | Path | Config, count: int = 50) -> list[str]:
     """Return the names of `count` unlabeled images of the run's data whose labels would help most, the first first.
 
-    `run` is a config, a run's folder, one checkpoint or an export. Raises DataError where fewer images have no label.
+    `run` is as that of `predict`. Raises DataError where fewer images have no label.
     """
-    where = run if isinstance(run, Config) else Path(run)
-    return suggest_command.suggestions(where, count).names
+    return suggest_command.suggestions(_where(run), count).names

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from fastsuncet.evaluation.classifier import Classifier, best_classifier, descri
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets.folders import image_tree
+from pipelines.datasets.folders import existing_folder, image_tree
 from pipelines.datasets.index import ImageIndex
 
 FORMATS = (".csv", ".parquet")
@@ -74,12 +74,13 @@ def predict(
     shown = output.with_suffix(".html")
     if page:
         refuse_existing(shown, force)
+    existing_folder(folder)  # before a classifier is fitted
     place = one_process()
     encoder, classifier = _loaded(where, place)
     index = image_tree(folder, upright=known_view(encoder).upright)
 
     def save(path: Path, rows: np.ndarray) -> None:
-        _save(path, _predictions(rows, index, classifier.classes))
+        _save(path, _predictions(rows, index.name, classifier.classes))
 
     network = TwoBest(encoder.module, classifier.layer)
     options = {"batch": batch, "skip_bad": skip_bad, "force": force}
@@ -94,7 +95,7 @@ def predict(
         say_line(line)
     say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
     if page:
-        found = [x for x in _predictions(rows, index, classifier.classes) if isinstance(x, Prediction)]
+        found = [x for x in _predictions(rows, index.name, classifier.classes) if isinstance(x, Prediction)]
         about = [*([] if classifier.worth is None else describe(classifier)), *summary]
         text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
@@ -104,12 +105,19 @@ def predict(
 
 
 def predictions(
-    where: Path | Config, folder: Path, *, batch: int = 256, skip_bad: bool = False
+    where: Path | Config,
+    opened: Callable[[bool], tuple[ImageIndex, Sequence[str]]],
+    *,
+    batch: int = 256,
+    skip_bad: bool = False,
 ) -> list[Prediction]:
-    """Return the predictions of `predict` without a file, those of skipped images left out."""
+    """Return the predictions of `predict` without a file, those of skipped images left out.
+
+    `opened(upright)` returns the images and their names.
+    """
     place = one_process()
     encoder, classifier = _loaded(where, place)
-    index = image_tree(folder, upright=known_view(encoder).upright)
+    index, names = opened(known_view(encoder).upright)
     skipped: Skipped | None = dict(index.bad) if skip_bad else None
     if skipped is None:
         index.require_good()
@@ -118,7 +126,7 @@ def predictions(
         network, index, known_view(encoder), place, batch=batch, width=network.width, skipped=skipped
     )
     rows = np.concatenate([rows for _, rows in blocks])
-    found = _predictions(rows, index, classifier.classes)
+    found = _predictions(rows, names.__getitem__, classifier.classes)
     return [each for each in found if isinstance(each, Prediction)]
 
 
@@ -131,10 +139,12 @@ def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
     return encoder, classifier
 
 
-def _predictions(rows: np.ndarray, index: ImageIndex, classes: tuple[str, ...]) -> Iterator[Prediction | str]:
+def _predictions(
+    rows: np.ndarray, name_of: Callable[[int], str], classes: tuple[str, ...]
+) -> Iterator[Prediction | str]:
     """Yield the prediction of each image from its row of `TwoBest`; the file's name alone for a skipped one."""
     for number, row in enumerate(rows.tolist()):
-        name, (first, probability, second, other) = index.name(number), row
+        name, (first, probability, second, other) = name_of(number), row
         skipped = math.isnan(first)
         yield (
             name

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import NOT_READ
+from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import leaves_root, listed_lines
 
@@ -64,6 +64,8 @@ def _missing(name: str, root: Path | None, meant: Sequence[str]) -> str:
         problem = f"{name}: paths must lead downwards from the data folder"
     elif os.path.splitext(name)[1].lower() in NOT_READ:
         return f"{name} is of a kind that is not read: convert it to JPEG or PNG"
+    elif root is not None and name.lower().endswith(tuple(EXTENSIONS)) and (root / name).is_file():
+        return f"{name} is newer than the index of {root}: `fastsuncet data check CONFIG` adds it"
     else:
         problem = f"no image {name} under {root}"
     if not meant:

@@ -34,7 +34,7 @@ def image_folder(root: str | Path, progress: Progress | None = None, *, upright:
     Raises DataError: no such folder, no class folder, a class without an image, a link that leads out of `root` or to
     a folder.
     """
-    root = _existing(root)
+    root = existing_folder(root)
     tree = _listed(root, classes=True)
     folders = sorted(name for name in tree.times if name and "/" not in name)
     if not folders:
@@ -56,7 +56,7 @@ def image_folder(root: str | Path, progress: Progress | None = None, *, upright:
 
 def image_tree(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
     """Return every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
-    root = _existing(root)
+    root = existing_folder(root)
     tree = _listed(root, classes=False)
     say_not_read(root, tree.not_read)
     if not tree.files:
@@ -146,7 +146,8 @@ def with_headers(
     return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright)
 
 
-def _existing(root: str | Path) -> Path:
+def existing_folder(root: str | Path) -> Path:
+    """Return the folder `root`, with ~ for the user's own. Raises DataError where it is none."""
     root = Path(os.path.expanduser(root))
     if not root.is_dir():
         raise DataError(f"no data folder {root}" + (": it is a file" if root.exists() else ""))

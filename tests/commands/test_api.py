@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import fastsuncet
 from fastsuncet.commands import train as train_command
+from fastsuncet.config import ConfigErrors
 from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.losses.suncet import suncet
 from pipelines.data_errors import DataError
@@ -74,7 +76,7 @@ def test_train_load_encoder_and_embed_work_together(tmp_path):
 def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     """A run on pixels, one on their files with labels and one on a dictionary are the same run; it can be continued."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), np.uint8)
-    labels = [("cat", "dog", None)[i % 3] for i in range(12)]
+    labels = [("cat", "dog", float("nan"))[i % 3] for i in range(12)]
     folder = tmp_path / "photos"
     folder.mkdir()
     files = [folder / f"{i:02}.png" for i in range(12)]
@@ -106,6 +108,13 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     assert fastsuncet.embed(encoder, pixels)[0] == [str(i) for i in range(12)]
     assert np.array_equal(rows, fastsuncet.embed(encoder, pixels)[1])
     assert np.array_equal(rows, fastsuncet.embed(encoder, folder)[1])
+    assert fastsuncet.embed(run, iter(files))[0] == names and np.array_equal(
+        rows, fastsuncet.embed(run, files)[1]
+    )
+    found = [fastsuncet.predict(run, images) for images in (folder, files, dict.fromkeys(files), pixels)]
+    assert (run / "learned.csv").read_text().count("\n") == 1 + 8 and len(found[0]) == 12
+    assert all([each[1:] for each in other] == [each[1:] for each in found[0]] for other in found)
+    assert [each.file for each in found[1]] == names and found[3][11].file == "11"
 
 
 def test_train_and_embed_refuse_images_that_are_none(tmp_path):
@@ -116,11 +125,25 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
         (np.zeros((2, 8, 8, 3), np.float32), None, "not .* float32"),
         (np.zeros((2, 8, 8, 3), np.uint8), ["cat"], "1 labels were given for 2 images"),
         (["a.jpg", "a.jpg"], None, "given more than once"),
+        ([np.zeros((8, 8, 3), np.uint8)], None, "paths, not ndarray: give pixels as one array"),
     ):
         with pytest.raises(DataError, match=said):
             fastsuncet.train(config, images, labels)
     with pytest.raises(ConfigError, match="pass both"):
         fastsuncet.train(config, labels=["cat"])
+
+
+def test_config_files_are_taken_for_configs(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: {kind: nothing}\n")
+    for use in (fastsuncet.train, fastsuncet.suggest, lambda path: fastsuncet.predict(path, tmp_path)):
+        with pytest.raises(ConfigErrors, match=r"mine.yaml:1: data.kind"):
+            use(str(file))
+
+
+def test_train_says_that_it_needs_the_main_thread(tmp_path):
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="in the main thread"):
+        pool.submit(fastsuncet.train, small_config(tmp_path)).result()
 
 
 def test_init_config_returns_or_writes_a_config(tmp_path):

@@ -21,6 +21,7 @@ criterion: {temperature: 0.1, unsupervised_batch_size: 4, supervised_epochs: all
 optimization: {optimizer: adamw, steps: 1, lr: 0.001}
 checkpoint: {export: []}
 """
+OWN = RUN.replace("root: photos", "root: own").replace("torchvision", "torchvision, augmentation: {size: 16}")
 NAMES = [f"{i:02}.jpg" for i in range(12)]
 ROWS = [f"{name},{('cat', 'dog')[i % 2]}" for i, name in enumerate(NAMES[:8])]
 COMMANDS = {
@@ -177,6 +178,12 @@ CASES = {
         lambda: shutil.rmtree(PHOTOS),
         (3, "photos: set data.root to the folder of the images"),
         init=(3, "no data folder"),
+    ),
+    "a folder of predict that is none": Case(
+        lambda: (shutil.copytree(PHOTOS, "own"), shutil.rmtree(PHOTOS), CONFIG.write_text(OWN)),
+        GOOD,
+        init=(3, "no data folder"),
+        predict=(3, "no data folder photos"),
     ),
     "a file for the folder": Case(
         lambda: (shutil.rmtree(PHOTOS), PHOTOS.write_text("")), (3, "no data folder")

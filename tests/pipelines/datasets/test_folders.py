@@ -289,13 +289,16 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         f"{tree}/x/2.jpg,cat": f"{tree}/x/2.jpg: paths must lead downwards from the data folder; did you mean x/2.jpg?",
         "cafe\u0301/4.jpg,cat": f"no image cafe\u0301/4.jpg under {tree}; did you mean caf\xe9/4.jpg?"
         " Its letters have another Unicode form: copy the name from `ls`",
+        "new.jpg,cat": f"new.jpg is newer than the index of {tree}: `fastsuncet data check CONFIG` adds it",
         "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
+    index = image_tree(tree)
+    write_images(tree, "new.jpg")
     with pytest.raises(DataError) as error:
-        with_csv_labels(image_tree(tree), csv)
+        with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 13 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 14 wrong lines:", *wrong]
 
 
 def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
