@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
     ("module", "absent"),
     [
         ("fastsuncet", "fastsuncet.config pipelines torch numpy pydantic yaml"),
-        # Together they took as long as torch itself. A network of torchvision or timm imports its own library.
-        ("fastsuncet.commands.train", "torch._dynamo torchvision timm nvidia sklearn matplotlib"),
-        ("fastsuncet.commands.train", "fastsuncet.commands.export fastsuncet.evaluation"),
+        # The first six took as long as torch itself. A network of torchvision or timm imports its own library.
+        ("fastsuncet.commands.train", "torch._dynamo torchvision timm nvidia sklearn matplotlib "
+         "fastsuncet.commands.export fastsuncet.evaluation"),
     ],
-)
+)  # fmt: skip
 def test_import_leaves_out_what_is_slow_and_needed_later(module, absent):
     code = f"import sys, {module}; print(*(name for name in sys.argv[1:] if name in sys.modules))"
     words = [sys.executable, "-c", code, *absent.split()]
