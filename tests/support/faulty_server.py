@@ -1,9 +1,9 @@
-"""Write and read on a file server that is slow and wrong; print a line of JSON for each fault.
+"""Write and read on a file server that is slow and wrong: for each line of faults, print a line of outcomes.
 
-    LD_PRELOAD=faulty_files.so python -m tests.support.faulty_server FOLDER FAULT...
+    LD_PRELOAD=faulty_files.so python -m tests.support.faulty_server FOLDER
 
-It needs a process of its own: tests/support/faulty_files.c is preloaded. A fault is JSON: the name of a writer, and the
-variables of faulty_files.c.
+It needs a process of its own: tests/support/faulty_files.c is preloaded. Lines are lists in JSON. A fault is the name
+of a writer and the variables of faulty_files.c.
 """
 
 import ctypes
@@ -50,8 +50,11 @@ def outcome(folder: Path, name: str, fault: dict[str, str]) -> dict:
 
 if __name__ == "__main__":
     images()
-    for number, text in enumerate(sys.argv[2:]):
-        place, fault = Path(sys.argv[1], str(number)), json.loads(text)
-        place.mkdir()
-        print(json.dumps(outcome(place, fault.pop("writer"), fault)), flush=True)
-        shutil.rmtree(place)
+    place = Path(sys.argv[1], "files")
+    for line in sys.stdin:
+        outcomes = []
+        for fault in json.loads(line):
+            place.mkdir()
+            outcomes.append(outcome(place, fault.pop("writer"), fault))
+            shutil.rmtree(place)
+        print(json.dumps(outcomes), flush=True)

@@ -91,7 +91,7 @@ def read_code(folder: Path) -> int | None:
 def exported() -> tuple[Encoder, dict]:
     """Return a small encoder and the record of its export."""
     run = Path(SCRATCH.name, "run")
-    save_run(run, "model.name=timm/test_resnet")
+    save_run(run, "model.name=resnet_tiny")
     encoder = load_encoder(run)
     return encoder, export._record(encoder, "timm", run)
 
