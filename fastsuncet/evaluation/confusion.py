@@ -56,8 +56,8 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     right, wrong = np.diag(np.diag(shares)), shares * (1 - np.eye(len(names)))
     if len(names) > DOTS:
         wrong = np.lib.stride_tricks.sliding_window_view(np.pad(wrong, 1), (3, 3)).max((2, 3))
-    figure = Figure(figsize=(13, 8.4), layout="constrained")
-    matrix, text = figure.subplots(1, 2, width_ratios=(8.4, 4.6))
+    figure = Figure(figsize=(14, 8.4), layout="constrained")
+    matrix, text = figure.subplots(1, 2, width_ratios=(9, 5))
     # The square root makes a class of which one image in fifty is wrong visible.
     scale = PowerNorm(0.5, 0, 1)
     matrix.imshow(np.ma.masked_equal(wrong, 0), cmap="Reds", norm=scale, interpolation="nearest")
@@ -74,9 +74,9 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
             matrix.text(at, row, f"{counts[row, at]:,}", ha="center", va="center", color=color, fontsize=10)
     text.set_axis_off()
     lines = "\n".join(_pairs(counts, _shown(names)) + _worst(counts, _shown(names)))
-    text.text(
-        0, 1, lines, va="top", family="monospace", fontsize=9, parse_math=False, transform=text.transAxes
-    )
+    style = {"va": "top", "family": "monospace", "fontsize": 9, "parse_math": False}
+    # Out of the layout, which would else make both sides wider than the picture and cut the names below the matrix.
+    text.text(0, 1, lines, **style, transform=text.transAxes).set_in_layout(False)
     figure.suptitle(title, fontsize=13, parse_math=False)
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=150)
