@@ -4,6 +4,7 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
             f"{where.absolute()} does not exist. An encoder is a run's folder, one of its checkpoints, or a file of "
             "weights. `fastsuncet train CONFIG` makes the run of a config"
         )
-    if record_path(where / WEIGHTS).is_file():
+    if os.path.lexists(record_path(where / WEIGHTS)):
         where /= WEIGHTS
     if where.is_file() or (where / META).is_file():
         if step is not None or every:
@@ -143,7 +144,7 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     (found,) = choose(where)
     if found.is_dir():
         return _from_checkpoint(manager.load(found), config)
-    if record_path(found).is_file():
+    if os.path.lexists(record_path(found)):
         return _from_export(found, config)
     weights = read_weights(found)
     library = "torchvision" if weights.name in OWN or config is None else config.model.library

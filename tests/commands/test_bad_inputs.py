@@ -143,10 +143,11 @@ CASES = {
         predict=(3, "11.jpg: "),
         suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: "),
     ),
-    "fewer images without a label than asked for": Case(
+    "fewer images without a label than asked for, and a finished run": Case(
         lambda: [cut_short(PHOTOS / name) for name in NAMES[9:]],
-        (3, ".jpg: a truncated JPEG"),
-        init=GOOD,
+        GOOD,
+        train=(5, "training images were written again since this run was saved"),
+        predict=(3, ".jpg: a truncated JPEG"),
         suggest=(3, "photos that can be read have no label; give --count 1"),
     ),
     "unreadable images that are not the run's": Case(
