@@ -36,7 +36,7 @@ def names_of(source: str) -> set[str]:
 def exists(name: str) -> bool:
     """Return whether a dotted name is a module, or an attribute of the longest part of it that is one.
 
-    Also True where that cannot be told.
+    True too where a package that its module needs is absent.
     """
     words = name.split(".")
     for count in range(len(words), 0, -1):

@@ -224,7 +224,7 @@ def test_norm_on_ranks_uses_the_statistics_of_all():
 
 
 def test_step_reports_speed_operators_and_waits(report_of, monkeypatch):
-    """Of one network: the graphs of two would not fit a card beside the plain step."""
+    """Of one network: the graphs of two and the plain step would not fit a card."""
     build, built = step_bench.build, []
     monkeypatch.setattr(step_bench, "build", lambda *given: built.append(given) or build(*given))
     report = report_of("step", "digits_demo", "--device", "cpu")
