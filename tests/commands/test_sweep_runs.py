@@ -149,8 +149,9 @@ def test_runs_named():
     runs = [Run(name, ()) for name in ("a-1", "a-2", "b-1")]
     assert [run.name for run in runs_named(runs, ["a-*", "b-1"])] == ["a-1", "a-2", "b-1"]
     assert runs_named(runs, []) == runs
-    with pytest.raises(ConfigError, match="--only c: no run has such a name; the runs are a-1, a-2, b-1"):
-        runs_named(runs, ["a-1", "c"])
+    message = "--only 2: no run has such a name; did you mean a-2[?] --dry-run lists the 3 runs"
+    with pytest.raises(ConfigError, match=message):
+        runs_named(runs, ["a-1", "2"])
 
 
 def test_sweep_array_job_requeues_its_own_task():

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -154,8 +155,11 @@ def runs_named(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
     """
     for pattern in patterns:
         if not any(fnmatchcase(run.name, pattern) for run in runs):
-            names = ", ".join(run.name for run in runs)
-            raise ConfigError(f"--only {pattern}: no run has such a name; the runs are {names}")
+            near = get_close_matches(pattern, [run.name for run in runs], cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ConfigError(
+                f"--only {pattern}: no run has such a name; {hint}--dry-run lists the {len(runs)} runs"
+            )
     return [run for run in runs if not patterns or any(fnmatchcase(run.name, each) for each in patterns)]
 
 
