@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What ranks import, and what torch imports at a first DistributedDataParallel (torch._dynamo).
 PRELOADED = [
-    "tests.support.runs",
-    "nvidia.dali",
-    "pipelines.dali.engine",
-    "fastsuncet.losses",
-    "hypothesis",
-    "pytest",
+    *("tests.support.runs", "nvidia.dali", "pipelines.dali.engine", "pipelines.torchvision_engine"),
+    *("fastsuncet.losses", "torch._dynamo", "hypothesis", "pytest"),
 ]
 
 
