@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch.backends import cuda
 from torch.utils import deterministic
 
 from fastsuncet.config import Config
@@ -29,13 +30,16 @@ def set_determinism(config: Config, place: Place) -> None:
     torch.backends.cudnn.benchmark = autotune
     torch.backends.cudnn.deterministic = exact
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False  # NVIDIA's images turn it on by an environment variable
+    cuda.matmul.allow_tf32 = False  # NVIDIA's images turn it on by an environment variable
     if place.device.type == "cuda":
         # cuBLAS reads it when it starts, so it must be set before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(exact, warn_only=True)
         # By default that also fills every new tensor with NaN before it is written: a pass over each activation.
         setattr(deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - the stubs do not know it
+        # With warn_only the fused kernels of attention stay as they are: their backward pass adds in any order.
+        for enable in (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp):
+            enable(not exact)
         if config.meta.compile:
             from torch._inductor import config as inductor  # slow to import, and only now needed
 

@@ -16,8 +16,8 @@ from tests.support.runs import CONFIGS, small_config, train
 
 CARD = Place(0, 1, 0, torch.device("cuda", 0))
 AUTO = "meta.precision=auto"
-CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
-
+CUDNN, CUDA = torch.backends.cudnn, torch.backends.cuda
+MATMUL = CUDA.matmul
 
 UNTIMED = "write_are_deterministic_algorithms_enabled"  # torch 2.6 has no such switch
 SWITCHES = (
@@ -32,11 +32,15 @@ SWITCHES = (
 def restored_switches(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     before = [getattr(owner, name) for owner, name in SWITCHES]
+    fused = CUDA.flash_sdp_enabled(), CUDA.mem_efficient_sdp_enabled(), CUDA.cudnn_sdp_enabled()
     exact = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     yield
     for (owner, name), value in zip(SWITCHES, before):
         setattr(owner, name, value)
+    enablers = (CUDA.enable_flash_sdp, CUDA.enable_mem_efficient_sdp, CUDA.enable_cudnn_sdp)
+    for enable, value in zip(enablers, fused):
+        enable(value)
     torch.use_deterministic_algorithms(exact, warn_only=warn_only)
 
 
@@ -54,6 +58,15 @@ def test_set_determinism_takes_exact_kernels_and_the_search_among_them_apart(exa
     assert CUDNN.benchmark == searches
     assert getattr(inductor, UNTIMED, not searches) != searches
     assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_set_determinism_excludes_the_fused_kernels_of_attention(exact):
+    """Under torch's warn_only their backward pass has other bits each time, after a warning."""
+    for before in (exact, not exact):  # of a run in the same process
+        set_determinism(load_config(CONFIGS / "digits_demo.yaml", [f"meta.deterministic={before}"]), CARD)
+    fused = (CUDA.flash_sdp_enabled(), CUDA.mem_efficient_sdp_enabled(), CUDA.cudnn_sdp_enabled())
+    assert set(fused) == {exact} and CUDA.math_sdp_enabled()
 
 
 def test_set_determinism_leaves_new_memory_unfilled():
