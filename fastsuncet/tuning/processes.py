@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from fastsuncet.paths import cli_command
 from fastsuncet.tuning.chooser import Outcome, Report, Rung, Values, judge
 
 POLL = 0.05  # seconds
+# Where a traceback of Python, or the end of a C++ program, has the error. Three lines of advice follow one of CUDA.
+ERROR = re.compile(r"^(?:[\w.]+(?:Error|Exception)\b| *what\(\): ).*", re.MULTILINE)
 VOTE = 1.0  # seconds between two looks at the other ranks
 
 
@@ -35,13 +38,18 @@ def run_child(
             whole = report.read_text(encoding="utf-8").rpartition("\n")[0]
             lines = [json.loads(line) for line in whole.splitlines()]
             output.seek(0)
-            last = (output.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+            last = last_error(output.read().decode(errors="replace"))
     except OSError as error:  # no room for its files, no more processes
         return [], f"cannot be started: {error}"
     if code is None:
         return lines, "was stopped, or took too long"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return lines, f"{how}: {last}"
+
+
+def last_error(output: str) -> str:
+    """Return the line of a program's output that has its last error; without one the last line."""
+    return (ERROR.findall(output) or output.strip().splitlines() or ["no output"])[-1].strip()
 
 
 def request_of(

@@ -63,6 +63,15 @@ def test_run_child_ends_one_that_hangs_with_what_it_started(monkeypatch, tmp_pat
             "raise MemoryError('CUDA out of memory')",
             "ended with exit code 1: MemoryError: CUDA out of memory",
         ),
+        # As torch words it, whose last line says how to build torch.
+        (
+            "raise RuntimeError('CUDA error: busy\\nCUDA kernel errors might be reported later\\nCompile with `DSA`')",
+            "ended with exit code 1: RuntimeError: CUDA error: busy",
+        ),
+        (
+            "import os; print('  what():  CUDA error: lost\\nException raised from a frame', flush=True); os.abort()",
+            "was killed by SIGABRT: what():  CUDA error: lost",
+        ),
     ],
 )
 def test_run_child_says_how_one_died(monkeypatch, code, end):

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 import torch
 
 from fastsuncet.distributed.signals import end_with_parent
-from fastsuncet.tuning.processes import limited, run_while
+from fastsuncet.tuning.processes import last_error, limited, run_while
 from pipelines.cuda_compiler import driver_version
 from tools.bench.harness import Report, lines_of, markdown
 from tools.gpu.workloads import CIFAR, IMAGENET, NO_DALI, generate_images, overrides
@@ -70,7 +70,7 @@ def cards() -> str:
     """
     asked = subprocess.run([sys.executable, "-c", CARDS], capture_output=True, text=True, cwd=ROOT)
     if asked.returncode:
-        raise RuntimeError((asked.stderr.strip().splitlines() or ["it gives no reason"])[-1])
+        raise RuntimeError(last_error(asked.stderr))
     return f"{asked.stdout.strip()}; driver for CUDA {driver_version()}"
 
 

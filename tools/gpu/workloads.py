@@ -173,7 +173,7 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
             loader = open_feed(folder, device, batch, **settings)
             (view, _), *_ = loader(0), loader(1), loader(2)
         except (DataError, RuntimeError) as error:
-            notes.append(f"left out: {settings}: {str(error).splitlines()[-1]}")
+            notes.append(f"left out: {settings}: {error}")
             continue
         first.setdefault(share, view.cpu())
         began = time.perf_counter()
