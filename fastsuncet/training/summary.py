@@ -131,7 +131,8 @@ def memory_note(place: Place, step: int, feed: int, processes: int) -> str:
     on_gpu, memory = place.device.type == "cuda", memory_of(place.device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     there = f"{'the GPU' if on_gpu else 'this machine'} has {memory / 1e9:.3g} GB"
-    if (step if on_gpu else here * (step + feed)) <= memory:
+    # DALI decodes on the GPU of the step.
+    if (1 if on_gpu else here) * (step + feed) <= memory:
         return there
     return f"{there}, WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)"
 

@@ -87,15 +87,20 @@ def test_tf32_note_is_there_where_losses_are_not_in_float32(device, precision, p
 
 
 @pytest.mark.parametrize(
-    ("device", "processes", "note"),
+    ("device", "processes", "feed", "there", "less"),
     [
-        ("cpu", 1, "this machine has 8 GB"),
-        ("cpu", 2, "this machine has 8 GB, WHICH IS LESS: "),
-        ("cuda", 2, "the GPU has 8 GB"),
+        ("cpu", 1, 1, "this machine has 8 GB", False),
+        ("cpu", 2, 1, "this machine has 8 GB", True),
+        ("cuda", 2, 1, "the GPU has 8 GB", False),
+        ("cuda", 1, 5, "the GPU has 8 GB", True),
     ],
 )
-def test_memory_note_compares_all_processes_with_their_machine(monkeypatch, device, processes, note):
+def test_memory_note_compares_all_that_shares_a_memory_with_it(
+    monkeypatch, device, processes, feed, there, less
+):
+    """The processes of a CPU share it; a GPU has one process, which also decodes there."""
     monkeypatch.setattr(summary, "memory_of", lambda _: 8 * 10**9)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     place = Place(0, 1, 0, torch.device(device))
-    assert summary.memory_note(place, 4 * 10**9, 10**9, processes).startswith(note)
+    note = summary.memory_note(place, 4 * 10**9, feed * 10**9, processes)
+    assert (note == there) != less and note.startswith(there)
