@@ -11,6 +11,9 @@ from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 
+# Inductor's switches, which older torch has not, for one untimed configuration of each reduction under deterministic
+# algorithms, and for no timing at all. torch turns the second on together with deterministic algorithms.
+UNTIMED = ("write_are_deterministic_algorithms_enabled", "deterministic")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -43,10 +46,10 @@ def set_determinism(config: Config, place: Place) -> None:
         if config.meta.compile:
             from torch._inductor import config as inductor  # slow to import, and only now needed
 
-            # Under deterministic algorithms Inductor leaves one configuration of each reduction, untimed.
-            if hasattr(inductor, "write_are_deterministic_algorithms_enabled"):
-                inductor.write_are_deterministic_algorithms_enabled = not autotune
-            elif not autotune:
+            found = [name for name in UNTIMED if hasattr(inductor, name)]
+            for name in found:
+                setattr(inductor, name, not autotune)
+            if not found and not autotune:
                 raise ConfigError(
                     f"meta.compile chooses kernels by timing with torch {torch.__version__}, so a restart can end in "
                     "other bits. Install a newer torch, or set meta.autotune=true"

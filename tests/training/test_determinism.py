@@ -19,12 +19,14 @@ AUTO = "meta.precision=auto"
 CUDNN, CUDA = torch.backends.cudnn, torch.backends.cuda
 MATMUL = CUDA.matmul
 
-UNTIMED = "write_are_deterministic_algorithms_enabled"  # torch 2.6 has no such switch
+# torch 2.6 has neither.
+UNTIMED = ("write_are_deterministic_algorithms_enabled", "deterministic")
+UNTIMED = [name for name in UNTIMED if hasattr(inductor, name)]
 SWITCHES = (
     *((CUDNN, name) for name in ("benchmark", "deterministic", "allow_tf32")),
     (MATMUL, "allow_tf32"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
-    *((inductor, UNTIMED) for _ in range(hasattr(inductor, UNTIMED))),
+    *((inductor, name) for name in UNTIMED),
 )
 
 
@@ -51,12 +53,12 @@ def test_set_determinism_takes_exact_kernels_and_the_search_among_them_apart(exa
     words = [f"meta.deterministic={exact}", "meta.compile=true"]
     words += [] if autotune is None else [f"meta.autotune={autotune}"]
     searches = not exact if autotune is None else autotune
-    refused = not searches and not hasattr(inductor, UNTIMED)
+    refused = not searches and not UNTIMED
     with pytest.raises(ConfigError, match=r"set meta\.autotune") if refused else contextlib.nullcontext():
         set_determinism(load_config(CONFIGS / "digits_demo.yaml", words), CARD)
     assert CUDNN.deterministic == torch.are_deterministic_algorithms_enabled() == exact
     assert CUDNN.benchmark == searches
-    assert getattr(inductor, UNTIMED, not searches) != searches
+    assert all(getattr(inductor, name) != searches for name in UNTIMED)
     assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32
 
 
