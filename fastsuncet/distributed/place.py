@@ -25,6 +25,7 @@ from fastsuncet.errors import ConfigError, FastSuncetError, HungError, Preempted
 
 PORT = 29511
 START = timedelta(minutes=30)  # how long ranks wait for all of them to start
+CONNECT = timedelta(minutes=5)  # to the store of torchrun's agent, which serves it before it starts ranks
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,11 @@ def _store(rank: int, world_size: int, port: str | None) -> Store:
 
 @functools.cache  # a process can join again, and the server must outlive its first group
 def _server(rank: int, world_size: int, port: str | None) -> Store:
-    return next(rendezvous("env://", rank, world_size, timeout=START))[0]
+    # A rank whose agent was killed before it could ask to end with it would wait here.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = next(rendezvous("env://", rank, world_size, timeout=CONNECT if agents else START))[0]
+    store.set_timeout(START)
+    return store
 
 
 _groups = itertools.count()
@@ -235,8 +240,10 @@ def explain_error(error: BaseException) -> BaseException:
             "another rank has ended, and this one with it; the other rank's message has the reason"
         )
     if isinstance(error, RuntimeError) and re.search(r"[Tt]imed? ?out", str(error)):
+        what = "a rank did not come for longer than meta.timeout"
+        if "trying to connect" in str(error):
+            what = "nothing answers at MASTER_ADDR and MASTER_PORT, where rank 0's process or torchrun's agent must be"
         return HungError(
-            f"a rank did not come for longer than meta.timeout ({str(error).splitlines()[0]}). The same command "
-            "continues from the newest checkpoint"
+            f"{what} ({str(error).splitlines()[0]}). The same command continues from the newest checkpoint"
         )
     return error

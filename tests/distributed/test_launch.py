@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from fastsuncet.distributed import launch
+from fastsuncet.distributed import launch, place
 from fastsuncet.distributed.place import (
     PORT,
     explain_error,
@@ -265,6 +267,18 @@ def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
     while not all(path.exists() and path.read_text() == "SIGTERM" for path in saved):
         assert time.monotonic() < end, "a rank goes on without its agent"
         time.sleep(0.05)
+
+
+def test_rank_whose_agent_was_killed_before_it_came_ends(monkeypatch):
+    """The kernel sends no SIGTERM to a rank that asks for it after its agent's end."""
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)}
+    del agents
+    for name, value in {**rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(place, "CONNECT", timedelta(seconds=1))
+    with pytest.raises(HungError, match="nothing answers at MASTER_ADDR"), join("cpu"):
+        pass
 
 
 FAILS = """
