@@ -27,15 +27,31 @@ NETWORK = """class Toy(nn.Module):
 
 
 """
+NEGATIVE_TEST = """
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipelines.datasets.in_memory import digits
+from tests.support.streams import BACKENDS, SMALL, opened, unlabeled
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_negative_plus_view_is_white(backend):
+    given = [(replace(SMALL, negative=share),) for share in (0.0, 1.0)]
+    (view,), (negative,) = (opened(unlabeled(digits(), augmentations=a), backend)(0) for a in given)
+    torch.testing.assert_close(view + negative, torch.ones_like(view))
+"""
+COMMAND = '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n'
+METHOD = '    "toy": Method("Toy", partial(contrast, "toy")),\n'
 DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes))[::4]'
 # What is added -> file -> (what stands there, what is written before it); "" is the end of a file, or a new one.
 RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "loss": {
         "fastsuncet/losses/toy.py": [("", LOSS)],
         "fastsuncet/config/schema.py": [('"suncet", "sup_con"]', '"toy", ')],
-        "fastsuncet/training/methods.py": [
-            ('    "cross_entropy": Method(', '    "toy": Method("Toy", partial(contrast, "toy")),\n')
-        ],
+        "fastsuncet/training/methods.py": [('    "cross_entropy": Method(', METHOD)],
         "tests/support/dense_losses.py": [("", LOSS)],
     },
     "augmentation": {
@@ -70,27 +86,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "    if view.negative[row]:\n        image = F.invert(image)\n",
             )
         ],
-        "tests/pipelines/test_negative.py": [
-            (
-                "",
-                """
-from dataclasses import replace
-
-import pytest
-import torch
-
-from pipelines.datasets.in_memory import digits
-from tests.support.streams import BACKENDS, SMALL, opened, unlabeled
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_negative_plus_view_is_white(backend):
-    given = [(replace(SMALL, negative=share),) for share in (0.0, 1.0)]
-    (view,), (negative,) = (opened(unlabeled(digits(), augmentations=a), backend)(0) for a in given)
-    torch.testing.assert_close(view + negative, torch.ones_like(view))
-""",
-            )
-        ],
+        "tests/pipelines/test_negative.py": [("", NEGATIVE_TEST)],
     },
     "network": {
         "fastsuncet/config/schema.py": [('"wide_resnet28w2", "resnet_tiny"]', '"toy", ')],
@@ -100,11 +96,7 @@ def test_negative_plus_view_is_white(backend):
             ('"resnet_tiny": TinyResNet', '"toy": Toy, '),
         ],
     },
-    "sub-command": {
-        "fastsuncet/cli/toy.py": [
-            ("", '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n')
-        ],
-    },
+    "sub-command": {"fastsuncet/cli/toy.py": [("", COMMAND)]},
 }
 
 

@@ -13,6 +13,7 @@ import torch
 
 import fastsuncet
 from fastsuncet.commands import train as train_command
+from fastsuncet.commands.init import survey
 from fastsuncet.config import ConfigErrors
 from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.losses.suncet import suncet
@@ -21,6 +22,7 @@ from tests.support.pictures import write_images
 from tests.support.runs import small_config
 
 ROOT = Path(__file__).parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -48,28 +50,16 @@ def test_every_public_name_exists():
 
 
 @pytest.mark.slow
-def test_train_load_encoder_and_embed_work_together(tmp_path):
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.MonkeyPatch.context() as patch:
-        opened = train_command.open_images
-        patch.setattr(
-            train_command,
-            "open_images",
-            lambda *a, **k: signal.raise_signal(signal.SIGINT) or opened(*a, **k),
-        )
-        with pytest.raises(Preempted, match="SIGINT"):
-            fastsuncet.train(small_config(tmp_path))
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
-    run = fastsuncet.train(small_config(tmp_path))
-    encoder = fastsuncet.load_encoder(str(run))
-    assert not encoder.training and encoder.view.size == 16
-    (tmp_path / "images" / "deep").mkdir(parents=True)
-    for name in ("b.png", "a.jpg", "deep/c.png"):
-        PIL.Image.effect_noise((16, 16), 60).convert("RGB").save(tmp_path / "images" / name)
-    files, rows = fastsuncet.embed(encoder, tmp_path / "images")
-    assert files == ["a.jpg", "b.png", "deep/c.png"] and rows.shape == (3, 64)
-    with pytest.raises(ConfigError, match="pass view=Center"):
-        fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path / "images")
+def test_train_that_is_interrupted_restores_the_signal_handlers(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+        return opened(*_, **__)
+
+    handlers, opened = [signal.getsignal(each) for each in SIGNALS], train_command.open_images
+    monkeypatch.setattr(train_command, "open_images", interrupted)
+    with pytest.raises(Preempted, match="SIGINT"):
+        fastsuncet.train(small_config(tmp_path))
+    assert [signal.getsignal(each) for each in SIGNALS] == handlers
 
 
 @pytest.mark.slow
@@ -102,7 +92,8 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
         assert fastsuncet.train(config, images, given) == run
     for other in weights[1:]:
         assert all(torch.equal(value, other[key]) for key, value in weights[0].items())
-    encoder = fastsuncet.load_encoder(run)
+    encoder = fastsuncet.load_encoder(str(run))
+    assert not encoder.training and encoder.view.size == 16
     names, rows = fastsuncet.embed(encoder, files)
     assert names == [str(file) for file in files]
     assert fastsuncet.embed(encoder, pixels)[0] == [str(i) for i in range(12)]
@@ -131,6 +122,8 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
             fastsuncet.train(config, images, labels)
     with pytest.raises(ConfigError, match="pass both"):
         fastsuncet.train(config, labels=["cat"])
+    with pytest.raises(ConfigError, match="pass view=Center"):
+        fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)
 
 
 def test_config_files_are_taken_for_configs(tmp_path):
@@ -146,7 +139,8 @@ def test_train_says_that_it_needs_the_main_thread(tmp_path):
         pool.submit(fastsuncet.train, small_config(tmp_path)).result()
 
 
-def test_init_config_returns_or_writes_a_config(tmp_path):
+def test_init_config_returns_or_writes_a_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(survey, "_timed_step", lambda *_: 1e11)
     write_images(tmp_path / "photos", *(f"{i}.jpg" for i in range(8)))
     made = fastsuncet.init_config(tmp_path / "photos", hours=0.1, weights="none")
     assert made.data.kind == "images" and made.data.root == str(tmp_path / "photos")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -82,13 +83,17 @@ def flip_bit(rows: Path) -> None:
     rows.write_bytes(content)
 
 
-# What happens to a file of what was begun: a change of the state's values, or a function of its path.
+def other_state(**values):
+    return lambda state: state.write_text(json.dumps(json.loads(state.read_bytes()) | values))
+
+
+# What happens to a file of what was begun.
 HARMS = {
-    "negative": {"done": -4},
-    "too many": {"done": 999},
-    "no number": {"done": True},
-    "fewer": {"done": 4},
-    "other skipped": {"skipped": [[3, "bad"]]},
+    "negative": ("state.json", other_state(done=-4)),
+    "too many": ("state.json", other_state(done=999)),
+    "no number": ("state.json", other_state(done=True)),
+    "fewer": ("state.json", other_state(done=4)),
+    "other skipped": ("state.json", other_state(skipped=[[3, "bad"]])),
     "no JSON": ("state.json", lambda path: path.write_bytes(b"{")),
     "a list": ("state.json", lambda path: path.write_bytes(b"[]")),
     "deep": ("state.json", lambda path: path.write_bytes(b"[" * 100_000)),
@@ -100,33 +105,30 @@ HARMS = {
 }
 
 
-@pytest.mark.parametrize("harm", HARMS)
-def test_embed_starts_over_where_what_was_begun_is_damaged(run, capsys, monkeypatch, harm):
+def test_embed_starts_over_where_what_was_begun_is_damaged(run, capsys, monkeypatch):
     whole, part = begin(run, monkeypatch), Path(".features.npz.part")
-    if isinstance(HARMS[harm], dict):
-        saved = json.loads((part / "state.json").read_bytes())
-        (part / "state.json").write_text(json.dumps(saved | HARMS[harm]))
-    else:
-        name, change = HARMS[harm]
+    shutil.copytree(part, "begun")
+    for harm, (name, change) in HARMS.items():
+        shutil.copytree("begun", part, dirs_exist_ok=True)
         change(part / name)
-    embed(run, IMAGES, OUTPUT, batch=4)
-    assert f"starting over: what was begun in {part} is damaged" in capsys.readouterr().out
-    np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
+        embed(run, IMAGES, OUTPUT, batch=4, force=True)
+        assert f"starting over: what was begun in {part} is damaged" in capsys.readouterr().out, harm
+        np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole, harm)
 
 
-@pytest.mark.parametrize("failure", [errno.ESTALE, errno.ENOTCONN])
-def test_embed_keeps_what_is_done_where_the_file_server_fails(run, capsys, monkeypatch, failure):
+def test_embed_keeps_what_is_done_where_the_file_server_fails(run, capsys, monkeypatch):
     whole, read = begin(run, monkeypatch), atomic_files.read_bytes
+    for failure in (errno.ESTALE, errno.ENOTCONN):
 
-    def stale(path, *more):
-        if path.name == "state.json":
-            raise OSError(failure, os.strerror(failure))
-        return read(path, *more)
+        def stale(path, *more, failure=failure):
+            if path.name == "state.json":
+                raise OSError(failure, os.strerror(failure))
+            return read(path, *more)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic_files, "read_bytes", stale)
-        with pytest.raises(CheckpointError, match=rf"{os.strerror(failure)}: '\.features\.npz\.part'"):
-            embed(run, IMAGES, OUTPUT, batch=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_files, "read_bytes", stale)
+            with pytest.raises(CheckpointError, match=rf"{os.strerror(failure)}: '\.features\.npz\.part'"):
+                embed(run, IMAGES, OUTPUT, batch=4)
     embed(run, IMAGES, OUTPUT, batch=4)
     assert "continuing after 8 of 12 images" in capsys.readouterr().out
     np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)

@@ -52,23 +52,17 @@ def test_sweep_reports_all_configs_at_once():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "vary: {meta.seed: [0, 1], data.split.fraction: [0.1], data.split.seed: [7]}\ncommands: [train]\n",
-            ["two-meta.seed0-fraction0.1-data.split.seed7", "two-meta.seed1-fraction0.1-data.split.seed7"],
-        ),
-        (
-            "runs: {a: {}, b: {criterion.temperature: 0.5}}\nvary: {meta.seed: [0, 1]}\ncommands: [train]\n",
-            ["two-a-seed0", "two-a-seed1", "two-b-seed0", "two-b-seed1"],
-        ),
-        (
-            'name: "{run}.{data.augmentation.crop_scale}"\nruns: {a: {}, b: {criterion.temperature: 0.5}}\n'
-            "vary: {data.augmentation.crop_scale: [[0.2, 1.0], [0.4, 1.0]]}\ncommands: [train]\n",
-            ["a.0.2_1.0", "a.0.4_1.0", "b.0.2_1.0", "b.0.4_1.0"],
-        ),
+        ("vary: {meta.seed: [0, 1], data.split.fraction: [0.1], data.split.seed: [7]}\n",
+         "two-meta.seed0-fraction0.1-data.split.seed7 two-meta.seed1-fraction0.1-data.split.seed7"),
+        ("runs: {a: {}, b: {criterion.temperature: 0.5}}\nvary: {meta.seed: [0, 1]}\n",
+         "two-a-seed0 two-a-seed1 two-b-seed0 two-b-seed1"),
+        ('name: "{run}.{data.augmentation.crop_scale}"\nruns: {a: {}, b: {criterion.temperature: 0.5}}\n'
+         "vary: {data.augmentation.crop_scale: [[0.2, 1.0], [0.4, 1.0]]}\n",
+         "a.0.2_1.0 a.0.4_1.0 b.0.2_1.0 b.0.4_1.0"),
     ],
-)
+)  # fmt: skip
 def test_sweep_names_of_runs(text, expected):
-    assert names(DIGITS + text) == expected
+    assert names(f"{DIGITS}{text}commands: [train]\n") == expected.split()
 
 
 def test_sweep_base_of_a_run_and_settings_of_a_command():
@@ -93,9 +87,7 @@ def test_sweep_overrides():
     assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
     assert runs[0].folder == Path("elsewhere/two-fraction0.1")
     for override in ("data.split.fraction=1", "data.split={fraction: 1}"):
-        with pytest.raises(
-            ConfigErrors, match="varies in this sweep; leave it out, or choose runs with --only"
-        ):
+        with pytest.raises(ConfigErrors, match="varies in this sweep; leave it out, or choose runs with"):
             expanded(TWO, override)
 
 

@@ -86,52 +86,26 @@ SHARE = (
 @pytest.mark.parametrize(
     ("overrides", "sizes", "text"),
     [
-        (
-            (f"{BATCH}2816", f"{EACH}2", f"{ON}1"),
-            (3, IMAGENET, 10),
-            f"command line: {BATCH}2816 counts images over all processes, and 2,816 cannot be shared by 3. Either make "
-            f"it 2,814 or 2,817, or use 2 or 4 processes command line: {EACH}2 counts images over all processes, and 2 "
-            "of each of 20 classes cannot be shared by 3. Either make it 3, or use 2 or 4 processes command line: "
-            "criterion.classes_per_batch=20 must be at most 10: that many classes have a labeled image",
-        ),
-        (
-            (f"{EACH}7", f"{ON}all", "criterion.classes_per_batch=960"),
-            (256, IMAGENET, 1000),
-            "7 of each of 960 classes cannot be shared by 256. Either make it 4 or 8, or use 240 or 280 processes",
-        ),
-        (
-            (f"{EACH}2", f"{ON}1"),
-            (1, IMAGENET, 1),
-            "only 1 class has a labeled image: label images of another one, or",
-        ),
-        (
-            (),
-            (1, 255),
-            "run.yaml:6: criterion.unsupervised_batch_size: 256 a batch of 256 images over all processes",
-        ),
-        (
-            (*ALONE, f"{EACH}40"),
-            (1, IMAGENET, 20, 799),
-            "a batch of 800 labeled images over all processes is larger",
-        ),
+        ((f"{BATCH}2816", f"{EACH}2", f"{ON}1"), (3, IMAGENET, 10),
+         f"command line: {BATCH}2816 counts images over all processes, and 2,816 cannot be shared by 3. Either make it "
+         f"2,814 or 2,817, or use 2 or 4 processes command line: {EACH}2 counts images over all processes, and 2 of "
+         "each of 20 classes cannot be shared by 3. Either make it 3, or use 2 or 4 processes command line: "
+         "criterion.classes_per_batch=20 must be at most 10: that many classes have a labeled image"),
+        ((f"{EACH}7", f"{ON}all", "criterion.classes_per_batch=960"), (256, IMAGENET, 1000),
+         "7 of each of 960 classes cannot be shared by 256. Either make it 4 or 8, or use 240 or 280 processes"),
+        ((f"{EACH}2", f"{ON}1"), (1, IMAGENET, 1), "only 1 class has a labeled image: label images of another one, or"),
+        ((), (1, 255), "run.yaml:6: criterion.unsupervised_batch_size: 256 a batch of 256 images over all processes"),
+        ((*ALONE, f"{EACH}40"), (1, IMAGENET, 20, 799), "a batch of 800 labeled images over all processes is larger"),
         ((f"{BATCH}{{per_rank: 1}}",), (1, 100), "is 1 image over all processes, which has no negative"),
-        (
-            (f"{EACH}{{per_rank: 1}}", f"{ON}1"),
-            (1, 1000),
-            "is 1 image of a class over all processes, which has no pos",
-        ),
+        ((f"{EACH}{{per_rank: 1}}", f"{ON}1"), (1, 1000), "is 1 image of a class over all processes, which has no pos"),
         (STEPS, (1, CIFAR10), "must be shorter than the run: 1 epochs are 195 steps of 195"),
         (LEGACY, (1, IMAGENET), "must be shorter than half of the run with legacy_schedule: 50 epochs"),
         # 128 unlabeled images and 200 labeled ones on each of two processes: a piece has 2 views and 2 labeled images.
-        (
-            (f"{EACH}20", f"{ON}all", "criterion.micro_batch=7"),
-            (2, 1000),
-            "must be 8 or more with 2 processes",
-        ),
+        ((f"{EACH}20", f"{ON}all", "criterion.micro_batch=7"), (2, 1000), "must be 8 or more with 2 processes"),
         ((*ALONE, f"{EACH}20", "criterion.micro_batch=1"), (1, 1000), "must be 2 or more with 1 process:"),
         (SHARE, (1, 1442), "1,585 unlabeled ones of 1,442"),
     ],
-)
+)  # fmt: skip
 def test_arithmetic_refuses_what_does_not_fit(overrides, sizes, text):
     assert text in refused(load(GOOD, *SUPERVISED, *overrides), *sizes)
 
@@ -141,16 +115,10 @@ def test_arithmetic_takes_the_least_that_fits():
     with pytest.raises(ValueError, match="at least one process"):
         load().resolve(0, 256)
     # Alone, an image has no negative or positive; the second process has them.
-    two = load(GOOD, *SUPERVISED, f"{BATCH}{{per_rank: 1}}", f"{EACH}{{per_rank: 1}}", f"{ON}1").resolve(
-        2, 100
-    )
-    assert two.global_images_per_class == 2
-    pieces = (
-        load(GOOD, *SUPERVISED, f"{EACH}20", f"{ON}all", "criterion.micro_batch=8")
-        .resolve(2, 1000)
-        .pieces(True)
-    )
-    assert len(pieces) == 128
+    two = load(GOOD, *SUPERVISED, f"{BATCH}{{per_rank: 1}}", f"{EACH}{{per_rank: 1}}", f"{ON}1")
+    assert two.resolve(2, 100).global_images_per_class == 2
+    cut = load(GOOD, *SUPERVISED, f"{EACH}20", f"{ON}all", "criterion.micro_batch=8")
+    assert len(cut.resolve(2, 1000).pieces(True)) == 128
 
 
 # --------------------------------------------------------------------------------------------------------- properties

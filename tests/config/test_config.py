@@ -85,12 +85,9 @@ def test_config_changed_key():
 def test_config_changed_keys_have_both_values():
     assert set(FREE_ON_RESUME) <= {*CONFIG.sections, *CONFIG.values}
     saved = load().canonical()
-    assert load(GOOD, "meta.threads=1", "criterion.unsupervised_batch_size={per_rank: 32}").changed_keys(
-        saved
-    ) == [
-        ("criterion.unsupervised_batch_size", 256, {"per_rank": 32}),
-        ("meta.threads", None, 1),
-    ]
+    config = load(GOOD, "meta.threads=1", "criterion.unsupervised_batch_size={per_rank: 32}")
+    batch, threads = ("criterion.unsupervised_batch_size", 256, {"per_rank": 32}), ("meta.threads", None, 1)
+    assert config.changed_keys(saved) == [batch, threads]
 
 
 def test_config_key_newer_than_the_checkpoint_counts_as_its_default():

@@ -20,9 +20,10 @@ NUMBERS = {
     "3": 3.0,
     "1.5e3": 1500.0,
 }
+NUMBERS |= {"4.8": 4.8, "010": 10.0}
 
 
-@pytest.mark.parametrize(("written", "value"), [*NUMBERS.items(), ("4.8", 4.8), ("010", 10.0)])
+@pytest.mark.parametrize(("written", "value"), NUMBERS.items())
 def test_reader_numbers(written, value):
     assert load(GOOD.replace("lr: 1.0", f"lr: {written}")).optimization.lr == value
     assert load(GOOD, f"optimization.lr={written}").optimization.lr == value
@@ -174,17 +175,11 @@ def test_reader_batch_sizes_replace_each_other():
         ("bse.yaml", r"run\.yaml:1: base: bse\.yaml\n      no such file; did you mean base\.yaml\?"),
         ("[a, b]", r"run\.yaml:1: base: \[a, b\]\n      must be the name of another config file"),
         ("", r"run\.yaml:1: base: null\n      must be the name of another config file"),
-        (
-            "run.yaml",
-            r"run\.yaml:1: base: run\.yaml\n      leads in a circle: run\.yaml -> run\.yaml\. Remove",
-        ),
-        (
-            "back.yaml",
-            r"back\.yaml:1: base: \./run\.yaml\n .*: run\.yaml -> back\.yaml -> run\.yaml\. Remove",
-        ),
+        ("run.yaml", r"run\.yaml:1: base: run\.yaml\n      leads in a circle: run\.yaml -> run\.yaml\. Remove"),
+        ("back.yaml", r"back\.yaml:1: base: \./run\.yaml\n .*: run\.yaml -> back\.yaml -> run\.yaml\. Remove"),
         (".", r"run\.yaml:1: base: \.\n      \. cannot be read: Is a directory"),
     ],
-)
+)  # fmt: skip
 def test_reader_wrong_base(base, message):
     write("base.yaml", GOOD)
     write("back.yaml", "base: ./run.yaml\n")

@@ -84,10 +84,8 @@ def test_validation_by_a_table_and_by_a_folder_elsewhere(here):
     csv = labeled_tree(here)
     (here / "check.csv").write_text("file,label\ndog4.jpg,dog\nnone1.jpg,cat\n")
     images = opened(*csv, "data.validation=check.csv", validation=True)
-    assert (list(images.validation.files), images.validation.labels.tolist()) == (
-        ["dog4.jpg", "none1.jpg"],
-        [1, 0],
-    )
+    assert list(images.validation.files) == ["dog4.jpg", "none1.jpg"]
+    assert images.validation.labels.tolist() == [1, 0]
     assert len(images.train) == 16 and len(images.split.indices) == 14
     write_images(here / "elsewhere", "dog/1.jpg", "cat/2.jpg", "cat/3.jpg")
     images = opened(*csv, f"data.validation={here}/elsewhere", validation=True)
@@ -155,11 +153,7 @@ def test_synthetic_images_depend_on_the_seed_alone():
 )  # fmt: skip
 def test_views_with_multi_crop_are_two_large_and_several_small_crops(method):
     sizes = ("data.augmentation.size=28", "data.augmentation.crop_scale=[0.14, 1.0]", "swav.small_size=12")
-    crops = (
-        *method,
-        "swav.small_crops=6",
-        "data.augmentation.blur=0",
-    )
+    crops = (*method, "swav.small_crops=6", "data.augmentation.blur=0")
     large, other, *small = views(load_config("run.yaml", [*sizes, *crops]))
     assert large == other and (large.size, large.crop_scale) == (28, (0.14, 1.0))
     assert small == [replace(large, size=12, crop_scale=(0.05, 0.14))] * 6
@@ -225,11 +219,7 @@ def test_scan_of_many_files_says_that_it_reads_their_headers_once(capsys):
     ("overrides", "code", "said"),
     [
         ("data.root=gone", 3, "no data folder HERE/gone | command line: data.root=gone | data.train"),
-        (
-            "data.root=~nobody-here/x",
-            3,
-            "no data folder ~nobody-here/x | command line: data.root=~nobody-here/x",
-        ),
+        ("data.root=~nobody-here/x", 3, "no data folder ~nobody-here/x | command line: data.root=~nobody-here/x"),
         ("data.train=gone", 3, "no data folder HERE/tree/gone | run.yaml:3: data.root: tree"),
         ("data.validation=x", 3, "HERE/tree/x lie in the folder of the training images | validation=null"),
         ("data.kind=image_folder data.train=x/y", 3, "no class folders | data.kind: images"),
@@ -237,20 +227,14 @@ def test_scan_of_many_files_says_that_it_reads_their_headers_once(capsys):
         ("data.pack=no.tar", 3, "no pack or shard HERE/no.tar | command line: data.pack=no.tar"),
         ("data.max_megapixels=4e-5", 3, "3 images | 1.jpg: 8 x 6 pixels, more than data.max_megapixels"),
         ("data.root=null", 2, "data.root | is needed with data.kind: images | data.pack"),
-        (
-            "criterion.supervised_epochs=all data.split.kind=all",
-            2,
-            "supervised_epochs=all | must be 0 with data.kind: images, which reads no labels; use csv | be none with",
-        ),
+        ("criterion.supervised_epochs=all data.split.kind=all", 2,
+         "supervised_epochs=all | must be 0 with data.kind: images, which reads no labels; use csv | be none with"),
         ("evaluation.knn_every_epochs=1 data.validation=x", 2, "knn_every_epochs=1 | must be null with"),
         ("data.synthetic.images=3", 2, "data.synthetic.images | read only with data.kind: synthetic"),
-        (
-            "data.kind=synthetic data.root=null data.synthetic.size=9999",
-            3,
-            "too many to hold in memory | command line: data.synthetic.size=9999",
-        ),
+        ("data.kind=synthetic data.root=null data.synthetic.size=9999", 3,
+         "too many to hold in memory | command line: data.synthetic.size=9999"),
     ],
-)
+)  # fmt: skip
 def test_data_errors_name_the_key_its_place_and_the_fix(here, capsys, overrides, code, said):
     assert cli.main(["train", "run.yaml", "--dry-run", *overrides.split()]) == code
     error = capsys.readouterr().err.replace("\n      ", " ").replace(str(here), "HERE")
