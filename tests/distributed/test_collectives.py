@@ -1,9 +1,10 @@
-"""Ranks exchange rows, gradients and plain values; one process without a group behaves as a single rank."""
+"""Ranks exchange rows, gradients and plain values, and agree on a stop; one process is a single rank."""
 
 import pytest
 import torch
 
 from fastsuncet.distributed import collectives
+from fastsuncet.distributed.stop_consensus import StopConsensus
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -47,6 +48,9 @@ def _call_everything(rank: int, world_size: int) -> dict:
         result["half_place"] = (collectives.rank(half), collectives.world_size(half))
         result["half"] = collectives.all_gather_rows(_rows(rank), half)
         result["half_sum"] = collectives.reduce_scatter_rows(torch.tensor([10.0, 20.0]) * rank, half)
+    consensus = StopConsensus()
+    result["stops"] = [consensus.agree(rank == 2 and step == 1) for step in range(5)]
+    consensus.close()
     return result
 
 
@@ -67,9 +71,8 @@ def test_rows_of_all_ranks_arrive_in_rank_order(results):
 
 
 def test_gather_rows_gradient_is_the_sum_over_ranks(results):
-    wanted = torch.arange(1.0, 1 + 6 * WORLD, dtype=torch.float64).view(WORLD, 2, 3) * sum(
-        range(1, WORLD + 1)
-    )
+    numbers = torch.arange(1.0, 1 + 6 * WORLD, dtype=torch.float64)
+    wanted = numbers.view(WORLD, 2, 3) * sum(range(1, WORLD + 1))
     for r, result in enumerate(results):
         assert torch.equal(result["gradient"], wanted[r])
 
@@ -100,6 +103,15 @@ def test_a_smaller_group_counts_its_own_ranks(results):
         assert result["half_place"] == (r, 2)
         assert torch.equal(result["half"], torch.cat([_rows(1), _rows(2)]))
         assert result["half_sum"].tolist() == [[30.0], [60.0]][r]
+
+
+def test_stop_consensus_of_a_signal_to_one_rank_is_the_same_step_on_all(results):
+    assert [result["stops"] for result in results] == [[False, False, True, True, True]] * WORLD
+
+
+def test_stop_consensus_of_a_single_process_answers_at_once():
+    consensus = StopConsensus()
+    assert [consensus.agree(False), consensus.agree(True)] == [False, True]
 
 
 def test_one_process_without_a_group_is_a_single_rank():

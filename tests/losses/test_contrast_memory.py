@@ -73,7 +73,6 @@ def run(rows):
 run(64)  # loads the libraries
 print(run(4096))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) * (1 if sys.platform == "darwin" else 1024) < 40 * MB

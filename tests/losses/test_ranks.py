@@ -143,10 +143,7 @@ def authors_cases() -> tuple[dict, dict]:
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict]]:
     """Each rank's results, on two and on four ranks."""
-    return {
-        2: run_ranks(compute_everything, 2, authors_cases()[0]),
-        4: run_ranks(compute_everything, 4, {}),
-    }
+    return {2: run_ranks(compute_everything, 2, authors_cases()[0]), 4: run_ranks(compute_everything, 4, {})}
 
 
 worlds = pytest.mark.parametrize("world_size", [2, 4])

@@ -72,9 +72,8 @@ def test_state_continues_to_the_bit_and_keeps_the_tensor_of_the_rate(optimizer):
     updated(model, first, range(2))
     second = build_optimizer(section(optimizer), model, rate)
     second.load_state_dict(first.state_dict())
-    assert all(group["lr"] is rate for group in second.param_groups) and float(rate) == pytest.approx(
-        RATES[1]
-    )
+    assert all(group["lr"] is rate for group in second.param_groups)
+    assert float(rate) == pytest.approx(RATES[1])
     for got, wanted in zip(updated(model, second, range(2, 4)), straight):
         assert torch.equal(got, wanted)
 

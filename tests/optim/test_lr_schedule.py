@@ -62,20 +62,14 @@ def runs(draw):
 
 
 @given(run=runs())
-def test_warmup_cosine_is_exact_at_both_ends(run):
-    if run["warmup_steps"]:
-        assert warmup_cosine(0, **run) == run["start_lr"]
-    assert warmup_cosine(run["warmup_steps"], **run) == run["lr"]
-    if run["warmup_steps"] < run["steps"]:
-        assert warmup_cosine(run["steps"], **run) == run["final_lr"]
-
-
-@given(run=runs())
 def test_warmup_cosine_rises_and_falls_without_a_jump(run):
     run["start_lr"] = min(run["start_lr"], run["lr"])
     run["final_lr"] = min(run["final_lr"], run["lr"])
     rate = [warmup_cosine(step, **run) for step in range(run["steps"] + 1)]
     peak = run["warmup_steps"]
+    assert rate[peak] == run["lr"]
+    assert rate[0] == run["start_lr"] or not peak
+    assert rate[-1] == run["final_lr"] or peak == run["steps"]
     rounding = 1e-12 * run["lr"]
     assert all(a <= b + rounding for a, b in pairwise(rate[: peak + 1]))
     assert all(a >= b - rounding for a, b in pairwise(rate[peak:]))

@@ -33,6 +33,4 @@ def test_runs_killed_at_random_end_bit_identical(config, ranks, tmp_path):
     assert tool.exitcode == 0, trials
     kills = [kill for trial in trials for kill in trial["kills"]]
     assert len(kills) >= 6
-    assert any(kill["step"] > 2 for kill in kills), (
-        "the kills all fell before a first checkpoint: nothing was continued"
-    )
+    assert any(kill["step"] > 2 for kill in kills), "no kill after a first checkpoint: nothing was continued"

@@ -30,6 +30,7 @@ from tests.support.runs import (
 
 pytestmark = pytest.mark.slow
 PARTS = ("straight", "stopped")
+EVALUATED = "evaluation.knn_every_epochs=1"
 
 
 # Of ten steps, four an epoch: inside an epoch; after the first step, at an epoch's end and begin, before the last.
@@ -128,18 +129,24 @@ def test_signal_during_the_start_stops_before_the_first_step(tmp_path, monkeypat
     assert not (config.run_folder / "checkpoints").exists()
 
 
-def test_stop_skips_an_evaluation_and_the_continued_run_does_it_first(tmp_path):
-    evaluated = "evaluation.knn_every_epochs=1"  # after steps 4, 8 and 10
-    straight, stopped = small_config(tmp_path / "a", evaluated), small_config(tmp_path / "b", evaluated)
-    train(straight)
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Return the final state of a run with an evaluation each epoch, after steps 4, 8 and 10."""
+    config = small_config(tmp_path_factory.mktemp("evaluated"), EVALUATED)
+    train(config)
+    return final_state(config)
+
+
+def test_stop_skips_an_evaluation_and_the_continued_run_does_it_first(evaluated, tmp_path):
+    stopped = small_config(tmp_path, EVALUATED)
     train(stopped, stop_at=3)
     assert [line["kind"] for line in metrics(stopped.run_folder)] == ["train"]
     train(stopped)
-    assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+    assert_equal_to_the_bit(final_state(stopped), evaluated)
 
 
 def test_run_whose_evaluation_is_due_continues_without_evaluations(tmp_path):
-    train(small_config(tmp_path, "evaluation.knn_every_epochs=1"), stop_at=3)
+    train(small_config(tmp_path, EVALUATED), stop_at=3)
     train(config := small_config(tmp_path, "evaluation.knn_every_epochs=null"))
     assert saved_steps(config)[-1:] == [10] and evaluations(config) == []
 
@@ -160,32 +167,27 @@ def evaluations(config) -> list[int]:
     return [line["step"] for line in metrics(config.run_folder, "knn")]
 
 
-def stopped_in_an_evaluation(rank: int, world_size: int, folder: str, *checkpoints: int) -> list:
-    """Stop by a signal to one rank in the first of three evaluations, and continue."""
-    rows = []
-    for every in checkpoints:
-        overrides = ("evaluation.knn_every_epochs=1", f"checkpoint.every={every}")
-        straight, stopped = (small_config(Path(folder, f"{every}", part), *overrides) for part in PARTS)
-        train(straight)
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == world_size - 1:
-                in_next_evaluation(patch, terminate)
-            with pytest.raises(Preempted, match="saved after step 4"), as_rank(stopped) as place:
-                train_command.train(stopped, place)
-        rows.append([saved_steps(stopped)[-1:], evaluations(stopped)])
-        train(stopped)
-        rows[-1].append(evaluations(stopped))
-        if rank == 0:
-            assert_equal_to_the_bit(final_state(stopped), final_state(straight))
-    return rows
+def stopped_in_an_evaluation(config, rank: int = 0, last: int = 0) -> list:
+    """Stop by a signal to the rank `last` in the first of three evaluations, and continue."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == last:
+            in_next_evaluation(patch, terminate)
+        with pytest.raises(Preempted, match="saved after step 4"), as_rank(config) as place:
+            train_command.train(config, place)
+    row = [saved_steps(config)[-1:], evaluations(config)]
+    train(config)
+    return [*row, evaluations(config)]
 
 
 ROW = [[4], [], [4, 8, 10]]
 
 
-def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(tmp_path):
-    # No checkpoint is due with that evaluation; one is.
-    assert stopped_in_an_evaluation(0, 1, str(tmp_path), 3, 4) == [ROW, ROW]
+# No checkpoint is due with that evaluation; one is.
+@pytest.mark.parametrize("every", [3, 4])
+def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(every, evaluated, tmp_path):
+    config = small_config(tmp_path, EVALUATED, f"checkpoint.every={every}")
+    assert stopped_in_an_evaluation(config) == ROW
+    assert_equal_to_the_bit(final_state(config), evaluated)
 
 
 def saved_steps(config) -> list[int]:
@@ -193,11 +195,8 @@ def saved_steps(config) -> list[int]:
 
 
 @pytest.mark.parametrize("when", ["during", "after"])
-def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, tmp_path, monkeypatch):
-    overrides = ("evaluation.knn_every_epochs=1", "checkpoint.every=4")
-    straight, killed = (small_config(tmp_path / part, *overrides) for part in ("straight", "killed"))
-    train(straight)
-    write = MetricsWriter.write
+def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, evaluated, tmp_path, monkeypatch):
+    killed, write = small_config(tmp_path, EVALUATED, "checkpoint.every=4"), MetricsWriter.write
 
     def written(writer, record, kind="train"):
         shown = write(writer, record, kind)
@@ -214,7 +213,7 @@ def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, tmp_path
             train(killed)
     assert saved_steps(killed) == [4]
     assert min(train(killed)) == 4
-    assert_equal_to_the_bit(final_state(killed), final_state(straight))
+    assert_equal_to_the_bit(final_state(killed), evaluated)
 
 
 # ------------------------------------------------------------------------------------------------- on several ranks
@@ -257,9 +256,11 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
     }
     with pytest.raises(CheckpointError, match=r"processes \(2 instead of 1\) this is another run"):
         train(of_one["per_rank"])
+    straight, stopped = (small_config(Path(folder, EVALUATED, part), EVALUATED) for part in PARTS)
+    train(straight)
     return {
         "same": same,
-        "evaluation": stopped_in_an_evaluation(rank, world_size, folder, 3),
+        "evaluation": stopped_in_an_evaluation(stopped, rank, last=1),
         "of one": sorted(train(of_one["global"])),
     }
 
@@ -276,11 +277,12 @@ def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
         train(small_config(folder / "of one" / name, *SIZES[name][0]), stop_at=2)
     ranks = run_ranks(on_two_ranks, 2, str(folder))
     assert [rank["same"] for rank in ranks] == [[True] * len(KINDS)] * 2
-    assert [rank["evaluation"] for rank in ranks] == [[ROW], [ROW]]
+    assert [rank["evaluation"] for rank in ranks] == [ROW, ROW]
     assert [rank["of one"] for rank in ranks] == [list(range(3, 10))] * 2
     assert run_ranks(on_three_ranks, 3, str(tmp_path)) == [True] * 3
-    for top, name in (*((folder, name) for name in KINDS), (tmp_path, THREE)):
-        straight, stopped = (final_state(small_config(top / name / part, name, SEVEN)) for part in PARTS)
+    runs = [*((folder, name, SEVEN) for name in KINDS), (tmp_path, THREE, SEVEN), (folder, EVALUATED)]
+    for top, *words in runs:
+        straight, stopped = (final_state(small_config(top / words[0] / part, *words)) for part in PARTS)
         assert_equal_to_the_bit(stopped, straight)
 
     for name, (overrides, changed) in SIZES.items():

@@ -69,31 +69,22 @@ def test_plateau_of_a_loss_without_a_floor_is_where_next_to_nothing_is_left():
 FALLING = list(np.linspace(2.3, 1.0, 60))
 
 
-@pytest.mark.parametrize(
-    ("means", "epochs", "end"),
-    [
-        *(([*FALLING[:25], odd, *FALLING[26:]], 10, None) for odd in (FALLING[25], 0.01, 30.0)),
-        ([0.0] * 30, 10, 20),
-        ([1 + epoch / 100 for epoch in range(40)], 10, 20),
-        *(([1.0] * 100, epochs, 2 * epochs) for epochs in (1, 3, 10)),
-        ([1.0, math.nan, 1.0, 1.0, -math.inf, 1.0], 2, 6),
-        ([1.0, math.inf, 1.0, 1.0, math.nan, 1.0], 2, 6),
-    ],
-    ids=[
-        "straight",
-        "lucky",
-        "spike",
-        "zero",
-        "rising",
-        "span 1",
-        "span 3",
-        "span 10",
-        "not finite",
-        "infinite",
-    ],
-)
-def test_plateau_of_simple_curves(means, epochs, end):
+CURVES_BY_HAND = {  # the means, the length of a span, the end
+    "straight": (FALLING, 10, None),
+    "lucky": ([*FALLING[:25], 0.01, *FALLING[26:]], 10, None),
+    "spike": ([*FALLING[:25], 30.0, *FALLING[26:]], 10, None),
+    "zero": ([0.0] * 30, 10, 20),
+    "rising": ([1 + epoch / 100 for epoch in range(40)], 10, 20),
+    **{f"span {epochs}": ([1.0] * 100, epochs, 2 * epochs) for epochs in (1, 3, 10)},
+    "not finite": ([1.0, math.nan, 1.0, 1.0, -math.inf, 1.0], 2, 6),
+    "infinite": ([1.0, math.inf, 1.0, 1.0, math.nan, 1.0], 2, 6),
+}
+
+
+@pytest.mark.parametrize("name", CURVES_BY_HAND)
+def test_plateau_of_simple_curves(name):
     """It needs two spans. One odd epoch changes nothing, and one that is not finite is left out."""
+    means, epochs, end = CURVES_BY_HAND[name]
     assert ends_after(means, epochs) == end
 
 
