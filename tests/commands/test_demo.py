@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastsuncet.commands.demo import CONFIGS as NAMES
 from fastsuncet.commands.demo import demo, table, verdict
 from fastsuncet.commands.report.curves import Curve, Measurement, Point
+from fastsuncet.config import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +26,24 @@ def curves(baseline: list[float], ours: list[float]) -> list[Curve]:
 @pytest.mark.parametrize(
     ("baseline", "ours", "said"),
     [
-        ([0.80, 0.90, 0.92, 0.91], [0.915, 0.93, 0.94, 0.95],
-         ["95.0 % of the test digits with SuNCEt and on 91.0 % without: 4.0 points more.",
-          "SimCLR's final accuracy (91.0 %, after 240 updates) after 60 updates: 25% of the compute.",
-          "SimCLR's best accuracy (92.0 %, after 180 updates) after 120 updates: 67% of the compute."]),
-        ([0.80, 0.95], [0.85, 0.90],
-         ["5.0 points less.", "never reached SimCLR's best accuracy (95.0 %, after 120 updates)"]),
+        (
+            [0.80, 0.90, 0.92, 0.91],
+            [0.915, 0.93, 0.94, 0.95],
+            [
+                "95.0 % of the test digits with SuNCEt and on 91.0 % without: 4.0 points more.",
+                "SimCLR's final accuracy (91.0 %, after 240 updates) after 60 updates: 25% of the compute.",
+                "SimCLR's best accuracy (92.0 %, after 180 updates) after 120 updates: 67% of the compute.",
+            ],
+        ),
+        (
+            [0.80, 0.95],
+            [0.85, 0.90],
+            ["5.0 points less.", "never reached SimCLR's best accuracy (95.0 %, after 120 updates)"],
+        ),
         ([0.9], [0.9], ["no difference."]),
     ],
     ids=["gain", "loss", "draw"],
-)  # fmt: skip
+)
 def test_verdict_follows_from_the_numbers(baseline, ours, said):
     text = verdict(*curves(baseline, ours))
     assert all(words in text for words in said)
@@ -59,3 +69,8 @@ def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys
     for name in ("demo_seed3.png", "views.png"):
         pixels = np.asarray(Image.open(folder / name).convert("L"))
         assert pixels.std() > 10, f"{name} is blank"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_demo_configs_show_256_views_an_update(name):
+    assert load_config(name).resolve(1, 1442, 10).samples(0) == 256

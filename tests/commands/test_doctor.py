@@ -105,7 +105,11 @@ def test_required_compares_versions_with_the_bounds(version, state, facts, monke
     [
         ("velruse", "", ("absent", "the package named apex here is another one", "pip uninstall apex")),
         ("optimizers", "raise RuntimeError('loaded')", ("ok", "NVIDIA's", "")),
-        ("__init__", "raise ImportError('x')", ("absent", "installed but not importable (x)", "")),
+        (
+            "__init__",
+            "raise ImportError('no amp_C')",
+            ("absent", "installed but not importable (no amp_C)", ""),
+        ),
     ],
     ids=["another package", "NVIDIA's, not loaded", "broken"],
 )

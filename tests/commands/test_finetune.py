@@ -278,9 +278,9 @@ def on_rank(rank: int, world_size: int, runs: str) -> int:
     return run(Path(runs), "finetune.batch_size=60")
 
 
-def test_finetune_on_two_ranks_counts_every_image_once(runs):
-    assert run_ranks(on_rank, 2, str(runs)) == [0, 0]
+def test_finetune_on_three_ranks_counts_every_image_once(runs):
+    assert run_ranks(on_rank, 3, str(runs)) == [0, 0, 0]
     (record,) = results(runs)
-    assert record["images"] == 355 and record["setting"]["batchnorm_images"] == 30
+    assert record["images"] == 355 and record["setting"]["batchnorm_images"] == 20
     assert sum(of["images"] for of in record["classes"].values()) == 355
     assert json.loads((folder(runs) / "result.json").read_text())["record"]["images"] == 355

@@ -144,7 +144,11 @@ def test_read_runs_recognizes_a_run_that_was_moved():
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):
     for words, code, said in (
-        ([RUNS[0], "--metric", "map11"], 2, "measured by --metric map11; there is knn, rankme, top1"),
+        (
+            [RUNS[0], "--metric", "map11"],
+            2,
+            "nothing here was measured by --metric map11; there is knn, rankme, top1",
+        ),
         (["nowhere"], 3, "nowhere does not exist"),
         (["runs"], 3, "holds no config.yaml"),
         (["runs/empty"], 3, "nothing was evaluated yet"),

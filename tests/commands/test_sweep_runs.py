@@ -87,7 +87,9 @@ def test_sweep_overrides():
     assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
     assert runs[0].folder == Path("elsewhere/two-fraction0.1")
     for override in ("data.split.fraction=1", "data.split={fraction: 1}"):
-        with pytest.raises(ConfigErrors, match="varies in this sweep; leave it out, or choose runs with"):
+        with pytest.raises(
+            ConfigErrors, match="varies in this sweep; leave it out, or choose runs with --only"
+        ):
             expanded(TWO, override)
 
 

@@ -28,13 +28,19 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
         (lambda: suncet(Z, Y[:, None], 0.1), r"suncet: labels must be one integer per row"),
         (lambda: suncet(Z, Y.bool(), 0.1), r"suncet: labels must be integers, not torch.bool"),
         (lambda: suncet(Z, Y.to("meta"), 0.1), r"suncet: labels are on meta, the rows on cpu"),
-        (lambda: suncet(Z, Y, 0.1, average="all"), r"average must be one of \('sample', 'class'\), not"),
+        (
+            lambda: suncet(Z, Y, 0.1, average="all"),
+            r"average must be one of \('sample', 'class'\), not 'all'",
+        ),
         (lambda: sup_con(Z, Y.float(), 0.1), r"sup_con: labels must be integers.*float32; use .long\(\)"),
         (lambda: cross_entropy(Z[0], Y), r"cross_entropy: logits must be \(rows, classes\)"),
         (lambda: cross_entropy(Z, Y.float()), r"cross_entropy: labels must be integers"),
         (lambda: swav(S[0], 0.1, crops=4), r"swav: scores must be \(crops x images, prototypes\)"),
         (lambda: swav(S.long(), 0.1, crops=4), r"swav: .* not \(8, 3\) of torch.int64"),
-        (lambda: swav(S[:, :0], 0.1, crops=4), r"swav: scores must have at least one prototype, not"),
+        (
+            lambda: swav(S[:, :0], 0.1, crops=4),
+            r"swav: scores must have at least one prototype, not \(8, 0\)",
+        ),
         (lambda: swav(torch.zeros(9, 3), 0.1, crops=4), r"swav: .*9 rows are not a multiple of 4"),
         (lambda: swav(S, 0.1, crops=1), "swav: crops must be at least 2"),
         (lambda: swav(S, 0.1, crops=4, epsilon=-0.05), "swav: epsilon must be a plain number above 0"),
@@ -51,7 +57,10 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
         (wrong_paws(sharpen=0.0), "paws: sharpen must be a plain number above 0"),
         (wrong_paws(sharpen=1.5), "paws: sharpen must be at most 1, not 1.5"),
         (wrong_paws(smoothing=1.0), "paws: smoothing must be from 0 to below 1, not 1.0"),
-        (wrong_paws(smoothing=0.0, temperature=0.02), "paws: without smoothing, temperature must be"),
+        (
+            wrong_paws(smoothing=0.0, temperature=0.02),
+            "paws: without smoothing, temperature must be at least",
+        ),
         (wrong_paws(prior=torch.ones(3)), r"paws: prior must be one share per support, \(4,\), not \(3,\)"),
         *[
             (

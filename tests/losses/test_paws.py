@@ -104,15 +104,28 @@ def test_paws_in_float32_is_near_float64():
     assert_near([x.double() for x in found], expected, 2e-5)
 
 
-@pytest.mark.parametrize("case", ["dtype", "columns"])
+@pytest.mark.parametrize("case", ["supports", "classes", "lengths", "dtype", "columns"])
 def test_paws_does_not_depend_on(case):
-    """Not on the dtype of the labels, nor on how many more columns than classes there are."""
-    anchors, supports, labels, *targets = batch_of()
-    expected = run(paws, anchors, supports, labels, *targets, views=VIEWS)
-    numbers = labels.unique(return_inverse=True)[1]
-    columns = int(numbers.max()) + 4 if case == "columns" else None
-    labels = numbers.to(torch.uint8) if case == "dtype" else labels
-    assert_near(run(paws, anchors, supports, labels, *targets, views=VIEWS, classes=columns), expected)
+    """Not on the order of the supports, the names of the classes, the lengths of rows, the dtype of labels, columns."""
+    anchors, supports, labels, targets, of_targets = batch_of()
+    expected = run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS)
+    columns = None
+    order = torch.randperm(SUPPORTS, generator=torch.Generator().manual_seed(0))
+    if case == "supports":
+        supports, labels, of_targets = supports[order], labels[order], of_targets[order]
+    elif case == "classes":
+        names = {each: -(2**62) + 977 * i % 11 for i, each in enumerate(sorted(set(labels.tolist())))}
+        labels = torch.tensor([names[each] for each in labels.tolist()])
+    elif case == "lengths":
+        targets, of_targets = 3 * targets, of_targets / 7
+    elif case == "dtype":
+        labels = labels.unique(return_inverse=True)[1].to(torch.uint8)
+    else:
+        columns = len(labels.unique()) + 3
+    found = list(run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS, classes=columns))
+    if case == "supports":
+        found[3] = found[3][order.argsort()]
+    assert_near(found, expected)
 
 
 def test_paws_refuses_more_classes_than_columns():
@@ -135,10 +148,13 @@ def test_paws_me_max_is_lowest_where_the_mean_is_the_prior():
     anchors, targets = supports[[0, 0, 1, 0, 0, 1]], supports[[0, 0, 1, 0, 0, 1]]
     inputs = (anchors, supports, labels, targets, supports)
     settings = {"views": 2, "temperature": 0.05, "smoothing": 0.0}
-    priors = [None, *(torch.tensor(prior, dtype=F64) for prior in ([2, 1], [1, 2], [1, 1]))]
-    plain, exact, other, uniform = (paws(*inputs, prior=prior, **settings)[1] for prior in priors)
+    (_, exact), (_, other) = (
+        paws(*inputs, prior=torch.tensor(prior, dtype=F64), **settings) for prior in ([2, 1], [1, 2])
+    )
     assert exact.item() == pytest.approx(-math.log(2), abs=1e-9) and other > exact + 0.2
-
+    (_, plain), (_, uniform) = (
+        paws(*inputs, prior=prior, **settings) for prior in (None, torch.ones(2, dtype=F64))
+    )
     assert uniform - plain == pytest.approx(0, abs=1e-12)
     assert plain.item() == pytest.approx((2 * math.log(2 / 3) + math.log(1 / 3)) / 3, abs=1e-9)
 
@@ -227,7 +243,9 @@ def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
     found.append(by_view(torch.cat(values[2]), VIEWS) / world_size)
     found.append(torch.cat(values[3]) / world_size)
     assert_near(found, expected, 1e-11)
-    assert len({each.item() for each in values[1]}) == 1  # me-max: the same bits on each rank
+    assert (
+        len({each.item() for each in values[1]}) == 1
+    )  # me-max is that of all ranks, with the same bits on each
 
 
 @pytest.mark.slow

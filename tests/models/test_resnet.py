@@ -75,6 +75,13 @@ def test_weights_depend_on_the_seed_alone():
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 
 
+@both
+def test_meta_device_has_shapes_and_no_weights(library):
+    meta, weights = (build_model("resnet18", library, device=device) for device in ("meta", "cpu"))
+    assert all(p.is_meta for p in (*meta.parameters(), *meta.buffers()))
+    assert shapes(meta) == shapes(weights)
+
+
 @pytest.mark.parametrize(("library", "stem"), [("torchvision", "imagenet"), ("timm", "cifar")])
 def test_weights_start_as_the_authors_do(library, stem):
     model = build_model("resnet50", library, stem)
@@ -164,6 +171,13 @@ def test_wide_network_halves_twice_and_normalizes_before_its_convolutions():
     inner = block.conv1(F.batch_norm(x, None, None, training=True).relu())
     expected = block.conv2(F.batch_norm(inner, None, None, training=True).relu()) + block.shortcut(x)
     torch.testing.assert_close(block(x), expected)
+
+
+def test_head_batchnorm_sits_before_the_relu_and_changes_the_keys():
+    with_norm = build_model("resnet_tiny", stem="cifar", head_batchnorm=True).head
+    assert [type(layer).__name__ for layer in with_norm] == ["Linear", "BatchNorm1d", "ReLU", "Linear"]
+    plain = build_model("resnet_tiny", stem="cifar").head
+    assert list(plain.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 def test_heads_of_paws_have_their_layers_and_parameters():

@@ -215,8 +215,9 @@ class Run(RuleBasedStateMachine):
             for group in other.param_groups
         ]
         other.load_state_dict(torch.load(file, weights_only=True))
-        rows = zip(other.param_groups, groups, before, self.optimizer.param_groups)
-        for group, (_, _, own), (held, buffers), mine in rows:
+        for group, (_, _, own), (held, buffers), mine in zip(
+            other.param_groups, groups, before, self.optimizer.param_groups
+        ):
             assert {key: group[key] for key in asdict(own)} == asdict(own)
             assert group["implementation"] == self.implementation and float(group["lr"]) == float(mine["lr"])
             assert (group["lr"] is held) == self.on_device
@@ -248,10 +249,12 @@ def test_lars_follows_the_formula(implementation, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- dtypes and rates
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
+)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_lars_foreach_equals_the_reference_in_16_bits(dtype, tolerance, memory_format):
-    """test_lars_follows_the_formula has float32 and float64."""
+def test_lars_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tolerance, memory_format):
     networks = [tiny_network(dtype, memory_format) for _ in IMPLEMENTATIONS]
     for network, implementation in zip(networks, IMPLEMENTATIONS):
         groups = parameter_groups(network, exclude_bias_and_norm=True)
@@ -292,9 +295,12 @@ class Calls(TorchDispatchMode):
         return [name for name in self.names if name in self.SYNCS]
 
 
-def calls_of_a_step(network, lr=0.1, exclude=False, **options):
-    optimizer = LARS(parameter_groups(network, exclude_bias_and_norm=exclude), lr, **options)
+def calls_of_a_step(network, lr=0.1, exclude=False, scaler=(None, None), **options):
+    groups = parameter_groups(network, exclude_bias_and_norm=exclude)
+    implementation = options.pop("implementation", "auto")
+    optimizer = LARS(groups, lr, **options, implementation=implementation)
     give_gradients(network, 0)
+    optimizer.grad_scale, optimizer.found_inf = scaler
     with Calls() as calls:
         optimizer.step()
     return calls
@@ -310,15 +316,20 @@ def test_lars_takes_few_calls_for_any_depth_and_no_sync(exclude, lr, nesterov):
     )
     assert small.syncs == [] and small.names == large.names
     assert len(small.names) <= 30, small.names
-    # The counter sees a sync where there is one.
-    reference = calls_of_a_step(tiny_network(), lr, exclude, nesterov=nesterov, implementation="reference")
-    assert len(reference.syncs) > 1
+
+
+def test_lars_does_not_sync_under_a_scaler():
+    scaler = (torch.tensor(8.0), torch.tensor(0.0))
+    assert calls_of_a_step(tiny_network(), torch.tensor(0.1), scaler=scaler).syncs == []
+    # The counter sees a sync where there is one: in the reference.
+    reference = calls_of_a_step(tiny_network(), implementation="reference")
+    assert len(reference.syncs) > len(list(tiny_network().parameters()))
 
 
 # ----------------------------------------------------------------------------------------------- mixed precision
 def test_lars_works_with_torchs_gradient_scaler():
     network, plain = tiny_network(), tiny_network()
-    optimizer, expected = (LARS(n.parameters(), torch.tensor(1.0)) for n in (network, plain))
+    optimizer, expected = LARS(network.parameters(), 1.0), LARS(plain.parameters(), 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     for factor in (1.0, torch.inf, 2.0):
@@ -382,24 +393,31 @@ def test_lars_runs_a_closure_with_gradients():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"momentum": 1.0}, r"LARS: momentum must be in \[0, 1\), got 1.0"),
-        ({"weight_decay": -1e-6}, "LARS: weight_decay and eps must not be negative"),
-        ({"eps": -1.0}, "LARS: weight_decay and eps must not be negative"),
-        ({"trust_coefficient": 0.0}, "LARS: trust_coefficient must be positive, got 0.0"),
-        ({"nesterov": True, "momentum": 0.0}, "LARS: nesterov needs a momentum above 0"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"weight_decay": -1e-6}, "weight_decay and eps must not be negative"),
+        ({"eps": -1.0}, "weight_decay and eps must not be negative"),
+        ({"trust_coefficient": 0.0}, "trust_coefficient must be positive, got 0.0"),
+        ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+    ],
+)
+def test_lars_settings_out_of_range_are_refused(options, expected):
+    with pytest.raises(ValueError, match=f"LARS: {expected}"):
+        LARSSettings(**options)
+    with pytest.raises(ValueError, match=expected):
+        LARS([{"params": [nn.Parameter(torch.zeros(2))], **asdict(LARSSettings()), **options}], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
         ({"lr": -1.0}, "lr must not be negative, got -1.0"),
         ({"lr": torch.zeros(2)}, r"lr must be a number or a 0-dim tensor, got shape \(2,\)"),
         ({"implementation": "triton"}, "'triton' is not one of auto, foreach, reference"),
     ],
 )
 def test_lars_arguments_out_of_range_are_refused(options, expected):
-    """The settings also where a group has them."""
-    weights = [nn.Parameter(torch.zeros(2))]
     with pytest.raises(ValueError, match=expected):
-        LARS(weights, **{"lr": 0.1, **options})
-    if expected.startswith("LARS"):
-        with pytest.raises(ValueError, match=expected):
-            LARS([{"params": weights, **options}], 0.1)
+        LARS([nn.Parameter(torch.zeros(2))], **{"lr": 0.1, **options})
 
 
 def test_lars_refuses_a_sparse_gradient():

@@ -39,7 +39,11 @@ def images_per_step(lines: list[dict]) -> list[int]:
     return [b["images"] - a["images"] for a, b in itertools.pairwise([{"images": 0}, *lines])]
 
 
-LONGER = ("optimization.steps=40", "evaluation.knn_every_epochs=10", "criterion.unsupervised_batch_size=96")
+LONGER = (
+    "optimization.steps=40",
+    "evaluation.knn_every_epochs=10",
+    "criterion.unsupervised_batch_size=96",
+)
 
 
 def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
@@ -56,14 +60,23 @@ def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
 
 def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
     """A real run whose loss draws all images to one point, and has nothing that pushes them apart."""
-    collapse = lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean()  # noqa: E731
-    monkeypatch.setattr("fastsuncet.losses.nt_xent.nt_xent", collapse)
+    monkeypatch.setattr(
+        "fastsuncet.losses.nt_xent.nt_xent", lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean()
+    )
     fast = ("optimization.lr=10", "optimization.steps=20", "optimization.warmup=0")
     train(config := small_config(tmp_path, *LONGER, *fast, "criterion.supervised_epochs=0"))
     evaluated = metrics(config.run_folder, "knn")[-1]
     assert 1 <= evaluated["rankme"] < COLLAPSED
     assert "suncet" not in metrics(config.run_folder, "train")[-1]  # SimCLR has no loss on labels
     assert re.search(r"representation has collapsed: rankme 1\.\d+ \(embeddings z\)", capfd.readouterr().out)
+
+
+def test_supervision_switched_off_after_an_epoch_makes_smaller_updates(tmp_path):
+    config = small_config(tmp_path, "criterion.supervised_epochs=1", "logging.log_every=1")
+    train(config)
+    lines = metrics(config.run_folder, "train")
+    assert [line["suncet"] > 0 for line in lines] == [True] * 4 + [False] * 6
+    assert images_per_step(lines) == [760] * 4 + [720] * 6
 
 
 PLATEAU = (
@@ -92,8 +105,12 @@ def test_supervision_ends_at_a_plateau_at_the_same_step_after_stops(tmp_path):
 
 NAN, INF = float("nan"), float("inf")
 FOUR = (
-    *("criterion.unsupervised_batch_size=40", "criterion.supervised_imgs_per_class=2"),
-    *("optimization.steps=4", "optimization.warmup=0", "checkpoint.every=2", "logging.log_every=100"),
+    *(
+        "criterion.unsupervised_batch_size=40",
+        "criterion.supervised_imgs_per_class=2",
+        "optimization.steps=4",
+    ),
+    *("optimization.warmup=0", "checkpoint.every=2", "logging.log_every=100"),
 )
 NO_LOSS = "{} is not a finite number at step {} on rank {}"
 NO_WEIGHT = "a weight is not a finite number after step {}"
@@ -119,8 +136,10 @@ def spoil(patch: pytest.MonkeyPatch, name: str, how: float | Callable, updates: 
 
 NOT_FINITE = {  # a loss, what happens to it and when, the step of a stop signal, the message, the checkpoint before it
     "at the first update": ("nt_xent", NAN, {1}, None, NO_LOSS.format("nt_xent", 0, 0), []),
-    "infinite at several updates": ("suncet", INF, {3, 4}, None, NO_LOSS.format("suncet", 2, 0), [2]),
-    "negative at the last update": ("nt_xent", -INF, {4}, None, NO_LOSS.format("nt_xent", 3, 0), [2]),
+    "infinite": ("suncet", INF, {3}, None, NO_LOSS.format("suncet", 2, 0), [2]),
+    "negative": ("nt_xent", -INF, {2}, None, NO_LOSS.format("nt_xent", 1, 0), []),
+    "at several updates": ("suncet", NAN, {3, 4}, None, NO_LOSS.format("suncet", 2, 0), [2]),
+    "at the last update": ("nt_xent", NAN, {4}, None, NO_LOSS.format("nt_xent", 3, 0), [2]),
     "at the update of a signal": ("suncet", NAN, {3}, 2, NO_LOSS.format("suncet", 2, 0), [2]),
     "gradient at the last update": ("suncet", infinite_gradient, {4}, None, NO_WEIGHT.format(4), [2]),
     "gradient before that": ("suncet", infinite_gradient, {3}, None, NO_LOSS.format("nt_xent", 3, 0), [2]),
@@ -150,7 +169,9 @@ def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case
 
 def test_gradient_not_finite_in_fp16_leaves_out_its_update(tmp_path, monkeypatch):
     """The scaler of fp16 expects gradients that overflow; it halves its scale and keeps weights and momentum."""
-    fp16 = small_config(tmp_path, *FOUR, "meta.precision=fp16", "checkpoint.every=1", "checkpoint.keep=4")
+    fp16 = small_config(
+        tmp_path / "fp16", *FOUR, "meta.precision=fp16", "checkpoint.every=1", "checkpoint.keep=4"
+    )
     with monkeypatch.context() as patch:
         spoil(patch, "suncet", infinite_gradient, {3})
         train(fp16)
@@ -265,8 +286,10 @@ def train_without_network(folder: str) -> None:
     def refuse(event: str, arguments: tuple) -> None:
         if event in ("socket.getaddrinfo", "socket.gethostbyname"):
             raise AssertionError(f"{event} {arguments}")
-        calls = ("socket.connect", "socket.bind", "socket.sendto")
-        if event in calls and arguments[0].family != socket.AF_UNIX:
+        if (
+            event in ("socket.connect", "socket.bind", "socket.sendto")
+            and arguments[0].family != socket.AF_UNIX
+        ):
             raise AssertionError(f"{event} {arguments}")
 
     with socket.create_server(("127.0.0.1", 0)):
@@ -294,28 +317,32 @@ def test_training_opens_no_network_socket(tmp_path):
 
 def test_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
     config = small_config(tmp_path)
-    holder = f"another process is running in .*, process {os.getpid()} on {socket.gethostname()}: stop"
+    holder = (
+        f"another process is running in .*digits_demo, process {os.getpid()} on {socket.gethostname()}: stop"
+    )
     refused = pytest.raises(CheckpointError, match=holder)
     with join("cpu") as place, exclusive_run_folder(config.run_folder, place), refused:
         train(config)
 
 
-def test_run_whose_folder_was_removed_ends_at_its_next_save(tmp_path, monkeypatch):
-    """It writes nothing more there, where another run has made the folder again."""
+@pytest.mark.parametrize("again", [False, True])
+def test_run_whose_folder_was_removed_ends_at_its_next_save(tmp_path, monkeypatch, again):
+    """It writes nothing more there, whether or not another run has made the folder again."""
     config, read = small_config(tmp_path), PairedStream.__call__
     folder = config.run_folder
 
     def reading(stream, step, supervised=True):
         if step == 4:
             shutil.rmtree(folder)
-            folder.mkdir()
-            (folder / ".running").touch()
+            if again:
+                folder.mkdir()
+                (folder / ".running").touch()
         return read(stream, step, supervised)
 
     monkeypatch.setattr(PairedStream, "__call__", reading)
     with pytest.raises(CheckpointError, match="removed, moved, replaced or unmounted while the run used it"):
         train(config)
-    assert [path.name for path in folder.glob("*")] == [".running"]
+    assert [path.name for path in folder.glob("*")] == [".running"] * again
 
 
 def test_folder_that_cannot_be_written_is_refused():
@@ -329,16 +356,16 @@ def test_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch):
         train(small_config(tmp_path), stop_at=0)  # a first step would end the run as preempted
 
 
-def test_checkpoint_without_a_key_is_refused_by_its_name(tmp_path):
+@pytest.mark.parametrize("key", ["config", "images", "world_size", "ledger"])
+def test_checkpoint_without_a_key_is_refused_by_its_name(key, tmp_path):
     config = small_config(tmp_path)
     train(config, stop_at=1)
     folder = config.run_folder / "checkpoints"
     old = manager.load_newest(folder)
-    for key in ("config", "images", "world_size", "ledger"):
-        meta = {name: value for name, value in old.meta.items() if name != key}
-        manager.save(folder, old.step, model=old.model, state=old.state, meta=meta, keep=1)
-        with pytest.raises(CheckpointError, match=f"has no '{key}': it is not one of such a run"):
-            train(config)
+    meta = {name: value for name, value in old.meta.items() if name != key}
+    manager.save(folder, old.step, model=old.model, state=old.state, meta=meta, keep=1)
+    with pytest.raises(CheckpointError, match=f"has no '{key}': it is not one of such a run"):
+        train(config)
 
 
 # Few steps: rounding differences double every few updates, and the question is whether it is the same experiment.
@@ -349,17 +376,13 @@ def train_on_rank(rank: int, world_size: int, folder: str) -> None:
     train(small_config(Path(folder), *FEW))
 
 
-@pytest.fixture(scope="module")
-def of_one_process(tmp_path_factory):
-    config = small_config(tmp_path_factory.mktemp("one"), *FEW)
-    train(config)
-    return final_state(config)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_train_to_the_weights_of_one_process(world_size, of_one_process, tmp_path):
-    run_ranks(train_on_rank, world_size, str(tmp_path))
-    (one, _, one_lines), (many, _, many_lines) = of_one_process, final_state(small_config(tmp_path, *FEW))
+def test_ranks_train_to_the_weights_of_one_process(world_size, tmp_path):
+    train(small_config(tmp_path / "one", *FEW))
+    run_ranks(train_on_rank, world_size, str(tmp_path / "many"))
+    (one, _, one_lines), (many, _, many_lines) = (
+        final_state(small_config(tmp_path / name, *FEW)) for name in ("one", "many")
+    )
     for name, weight in one.items():
         torch.testing.assert_close(
             many[name], weight, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"

@@ -26,7 +26,9 @@ ENDED = Report(problem="was killed by SIGKILL", final=False)
         pytest.param([report(0.8, noise=(1.0, 0.7, 1.1))], False, None, id="less than the noise"),
         pytest.param([Report(problem="other bits")], False, "other bits", id="a failing proof"),
         pytest.param([report(0.8), ENDED], False, "rank 1: was killed by SIGKILL", id="one rank"),
-        pytest.param([ENDED, Report(problem="bits")], False, "rank 1: bits", id="the reason first"),
+        pytest.param(
+            [ENDED, Report(problem="other bits")], False, "rank 1: other bits", id="the reason first"
+        ),
         pytest.param([report(0.8), report(1.1)], False, None, id="the slowest rank counts"),
         pytest.param([report(0.8), report(0.9)], True, None, id="two ranks"),
         pytest.param([report(0.8, memory_left=0.09)], True, None, id="enough memory"),
