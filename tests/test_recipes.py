@@ -146,10 +146,11 @@ def test_recipes_sub_command_runs(copy):
 
 @pytest.mark.slow
 def test_recipes_loss_and_augmentation_are_compared_with_their_twins(copy):
-    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py")
-    named = "every_loss_of_the_schema or Toy and papers or negative"
+    draws = "tests/pipelines/sampling/test_augmentation.py"  # its rows, also where ranks cut the batch
+    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py", draws)
+    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined"
     run_tests = run(copy, "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
-    assert len(run_tests.split()[0]) == 4
+    assert len(run_tests.split()[0]) == 5
 
 
 @pytest.mark.slow

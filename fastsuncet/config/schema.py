@@ -398,6 +398,11 @@ class CriterionSection(Section):
         return self.supervised_epochs != 0
 
     @property
+    def contrasts(self) -> bool:
+        """Whether a loss compares pairs (losses/contrast.py)."""
+        return self.instance == "nt_xent" or self.contrasts_labels
+
+    @property
     def contrasts_labels(self) -> bool:
         """Whether labeled images are contrasted with each other, so that each needs a positive."""
         return self.supervised and self.supervision in get_args(Contrast)

@@ -4,11 +4,13 @@
    can interrupt the very code that holds that lock, and hang.
 2. The training loop (training/trainer.py) reads the flag once a step. `StopConsensus` makes all ranks stop after the
    same step, whichever of them got the signal.
-3. The loop saves a checkpoint and raises `Preempted` (errors.py). The command writes status.json, and cli/__init__.py
-   returns 75: the same command continues the run. Until the process has ended it ignores further signals.
+3. The loop saves a checkpoint and raises `Preempted` (errors.py), also before the first step (commands/train.py). The
+   command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75: the same command continues
+   the run. Until the process has ended it ignores further signals.
 
-Who passes signals on: launch.py to its ranks, commands/sweep/child.py to the sweep's command. When one of them dies,
-of kill -9 or of a signal that it does not handle, the kernel sends SIGTERM (`end_with_parent`).
+Who passes signals on: launch.py to its ranks, of whose exit codes it makes the job's: 75 if a rank left with it, or if
+status.json says preempted; and commands/sweep/child.py to the sweep's command. When one of them dies, of kill -9 or of
+a signal that it does not handle, the kernel sends SIGTERM (`end_with_parent`).
 """
 
 import contextlib

@@ -1,5 +1,7 @@
 """SuNCEt, supervised noise contrastive estimation: a labeled image finds its class among all labeled images.
 
+contrast.py computes it in chunks. In a run training/methods.py gives it the settings of the config.
+
 N  labeled rows of this rank        W  ranks        M = W N        D  width of a row
 """
 

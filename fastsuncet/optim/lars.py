@@ -11,6 +11,7 @@ with momentum (recipe section 4.1, column V0). Per tensor, with gradient g, weig
 The two differ only while the learning rate changes. `nesterov` steps along d + momentum b instead of b.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any
@@ -24,12 +25,28 @@ from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
     """Run a CUDA kernel where one takes the tensors and agreed with its twin (`update_by_kernels`); else `foreach`."""
-    if params[0].is_cuda:
-        from fastsuncet.optim.lars_apex import update_by_kernels
+    if not (params[0].is_cuda and update_by_kernels(params, grads, buffers, *rest)):
+        lars_foreach(params, grads, buffers, *rest)
 
-        if update_by_kernels(params, grads, buffers, *rest):
-            return
-    lars_foreach(params, grads, buffers, *rest)
+
+def update_by_kernels(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> bool:
+    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; False: neither does."""
+    from fastsuncet.kernels.switches import usable
+    from fastsuncet.optim import lars_apex, lars_kernel  # a CPU compiles no kernels
+
+    # Tensors are not checked beforehand: on the host the check is half the cost of a step.
+    for runs, update in (
+        (lambda: usable("lars.cu", params[0], lars_kernel.prove), lars_kernel.lars_kernel),
+        (
+            lambda: lars_apex.extension() is not None and usable(lars_apex.APEX, params[0], lars_apex.prove),
+            lars_apex.lars_apex,
+        ),
+    ):
+        if runs():
+            with contextlib.suppress(lars_kernel.UnsupportedTensors):
+                update(params, grads, buffers, *rest)
+                return True
+    return False
 
 
 IMPLEMENTATIONS = ("auto", "foreach", "reference", "kernel", "apex")

@@ -8,7 +8,6 @@ They take the learning rate from the host, so a step whose rate only the device 
 # pyright: reportPrivateImportUsage=false
 # As in lars_foreach.py.
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Iterable
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels.switches import usable
 from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.device_lr import on_host
 from fastsuncet.optim.lars_foreach import LARSSettings, trust_ratios
@@ -78,20 +76,6 @@ def lars_apex(
     # weight decay, momentum, dampening, rate, nesterov, first run, decay after momentum, scale of the gradients
     rule = (decay, float(s.momentum), 0.0, rate, s.nesterov, False, False, 1.0)
     kernels.multi_tensor_sgd(CHUNK, skip, [d, params, buffers], *rule)
-
-
-def update_by_kernels(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> bool:
-    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; False: neither does."""
-    # Tensors are not checked beforehand: on the host the check is half the cost of a step.
-    for runs, update in (
-        (lambda: usable("lars.cu", params[0], lars_kernel.prove), lars_kernel.lars_kernel),
-        (lambda: extension() is not None and usable(APEX, params[0], prove), lars_apex),
-    ):
-        if runs():
-            with contextlib.suppress(UnsupportedTensors):
-                update(params, grads, buffers, *rest)
-                return True
-    return False
 
 
 def prove(device: torch.device, sizes: Iterable[int] = ()) -> None:

@@ -158,9 +158,7 @@ def norm_note(ranks: int, *, shared: bool, part: str = "the whole batch") -> str
 
 def tf32_note(config: Config, place: Place) -> str:
     """Return the summary's note on losses that are not computed in float32 (criterion.products), or ""."""
-    c = config.criterion
-    contrasts = c.instance == "nt_xent" or c.contrasts_labels
-    on = place.device.type == "cuda" and contrasts and methods.tf32(config)
+    on = place.device.type == "cuda" and config.criterion.contrasts and methods.tf32(config)
     return ", products in TF32" if on else ""
 
 

@@ -4,15 +4,17 @@ Why a run that was stopped ends with the same bits as one that was not: a step i
 and of the weights. Its images and augmentations are (pipelines/loader.py), its rate is (optim/lr_schedule.py), and the
 network draws no random number (dropout and drop path are off). Everything else `Trainer.save` writes and
 `Trainer.restore` reads (checkpoint/manager.py): weights, momentum, the scaler, the sums of the metrics interval, the
-ledger, and what the task adds (`Pretraining.state`). `check_resume_compatible` refuses another config, other images
-and other sizes of a batch; kernels are those that the checkpoint names (tuning/paths.py). The loop never asks an
-iterator whether there is more, derives no schedule from a loader's length, and reads from the device once per metrics
-interval.
+ledger, and what the task adds (`Pretraining.state`). `check_resume_compatible` refuses another config (all keys but
+`FREE_ON_RESUME` of config/__init__.py), other images and other sizes of a batch; kernels are those that the checkpoint
+names (tuning/paths.py), and determinism.py sets torch's switches. The loop never asks an iterator whether there is
+more, derives no schedule from a loader's length, and reads from the device once per metrics interval. Metrics lines of
+steps after the checkpoint are set aside (metrics/writer.py).
 
 What happens on SIGTERM and the other stop signals: the handler (distributed/signals.py) only sets a flag. After each
 step, and before each batch of an evaluation, the ranks agree whether any of them has it set
-(distributed/stop_consensus.py). If so, `Trainer.run` saves a checkpoint and raises Preempted. The command writes that
-to a status file, and cli/__init__.py exits with code 75; the same command continues the run.
+(distributed/stop_consensus.py). If so, `Trainer.run` saves a checkpoint and raises Preempted. `train` of
+commands/train.py, which entered SignalFlag, writes that to status.json (`RunStatus` of checkpoint/run_folder.py), and
+cli/__init__.py exits with code 75; the same command continues the run.
 """
 
 from abc import ABC, abstractmethod

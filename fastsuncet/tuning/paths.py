@@ -12,8 +12,10 @@ off, its plain twin computes the same. `choose` decides so:
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
 
 trials.py proves and times a kernel. kernels/switches.py holds the answer in the process (`switch`), and what uses a
-kernel asks it (`usable`): losses/contrast_kernel.py, optim/lars_apex.py, models/norm_kernel.py. A run on a CPU has no
-path, and does not import this module.
+kernel asks it (`usable`): losses/contrast_kernel.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the
+graph have a key of the config too: `resolved` writes it, and step.build, pipelines/loader.py and Pretraining read it.
+Outside of a run a kernel is proved at its first use, and not timed. A run on a CPU has no path, and does not import
+this module: only the view operator is compiled there (`choose` of pipelines/dali/view_operator/use.py).
 """
 
 import math
@@ -76,9 +78,7 @@ def _not_apex(config: Config, arithmetic: Arithmetic) -> str | None:
 
 
 def _not_contrast(config: Config, arithmetic: Arithmetic) -> str | None:
-    c = config.criterion
-    contrasts = c.instance == "nt_xent" or c.contrasts_labels
-    return None if contrasts else "the method has no contrastive loss"
+    return None if config.criterion.contrasts else "the method has no contrastive loss"
 
 
 def _not_norm(config: Config, arithmetic: Arithmetic) -> str | None:

@@ -17,7 +17,9 @@ from typing_extensions import Self
 
 CROP_TRIES = 10  # torchvision's RandomResizedCrop gives up after ten boxes that do not fit
 # 20 for the tries, 2 for the corner, 10 for the rest: whole blocks of Philox's four words. All are used, and another
-# count would move every draw: a further number takes a stream of its own, `uniform(seed, f"{role} name", ...)`.
+# count would move every draw. A further number takes a stream of its own, a block of it for each row, so that a row's
+# number is the same however the ranks cut the batch: `uniform(seed, f"{role} name", (first_row, 0, 0, step),
+# 4 * len(sizes))[::4]`.
 DRAWS_PER_ROW = 32
 ORDERS = np.array(list(itertools.permutations(range(4))), np.int32)  # the first is the fixed one
 

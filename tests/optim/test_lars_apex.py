@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fastsuncet.optim import LARSSettings, lars_apex
+from fastsuncet.kernels import switches
+from fastsuncet.optim import LARSSettings, lars, lars_apex
 from fastsuncet.optim.device_lr import fill, on_host
 from fastsuncet.optim.lars_foreach import lars_foreach
 from pipelines.cuda_compiler import KernelError
@@ -74,7 +75,7 @@ def test_lars_apex_is_proved_against_foreach(apex, monkeypatch):
 def test_update_by_kernels_uses_apex_where_the_kernel_is_off(apex, monkeypatch):
     tensors = [[torch.ones(3)] for _ in range(3)]
     for usable, calls in (({"apex"}, ["l2norm", "l2norm", "sgd"]), (set(), [])):
-        monkeypatch.setattr(lars_apex, "usable", lambda source, *_, usable=usable: source in usable)
+        monkeypatch.setattr(switches, "usable", lambda source, *_, usable=usable: source in usable)
         apex.calls.clear()
-        assert lars_apex.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(usable)
+        assert lars.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(usable)
         assert apex.calls == calls

@@ -7,9 +7,10 @@ The paper gives such percentages without the rule behind them. A cost "until" an
 is linear in the cost between two evaluated checkpoints, or the first checkpoint that is at least as good counts.
 Nothing is assumed about the time before the first checkpoint: if that is good enough, its cost is an upper bound.
 
-Where the two axes come from: models/flops.py counts the multiply-adds of an update, metrics/cost.py adds them up in the
-run's ledger, which every metrics line, checkpoint and result keeps, and reading.py makes a curve of accuracy against
-cost of them.
+Where the two axes come from: models/flops.py counts the multiply-adds of an update, training/pretraining.py (`cost`)
+says whether it has labeled images, and metrics/cost.py adds them up in the run's ledger, which every metrics line,
+checkpoint and result keeps. reading.py makes a point of each accuracy and its cost, curves.py makes a curve of each
+method and chooses the baseline (`arrange`), and tables.py prints what this module returns.
 """
 
 import itertools

@@ -14,6 +14,7 @@ from pipelines.sampling.augmentation import (
     CROP_TRIES,
     Augmentation,
     Center,
+    Probability,
     ViewParams,
     blur_windows,
     center_view,
@@ -81,8 +82,9 @@ def test_crop_of_one_pixel_or_of_an_image_without_a_size_is_one_pixel(ratio):
 @given(sizes_of_images, st.data())
 def test_draws_of_ranks_joined_are_one_processes(sizes, data):
     cut = data.draw(st.integers(0, len(sizes)))
-    whole, head = draw(sizes, step=3), draw(sizes[:cut], step=3)
-    tail = draw(sizes[cut:], step=3, first_row=cut)
+    halves = Augmentation(**{each.name: 0.5 for each in fields(Augmentation) if each.type == Probability})
+    whole, head = draw(sizes, halves, step=3), draw(sizes[:cut], halves, step=3)
+    tail = draw(sizes[cut:], halves, step=3, first_row=cut)
     for field in fields(ViewParams):
         joined = np.concatenate([getattr(part, field.name) for part in (head, tail)])
         np.testing.assert_array_equal(getattr(whole, field.name), joined, field.name)
