@@ -235,14 +235,14 @@ def target(what: str, measured: Sequence[float], limit: float, *, at_least: bool
 
 def environment() -> dict[str, Any]:
     """Return where and with what a measurement is taken, and how busy the machine is before it."""
-    peers = {name: installed(name) for name in ("lightly", "pillow")}
+    found = {**versions(), "pillow": installed("pillow")}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "cpu": processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "versions": {name: found for name, found in (versions() | peers).items() if found},
+        "versions": {name: version for name, version in found.items() if version},
         "command": " ".join(["python", *sys.argv]),
     }
 
