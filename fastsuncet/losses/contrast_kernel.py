@@ -51,8 +51,7 @@ def row_pass(ids: Tensor, every_positive: bool) -> RowPass:
         losses = torch.empty_like(weights)
         staged = min(keys, STAGED)
         given = (logits, low, ids, weights, losses, first, keys, staged, every_positive)
-        arguments = launcher.arguments("contrast_rows", *given)
-        module.launch("contrast_rows", (anchors, 1), THREADS, arguments, shared=4 * staged)
+        module.launch("contrast_rows", (anchors, 1), THREADS, *given, shared=4 * staged)
         return losses, logits
 
     return over_rows

@@ -58,8 +58,8 @@ def takes(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 def own_sums(x: Tensor) -> Tensor:
     """Return this rank's (1 + 2C,) float64 sums of x, as `fits` checks it, in the form of `join_statistics`."""
-    module, moments = _moments(x)
-    return _sums(module, moments)
+    grid = _Grid(x)
+    return _sums(grid.module, grid.moments(x))
 
 
 def joined_statistics(
@@ -73,19 +73,12 @@ def joined_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)), float32, of the ranks' `own_sums` of x, added up.
 
-    Of `_moments` (groups, 1 + 2C) those of this process. Running statistics are updated in place.
+    Of `_Grid.moments` (groups, 1 + 2C) those of this process. Running statistics are updated in place.
     """
     module, channels = launcher.load("norm.cu", x.device, options(x.dtype)), x.shape[1]
     inverse = x.new_empty(channels, dtype=torch.float32)
     joined = _join(module, sums, inverse, running_mean, running_variance, eps, momentum)
     return joined[:1], joined[1 : 1 + channels], inverse
-
-
-def _moments(x: Tensor) -> tuple[launcher.Module, Tensor]:
-    module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
-    moments = x.new_empty(grid.sums[0], 1 + 2 * grid.channels, dtype=torch.float32)
-    grid.launch(module, "norm_moments", grid.sums, x, moments)
-    return module, moments
 
 
 def fused_norm(
@@ -115,10 +108,10 @@ def fused_norm(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, running_mean, running_variance, eps, momentum, relu, shared):
-        module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+        grid = _Grid(x)
         if residual is not None:
             residual = _aligned(residual, x)
-        sums = sum_over_ranks_(own_sums(x)) if shared else _moments(x)[1]
+        sums = sum_over_ranks_(own_sums(x)) if shared else grid.moments(x)
         rule = {"eps": eps, "momentum": momentum}
         count, mean, inverse = joined_statistics(x, sums, running_mean, running_variance, **rule)
         y = torch.empty_like(x)
@@ -126,7 +119,7 @@ class _Fused(torch.autograd.Function):
         if relu and residual is not None:
             signs = torch.empty(x.numel() // _per_thread(x.dtype), dtype=torch.uint8, device=x.device)
         tensors = (x, residual, mean, inverse, weight, bias, y, signs)
-        grid.launch(module, "norm_apply", grid.rows, *tensors, more=(relu,))
+        grid.launch("norm_apply", grid.rows, *tensors, more=(relu,))
         ctx.save_for_backward(x, signs, mean, inverse, weight, bias, count)
         ctx.relu, ctx.shared, ctx.with_residual = relu, shared, residual is not None
         return y
@@ -135,19 +128,19 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         x, signs, mean, inverse, weight, bias, count = ctx.saved_tensors
-        module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+        grid = _Grid(x)
         channels, dy = x.shape[1], _aligned(dy, x)
         norm = (dy, x, signs, mean, inverse, weight, bias)
 
         own = x.new_empty(2 * channels, dtype=torch.float32)
-        _gradient_sums(module, grid, norm, own, ctx.relu)
+        grid.gradient_sums(norm, own, ctx.relu)
         sums = sum_over_ranks(own) if ctx.shared else own
 
         d_x, d_residual = torch.empty_like(x), None
         if ctx.with_residual:
             d_residual = torch.empty_like(x) if ctx.relu else dy
         tensors = (*norm, sums, count, d_x, d_residual if ctx.relu else None)
-        grid.launch(module, "norm_gradient_apply", grid.rows, *tensors, more=(ctx.relu,))
+        grid.launch("norm_gradient_apply", grid.rows, *tensors, more=(ctx.relu,))
         d_weight = None if weight is None else own[channels:]
         d_bias = None if bias is None else own[:channels]
         return d_x, d_residual, d_weight, d_bias, *[None] * 6
@@ -166,7 +159,7 @@ def fused_pair(x: Tensor, other: Tensor, norm: _BatchNorm, other_norm: _BatchNor
 class _FusedPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, other, weight, bias, other_weight, other_bias, rule, other_rule):
-        module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+        grid = _Grid(x)
         found = sum_over_ranks_(torch.cat([own_sums(x), own_sums(other)])).chunk(2)
         layers = []
         for t, sums, (mean, variance, eps, momentum) in zip((x, other), found, (rule, other_rule)):
@@ -174,10 +167,10 @@ class _FusedPair(torch.autograd.Function):
         (count, mean, inverse), (_, other_mean, other_inverse) = layers
         shortcut, y = torch.empty_like(other), torch.empty_like(x)
         constants = (other_mean, other_inverse, other_weight, other_bias)
-        grid.launch(module, "norm_apply", grid.rows, other, None, *constants, shortcut, None, more=(False,))
+        grid.launch("norm_apply", grid.rows, other, None, *constants, shortcut, None, more=(False,))
         signs = torch.empty(x.numel() // _per_thread(x.dtype), dtype=torch.uint8, device=x.device)
         tensors = (x, shortcut, mean, inverse, weight, bias, y, signs)
-        grid.launch(module, "norm_apply", grid.rows, *tensors, more=(True,))
+        grid.launch("norm_apply", grid.rows, *tensors, more=(True,))
         ctx.save_for_backward(x, other, signs, mean, inverse, weight, bias, *constants, count)
         return y
 
@@ -185,38 +178,32 @@ class _FusedPair(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):
         x, other, signs, *constants, count = ctx.saved_tensors
-        module, grid = launcher.load("norm.cu", x.device, options(x.dtype)), _Grid(x)
+        grid = _Grid(x)
         dy = _aligned(dy, x)
         # The ReLU's signs are those of both: the same gradient reaches the two layers.
         layers = [(dy, x, signs, *constants[:4]), (dy, other, signs, *constants[4:])]
         own = x.new_empty(2, 2 * grid.channels, dtype=torch.float32)
         for layer, sums in zip(layers, own):
-            _gradient_sums(module, grid, layer, sums, True)
+            grid.gradient_sums(layer, sums, True)
         found = []
         for layer, sums in zip(layers, sum_over_ranks(own)):
             found.append(torch.empty_like(layer[1]))
             tensors = (*layer, sums, count, found[-1], None)
-            grid.launch(module, "norm_gradient_apply", grid.rows, *tensors, more=(True,))
+            grid.launch("norm_gradient_apply", grid.rows, *tensors, more=(True,))
         for (_, _, _, _, _, weight, bias), sums in zip(layers, own):
             d_bias, d_weight = sums.chunk(2)
             found += [None if weight is None else d_weight, None if bias is None else d_bias]
         return *found, None, None
 
 
-def _gradient_sums(
-    module: launcher.Module, grid: "_Grid", norm: Sequence[Tensor | None], own: Tensor, relu: bool
-) -> None:
-    """Write into `own` (2C,) the sums of this rank's gradient, and of it times the standardized rows."""
-    parts = own.new_empty(grid.sums[0], len(own))
-    grid.launch(module, "norm_gradient_sums", grid.sums, *norm, parts, more=(relu,))
-    arguments = launcher.arguments("norm_gradient_join", parts, own, len(parts), len(own))
-    module.launch("norm_gradient_join", (_joining_blocks(len(own)), 1), THREADS, arguments)
-
-
 class _Grid:
-    """The blocks for activations: `width` threads side by side, (groups of rows, groups of channels)."""
+    """The kernels and their blocks for activations: `width` threads side by side, (groups of rows, groups of channels).
+
+    `rows` are the blocks of a kernel that writes activations, `sums` those of one that leaves partial sums.
+    """
 
     def __init__(self, x: Tensor):
+        self.module = launcher.load("norm.cu", x.device, options(x.dtype))
         self.channels = x.shape[1]
         self.n = x.numel() // self.channels
         columns = self.channels // _per_thread(x.dtype)
@@ -227,25 +214,28 @@ class _Grid:
         self.rows = (min(groups, max(1, ROW_BLOCKS // tiles)), tiles)
         self.sums = (min(groups, max(1, SUM_BLOCKS // tiles)), tiles)
 
-    def launch(
-        self,
-        module: launcher.Module,
-        kernel: str,
-        grid: tuple[int, int],
-        *tensors: Tensor | None,
-        more: tuple = (),
-    ) -> None:
-        arguments = launcher.arguments(kernel, *tensors, self.n, self.channels, self.width, *more)
-        module.launch(kernel, grid, THREADS, arguments)
+    def launch(self, kernel: str, blocks: tuple[int, int], *tensors: Tensor | None, more: tuple = ()) -> None:
+        self.module.launch(kernel, blocks, THREADS, *tensors, self.n, self.channels, self.width, *more)
+
+    def moments(self, x: Tensor) -> Tensor:
+        """Return a count, means and variances of each group of rows: (groups, 1 + 2C)."""
+        moments = x.new_empty(self.sums[0], 1 + 2 * self.channels, dtype=torch.float32)
+        self.launch("norm_moments", self.sums, x, moments)
+        return moments
+
+    def gradient_sums(self, norm: Sequence[Tensor | None], own: Tensor, relu: bool) -> None:
+        """Write into `own` (2C,) the sums of this rank's gradient, and of it times the standardized rows."""
+        parts = own.new_empty(self.sums[0], len(own))
+        self.launch("norm_gradient_sums", self.sums, *norm, parts, more=(relu,))
+        blocks = (_joining_blocks(len(own)), 1)
+        self.module.launch("norm_gradient_join", blocks, THREADS, parts, own, len(parts), len(own))
 
 
 def _sums(module: launcher.Module, moments: Tensor) -> Tensor:
     """Turn moments (groups, 1 + 2C) into the (1 + 2C) float64 sums that ranks add up, as `join_statistics` does."""
     sums, channels = moments.new_empty(moments.shape[1], dtype=torch.float64), moments.shape[1] // 2
-    arguments = launcher.arguments(
-        "norm_join", moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0
-    )
-    module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
+    given = (moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0)
+    module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *given)
     return sums
 
 
@@ -266,13 +256,11 @@ def _join(
     joined = inverse.new_empty(4 + 2 * channels)[3:]  # the means start at a multiple of 16 bytes
     written, numbers = (inverse, running_mean, running_variance), (float(eps), float(momentum))
     if given.dim() == 1:
-        arguments = launcher.arguments("norm_join_ranks", given, joined, *written, channels, *numbers)
-        module.launch("norm_join_ranks", (-(-channels // THREADS), 1), THREADS, arguments)
+        blocks = (-(-channels // THREADS), 1)
+        module.launch("norm_join_ranks", blocks, THREADS, given, joined, *written, channels, *numbers)
     else:
-        arguments = launcher.arguments(
-            "norm_join", given, joined, None, *written, len(given), channels, *numbers
-        )
-        module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, arguments)
+        moments = (given, joined, None, *written, len(given), channels, *numbers)
+        module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *moments)
     return joined
 
 

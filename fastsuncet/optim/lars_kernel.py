@@ -61,9 +61,8 @@ def lars_kernel(
         gradients = (ctypes.c_void_p * TENSORS)(*(g.data_ptr() for g in grads[part]))
         common, grid = (tensors, chunks, gradients, grad_scale), (len(chunks), 1)
         if s.lars:
-            module.launch("lars_norms", grid, THREADS, launcher.arguments("lars_norms", *common, slots))
-        arguments = launcher.arguments("lars_update", *common, found_inf, slots, *rates, *rule)
-        module.launch("lars_update", grid, THREADS, arguments)
+            module.launch("lars_norms", grid, THREADS, *common, slots)
+        module.launch("lars_update", grid, THREADS, *common, found_inf, slots, *rates, *rule)
 
 
 def why_not(

@@ -62,9 +62,10 @@ class HostModule:
         element = [option.removeprefix("-DELEMENT=") for option in options if "ELEMENT" in option]
         self.space = element[0] if element else source.removesuffix(".cu")
 
-    def launch(self, kernel, grid, block, arguments, *, shared=0):
+    def launch(self, kernel, grid, block, *values, shared=0):
         if 0 in grid:
             return
+        arguments = launcher.arguments(kernel, *values)
         self.launched.append(kernel)
         count = len(arguments.values)
         call = getattr(self.library, f"launch_{self.space}_{kernel}")
