@@ -96,11 +96,10 @@ def arithmetic(
     """
     if world_size < 1:
         raise ValueError(f"a world has at least one process, not {world_size}")
-    c, o = config.criterion, config.optimization
+    c, o, problems = config.criterion, config.optimization, list[Problem]()
 
-    def require(*checks: tuple[bool, str, str]) -> None:
-        if problems := [Problem(key, text) for holds, key, text in checks if not holds]:
-            raise ConfigErrors(problems)
+    def wrong(key: str, text: str) -> None:
+        problems.append(Problem(key, text))
 
     def sizes(size: int | PerRank) -> tuple[int, int]:
         """Return a size over all processes and on each."""
@@ -113,41 +112,28 @@ def arithmetic(
     classes = c.classes_per_batch if c.supervised else 0
     per_class, _ = sizes(c.supervised_imgs_per_class) if c.supervised else (0, 0)
     batch_key, class_key = "criterion.unsupervised_batch_size", "criterion.supervised_imgs_per_class"
-    few = f"must be at most {num_classes}: that many classes have a labeled image"
-    if num_classes == 1:
-        few = "needs labels of 2 classes or more, and only 1 class has a labeled image: label images of another one"
-        few += ", or write criterion.supervised_epochs: 0" if c.instance not in ("none", "paws") else ""
+    for key, size, times in ((batch_key, unlabeled, 1), (class_key, per_class, classes)):
+        if size * times % world_size:
+            wrong(key, _indivisible(size, times, world_size))
+    if unlabeled < 2 and not labels_alone:
+        wrong(batch_key, "is 1 image over all processes, which has no negative; at least 2 are needed")
+    if per_class < 2 and c.contrasts_labels:
+        text = "is 1 image of a class over all processes, which has no positive; at least 2 are needed"
+        wrong(class_key, text)
+    if num_classes is not None and classes > num_classes:
+        few = f"must be at most {num_classes}: that many classes have a labeled image"
+        if num_classes == 1:
+            few = "needs labels of 2 classes or more, and only 1 class has a labeled image: label images of another one"
+            few += ", or write criterion.supervised_epochs: 0" if c.instance not in ("none", "paws") else ""
+        wrong("criterion.classes_per_batch", few)
     key, kind, batch, there = batch_key, "images", unlabeled, num_images
     if labels_alone:
         key, kind, batch = class_key, "labeled images", classes * per_class
         there = num_images if num_labeled is None else num_labeled
-    require(
-        *(
-            (False, name, _indivisible(size, times, world_size))
-            for name, size, times in ((batch_key, unlabeled, 1), (class_key, per_class, classes))
-            if size * times % world_size
-        ),
-        (
-            labels_alone or unlabeled >= 2,
-            batch_key,
-            "is 1 image over all processes, which has no negative; at least 2 are needed",
-        ),
-        (
-            not c.contrasts_labels or per_class >= 2,
-            class_key,
-            "is 1 image of a class over all processes, which has no positive; at least 2 are needed",
-        ),
-        (
-            num_classes is None or classes <= num_classes,
-            "criterion.classes_per_batch",
-            few,
-        ),
-        (
-            0 < batch <= there,
-            key,
-            f"a batch of {batch:,} {kind} over all processes is larger than the {there:,} there are",
-        ),
-    )
+    if not 0 < batch <= there:
+        wrong(key, f"a batch of {batch:,} {kind} over all processes is larger than the {there:,} there are")
+    if problems:
+        raise ConfigErrors(problems)
     steps_per_epoch = there // batch
     # When a plateau ends supervision is not known before the run: until then it can last to the end.
     on = c.supervised_epochs * steps_per_epoch if isinstance(c.supervised_epochs, int) else None
@@ -157,11 +143,12 @@ def arithmetic(
         per_class = round(c.labeled_share * views / labeled_views / world_size) * world_size
         local_unlabeled = max(0, views - labeled_views * per_class) // 2 // world_size
         unlabeled = local_unlabeled * world_size
-        text = (
-            f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
-            f"processes, and {unlabeled:,} unlabeled ones of {num_images:,}; at least 2 of both are needed"
-        )
-        require((per_class >= 2 and 2 <= unlabeled <= num_images, "criterion.labeled_share", text))
+        if per_class < 2 or not 2 <= unlabeled <= num_images:
+            text = (
+                f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
+                f"processes, and {unlabeled:,} unlabeled ones of {num_images:,}; at least 2 of both are needed"
+            )
+            raise ConfigErrors([Problem("criterion.labeled_share", text)])
         steps_per_epoch = num_images // unlabeled
         on = round(visits / per_class)
     small_views = config.swav.small_crops if c.instance in WITH_SMALL_CROPS else 0
@@ -170,35 +157,26 @@ def arithmetic(
     local_labeled = classes * per_class * c.supervised_views // world_size
     pieces = piece_sizes(local_unlabeled, local_labeled, views, micro_batch)
     largest = views * pieces[0][0] + pieces[0][1]
-    require(
-        (
-            micro_batch is None or largest <= micro_batch,
-            "criterion.micro_batch",
+    if micro_batch is not None and largest > micro_batch:
+        least = "those of an unlabeled image and its share of the labeled"
+        least = "two labeled images" if labels_alone else least
+        text = (
             f"must be {largest * world_size:,} or more with {world_size} process{'es' * (world_size > 1)}: a piece has "
-            f"{largest} views or more on each, "
-            f"{'two labeled images' if labels_alone else 'those of an unlabeled image and its share of the labeled'}",
+            f"{largest} views or more on each, {least}"
         )
-    )
+        raise ConfigErrors([Problem("criterion.micro_batch", text)])
     steps = o.steps if o.steps is not None else (o.epochs or 0) * steps_per_epoch
     warmup_steps = round(o.warmup * steps_per_epoch)
-    require(
-        (
-            steps == 0 or warmup_steps < steps,
-            "optimization.warmup",
-            f"must be shorter than the run: {o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}",
-        ),
-        (
-            not (o.legacy_schedule and warmup_steps) or steps == 0 or 2 * warmup_steps < steps,
-            "optimization.warmup",
-            f"must be shorter than half of the run with legacy_schedule: {o.warmup:g} epochs are {warmup_steps:,} "
-            f"steps of {steps:,}",
-        ),
-        (
-            c.labeled_share is None or on is None or on <= steps,
-            "criterion.labeled_share",
-            f"would need {on or 0:,} updates for as many passes through the labeled images, and the run has {steps:,}",
-        ),
-    )
+    length = f"{o.warmup:g} epochs are {warmup_steps:,} steps of {steps:,}"
+    if 0 < steps <= warmup_steps:
+        wrong("optimization.warmup", f"must be shorter than the run: {length}")
+    if o.legacy_schedule and warmup_steps and 0 < steps <= 2 * warmup_steps:
+        wrong("optimization.warmup", f"must be shorter than half of the run with legacy_schedule: {length}")
+    if c.labeled_share is not None and on is not None and on > steps:
+        text = f"would need {on:,} updates for as many passes through the labeled images, and the run has {steps:,}"
+        wrong("criterion.labeled_share", text)
+    if problems:
+        raise ConfigErrors(problems)
     return Arithmetic(
         world_size=world_size,
         num_images=num_images,
