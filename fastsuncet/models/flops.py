@@ -38,24 +38,14 @@ class NetworkCost:
 
 
 @functools.cache
-def network_cost(
-    name: str,
-    stem: str,
-    size: int,
-    hidden: int = 2048,
-    output: int = 128,
-    head_batchnorm: bool = False,
-    head_layers: int = 2,
-    prediction_head: bool = False,
-) -> NetworkCost:
-    """Count one forward pass of `build_model`'s network on images of `size` pixels.
+def network_cost(name: str, stem: str, size: int, *head: int) -> NetworkCost:
+    """Count one forward pass on images of `size` pixels; `head` has `build_model`'s arguments from `hidden` on.
 
     Takes the time of that pass, a second for a ResNet-50; each network is counted once per process. Of a network of
     timm's, which can be large, no value is computed: torch counts its operators on the meta device. A ResNet-50
     and its head have 4.0871 + 0.0045 GMAC at 224 px, 1.2978 + 0.0045 at 32 px with the CIFAR stem. Raises ConfigError
     for a network that does not take this size.
     """
-    head = (hidden, output, head_batchnorm, head_layers, prediction_head)
     model = build_model(name, "torchvision", stem, *head, device="meta")
     of_timm = name.startswith(TIMM)
     model.eval()  # BatchNorm then takes a single image, and autograd keeps the same
