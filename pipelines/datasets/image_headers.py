@@ -181,7 +181,9 @@ def in_threads(
                 progress(done, count)
 
 
-def read_sizes(size_of: Callable[[int], tuple[int, int]], count: int) -> tuple[np.ndarray, dict[int, str]]:
+def read_sizes(
+    size_of: Callable[[int], tuple[int, int]], count: int, progress: Progress | None = None
+) -> tuple[np.ndarray, dict[int, str]]:
     """Return size_of(row) of all rows, int32 (count, 2), and row -> why where it raised ValueError: size 0, 0."""
     sizes, bad = np.zeros((count, 2), np.int32), {}
 
@@ -191,7 +193,7 @@ def read_sizes(size_of: Callable[[int], tuple[int, int]], count: int) -> tuple[n
         except ValueError as reason:
             bad[row] = str(reason)
 
-    in_threads(work, count)
+    in_threads(work, count, progress=progress)
     return sizes, dict(sorted(bad.items()))
 
 
@@ -220,16 +222,13 @@ def read_headers(
 
     A file that cannot be used is listed in `bad`; none raises.
     """
-    sizes, stamps, bad = np.zeros((len(names), 2), np.int32), np.full((len(names), 2), -1, np.int64), {}
+    stamps = np.full((len(names), 2), -1, np.int64)
 
-    def work(row: int) -> None:
+    def size_of(row: int) -> tuple[int, int]:
         path, size = os.path.join(root, names[row]), None
         with contextlib.suppress(OSError):  # no file, or no access: PIL gives the reason
             stamps[row], size = _stamp_and_size(path, upright)
-        try:
-            sizes[row] = size or image_size(path, upright=upright)
-        except ValueError as reason:
-            bad[row] = str(reason)
+        return size or image_size(path, upright=upright)
 
-    in_threads(work, len(names), progress=progress)
-    return Headers(sizes, stamps, dict(sorted(bad.items())))
+    sizes, bad = read_sizes(size_of, len(names), progress)
+    return Headers(sizes, stamps, bad)

@@ -44,7 +44,21 @@ Range = Annotated[
     tuple[float, float],
     Allowed(lambda pair: 0 < pair[0] <= pair[1] < math.inf, "two numbers [low, high] with 0 < low <= high"),
 ]
+Pixels = Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")]
+Strength = Annotated[float, Allowed(lambda x: 0 <= x <= 2.5, "a number from 0 to 2.5")]
+Turns = Annotated[float, Allowed(lambda x: 0 <= x <= 0.5, "a number of turns from 0 to 0.5")]
+Order = Annotated[Literal["fixed", "random"], Allowed(lambda o: o in ("fixed", "random"), "fixed or random")]
+Window = Annotated[
+    Literal["auto"] | int,
+    Allowed(
+        lambda w: w == "auto" or (w % 2 == 1 and 0 < w < 1000), "auto, or an odd number of pixels below 1000"
+    ),
+]
 Color = tuple[float, float, float]
+Mean = Annotated[Color, Allowed(lambda c: all(map(math.isfinite, c)), "three numbers [red, green, blue]")]
+Deviation = Annotated[
+    Color, Allowed(lambda c: all(0 < x < math.inf for x in c), "three numbers above 0 [red, green, blue]")
+]
 
 
 def setting(default: Any, description: str) -> Any:
@@ -71,25 +85,17 @@ class Augmentation:
     Raises ValueError for a setting outside its range, and SettingsConflict.
     """
 
-    size: Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")] = setting(
-        224, "side of the square view, in pixels"
-    )
+    size: Pixels = setting(224, "side of the square view, in pixels")
     crop_scale: AreaShares = setting((0.08, 1.0), "area of the random crop, as a share of the image's")
     crop_ratio: Range = setting((3 / 4, 4 / 3), "width / height of the random crop")
     flip: Probability = setting(0.5, "probability of a left-right flip")
     jitter: Probability = setting(0.8, "probability that the color jitter below applies")
-    strength: Annotated[float, Allowed(lambda x: 0 <= x <= 2.5, "a number from 0 to 2.5")] = setting(
-        1.0, "the paper's s: factor of the four color settings below"
-    )
+    strength: Strength = setting(1.0, "the paper's s: factor of the four color settings below")
     brightness: Amount = setting(0.8, "largest change of the brightness factor at strength 1")
     contrast: Amount = setting(0.8, "largest change of the contrast factor at strength 1")
     saturation: Amount = setting(0.8, "largest change of the saturation factor at strength 1")
-    hue: Annotated[float, Allowed(lambda x: 0 <= x <= 0.5, "a number of turns from 0 to 0.5")] = setting(
-        0.2, "largest change of the hue at strength 1, in turns"
-    )
-    color_order: Annotated[
-        Literal["fixed", "random"], Allowed(lambda o: o in ("fixed", "random"), "fixed or random")
-    ] = setting(
+    hue: Turns = setting(0.2, "largest change of the hue at strength 1, in turns")
+    color_order: Order = setting(
         "random",
         "order of the four: random: drawn for each image, as torchvision does; fixed: brightness, contrast, "
         "saturation, hue",
@@ -97,25 +103,15 @@ class Augmentation:
     gray: Probability = setting(0.2, "probability of a gray image")
     blur: Probability = setting(0.5, "probability of a Gaussian blur")
     blur_sigma: Range = setting((0.1, 2.0), "standard deviation of the blur, in pixels of the finished crop")
-    blur_window: Annotated[
-        Literal["auto"] | int,
-        Allowed(
-            lambda w: w == "auto" or (w % 2 == 1 and 0 < w < 1000),
-            "auto, or an odd number of pixels below 1000",
-        ),
-    ] = setting(
+    blur_window: Window = setting(
         "auto",
         "width of the blur kernel, in pixels; auto: 2 * ceil(3 * sigma) + 1, within 0.03 gray levels of SimCLR's 23 "
         "at size 224",
     )
-    mean: Annotated[
-        Color, Allowed(lambda c: all(map(math.isfinite, c)), "three numbers [red, green, blue]")
-    ] = setting(
+    mean: Mean = setting(
         (0.0, 0.0, 0.0), "subtracted from pixels in [0, 1]; the authors trained without normalization"
     )
-    std: Annotated[
-        Color, Allowed(lambda c: all(0 < x < math.inf for x in c), "three numbers above 0 [red, green, blue]")
-    ] = setting((1.0, 1.0, 1.0), "divides pixels after the mean is subtracted")
+    std: Deviation = setting((1.0, 1.0, 1.0), "divides pixels after the mean is subtracted")
 
     def __post_init__(self) -> None:
         for each in fields(self):
