@@ -12,7 +12,7 @@ images is counted although nothing computes it (0.9 % of a ResNet-50 at 224 px),
 
 import functools
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class NetworkCost:
 
 
 @functools.cache
-def network_cost(name: str, stem: str, size: int, *head: int) -> NetworkCost:
+def network_cost(name: str, stem: str, size: int, *head: Any) -> NetworkCost:
     """Count one forward pass on images of `size` pixels; `head` has `build_model`'s arguments from `hidden` on.
 
     Takes the time of that pass, a second for a ResNet-50; each network is counted once per process. Of a network of
