@@ -65,16 +65,12 @@ def processor() -> str:
 
 
 def seconds_of(call: Call, device: str, repeats: int = 1) -> float:
-    """Return the mean seconds of `repeats` calls on the clock of `device`.
-
-    It is "cpu", "cuda", or "thread" for the CPU time of the calling thread alone.
-    """
+    """Return the mean seconds of `repeats` calls on the clock of `device`, "cpu" or "cuda"."""
     if device != "cuda":
-        clock = time.thread_time if device == "thread" else time.process_time
-        start = clock()
+        start = time.process_time()
         for _ in range(repeats):
             call()
-        return (clock() - start) / repeats
+        return (time.process_time() - start) / repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -202,11 +198,6 @@ def time_columns(device: str, ours: str = "ours") -> list[Column]:
         (f"time, x {ours}", "time_to_ours", spread),
         ("time, x limit", "time_to_limit", spread),
     ]
-
-
-def spread_columns(heads: Mapping[str, str]) -> list[Column]:
-    """Return the column of the names, and a column of spreads for each key of a point and its head."""
-    return [("", "name", str), *((head, key, spread) for key, head in heads.items())]
 
 
 def table(title: str, points: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:

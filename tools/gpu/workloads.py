@@ -351,14 +351,7 @@ def race(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish(tables)
 
 
-PARTS = {
-    "pixels": pixels,
-    "feed": feed,
-    "resume": resume,
-    "decoder": decoder,
-    "profile": profile,
-    "race": race,
-}
+PARTS = {part.__name__: part for part in (pixels, feed, resume, decoder, profile, race)}
 
 
 def main(arguments: list[str] | None = None) -> int:
