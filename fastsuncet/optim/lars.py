@@ -14,6 +14,7 @@ The two differ only while the learning rate changes. `nesterov` steps along d + 
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -53,15 +54,10 @@ IMPLEMENTATIONS = ("auto", "foreach", "reference", "kernel", "apex")
 
 
 def _implementation(name: str) -> Callable[..., None]:
-    if name in ("kernel", "apex"):
-        from fastsuncet.optim import lars_apex, lars_kernel  # a CPU compiles no kernels
-
-        return {"kernel": lars_kernel.lars_kernel, "apex": lars_apex.lars_apex}[name]
-    if name == "reference":
-        from fastsuncet.optim.lars_reference import lars_reference  # for tests
-
-        return lars_reference
-    return {"auto": lars_auto, "foreach": lars_foreach}[name]
+    if name == "auto":
+        return lars_auto
+    # Imported here: a CPU compiles no kernels, and the reference is for tests.
+    return getattr(import_module(f"fastsuncet.optim.lars_{name}"), f"lars_{name}")
 
 
 class LARS(DeviceLR):
