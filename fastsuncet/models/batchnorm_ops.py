@@ -61,11 +61,10 @@ class PlainPasses:
 
 
 class CudaPasses(PlainPasses):
-    """On CUDA, for activations of 32 bits or fewer and float32 weights."""
+    """The same passes on CUDA, for activations of 32 bits or fewer and float32 weights."""
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See PlainPasses."""
         # The operator gives 1 / sqrt(variance + eps); without eps a variance of 0 would give infinity.
         mean, inverse = torch.batch_norm_stats(_dense(x), eps)
         return mean, (inverse.square().reciprocal() - eps).clamp_(min=0)
@@ -74,12 +73,10 @@ class CudaPasses(PlainPasses):
     def normalize(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, eps: float
     ) -> Tensor:
-        """See PlainPasses."""
         return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
 
     @staticmethod
     def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
-        """See PlainPasses."""
         x = _dense(x)
         # Only the sums: the gradients of weight and bias follow from them at no cost.
         outputs = (True, False, False)
@@ -90,7 +87,6 @@ class CudaPasses(PlainPasses):
     def gradient(
         dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
     ) -> Tensor:
-        """See PlainPasses."""
         x = _dense(x)
         # The operator divides by counts, an int32 for each rank. `means` are divided already, and one count of
         # 334 ranks' first layer at 512 views would overflow.

@@ -66,12 +66,15 @@ class BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
         stride = 1 if inputs == outputs else 2
-        self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.conv1 = _convolution(inputs, outputs, stride)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
+        self.conv2 = _convolution(outputs, outputs)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample = None if inputs == outputs else _shortcut(inputs, outputs)
+        self.downsample = None
+        if inputs != outputs:
+            shortcut = nn.Conv2d(inputs, outputs, kernel_size=1, stride=2, bias=False)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, inputs, S, S) to (B, outputs, S, S), or to half the side where the widths differ."""
@@ -103,11 +106,6 @@ class TinyResNet(nn.Module):
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.fc(self.avgpool(x).flatten(1))
-
-
-def _shortcut(inputs: int, outputs: int) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, kernel_size=1, stride=2, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
 
 
 class WideResNet(nn.Module):
@@ -189,7 +187,7 @@ def _encoder(name: str, library: str, stem: str) -> nn.Module:
     if stem == "cifar" and name != "wide_resnet28w2":  # which has no other
         # No stride and no max-pool: 32 px reach the first block as 32 px, not as 8.
         width = len(encoder.get_parameter("bn1.weight"))
-        encoder.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
+        encoder.conv1 = _convolution(3, width)
         encoder.maxpool = nn.Identity()
     return encoder
 
