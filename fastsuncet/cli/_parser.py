@@ -222,8 +222,12 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> "Config":
 
 
 def config_or_run(where: Path) -> "Config | Path":
-    """Return the config that `where` is the file or the shipped name of, else `where`, which is a run."""
-    return load(where) if is_config(where) else where
+    """Return the config that `where` is the file or the shipped name of, its data required; else `where`, a run."""
+    if not is_config(where):
+        return where
+    config = load(where)
+    config.require_data()
+    return config
 
 
 def is_config(where: Path) -> bool:

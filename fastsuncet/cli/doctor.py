@@ -93,7 +93,8 @@ def required(name: str) -> Callable[[], Finding]:
     def look() -> Finding:
         from packaging.requirements import Requirement
 
-        wanted, version = _requirement(name), installed(name)
+        lines = (line for line in _requirements() if re.match(rf"{name}\b[^;]*$", line, re.I))
+        wanted, version = next(lines, name), installed(name)
         # Without a version, its files have no record of pip's: a copy, or half an uninstall.
         facts = f"{version}, tested with {wanted}" if version else "importable, but of unknown version"
         try:
@@ -125,10 +126,6 @@ def _requirements_of_checkout() -> list[str]:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].items()
     return project["dependencies"] + [f"{line};extra=='{name}'" for name, lines in extras for line in lines]
-
-
-def _requirement(name: str) -> str:
-    return next((line for line in _requirements() if re.match(rf"{name}\b[^;]*$", line, re.I)), name)
 
 
 def cards() -> Finding:
@@ -318,10 +315,7 @@ def cores() -> Finding:
 
 EXAMINATIONS: Examinations = [
     ("python", python),
-    ("torch", required("torch")),
-    ("torchvision", required("torchvision")),
-    ("timm", required("timm")),
-    ("pydantic", required("pydantic")),
+    *((name, required(name)) for name in ("torch", "torchvision", "timm", "pydantic")),
     ("GPU", cards),
     ("NCCL", nccl),
     ("NVRTC", nvrtc),

@@ -23,8 +23,6 @@ examples:
   fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad
 """
 
-from pathlib import Path
-
 from fastsuncet.cli._parser import Options, Parser, config_or_run, path, whole
 
 
@@ -40,8 +38,6 @@ def arguments(parser: Parser) -> None:
 
 def run(parser: Parser, options: Options) -> None:
     where = config_or_run(vars(options).pop("run"))
-    if not isinstance(where, Path):
-        where.require_data()
     from fastsuncet.commands.predict import predict
 
     predict(where, **vars(options))

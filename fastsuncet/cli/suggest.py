@@ -17,8 +17,6 @@ examples:
   fastsuncet predict mine.yaml ~/photos --output predictions.csv   # with the new labels
 """
 
-from pathlib import Path
-
 from fastsuncet.cli._parser import Options, Parser, config_or_run, whole
 
 
@@ -32,8 +30,6 @@ def arguments(parser: Parser) -> None:
 
 def run(parser: Parser, options: Options) -> None:
     where = config_or_run(vars(options).pop("run"))
-    if not isinstance(where, Path):
-        where.require_data()
     from fastsuncet.commands.suggest import suggest
 
     suggest(where, **vars(options))
