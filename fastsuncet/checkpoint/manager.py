@@ -136,7 +136,8 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
     for number, path in found:
         if counted < keep and not (good and path in extra):
             try:
-                _verify_once(path, number, tuple(_change_of(path / name) for name in (MODEL, STATE, META)))
+                files = [(path / name).stat() for name in (MODEL, STATE, META)]
+                _verify_once(path, number, tuple((file.st_size, file.st_mtime_ns) for file in files))
                 good += 1
                 counted += path not in extra
             except (DamagedCheckpoint, CheckpointError, OSError) as fault:
@@ -156,11 +157,6 @@ def _scheduled(path: Path) -> bool:
     with contextlib.suppress(DamagedCheckpoint, CheckpointError, OSError):  # verifying it reports these
         return read_meta(path).get("scheduled", True)
     return True
-
-
-def _change_of(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=64)

@@ -78,7 +78,9 @@ def labeled_split(
     elif kind in NEEDED:
         raise DataError(f"a split by {kind} needs data.split.{NEEDED[kind]}")
     elif kind == "csv" and file is not None:
-        chosen, source = _in_table(index, file), Path(file).name
+        labels = with_csv_labels(index, file, classes=index.classes or None).labels
+        _require_same_labels(index, labels, np.full(len(index), True), file)
+        chosen, source = np.flatnonzero(labels >= 0), Path(file).name
     elif kind in ("all", "csv"):
         chosen, source = np.arange(len(index)), "all that have a label"
     elif kind == "none":
@@ -217,12 +219,6 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
 def _is_name(line: str) -> bool:
     whole = line == line.strip(string.whitespace) and not leaves_root(line)
     return whole and ("/" in line or "_" in line)
-
-
-def _in_table(index: ImageIndex, file: str | Path) -> np.ndarray:
-    labeled = with_csv_labels(index, file, classes=index.classes or None)
-    _require_same_labels(index, labeled.labels, np.full(len(index), True), file)
-    return np.flatnonzero(labeled.labels >= 0)
 
 
 def _require_same_labels(
