@@ -45,6 +45,9 @@ def summary(
     memory = step_memory(config, a)
     feed = feed_memory(config, a, None if images is None else images.train.sizes)
     size = f"{memory.total / 1e9:.3g} GB ({memory.activations / 1e9:.3g} GB of it activations)"
+    # A GPU holds what DALI decodes there, and nothing of what torchvision has read ahead.
+    by_cpu = place.on_gpu and (config.data.backend == "torchvision" or dali_problem() is not None)
+    where = "on the CPU " if by_cpu else ""
     loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
     if c.instance == "paws":
         p = config.paws
@@ -67,8 +70,8 @@ def summary(
         ),
         (
             "memory",
-            f"about {size} a process for the step, and {feed / 1e9:.3g} GB for the images read ahead (estimates); "
-            + memory_note(place, memory.total, feed, a.world_size),
+            f"about {size} a process for the step, and {feed / 1e9:.3g} GB {where}for the images read ahead "
+            f"(estimates); {memory_note(place, memory.total, 0 if by_cpu else feed, a.world_size)}",
         ),
         ("norm", norm_note(a.world_size, shared=config.model.sync_batchnorm, part=part)),
         ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
@@ -131,7 +134,6 @@ def memory_note(place: Place, step: int, feed: int, processes: int) -> str:
     on_gpu, memory = place.device.type == "cuda", memory_of(place.device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     there = f"{'the GPU' if on_gpu else 'this machine'} has {memory / 1e9:.3g} GB"
-    # DALI decodes on the GPU of the step.
     if (1 if on_gpu else here) * (step + feed) <= memory:
         return there
     return f"{there}, WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)"

@@ -56,6 +56,23 @@ def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
     assert memory.total / 1e9 == pytest.approx(364, abs=1) and less.total / 1e9 == pytest.approx(28, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("asked", "problem", "where"),
+    [("auto", None, ""), ("torchvision", None, "on the CPU "), ("auto", "no DALI", "on the CPU ")],
+)
+def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(monkeypatch, asked, problem, where):
+    """28 GB of a step and 26 GB of images, beside a GPU of 40 GB."""
+    monkeypatch.setattr(summary, "dali_problem", lambda: problem)
+    monkeypatch.setattr(summary, "memory_of", lambda _: 40 * 10**9)
+    monkeypatch.setattr(summary, "device_name", lambda _: "a GPU")
+    words = ["data.root=none", "meta.precision=bf16", "criterion.micro_batch=512", f"data.backend={asked}"]
+    config = load_config(CONFIGS / "in1k_simclr.yaml", words)
+    place = Place(0, 1, 0, torch.device("cuda", 0))
+    lines = summary.summary(config, place, None, config.resolve(1, 1_281_167), None)
+    (memory,) = (line for line in lines if line.startswith("memory"))
+    assert f" GB {where}for the images" in memory and ("WHICH IS LESS" in memory) == (not where)
+
+
 def test_norm_note_says_whose_statistics_a_run_uses():
     note = summary.norm_note
     assert note(8, shared=True) == "statistics of the whole batch, shared by 8 processes (RankBatchNorm)"
