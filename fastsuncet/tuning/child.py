@@ -191,20 +191,22 @@ class Bench:
 
     def pixel_problem(self, base: Config, contender: Config, *, exact: bool) -> str | None:
         """Return what is wrong with a contender's pixels: not those of `base`, or not the same when read twice."""
-        with contextlib.ExitStack() as stack:
-            streams = [
-                stack.enter_context(contextlib.closing(self.stream(c))) for c in (base, contender, contender)
-            ]
-            for step in range(2):
-                batches = [tensors(stream(step, self.supervised)) for stream in streams]
-                for expected, found, again in zip(*batches, strict=True):
-                    if not torch.equal(found, again):
-                        return f"other pixels the second time, at step {step}"
-                    if exact and not torch.equal(found, expected):
-                        return f"other pixels than without it, at step {step}"
-                    if len(found) and not (error := _relative(found, expected)) <= PIXEL_LIMIT:
-                        return f"the pixels differ by {error:.1e}, limit {PIXEL_LIMIT:g}, at step {step}"
+        found = self.pixels(contender)
+        for config, equal, when in ((contender, True, "the second time"), (base, exact, "than without it")):
+            for number, (pixels, expected) in enumerate(zip(found, self.pixels(config), strict=True)):
+                step = 2 * number // len(found)
+                if torch.equal(pixels, expected):
+                    continue
+                if equal:
+                    return f"other pixels {when}, at step {step}"
+                if not (error := _relative(pixels, expected)) <= PIXEL_LIMIT:
+                    return f"the pixels differ by {error:.1e}, limit {PIXEL_LIMIT:g}, at step {step}"
         return None
+
+    def pixels(self, config: Config) -> list[Tensor]:
+        """Return the tensors of two steps on the host: a GPU can lack the memory for two pairs of streams."""
+        with contextlib.closing(self.stream(config)) as stream:
+            return [x.cpu() for step in range(2) for x in tensors(stream(step, self.supervised))]
 
     # ------------------------------------------------------------------------------------------------------ timing
     def time(self, base: Config, contender: Config, clock: str) -> Report:

@@ -109,6 +109,28 @@ def test_problem_of_pixels(bench, config, values, exact, problem):
     assert found == problem if problem is None else problem in found
 
 
+def test_problem_of_pixels_that_are_not_the_same_when_read_twice(bench, config, monkeypatch):
+    monkeypatch.setattr(bench, "pixels", lambda config: [torch.rand(2) for _ in range(4)])
+    found = bench.problem(config, config.with_values({"data.prefetch": 3}), exact=False)
+    assert found == "other pixels the second time, at step 0"
+
+
+def test_problem_of_pixels_has_one_pair_of_streams_open_at_a_time(bench, config, monkeypatch):
+    """A pair can take tens of GB of a GPU."""
+    alive, most, begin = [], [], bench.stream
+
+    def opened(config):
+        stream = begin(config)
+        alive.append(stream)
+        most.append(len(alive))
+        monkeypatch.setattr(stream, "close", alive.pop)
+        return stream
+
+    monkeypatch.setattr(bench, "stream", opened)
+    assert bench.problem(config, config.with_values({"data.prefetch": 3}), exact=True) is None
+    assert most == [1, 1, 1] and not alive
+
+
 def test_proof_takes_a_part_of_a_large_batch_with_whole_classes(bench, config, arithmetic):
     many = config.with_values(
         {"criterion.unsupervised_batch_size": 400, "criterion.supervised_imgs_per_class": 8}
