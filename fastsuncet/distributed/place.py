@@ -185,6 +185,7 @@ _groups = itertools.count()
 def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     """Join the ranks that the launcher's variables describe (none: a single rank), and leave them at the end.
 
+    On a GPU `work_stream` is current until then; a notebook goes on with the stream that it had.
     A collective that waits longer than `timeout` seconds raises HungError. While training runs, heartbeat.py ends the
     job earlier, with the name of the rank.
     """
@@ -195,10 +196,17 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
             f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"
         )
     place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
-    cuda = place.device.type == "cuda"
-    if cuda:
+    stream = contextlib.nullcontext()
+    if place.on_gpu:
         torch.cuda.set_device(place.device)
-        torch.cuda.set_stream(work_stream(place.device))
+        stream = torch.cuda.stream(work_stream(place.device))
+    with stream:
+        yield from _in_group(place, timeout)
+
+
+def _in_group(place: Place, timeout: int) -> Iterator[Place]:
+    """Yield `place` in the process group of its ranks, if there are several: the part of `join` that communicates."""
+    rank, world_size, cuda = place.rank, place.world_size, place.on_gpu
     if world_size == 1 or dist.is_initialized():
         yield place
         return

@@ -267,15 +267,22 @@ def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
     monkeypatch.setattr("fastsuncet.distributed.place.pick_device", lambda wanted, local_rank: device)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-    monkeypatch.setattr(torch.cuda, "set_stream", seen.append)
+
+    @contextlib.contextmanager
+    def current(stream):
+        seen.append(stream)
+        yield
+        seen.append("the stream before")
+
+    monkeypatch.setattr(torch.cuda, "stream", current)
     work_stream.cache_clear()
     try:
         for _ in range(2):
             with join("cuda") as place:
-                assert place.device == device
+                seen.append(place.device.type)
     finally:
         work_stream.cache_clear()
-    assert seen == [device, "a stream of cuda:0"] * 2
+    assert seen == [device, "a stream of cuda:0", "cuda", "the stream before"] * 2
 
 
 @pytest.mark.gpu
