@@ -93,11 +93,12 @@ class GraphedStep:
             )
 
     def close(self) -> None:
-        """Destroy the graph. NCCL waits in the end of its process group until no graph holds one of its kernels."""
+        """Destroy the graph. NCCL waits in the end of its process group until no graph holds one of its kernels.
+
+        A replay under way is not waited for: CUDA destroys its graph after it, and it never ends if another rank died.
+        """
         if self.captured is None:
             return
-        if self.method.device.type == "cuda":
-            torch.cuda.synchronize()  # a replay can be under way
         # Not left to the garbage collector: the traceback of an error keeps what the frames of a run hold.
         self.captured[0].reset()
         self.captured = None

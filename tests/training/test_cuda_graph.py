@@ -144,6 +144,17 @@ def test_step_that_cannot_be_captured_trains_without_a_graph(task, monkeypatch, 
     assert any((p != old).any() for p, old in zip(task.model.parameters(), before))
 
 
+def test_close_waits_for_no_replay(task, monkeypatch):
+    """A replay never ends where another rank died, and this one must still leave with its message."""
+    step, _ = one_step(task)
+    monkeypatch.setattr(step, "method", SimpleNamespace(device=torch.device("cuda")))
+    for waits in ("torch.cuda.synchronize", "torch.cuda.Stream.synchronize"):
+        monkeypatch.setattr(waits, lambda *_: pytest.fail("waits for the device"))
+    step.captured = (FakeGraph(None), task.stream(0), torch.zeros(4))
+    step.close()
+    assert step.captured is None
+
+
 def test_step_after_a_refused_capture_can_use_the_scaler(task, monkeypatch):
     """Nor does LARS read the scale from the memory of the refused graph."""
     scaler, weight = torch.amp.GradScaler("cpu"), torch.ones(2, requires_grad=True)
