@@ -76,15 +76,15 @@ def predict(
         refuse_existing(shown, force)
     existing_folder(folder)  # before a classifier is fitted
     place = one_process()
-    encoder, classifier = _loaded(where, place)
-    index = image_tree(folder, upright=known_view(encoder).upright)
 
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, _predictions(rows, index.name, classifier.classes))
 
-    network = TwoBest(encoder.module, classifier.layer)
     options = {"batch": batch, "skip_bad": skip_bad, "force": force}
     try:
+        encoder, classifier = _loaded(where, place, skip_bad)
+        index = image_tree(folder, upright=known_view(encoder).upright)
+        network = TwoBest(encoder.module, classifier.layer)
         rows, skipped = write_pass(
             output, network, network.width, index, known_view(encoder), place, save, **options
         )
@@ -116,7 +116,7 @@ def predictions(
     `opened(upright)` returns the images and their names.
     """
     place = one_process()
-    encoder, classifier = _loaded(where, place)
+    encoder, classifier = _loaded(where, place, skip_bad)
     index, names = opened(known_view(encoder).upright)
     skipped: Skipped | None = dict(index.bad) if skip_bad else None
     if skipped is None:
@@ -130,10 +130,13 @@ def predictions(
     return [each for each in found if isinstance(each, Prediction)]
 
 
-def _loaded(where: Path | Config, place: Place) -> tuple[Encoder, Classifier]:
+def _loaded(where: Path | Config, place: Place, skip_bad: bool) -> tuple[Encoder, Classifier]:
     """Return the encoder in `where` and the best classifier of its run; print what this is worth."""
     encoder, config = encoder_of(where)
-    encoder, classifier, lines = best_classifier(encoder, config, place, run_of(encoder, config))
+    run = run_of(encoder, config)
+    if skip_bad:
+        config = config.with_values({"data.bad_images": 1_000_000_000})
+    encoder, classifier, lines = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
     for line in lines:
         say_line(line)
     return encoder, classifier

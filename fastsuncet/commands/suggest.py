@@ -111,7 +111,8 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     chosen = pool[rows.cpu().numpy()].tolist()
     guesses = []
     if guess and len(np.unique(index.labels[good[labeled[good]]])) > 1:
-        classifier, _, _ = run_classifier(encoder, config, place, run_of(encoder, config))
+        run = run_of(encoder, config)
+        classifier, _, _ = run_classifier(encoder, config, place, run, skip_bad=True)
         with torch.inference_mode():
             best = classifier.layer.to(place.device)(features[rows]).softmax(1).topk(2)
         guesses = [

@@ -38,7 +38,7 @@ from fastsuncet.metrics.results import read_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from pipelines import atomic_files
-from pipelines.data_errors import DataError
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import labeled_split
 from pipelines.output import first_five
@@ -103,7 +103,7 @@ class NearestNeighbors(nn.Module):
 
 
 def best_classifier(
-    encoder: Encoder, config: Config, place: Place, run: Path
+    encoder: Encoder, config: Config, place: Place, run: Path, *, skip_bad: bool = False
 ) -> tuple[Encoder, Classifier, list[str]]:
     """Return the encoder to use, its classifier, and lines that say where it is from and what it is worth.
 
@@ -124,7 +124,7 @@ def best_classifier(
     if found is not None:
         encoder, tuned = found
         return encoder, tuned, describe(tuned)
-    classifier, path, new = run_classifier(encoder, config, place, run)
+    classifier, path, new = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
     line = f"kept in      {path}" if new else f"from         {path}, fitted before"
     return encoder, classifier, [line, *describe(classifier)]
 
@@ -196,18 +196,27 @@ def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier
 
 
 def run_classifier(
-    encoder: Encoder, config: Config, place: Place, run: Path
+    encoder: Encoder,
+    config: Config,
+    place: Place,
+    run: Path,
+    *,
+    skip_bad: bool = False,
+    skipped: frozenset[str] = frozenset(),  # paths of labeled images to leave out
 ) -> tuple[Classifier, Path, bool]:
     """Return the classifier of `encoder` on the labeled images of `config`, its file in `run`, and whether it is new.
 
     The labeled images are those of data.split, and with data.split.kind none all that have a label; those of
     data.validation too, where it takes them out of the training images. A class without one is never predicted.
-    Raises ConfigErrors or DataError where there are no labels, or only one class.
+    Raises ConfigErrors or DataError where there are no labels, or only one class, and BadImage for a labeled image that
+    cannot be decoded; with `skip_bad` it is printed and left out.
     """
     assert encoder.view is not None, "the pixels are known"
     if isinstance(config.data.validation, float) or config.data.validation_table:
         config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
     index, chosen = labeled_images(config, place)
+    if skipped:
+        chosen = np.array([i for i in chosen.tolist() if str(index.path(i)) not in skipped], np.int64)
     known = learned_labels(encoder, config, index)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
@@ -238,7 +247,15 @@ def run_classifier(
         return kept, path, False
     say_line(f"fitting      a classifier to {len(chosen):,} labels")
     module = encoder.module.to(place.device)
-    features = outputs(module, index, chosen, config, place, view=encoder.view)
+    try:
+        features = outputs(module, index, chosen, config, place, view=encoder.view)
+    except BadImage as error:
+        if not skip_bad:
+            raise
+        for path, reason in error.files:
+            say_line(f"skipped      the label of {path}: {reason}")
+        skipped |= {path for path, _ in error.files}
+        return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped)
     module.to("cpu")
     truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
     classifier = fit_classifier(features, truth, given, classes, config, head)

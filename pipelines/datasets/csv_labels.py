@@ -2,7 +2,6 @@
 
 import codecs
 import csv
-import os
 import string
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -60,11 +59,12 @@ def with_csv_labels(
 
 def _missing(name: str, root: Path | None, meant: Sequence[str]) -> str:
     """Return why `name` is no image below `root`, and which ones it can mean."""
+    file = Path(name)
     if leaves_root(name):
         problem = f"{name}: paths must lead downwards from the data folder"
-    elif os.path.splitext(name)[1].lower() in NOT_READ:
+    elif file.suffix.lower() in NOT_READ:
         return f"{name} is of a kind that is not read: convert it to JPEG or PNG"
-    elif root is not None and name.lower().endswith(tuple(EXTENSIONS)) and (root / name).is_file():
+    elif root and str(file) == name and file.suffix.lower() in EXTENSIONS and (root / file).is_file():
         return f"{name} is newer than the index of {root}: `fastsuncet data check CONFIG` adds it"
     else:
         problem = f"no image {name} under {root}"

@@ -120,6 +120,25 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert fastsuncet.predict(run, photos, skip_bad=True) == []
 
 
+def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, capsys, monkeypatch):
+    """That of a good header, and that of none; the classifier of the others is kept."""
+    for name, length in (("red0", 2000), ("blue1", 4)):
+        os.truncate(run.parent / "mine" / f"{name}.png", length)
+    assert cli.main(words(run)) == 3
+    assert (
+        "blue1.png: not an image" in (said := capsys.readouterr().err)
+        and "leave them out: --skip-bad" in said
+    )
+    assert cli.main([*words(run), "--skip-bad"]) == 0 and len(rows()) == 12
+    printed = capsys.readouterr().out
+    assert (
+        f"skipped      the label of {run.parent}/mine/red0.png: " in printed and "16 labels of 3" in printed
+    )
+    monkeypatch.delattr(classifier, "fit_classifier")
+    assert len(fastsuncet.predict(run, "photos", skip_bad=True)) == 12
+    assert "fitted before" in capsys.readouterr().out
+
+
 def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, capsys):
     """All of them help to classify, those of data.validation too."""
     table = (run.parent / "labels.csv").read_text()

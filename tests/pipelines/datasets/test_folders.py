@@ -290,6 +290,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         "cafe\u0301/4.jpg,cat": f"no image cafe\u0301/4.jpg under {tree}; did you mean caf\xe9/4.jpg?"
         " Its letters have another Unicode form: copy the name from `ls`",
         "new.jpg,cat": f"new.jpg is newer than the index of {tree}: `fastsuncet data check CONFIG` adds it",
+        "./1.jpg,cat": f"no image ./1.jpg under {tree}; did you mean 1.jpg?",
         "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
@@ -298,7 +299,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 14 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 15 wrong lines:", *wrong]
 
 
 def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
