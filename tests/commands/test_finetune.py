@@ -6,6 +6,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,12 @@ def test_finetune_of_a_young_encoder_is_no_worse_than_the_linear_classifier(runs
     assert run(runs, *LINEAR, "finetune.batch_size=80") == 0
     (record,) = results(runs)
     assert record["metrics"]["top1"] > record["frozen"]["linear"] - 0.01
+    young = load_encoder(runs / "digits_demo")
+    others = ({"step": 80}, {"tuned": 300}, {"step": None})  # the last are weights of another program
+    assert [frozen.has_stale_statistics(replace(young, **each)) for each in ({}, *others)] == [
+        True,
+        *3 * [False],
+    ]
 
 
 @pytest.mark.parametrize("at", [0, 3])

@@ -13,18 +13,19 @@ from torch.optim.swa_utils import update_bn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.collectives import any_rank, broadcast
+from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.place import Place
+from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import fit_on_rank_0
 from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows
 
-# BatchNorm's statistics are stale where they change the mean of |h|^2 of training crops by this factor or more against
-# statistics of the crops. After 10 updates of pre-training, when torch's initial 0 and 1 still weigh a third, it is 18:
-# the classifier of such features is wrong from the first update on, which has statistics of its batch.
-STALE = 2.0
+# BatchNorm's statistics are stale where torch's initial 0 and 1 weigh more than this. After 10 updates they weigh a
+# third, and |h|^2 of training crops was 18 times that with statistics of the crops (after 80 updates 1.07 times): the
+# classifier of such features is wrong from the first update on, which has statistics of its batch.
+STALE = 0.001
 BATCHES = 10  # that new statistics are the mean of
 
 
@@ -42,12 +43,12 @@ class Frozen:
     accuracies: dict[str, float]
 
 
-def measure_frozen(network: nn.Module, images: Images, config: Config, place: Place, steps: int) -> Frozen:
+def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Place, steps: int) -> Frozen:
     """Fit the linear classifier of the config's section linear, and measure it and k-NN on the validation images.
 
-    `network` (B, 3, S, S) -> (B, E). Rank 0 fits, and all ranks return the same. The batches after the fine-tuning's
-    `steps` tell whether BatchNorm's statistics are stale.
+    Rank 0 fits, and all ranks return the same. New statistics are those of the batches after the fine-tuning's `steps`.
     """
+    network, stale = encoder.module.to(place.device), has_stale_statistics(encoder)
     chosen, count = labeled(images), len(images.train.classes)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
 
@@ -66,31 +67,34 @@ def measure_frozen(network: nn.Module, images: Images, config: Config, place: Pl
         for name, supports in (("knn", shown.features), ("knn_random_crops", crops)):
             votes = knn_predict(shown.queries, supports, labels, count, k=config.evaluation.knn_k)
             accuracies[name] = (votes == shown.truth).double().mean().item()
-    module, stale = with_fresh_statistics(network, images, config, place, steps)
+    if stale:
+        network = with_fresh_statistics(network, images, config, place, steps)
     if stale or start is None:
-        start = fitted(outputs(module, images.train, chosen, config, place))
-    return Frozen(module, stale, *start, accuracies)
+        start = fitted(outputs(network, images.train, chosen, config, place))
+    return Frozen(network, stale, *start, accuracies)
+
+
+def has_stale_statistics(encoder: Encoder) -> bool:
+    """Return whether a run of so few updates trained the encoder that torch's initial statistics still weigh in it."""
+    if encoder.step is None:
+        return False
+    norms = (x for x in encoder.module.modules() if isinstance(x, nn.modules.batchnorm._BatchNorm))
+    updates = encoder.step + (encoder.tuned or 0)
+    return any((1 - (norm.momentum or 0.1)) ** updates > STALE for norm in norms)
 
 
 def with_fresh_statistics(
     network: nn.Module, images: Images, config: Config, place: Place, steps: int
-) -> tuple[nn.Module, bool]:
-    """Return (a copy of `network` with BatchNorm's statistics of training crops, True) if its own are stale.
-
-    Else (`network`, False). Rank 0's statistics are those of all ranks.
-    """
+) -> nn.Module:
+    """Return a copy of `network` with BatchNorm's statistics of training crops, rank 0's on all ranks."""
     stream, fresh = FineTuningStream(images.train, labeled(images), config, place), copy.deepcopy(network)
     try:
         measure_statistics(fresh, stream, steps)
-        crops, _ = stream(steps, 0)
     finally:
         stream.close()
     for buffer in fresh.buffers():
         broadcast(buffer)
-    with torch.no_grad():
-        ours, theirs = (each.eval()(crops).float().square().sum().item() for each in (network, fresh))
-    stale = any_rank(not (ours < STALE * theirs and theirs < STALE * ours))
-    return (fresh, True) if stale else (network, False)
+    return fresh
 
 
 def measure_statistics(network: nn.Module, stream: FineTuningStream, steps: int) -> None:

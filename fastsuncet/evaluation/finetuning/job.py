@@ -163,8 +163,7 @@ class FineTuningJob:
         chosen, held_out, frozen = labeled(images), images.held_out, None
         steps = updates(config, len(chosen))
         if config.finetune.head == "linear":
-            module = self.encoder.module.to(self.place.device)
-            frozen = measure_frozen(module, images, config, self.place, steps)
+            frozen = measure_frozen(self.encoder, images, config, self.place, steps)
         where = (config, self.place, folder, fit_identity(config, self.encoder, images.train, chosen))
         options = {"steps": steps, "remedy": REMEDY, "frozen": frozen}
         task = FineTuning(self.encoder, images.train, chosen, *where, **options)
