@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fastsuncet.config import Config
@@ -26,6 +27,7 @@ from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.index_file import save_index
+from pipelines.output import first_five
 from pipelines.verify import CheckReport, check
 
 
@@ -53,21 +55,35 @@ def check_config(config: Config) -> None:
     else:
         train, kept = scanned(config, train=True), index_path(config, image_root(config, train=True), True)
     # The index of a CSV's images is kept without its labels, which can change while the pixels do not.
-    classes = with_labels(config, train).classes
+    labeled = with_labels(config, train)
     parts = [(train, kept)]
     if data.validation_folder is not None and data.root is not None and data.kind != "images":
         folder = image_root(config, train=False)
         if folder.is_dir() or config.evaluation.knn_every_epochs is not None:
             validation = scanned(config, train=False)
-            with_classes(validation, classes)  # raises; the index keeps the folder's own names
+            with_classes(validation, labeled.classes)  # raises; the index keeps the folder's own names
             parts.append((validation, index_path(config, folder, False)))
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
-    bad = [each for index, kept in parts for each in _checked(index, kept, **options).bad]
+    reports = [_checked(index, kept, **options) for index, kept in parts]
+    if twins := _twins(labeled, reports[0].digests):
+        text = "labeled images are copies of one with another label"
+        say_line(f"note: {len(twins)} {text}: {first_five(twins)}. Give copies one label, or remove them")
+    bad = [each for report in reports for each in report.bad]
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
         say_line(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
+
+
+def _twins(index: ImageIndex, digests: list[bytes]) -> list[str]:
+    """Return the labeled images whose file has the content of an earlier one with another label, with that one."""
+    first, twins = {b"": -1}, []
+    for i in np.flatnonzero(index.labels >= 0).tolist():
+        if (j := first.setdefault(digests[i], i)) >= 0 and index.labels[i] != index.labels[j]:
+            mine, other = (f"{index.name(n)} ({index.classes[index.labels[n]]})" for n in (i, j))
+            twins.append(f"{mine} of {other}")
+    return twins
 
 
 def check_folder(folder: Path) -> None:

@@ -94,6 +94,21 @@ def test_data_check_compares_the_labels_of_a_csv_with_its_images(folder, run):
     assert run(*overrides)[0] == "images/train: 6 images decoded with PIL, all good"
 
 
+def test_data_check_names_copies_of_an_image_with_different_labels(folder, run):
+    """In class folders and in a CSV; an unlabeled copy, one with the same label and a bad one are none."""
+    train = folder / "images/train"
+    for copy in ("cat/9.jpg", "dog/7.jpg"):
+        (train / copy).write_bytes((train / "cat/0.jpg").read_bytes())
+    for name in ("cat/8.jpg", "dog/8.jpg"):
+        (train / name).write_bytes(b"")
+    text = "note: 1 labeled images are copies of one with another label: "
+    advice = "Give copies one label, or remove them"
+    assert f"{text}dog/7.jpg (dog) of cat/0.jpg (cat). {advice}" in run("data.bad_images=2")
+    (folder / "labels.csv").write_text("file,label\ncat/0.jpg,tabby\ncat/9.jpg,lion\n")
+    overrides = ("data.kind=csv", "data.csv=labels.csv", "data.train=train", "data.validation=null")
+    assert f"{text}cat/9.jpg (lion) of cat/0.jpg (tabby). {advice}" in run(*overrides, "data.bad_images=2")
+
+
 def test_data_check_of_a_folder_ignores_its_layout(folder, capsys):
     assert cli.main(["data", "check", "images"]) == 0
     assert capsys.readouterr().out.startswith("images: 8 images decoded with ")
