@@ -38,9 +38,11 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     if images.held_out is not None and None is not images.train.root == images.held_out.root:
         held_out = tables[HELD_OUT] = _rows(images.held_out, np.arange(len(images.held_out)))
         if known := len(before.keys() & held_out.keys()):
+            others = init.with_name(HELD_OUT)
+            name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
             warning.append(
                 f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
-                f"accuracies on them are too high. Write data.validation={init.with_name(HELD_OUT)}"
+                f"accuracies on them are too high. Write data.validation={name}"
             )
     for name, rows in tables.items():
         with disk_errors(folder / name):

@@ -54,6 +54,11 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     both = Path("second/learned.csv").read_text().split()[1:]
     assert len(both) == 16 + int(warning.split()[0]) and set(ours) < set(both)
     assert learned(Path("second"), images.train, second).sum() == 16
+    # A run of few labels holds none out, so there is no table to name.
+    table = Path("first/held_out.csv").rename("kept.csv")
+    (warning,) = write_learned_labels(Path("second"), images, second)
+    assert warning.endswith("Write data.validation=FILE.csv, with labels that it has not learned from")
+    table.rename("first/held_out.csv")
     # Of more labels than a table holds there is none, also where model.init has one: all count as learned.
     Path("third").mkdir()
     with monkeypatch.context() as patch:
