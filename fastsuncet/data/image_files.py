@@ -107,7 +107,8 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     with config.naming("data.root"):
         refreshed, new = look_again(index)
     if new:
-        say_line(f"note: {new:,} new images in {folder} are not used: `fastsuncet data check` adds them")
+        what = "left out of training, evaluation and suggestions: `fastsuncet data check CONFIG` adds them"
+        say_line(f"note: {new:,} new images in {folder} are {what}")
     if refreshed is not index:
         save_index(refreshed, kept)
     return refreshed

@@ -120,7 +120,7 @@ def best_classifier(
             return encoder, Classifier(encoder.classifier, encoder.classes, None), [said]
         tuned = _tuned(encoder, record, "")
         return encoder, tuned, describe(tuned)
-    found = _best_fine_tuning(run, encoder, labels_digest(*labeled_images(config, place)))
+    found = _best_fine_tuning(run, encoder, config, place)
     if found is not None:
         encoder, tuned = found
         return encoder, tuned, describe(tuned)
@@ -150,9 +150,14 @@ def learned_labels(encoder: Encoder, config: Config, index: ImageIndex) -> np.nd
     return learned(run_of(encoder, config), index, encoder.trained)
 
 
-def _best_fine_tuning(run: Path, encoder: Encoder, labels: str) -> tuple[Encoder, Classifier] | None:
-    """Return the best fine-tuning of `encoder` on the labels of this digest, if it is above the linear and PAWS's."""
+def _best_fine_tuning(
+    run: Path, encoder: Encoder, config: Config, place: Place
+) -> tuple[Encoder, Classifier] | None:
+    """Return the best fine-tuning of `encoder` on the labels of `config`, if it is above the linear and PAWS's."""
     records = [record for record in read_results(run) if record["encoder"].get("step") == encoder.step]
+    if not any("frozen" in record for record in records):
+        return None
+    labels = labels_digest(*labeled_images(config, place))
 
     def measured_on(record: dict[str, Any]) -> tuple[Any, Any]:
         return record["setting"].get("validation"), record["labels"].get("count")
