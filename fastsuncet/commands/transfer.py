@@ -13,7 +13,7 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.evaluation.finetuning.grid import grid, parse_shard
+from fastsuncet.evaluation.finetuning.grid import parse_shard
 from fastsuncet.evaluation.finetuning.transfer import open_grids, run_grids
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
@@ -34,7 +34,6 @@ def transfer(
     data set, or not the chosen one, could be trained.
     """
     shard = parse_shard(cell)
-    cells = grid(config)
     t = config.transfer
     if t.root is None:
         raise config.error(
@@ -56,5 +55,5 @@ def transfer(
             if place.first:
                 atomic_files.make_folder(status.parent)
             run_status.write("running", None)
-            run_grids(grids, cells, shard, signals)
+            run_grids(grids, shard)
     return 0

@@ -44,7 +44,6 @@ from fastsuncet.evaluation.finetuning.record import (
 from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
-from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Center
 
 REMEDY = "Remove that folder to run the cell again."
@@ -65,56 +64,52 @@ class DatasetGrid:
     folder: Path
     signals: SignalFlag
 
-    def finished(self, cells: Sequence[Cell]) -> dict[Cell, CellResult]:
-        """Return the records of the finished ones among `cells`. Raises CheckpointError for a damaged one."""
-        paths = [self.folder / cell.name / "cell.json" for cell in cells]
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells, in the order in which they are run."""
+        return grid(self.config)
+
+    def finished(self) -> dict[Cell, CellResult]:
+        """Return the records of the finished cells. Raises CheckpointError for a damaged one."""
+        paths = [self.folder / cell.name / "cell.json" for cell in self.cells]
         records = on_rank_0(self.place, lambda: [read_record(path, self.identity, REMEDY) for path in paths])
-        return {cell: record for cell, record in zip(cells, records, strict=True) if record is not None}
+        return {cell: record for cell, record in zip(self.cells, records, strict=True) if record is not None}
 
-    def run(self, cell: Cell) -> tuple[CellResult | None, bool]:
-        """Train the cell and measure it on the validation images; as `_once`."""
-        task = self.task
-        path = self.folder / cell.name / "cell.json"
-        return self._once(cell, path, task.train, task.images, task.validation)
+    def run(self, cell: Cell, *, retrain: bool = False) -> tuple[CellResult | None, bool]:
+        """Train the cell and measure it on the validation images. Collective.
 
-    def retrain(self, cell: Cell) -> tuple[CellResult | None, bool]:
-        """Train the chosen cell on training and validation images, and measure it on the test images; as `_once`."""
-        task = self.task
-        path = self.folder / f"selected-{cell.name}" / "selected.json"
-        return self._once(cell, path, task.both, task.test, np.arange(len(task.test)))
-
-    def _once(
-        self, cell: Cell, path: Path, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray
-    ) -> tuple[CellResult | None, bool]:
-        """Train on the images `chosen`, and measure on the images `evaluated` of `index`. Collective.
+        `retrain`: train it on training and validation images, and measure it on the test images.
 
         Return (the record, whether it was made just now); (None, False) if another process is at it. A cell whose loss
         became NaN or infinite is finished too, with the metric None: at the top of a grid of learning rates that is a
         result and not an error.
         """
+        task, path = self.task, self.folder / cell.name / "cell.json"
+        chosen, index, evaluated = task.train, task.images, task.validation
+        if retrain:
+            path = self.folder / f"selected-{cell.name}" / "selected.json"
+            chosen, index, evaluated = task.both, task.test, np.arange(len(task.test))
         config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
-        images, a = (self.task.images, chosen), config.data.augmentation
+        images, a = (task.images, chosen), config.data.augmentation
         momentum, checkpoints = batchnorm_momentum(len(chosen), sizes(config)[0]), path.parent / "fit"
         options = {"steps": t.steps, "bn_momentum": momentum}
 
-        def measure() -> CellResult:
+        def make() -> CellResult:
+            began, metric, classes, diverged = time.monotonic(), None, {}, None
             identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
-            task = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
+            tuning = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
             try:
                 view = Center(t.size, t.resize, a.mean, a.std)
-                logits = fit(task, index, evaluated, self.signals, view)[0].cpu().numpy()
+                logits = fit(tuning, index, evaluated, self.signals, view)[0].cpu().numpy()
                 if not np.isfinite(logits).all():
                     raise NumericalError("the outputs are not finite numbers")
+                metric, classes = task.metric(logits, index, evaluated)
             except NumericalError as error:
-                return {"metric": None, "classes": {}, "diverged": str(error).splitlines()[0].split(". ")[0]}
-            metric, classes = self.task.metric(logits, index, evaluated)
-            return {"metric": metric, "classes": classes, "diverged": None}
-
-        def make() -> CellResult:
-            began = time.monotonic()
+                diverged = str(error).splitlines()[0].split(". ")[0]
             values = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
             counts = {"train_images": len(chosen), "images": len(evaluated)}
-            return {**values, **counts, **measure(), "seconds": round(time.monotonic() - began, 1)}
+            outcome = {"metric": metric, "classes": classes, "diverged": diverged}
+            return {**values, **counts, **outcome, "seconds": round(time.monotonic() - began, 1)}
 
         with lock_folder(path.parent, self.place) as locked:
             if not locked:
@@ -134,21 +129,19 @@ def batchnorm_momentum(images: int, batch: int) -> float:
     return 1 - max(1 - 10 * batch / images, 0.9)
 
 
-def cell_config(config: Config, batch: int) -> Config:
-    """Return the config of a fine-tuning, for all cells: the protocol is SimCLR's, and pixels are as in training."""
-    t, a = config.transfer, config.data.augmentation
-    section = FinetuneSection(head="zero", batch_size=batch, momentum=t.momentum, crop_scale=(0.08, 1.0))
-    kept = {"size": t.size, "flip": 0.5, "crop_ratio": (3 / 4, 4 / 3)}
-    data = config.data.model_copy(update={"augmentation": replace(a, **kept)})
-    return config.model_copy(update={"finetune": section, "data": data})
-
-
 def open_grid(
     config: Config, place: Place, encoder: Encoder, task: TransferTask, folder: Path, signals: SignalFlag
 ) -> DatasetGrid:
-    """Return the grid of one data set, below `folder`. Raises ConfigErrors for a batch that does not fit."""
+    """Return the grid of one data set, below `folder`. Raises ConfigErrors for a batch that does not fit.
+
+    All cells are fine-tuned by SimCLR's protocol, and pixels are as in training.
+    """
     batch = resolve_batch(config, "transfer", len(task.train), f" of {task.name}", place.world_size, passes=1)
-    config = cell_config(config, batch)
+    t, a = config.transfer, config.data.augmentation
+    section = FinetuneSection(head="zero", batch_size=batch, momentum=t.momentum, crop_scale=(0.08, 1.0))
+    views = replace(a, size=t.size, flip=0.5, crop_ratio=(3 / 4, 4 / 3))
+    data = config.data.model_copy(update={"augmentation": views})
+    config = config.model_copy(update={"finetune": section, "data": data})
     identity = {
         "dataset": task.name,
         "encoder": module_digest(encoder.module),
@@ -157,13 +150,12 @@ def open_grid(
         "train": len(task.train),
         "validation": indices_digest(task.validation),
         "processes": place.world_size,
-        "steps": config.transfer.steps,
-        "resize": config.transfer.resize,
+        "steps": t.steps,
+        "resize": t.resize,
         **config_values(config, (key for key in KEYS if key not in PER_CELL)),
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    dataset = folder / f"{task.name}-{digest}"
-    return DatasetGrid(config, place, encoder, task, identity, dataset, signals)
+    return DatasetGrid(config, place, encoder, task, identity, folder / f"{task.name}-{digest}", signals)
 
 
 def open_grids(
@@ -179,7 +171,7 @@ def open_grids(
     if place.first:
         steps, batch = config.transfer.steps, grids[0].config.finetune.batch_size
         say_line(f"encoder    {encoder.name}, {encoder.method or 'method unknown'}, {encoder.source}")
-        say_line(f"cells      {len(grid(config))} per data set, {steps:,} steps of {batch:,} images each")
+        say_line(f"cells      {len(grids[0].cells)} per data set, {steps:,} steps of {batch:,} images each")
         for task, dataset in zip(tasks, grids):
             say_line(
                 f"{task.name:<10} {len(task.train):,} images to train on, {len(task.validation):,} to choose on, "
@@ -188,23 +180,21 @@ def open_grids(
     return grids
 
 
-def run_grids(
-    grids: Sequence[DatasetGrid], cells: Sequence[Cell], shard: tuple[int, int], signals: SignalFlag
-) -> None:
+def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     """Run the shard's cells one after the other, then choose for every data set whose cells are all finished.
 
     Raises Preempted once a signal came, between cells as well as within one.
     """
     say = say_line if grids[0].place.first else (lambda line: None)
-    every = [(dataset, cell) for dataset in grids for cell in cells]
+    every = [(dataset, cell) for dataset in grids for cell in dataset.cells]
     number, count = shard
     mine = every[number - 1 :: count]  # every cell is in one shard; their sizes differ by one at most
-    done = {(dataset, cell) for dataset in grids for cell in dataset.finished(cells)}
+    done = {(dataset, cell) for dataset in grids for cell in dataset.finished()}
     before = f", {len(done.intersection(mine))} of them done before" if done.intersection(mine) else ""
     say(f"part       {number}/{count}: {len(mine)} of {len(every)} cells{before}")
     seconds = []  # of the cells trained now
     for number, (dataset, cell) in enumerate(mine, 1):
-        stop_if_requested(signals)
+        stop_if_requested(dataset.signals)
         say(f"cell {number}/{len(mine)}  {dataset.task.name}, {cell}")
         record, new = dataset.run(cell)
         if record is None:
@@ -212,16 +202,15 @@ def run_grids(
             continue
         text = f"diverged: {record['diverged']}"
         if record["metric"] is not None:
-            percent, spent = 100 * record["metric"], record["seconds"]
-            text = f"{dataset.task.title} {percent:.2f} % in {spent:,.0f} s"
+            text = f"{dataset.task.title} {100 * record['metric']:.2f} % in {record['seconds']:,.0f} s"
         if new:
             seconds.append(record["seconds"])
             if left := sum(item not in done for item in mine[number:]):
                 text += f"; {left} left, {about(left * sum(seconds) / len(seconds))}"
         say(f"    {text}" if new else f"    done before: {text}")
     for dataset in grids:
-        stop_if_requested(signals)
-        conclude(dataset, cells, say)
+        stop_if_requested(dataset.signals)
+        conclude(dataset, say)
 
 
 def stop_if_requested(signals: SignalFlag) -> None:
@@ -239,13 +228,13 @@ def about(seconds: float) -> str:
     return f"about {minutes} min" if seconds >= 90 else f"about {seconds:.0f} s"
 
 
-def conclude(dataset: DatasetGrid, cells: Sequence[Cell], say: Say) -> None:
+def conclude(dataset: DatasetGrid, say: Say) -> None:
     """Print and write the grid of one data set; once it is complete, retrain its best cell and evaluate it.
 
     Collective. Raises NumericalError where every cell diverged, or the retraining did.
     """
-    task, place = dataset.task, dataset.place
-    records = dataset.finished(cells)
+    task, place, cells = dataset.task, dataset.place, dataset.cells
+    records = dataset.finished()
     missing = len(cells) - len(records)
     chosen = None if missing else best(cells, records)
     say(f"\n{task.name}: {task.title} on {len(task.validation):,} validation images, in %")
@@ -265,7 +254,7 @@ def conclude(dataset: DatasetGrid, cells: Sequence[Cell], say: Say) -> None:
             f"{task.name}: every cell of the grid diverged; try lower transfer.learning_rates"
         )
     say(f"chosen: {chosen}; now trained on all {len(task.both):,} images")
-    record, _ = dataset.retrain(chosen)
+    record, _ = dataset.run(chosen, retrain=True)
     if record is None:
         say(RUNNING)
         return
