@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from fastsuncet.commands.sweep.child import PREEMPTED, Children
-from fastsuncet.commands.sweep.jobs import JobState, job_state
+from fastsuncet.commands.sweep.jobs import job_state
 from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of_task
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.console import Say, say_line
@@ -65,40 +65,32 @@ def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
     failed = 0
     with Children() as children:
         for number, run in enumerate(runs, 1):
+            name = f"sweep    {run.name}:"
             for job in run.jobs:
                 state = job_state(job)
-                if state.done or state.damaged:
-                    failed = failed or _damaged(run, job, state, say)
-                    continue
-                if children.requested is not None:
-                    say(f"sweep    {children.requested}: stopped; the same command continues")
-                    return PREEMPTED
-                say(f"sweep    run {number}/{len(runs)}, {run.name}: {_command_line(job)}")
-                code = children.run(job.arguments)
-                if code == PREEMPTED:
-                    say(f"sweep    {run.name}: a signal stopped {job.command}; the same command continues")
-                    return code
-                if code:
-                    failed = failed or code
+                if not (state.done or state.damaged):
+                    if children.requested is not None:
+                        say(f"sweep    {children.requested}: stopped; the same command continues")
+                        return PREEMPTED
+                    say(f"sweep    run {number}/{len(runs)}, {run.name}: {_command_line(job)}")
+                    code = children.run(job.arguments)
+                    if code == PREEMPTED:
+                        say(f"{name} a signal stopped {job.command}; the same command continues")
+                        return code
+                    if code:
+                        failed = failed or code
+                        say(f"{name} {job.command} failed with exit code {code}; see its message above")
+                        if not keep_going or children.requested is not None:
+                            return failed
+                        break
+                    state = job_state(job)
+                if state.damaged and not failed:
+                    failed = CheckpointError.exit_code
                     say(
-                        f"sweep    {run.name}: {job.command} failed with exit code {code}; see its message above"
+                        f"{name} {job.command} is {state.text} in {run.folder / 'checkpoints'}: move it away, and the "
+                        "rest is all there is. If it is the last one, `fastsuncet train` then makes it again"
                     )
-                    if not keep_going or children.requested is not None:
-                        return failed
-                    break
-                failed = failed or _damaged(run, job, job_state(job), say)
     return failed
-
-
-def _damaged(run: Run, job: Job, state: JobState, say: Say) -> int:
-    """Say which checkpoints a job could not measure; return the exit code of that, 0 where there is none."""
-    if not state.damaged:
-        return 0
-    say(
-        f"sweep    {run.name}: {job.command} is {state.text} in {run.folder / 'checkpoints'}: move it away, and the "
-        "rest is all there is. If it is the last one, `fastsuncet train` then makes it again"
-    )
-    return CheckpointError.exit_code
 
 
 def _command_line(job: Job) -> str:
