@@ -199,12 +199,9 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p value of Student's t for a mean of 0."""
-    from scipy.stats import t
+    from scipy.stats import ttest_1samp
 
-    error = stdev(values) / len(values) ** 0.5
-    if not error:
-        return float(not any(values))
-    return float(2 * t.sf(abs(mean(values)) / error, len(values) - 1))
+    return float(ttest_1samp(values, 0).pvalue) if any(values) else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -305,7 +302,7 @@ def show_paired(found: Studies, decided: Mapping[str, range]) -> list[str]:
     SimCLR's accuracy.
     """
     order = [*decided, *(kind for kind in EVALUATIONS if kind not in decided)]
-    held_out, measured = held_out_runs(found), only(found, range(HELD_OUT_SEED))
+    held_out, measured = only(found, [HELD_OUT_SEED]), only(found, range(HELD_OUT_SEED))
     found = {kind: measured[kind] for kind in order if kind in measured}
     tables, costs = [], []
     for kind, study in found.items():
@@ -461,17 +458,12 @@ def best(found: Studies, name: str, kinds: Sequence[str] = ("own", "linear_auto"
     return dict(tops)
 
 
-def only(found: Studies, seeds: range) -> dict[str, Study]:
+def only(found: Studies, seeds: Sequence[int]) -> dict[str, Study]:
     """Return the studies with the curves of these seeds, without those that have none."""
     curves = [
         c for study in found.values() for name in study.groups for c in study.curves(name) if c.seed in seeds
     ]
     return {kind: study for each in studies(curves).values() for kind, study in each.items()}
-
-
-def held_out_runs(found: Studies) -> dict[str, Study]:
-    """Return the studies of the runs that are measured on held-out training images."""
-    return only(found, range(HELD_OUT_SEED, HELD_OUT_SEED + 1))
 
 
 def show_gate(every: Mapping[str, Studies]) -> list[str]:
@@ -492,7 +484,7 @@ def show_gate(every: Mapping[str, Studies]) -> list[str]:
 
 def show_few_labels(every: Mapping[str, Studies]) -> list[str]:
     """Return the tables from few labels to many: the gate, accuracies, and the four decisions corrected by Holm."""
-    gate = show_gate({labels: held_out_runs(found) for labels, found in every.items()})
+    gate = show_gate({labels: only(found, [HELD_OUT_SEED]) for labels, found in every.items()})
     runs = {labels: only(every[labels], range(SEEDS)) for labels in ("100", "500") if labels in every}
     trained, kinds = (BASELINE, METHOD, CROSS_ENTROPY), ("finetune", "linear_auto")
     ended = [
