@@ -129,25 +129,21 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     warnings = [collapse_warning(of["knn"][-1]) if of["knn"] else None, problem]
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
     parts.append(_facts(_now(of["train"], of["knn"], meta)))
-    parts += [_section("Curves by update"), _curves(config, of["train"], of["knn"])]
-    parts += [_section("Results"), _results(run)]
-    parts += [_section("Weights"), *_weights(run, config)]
-    parts += [_section("Views"), _views(run)]
+    parts += ["<h2>Curves by update</h2>", _curves(config, of["train"], of["knn"])]
+    parts += ["<h2>Results</h2>", _results(run)]
+    parts += ["<h2>Weights</h2>", *_weights(run, config)]
+    parts += ["<h2>Views</h2>", _views(run)]
     values = flat(config.canonical())
     changed = [(key, value) for key, value in values.items() if value != DEFAULTS.get(key)]
-    parts += [_section("Settings that are not the defaults"), _facts(changed)]
+    parts += ["<h2>Settings that are not the defaults</h2>", _facts(changed)]
     every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
-    parts += [_section("Environment"), _facts(_environment(meta, of["chosen"]))]
+    parts += ["<h2>Environment</h2>", _facts(_environment(meta, of["chosen"]))]
     return "\n".join([*parts, "</body>\n</html>\n"])
 
 
 def _numbers(line: Json) -> Json:
     return {key: value for key, value in line.items() if value is None or type(value) in (int, float)}
-
-
-def _section(title: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>"
 
 
 def _text(value: Any) -> str:
