@@ -4,7 +4,6 @@ Shapes: N labeled images, n of them that can be judged, E the width of the featu
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -61,13 +60,6 @@ def linear_logits(
     return fit.scores(features[left_out])
 
 
-def nearest(
-    features: Tensor, labels: Tensor, num_classes: int, k: int, learned: Tensor, left_out: Tensor
-) -> Tensor:
-    """Classify by `knn_predict`: classes, int64 (left out,)."""
-    return knn_predict(features[left_out], features[learned], labels[learned], num_classes, k=k)
-
-
 def labels_per_class(images: Images, chosen: np.ndarray) -> np.ndarray:
     """Return how many of the images `chosen` each class has, int64 (C,). DataError where no class has two."""
     counts = np.bincount(images.train.labels[chosen], minlength=len(images.train.classes))
@@ -99,10 +91,16 @@ def cross_validated(
         if strength == "auto":
             strength = choose_strength(features, labels, count)
         setting["chosen_strength"] = strength
-        classify = partial(linear_logits, features, labels, count, strength)
+
+        def classify(learned: Tensor, left_out: Tensor) -> Tensor:
+            return linear_logits(features, labels, count, strength, learned, left_out).argmax(1)
+
     else:
-        setting["k"] = config.evaluation.knn_k
-        classify = partial(nearest, features, labels, count, config.evaluation.knn_k)
+        setting["k"] = k = config.evaluation.knn_k
+
+        def classify(learned: Tensor, left_out: Tensor) -> Tensor:
+            return knn_predict(features[left_out], features[learned], labels[learned], count, k=k)
+
     known = torch.from_numpy(learned[chosen]).to(place.device)
     notes = few_labels_note(counts, images.train.classes)
     if known.any():
@@ -115,8 +113,8 @@ def cross_validated(
         known &= new > 0
     shares, confusion, judged = [], labels.new_zeros(count, count), 0
     for seed in range(REPEATS):
-        numbers, rows = out_of_fold(labels, classify, seed, known)
-        predicted, judged = rows.argmax(1) if rows.ndim == 2 else rows, len(numbers)
+        numbers, predicted = out_of_fold(labels, classify, seed, known)
+        judged = len(numbers)
         shares.append((predicted == labels[numbers]).double().mean().item())
         confusion += confusion_of(predicted, labels[numbers], count)
     top1 = sum(shares) / REPEATS
