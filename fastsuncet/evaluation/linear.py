@@ -7,8 +7,6 @@ both with scikit-learn's.
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,27 +105,18 @@ def fit_linear(
             bias.grad += error.sum(0)
         return loss
 
-    with one_thread_if_few(features):
-        optimizer.step(loss_and_gradient)
-        loss_and_gradient()  # at the point that the optimizer chose, not at the last one it tried
-    assert weight.grad is not None and bias.grad is not None
-    largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
-    return LinearFit(weight, bias, mean, spread, optimizer.state[weight]["n_iter"], largest)
-
-
-@contextlib.contextmanager
-def one_thread_if_few(features: Tensor) -> Iterator[None]:
-    """Compute on one thread where `features` has fewer than FEW_NUMBERS elements.
-
-    A fit is then thousands of operators of microseconds, and between any two of them the threads wait for each other:
-    on two busy cores 100 labels took nine minutes with two threads and seconds with one.
-    """
+    # Of few numbers a fit is thousands of operators of microseconds, and threads wait for each other between any two:
+    # on two busy cores 100 labels took nine minutes with two threads and seconds with one.
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if features.numel() < FEW_NUMBERS else threads)
     try:
-        yield
+        optimizer.step(loss_and_gradient)
+        loss_and_gradient()  # at the point that the optimizer chose, not at the last one it tried
     finally:
         torch.set_num_threads(threads)
+    assert weight.grad is not None and bias.grad is not None
+    largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
+    return LinearFit(weight, bias, mean, spread, optimizer.state[weight]["n_iter"], largest)
 
 
 def folds(labels: Tensor, seed: int = 0) -> Tensor:
