@@ -24,13 +24,7 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import evaluation_view, outputs
 from fastsuncet.evaluation.finetuning.frozen import Frozen, measure_statistics
-from fastsuncet.evaluation.finetuning.network import (
-    Classifier,
-    finetune_step,
-    set_batchnorm_momentum,
-    sigmoid_loss,
-    softmax_loss,
-)
+from fastsuncet.evaluation.finetuning.network import Classifier, finetune_step, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.finetuning.record import refuse_changed, sizes
 from fastsuncet.evaluation.finetuning.stream import ROLE, FineTuningStream
 from fastsuncet.metrics.interval import DataTimer
@@ -118,8 +112,9 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         head = None if frozen is None else (frozen.weight, frozen.bias)
         module = encoder.module if frozen is None else frozen.module
         self.model = Classifier(copy.deepcopy(module), encoder.width, classes, head)
-        if bn_momentum is not None:
-            set_batchnorm_momentum(self.model, bn_momentum)
+        for layer in self.model.modules() if bn_momentum is not None else ():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.momentum = bn_momentum
         layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
         # Torch's stubs lack memory_format.
         self.model.to(place.device, memory_format=layout).train()  # pyright: ignore[reportCallIssue]

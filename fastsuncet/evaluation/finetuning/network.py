@@ -32,13 +32,6 @@ class Classifier(nn.Module):
         return self.classifier(self.encoder(images))
 
 
-def set_batchnorm_momentum(model: nn.Module, momentum: float) -> None:
-    """Set torch's momentum of every BatchNorm: the fraction of the running statistics that a batch replaces."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.momentum = momentum
-
-
 def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return (mean cross-entropy, fraction of the images whose highest logit is their class's); labels int64 (m,)."""
     right = logits.detach().argmax(1) == labels
