@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from fastsuncet.commands.report.compute_saved import percent, reached, savings
+from fastsuncet.commands.report.compute_saved import cell, percent, savings
 from fastsuncet.commands.report.curves import Curve, Measurement, Panel, Point, arrange
 from fastsuncet.commands.report.figures import COLORS, MARKERS
 from fastsuncet.commands.report.tables import markdown
@@ -275,13 +275,7 @@ def gain(base: Mapping[Any, float], ours: Mapping[Any, float], digits: int = 2) 
 
 def saved_cells(study: Study, name: str) -> list[str]:
     """Return the FLOPs until the baseline's accuracy by each rule of RULES, in words."""
-    cells = []
-    for rule in RULES:
-        found = study.saved(name, rule)
-        there, said = reached([s.shares and s.shares[0] for s in found])
-        bound = "at most " if there and any(s.at_first for s in found) else ""
-        cells.append(f"{bound}{percent(there, 0)}; {said}" if there else said)
-    return cells
+    return [cell(study.saved(name, rule), 0, first_checkpoint=False) for rule in RULES]
 
 
 # ----------------------------------------------------------------------------------------------- SimCLR and labels
@@ -320,9 +314,7 @@ def show_paired(found: Studies, decided: Mapping[str, range]) -> list[str]:
                 gains = [gain(base, each) for each in ours]
                 rows.append([str(c.step), f"{c.costs['petaflops']:.5f}", *means, *gains])
             tables.append(table(["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *wide], rows))
-            control = (
-                points(study.shares(UNTRAINED), study.shares(BASELINE)) if UNTRAINED in study.groups else []
-            )
+            control = points(study.shares(UNTRAINED), study.shares(BASELINE))
             if not control or interval(control)[0] > interval(control)[1]:
                 costs += [[f"{name}, {title}", *saved_cells(study, name)] for name in methods]
         if kind in decided:
@@ -360,8 +352,7 @@ def show_unlabeled(held_out: Studies, found: Studies) -> list[str]:
             continue
         base = max(alone, key=lambda name: mean(ends[name].values()))
         center, half = interval(points(ends[base], ends[ours]))
-        help_, no_help = center - half > 0, center + half < 1
-        said = "help" if help_ else "do not help" if no_help else "undecided"
+        said = {"refuted": "do not help", "undecided": "undecided"}.get(decision(center, half), "help")
         lines.append(f"{ours}, less {base}: {center:+.2f} ± {half:.2f} points. Unlabeled images: **{said}**.")
     head = ["fine-tuned, top-1, %, held-out images, at lr", *(rates[kind] for kind in order)]
     return [table([*head, "chosen", "test images, at the chosen lr"], rows), *lines]

@@ -139,12 +139,13 @@ def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
     return f"{mean}{unit}" if low == high else f"{mean}{unit} ({low} to {high})"
 
 
-def cell(seeds: Sequence[Saving]) -> str:
+def cell(seeds: Sequence[Saving], digits: int = 1, *, first_checkpoint: bool = True) -> str:
     """Return one rule and cost in words: "50.0 % (44.0 to 56.0), first checkpoint 66.7 %; 2 of 2 seeds reached it"."""
     there, said = reached([s.shares and s.shares[0] for s in seeds])
+    published = any(s.seed is None for s in seeds)
     if not there:
-        return said if seeds[0].seed is not None else "never reached"
+        return "never reached" if published else said
     bound = "at most " if any(s.at_first for s in seeds) else ""
     checkpoint = fmean(s.shares[1] for s in seeds if s.shares)
     without = f", first checkpoint {100 * checkpoint:.1f} %" if checkpoint > fmean(there) else ""
-    return f"{bound}{percent(there)}{without}" + (f"; {said}" if seeds[0].seed is not None else "")
+    return f"{bound}{percent(there, digits)}{without * first_checkpoint}" + ("" if published else f"; {said}")
