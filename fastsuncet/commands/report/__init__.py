@@ -69,20 +69,17 @@ def report(
     saved = [s for m in chosen if m not in RANKS for panel in panels for s in savings(panel, m)]
     claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
 
-    lines, table = ["# Report", ""], None
-    for metric in chosen:
-        words, numbers = tables.methods_tables(panels, metric)
-        if table is None or metric not in ("top1", "top5"):  # the table of one has both
+    lines, found = ["# Report", ""], [tables.methods_tables(panels, metric) for metric in chosen]
+    for metric, (words, _) in zip(chosen, found):
+        if metric == chosen[0] or metric not in ("top1", "top5"):  # the table of one has both
             lines += [*tables.markdown(*words), ""]
-        table = table or numbers
-    assert table is not None, "there is a metric"
     lines += [f"{note}." for note in notes] + ([""] if notes else [])
     lines += [*COSTS_NOTE, "", *_saved_section(panels, saved, baseline is not None)]
     if claimed:
         lines += ["## The paper's percentages", "", *paper.claims(), ""]
     for name in figures:
         lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
-    files = {"table.csv": table, "saved.csv": tables.saved_plain(saved)}
+    files = {"table.csv": found[0][1], "saved.csv": tables.saved_plain(saved)}
     files["points.csv"] = tables.points_plain([*curves, *published])
     with disk_errors(output, "--output"):
         atomic_files.make_folder(output)

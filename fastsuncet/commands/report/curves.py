@@ -81,7 +81,6 @@ class Seeds(NamedTuple):
     """The points of several seeds at one step."""
 
     step: int | None
-
     costs: dict[str, float]  # means of those that all seeds have
     metrics: dict[str, list[float]]  # of those that all seeds have, a value for each
 
