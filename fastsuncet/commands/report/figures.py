@@ -149,7 +149,8 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
 
     Nothing but the curves has a color, so that a page can invert it.
     """
-    style: dict[Any, Any] = {**STYLE, "grid.color": "black", "grid.alpha": 0.1}
+    # Pictures of one page share its names: without a salt of its own, one's clip path would cut another.
+    style: dict[Any, Any] = {**STYLE, "grid.color": "black", "grid.alpha": 0.1, "svg.hashsalt": title}
     with rc_context(style):
         figure = Figure(figsize=(4.2, 2.3), layout="constrained")
         axes = figure.subplots()
@@ -163,9 +164,7 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
             above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "borderaxespad": 0}
             axes.legend(ncols=len(curves), columnspacing=1, handlelength=1.8, fontsize=8, **above)
         buffer = io.StringIO()
-        # Pictures of one page share its names: without a salt of its own, one's clip path would cut another.
-        with rc_context({"svg.hashsalt": title}):
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]  # without the XML declaration
 

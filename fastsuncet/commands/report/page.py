@@ -224,9 +224,8 @@ def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
             for key, label in keys.items()
         }
         if curves := {label: points for label, points in curves.items() if points}:
-            drawn.append((title, curves))
-    pictures = (draw_lines(title, curves) for title, curves in drawn)
-    return f'<div class="curves">{"".join(pictures)}</div>' if drawn else "<p>No metrics yet.</p>"
+            drawn.append(draw_lines(title, curves))
+    return f'<div class="curves">{"".join(drawn)}</div>' if drawn else "<p>No metrics yet.</p>"
 
 
 def _results(run: Path) -> str:
