@@ -100,10 +100,8 @@ class Spec(Group):
         """Yield (its group, dotted key in the file, section.key, values) of each setting."""
         for at, group in [("", self), *((f"commands.{name}.", each) for name, each in self.chosen.items())]:
             yield from ((group, f"{at}vary.{key}", key, values) for key, values in group.vary.items())
-            for entry, settings in [
-                ("set", group.set),
-                *((f"runs.{name}", group.runs[name]) for name in group.runs),
-            ]:
+            runs = {f"runs.{name}": settings for name, settings in group.runs.items()}
+            for entry, settings in ({"set": group.set} | runs).items():
                 yield from ((group, f"{at}{entry}.{key}", key, [value]) for key, value in settings.items())
 
     def conflicts(self) -> Iterator[Problem]:
@@ -148,9 +146,7 @@ def read_sweep(path: str | os.PathLike[str]) -> Spec:
         )
         raise ConfigErrors([document.locate(Problem("", text))])
     listed = values.get("commands")
-    if isinstance(listed, list) and len({as_yaml(each) for each in listed if isinstance(each, str)}) == len(
-        listed
-    ):
+    if isinstance(listed, list) and len({each for each in listed if isinstance(each, str)}) == len(listed):
         values["commands"] = {name: {} for name in listed}
     try:
         spec = Spec.from_values(values)
