@@ -124,9 +124,8 @@ class ProgressBar:
         wide = len(text) + len("100%|| ") + BAR <= room
         bar.n = self._step
         # Doubled braces, which a format leaves single: a loss can have any name.
-        bar.bar_format = ("{percentage:3.0f}%|{bar}| " if wide else "") + text.replace("{", "{{").replace(
-            "}", "}}"
-        )
+        text = text.replace("{", "{{").replace("}", "}}")
+        bar.bar_format = "{percentage:3.0f}%|{bar}| " * wide + text
         bar.refresh()
 
     def _measure_pace(self) -> None:

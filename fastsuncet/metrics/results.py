@@ -31,8 +31,6 @@ from fastsuncet.metrics.trackers import Tracker, Trackers
 from pipelines import atomic_files
 
 FOLDER = "results"  # in the run's folder
-
-
 # Kind -> the sections that are its own.
 OWN = {
     "finetune": ("finetune",),
@@ -43,14 +41,8 @@ OWN = {
 }
 # Keys that no number depends on: paths, how fast pixels are made, what is written.
 FREE = (
-    *(
-        "data.root",
-        "data.index",
-        "data.download",
-        "data.decode_threads",
-        "data.prefetch",
-        "data.decoder_buffers",
-    ),
+    *(f"data.{key}" for key in ("root", "index", "download")),
+    *(f"data.{key}" for key in ("decode_threads", "prefetch", "decoder_buffers")),
     *("transfer.root", "transfer.download", "logging.", "checkpoint."),
 )
 
@@ -179,7 +171,6 @@ def _problem(record: Any) -> str:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the record"
-        return f"{where}: {first['msg']}" + (
-            "" if first["type"] == "missing" else f", not {first['input']!r}"
-        )
+        given = "" if first["type"] == "missing" else f", not {first['input']!r}"
+        return f"{where}: {first['msg']}{given}"
     return ""

@@ -19,13 +19,14 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.trackers import Tracker, Trackers
 from pipelines import atomic_files
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
@@ -58,14 +59,12 @@ class MetricsWriter:
             # A picture of the views can come before the first start, and stays.
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
-            self._trackers = None
-            if config is not None and config.logging.trackers:
-                from fastsuncet.metrics.trackers import Trackers
-
+            self._tell: Callable[[Callable[[Tracker], object]], None] = lambda call: None
+            if config is not None:
                 # Before the files change: a missing package must not leave a run half set back.
-                self._trackers = Trackers(config, self.folder, purge_step, say)
-                self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
-                self._trackers.tell(lambda tracker: tracker.settings(config))
+                self._tell = Trackers(config, self.folder, purge_step, say).tell
+                self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
+                self._tell(lambda tracker: tracker.settings(config))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
@@ -95,8 +94,8 @@ class MetricsWriter:
         except OSError as error:
             raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
-        if scalars and self._trackers is not None:
-            self._trackers.tell(lambda tracker: tracker.write(record["step"], scalars))
+        if scalars:
+            self._tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
     def sync(self) -> None:
@@ -106,15 +105,13 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        if self._trackers is not None:
-            self._trackers.tell(lambda tracker: tracker.flush())
+        self._tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""
         os.close(self._jsonl)
         os.close(self._csv)
-        if self._trackers is not None:
-            self._trackers.tell(lambda tracker: tracker.close())
+        self._tell(lambda tracker: tracker.close())
 
     def __enter__(self) -> "MetricsWriter":
         return self
