@@ -88,10 +88,8 @@ class NearestNeighbors(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         method, calibration = self.temperatures.tolist()
-        return (
-            self.log_p(self.head(features), self.supports, self.labels, self.num_classes, method)
-            / calibration
-        )
+        log_p = self.log_p(self.head(features), self.supports, self.labels, self.num_classes, method)
+        return log_p / calibration
 
     @staticmethod
     def log_p(
@@ -110,7 +108,9 @@ def best_classifier(
     That is the classifier of a fine-tuning or an export; else that of a fine-tuning in `run` on the same labels, if it
     is above the others on the same images; else `run_classifier`.
     """
-    if encoder.classifier is not None and not _pre_trained(encoder):
+    # That of a checkpoint of pre-training knows no later label.
+    pre_trained = encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
+    if encoder.classifier is not None and not pre_trained:
         try:
             record = json.loads((run / RESULT).read_bytes())["record"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -127,11 +127,6 @@ def best_classifier(
     classifier, path, new = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
     line = f"kept in      {path}" if new else f"from         {path}, fitted before"
     return encoder, classifier, [line, *describe(classifier)]
-
-
-def _pre_trained(encoder: Encoder) -> bool:
-    """Return whether this is a checkpoint of pre-training, whose own classifier knows no later label."""
-    return encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
 
 
 def run_of(encoder: Encoder, config: Config) -> Path:

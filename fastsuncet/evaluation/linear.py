@@ -162,9 +162,8 @@ def fit_on_rank_0(
     most = section.max_iterations if place.first else 0
     fit = fit_linear(features, labels, num_classes, strength=strength, max_iterations=most)
     weight, bias = broadcast(fit.weight), broadcast(fit.bias)
-    return LinearFit(
-        weight, bias, fit.mean, fit.spread, *broadcast_json([fit.iterations, fit.gradient])
-    ), strength
+    outcome = broadcast_json([fit.iterations, fit.gradient])
+    return LinearFit(weight, bias, fit.mean, fit.spread, *outcome), strength
 
 
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
