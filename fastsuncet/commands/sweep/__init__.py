@@ -12,7 +12,7 @@ from fastsuncet.commands.sweep.child import PREEMPTED, Children
 from fastsuncet.commands.sweep.jobs import job_state
 from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of_task
 from fastsuncet.commands.sweep.spec import read_sweep
-from fastsuncet.console import Say, say_line
+from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError, ConfigError
 
 
@@ -25,13 +25,12 @@ def sweep(
     dry_run: bool = False,
     show: bool = False,
     keep_going: bool = False,
-    say: Say = say_line,
 ) -> int:
     """Run the sweep at `path`, or the part of one task, and return the exit code.
 
     It is that of the first command that failed, 75 after a signal, 5 where a damaged checkpoint could not be measured
-    and everything else is done, 0 where everything is done. `dry_run` prints every
-    command line and `show` the state of every run; neither starts anything. Raises ConfigErrors.
+    and everything else is done, 0 where everything is done. `dry_run` prints every command line and `show` the state of
+    every run; neither starts anything. Raises ConfigErrors.
     """
     runs = runs_named(expand(read_sweep(path), overrides), only)
     runs, which = runs_of_task(runs, task, os.environ)
@@ -41,26 +40,26 @@ def sweep(
             "it without torchrun"
         )
     if which:
-        say(f"sweep    {which}: {', '.join(run.name for run in runs) or 'no run is left for it'}")
+        say_line(f"sweep    {which}: {', '.join(run.name for run in runs) or 'no run is left for it'}")
     if dry_run:
         for run in runs:
             for job in run.jobs:
-                say(_command_line(job))
-        say(f"\ndry run: {_counted(runs)}; every config is valid, nothing was started")
+                say_line(_command_line(job))
+        say_line(f"\ndry run: {_counted(runs)}; every config is valid, nothing was started")
         return 0
     code = 0
     if not show:
         refused = [why for run in runs for job in run.jobs if (why := job_state(job).refused)]
         if refused:
             raise ConfigError("\n".join(refused))
-        code = _work(runs, keep_going, say)
-        say("")
+        code = _work(runs, keep_going)
+        say_line("")
     for line in _table(runs):
-        say(line)
+        say_line(line)
     return code
 
 
-def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
+def _work(runs: Sequence[Run], keep_going: bool) -> int:
     """Start what is not done, in order, and return the exit code. A run whose command failed is not continued."""
     failed = 0
     with Children() as children:
@@ -70,23 +69,23 @@ def _work(runs: Sequence[Run], keep_going: bool, say: Say) -> int:
                 state = job_state(job)
                 if not (state.done or state.damaged):
                     if children.requested is not None:
-                        say(f"sweep    {children.requested}: stopped; the same command continues")
+                        say_line(f"sweep    {children.requested}: stopped; the same command continues")
                         return PREEMPTED
-                    say(f"sweep    run {number}/{len(runs)}, {run.name}: {_command_line(job)}")
+                    say_line(f"sweep    run {number}/{len(runs)}, {run.name}: {_command_line(job)}")
                     code = children.run(job.arguments)
                     if code == PREEMPTED:
-                        say(f"{name} a signal stopped {job.command}; the same command continues")
+                        say_line(f"{name} a signal stopped {job.command}; the same command continues")
                         return code
                     if code:
                         failed = failed or code
-                        say(f"{name} {job.command} failed with exit code {code}; see its message above")
+                        say_line(f"{name} {job.command} failed with exit code {code}; see its message above")
                         if not keep_going or children.requested is not None:
                             return failed
                         break
                     state = job_state(job)
                 if state.damaged and not failed:
                     failed = CheckpointError.exit_code
-                    say(
+                    say_line(
                         f"{name} {job.command} is {state.text} in {run.folder / 'checkpoints'}: move it away, and the "
                         "rest is all there is. If it is the last one, `fastsuncet train` then makes it again"
                     )
