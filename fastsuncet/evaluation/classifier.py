@@ -27,7 +27,7 @@ from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import Calibration, calibrate
 from fastsuncet.evaluation.cross_validation import Classify, linear_logits, out_of_fold
-from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.job import RESULT
 from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
@@ -331,7 +331,7 @@ def fit_classifier(
     if kind == LINEAR:
         options = {"strength": strength, "max_iterations": config.linear.max_iterations}
         weight, bias = fit_linear(features, labels, count, **options).of_raw_features()
-        layer = _linear({"weight": weight / t, "bias": bias / t})
+        layer = linear_layer(weight / t, bias / t)
         kind = f"{LINEAR}, strength {strength:g}"
     else:
         assert head is not None and projections is not None, "they were candidates"
@@ -377,7 +377,7 @@ def _read(path: Path, identity: dict[str, Any], head: nn.Module | None) -> Class
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 - it is no dictionary
         worth = Worth(**about["worth"] | {"calibration": Calibration(*about["worth"]["calibration"])})
         if head is None or worth.kind != NEIGHBORS:
-            layer = _linear(tensors)
+            layer = linear_layer(**tensors)
         else:
             buffers = (tensors[key] for key in ("supports", "labels", "temperatures"))
             layer = NearestNeighbors(head, *buffers)
@@ -386,9 +386,3 @@ def _read(path: Path, identity: dict[str, Any], head: nn.Module | None) -> Class
     # RuntimeError: the layer's own check of its shapes.
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError):
         return None
-
-
-def _linear(tensors: dict[str, Tensor]) -> nn.Linear:
-    layer = nn.Linear(tensors["weight"].shape[1], tensors["weight"].shape[0])
-    layer.load_state_dict(tensors)
-    return layer

@@ -159,12 +159,16 @@ def _encoder(weights: Weights, library: str, source: str, **known: Any) -> Encod
     module, classifier = build_model(weights.name, library, weights.stem).encoder, None
     fill(module, weights.encoder, source)
     if weights.classifier is not None:
-        weight, bias = weights.classifier
-        classifier = nn.Linear(weight.shape[1], weight.shape[0])
-        classifier.load_state_dict({"weight": weight, "bias": bias})
-    width = width_of(weights.name)
+        classifier = linear_layer(*weights.classifier)
     known |= {"classifier": classifier, "head": weights.head}
-    return Encoder(module, width, weights.name, weights.stem, source, **known)
+    return Encoder(module, width_of(weights.name), weights.name, weights.stem, source, **known)
+
+
+def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """Return the layer with this weight (C, width) and bias (C,). Raises RuntimeError where they do not fit."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0])
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    return layer
 
 
 def _of_run(config: Config, weights: Weights, source: str, cost: Mapping[str, Any], **known: Any) -> Encoder:
