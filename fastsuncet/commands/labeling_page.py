@@ -1,13 +1,11 @@
 """`fastsuncet suggest --page`: one HTML file to give pictures a class on, without a server or a network."""
 
-import base64
 import hashlib
-import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastsuncet.commands.prediction_page import thumbnail
+from fastsuncet.commands.prediction_page import html_page, thumbnail
 
 SAVED = "new-labels.csv"  # not the name of the file that the run reads: nobody should replace that
 SIDE = 480  # pixels of a picture, of about 40 kB
@@ -94,24 +92,12 @@ def labeling_page(
     data["pictures"] = [thumbnail(path, SIDE) for path in paths]
     # "<" would end the script's element inside a file name.
     held = json.dumps(data).replace("<", "\\u003c")
-    allowed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    return f"""\
-<!doctype html>
-<html lang="en"><head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
-<title>{len(names)} images to label</title>
-<style>{STYLE}</style>
-</head><body>
+    body = f"""\
 <p><b id="progress"></b> <button id="undo"><kbd>u</kbd>undo</button><button id="skip"><kbd>z</kbd>skip</button>
 <button id="save">save {SAVED}</button></p>
 <img id="picture" alt="This picture cannot be shown.">
 <p id="name"></p>
 <p id="classes"></p>
 <p><input id="new" placeholder="another class"><button id="add">add</button></p>
-<script type="application/json" id="data">{held}</script>
-<script>{SCRIPT}</script>
-</body></html>
-"""
+<script type="application/json" id="data">{held}</script>"""
+    return html_page(f"{len(names)} images to label", STYLE, body, script=SCRIPT)

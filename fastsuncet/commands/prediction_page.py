@@ -4,6 +4,7 @@ The file holds everything it shows: no script, no font and no picture of another
 """
 
 import base64
+import hashlib
 import html
 import io
 from collections import defaultdict
@@ -60,7 +61,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
         by_class[each.label].append(each)
     classes = sorted(by_class)
     count = max(1, min(OF_CLASS, THUMBNAILS // (2 * max(1, len(classes)))))
-    parts = [_head(folder), *map(_line, about)]
+    parts = [f"<h1>Predictions of {html.escape(str(folder))}</h1>", *map(_line, about)]
     links = (
         f'<a href="#c{i}">{html.escape(name)} ({len(by_class[name]):,})</a>' for i, name in enumerate(classes)
     )
@@ -83,21 +84,30 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     for each in close[:BETWEEN]:
         pairs[" or ".join(sorted((each.label, each.second_label)))].append(each)
     parts += [_row(pair, pairs[pair], folder) for pair in sorted(pairs, key=lambda pair: -len(pairs[pair]))]
-    return "\n".join([*parts, "</body></html>", ""])
+    return html_page(f"Predictions of {folder.name}", STYLE, "\n".join(parts))
 
 
-def _head(folder: Path) -> str:
+def html_page(title: str, style: str, body: str, *, head: str = "", script: str = "") -> str:
+    """Return a page in which a browser loads nothing and runs no script but `script`.
+
+    `body` and further lines of `head` are HTML; `title` is text.
+    """
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy, script = f"{policy}; script-src 'sha256-{digest}'", f"<script>{script}</script>\n"
     return f"""\
 <!doctype html>
 <html lang="en"><head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>Predictions of {html.escape(folder.name)}</title>
-<style>{STYLE}</style>
+{head}<title>{html.escape(title)}</title>
+<style>{style}</style>
 </head><body>
-<h1>Predictions of {html.escape(str(folder))}</h1>"""
+{body}
+{script}</body></html>
+"""
 
 
 def _line(text: str) -> str:

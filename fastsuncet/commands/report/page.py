@@ -18,6 +18,7 @@ from typing import Any
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands import export
+from fastsuncet.commands.prediction_page import html_page
 from fastsuncet.commands.report.curves import NAMES, scale
 from fastsuncet.commands.report.reading import compare_settings, measurement_of, require_run, variant
 from fastsuncet.config import Config, flat, load_config
@@ -39,35 +40,24 @@ POINTS = 1000  # of a curve, at most
 EVERY = 10  # seconds: between two looks of `watch`, and until a browser reads the page again
 Json = dict[str, Any]
 
-HEAD = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-{refresh}<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 1.5em auto; padding: 0 1em;
-  overflow-wrap: anywhere; }}
-h1 {{ font-size: 1.6em; margin: 0; }}
-h2 {{ font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #8888; }}
-dl {{ columns: 2 26em; column-gap: 3em; margin: 0; }}
-dl div {{ display: flex; gap: 1em; padding: .2em 0; border-bottom: 1px solid #8883; break-inside: avoid; }}
-dt {{ flex: 0 0 55%; font-weight: 600; }}
-dd {{ margin: 0; }}
-.curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24em), 1fr)); gap: 1em 2em; }}
-svg {{ width: 100%; height: auto; }}
-@media (prefers-color-scheme: dark) {{ svg {{ filter: invert(1) hue-rotate(180deg); }} }}
-img {{ max-width: 100%; }}
-ul {{ padding-left: 1.2em; }}
-pre {{ background: #8882; padding: .8em 1em; white-space: pre-wrap; }}
-.state {{ margin: .2em 0 1em; }}
-.warning {{ border-left: .35em solid; background: #8882; padding: .6em 1em; }}
-</style>
-</head>
-<body>
+STYLE = """\
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 1.5em auto; padding: 0 1em;
+  overflow-wrap: anywhere; }
+h1 { font-size: 1.6em; margin: 0; }
+h2 { font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #8888; }
+dl { columns: 2 26em; column-gap: 3em; margin: 0; }
+dl div { display: flex; gap: 1em; padding: .2em 0; border-bottom: 1px solid #8883; break-inside: avoid; }
+dt { flex: 0 0 55%; font-weight: 600; }
+dd { margin: 0; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24em), 1fr)); gap: 1em 2em; }
+svg { width: 100%; height: auto; }
+@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg); } }
+img { max-width: 100%; }
+ul { padding-left: 1.2em; }
+pre { background: #8882; padding: .8em 1em; white-space: pre-wrap; }
+.state { margin: .2em 0 1em; }
+.warning { border-left: .35em solid; background: #8882; padding: .6em 1em; }
 """
 
 
@@ -121,7 +111,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
         meta, problem = {}, str(error)
     name = run.resolve().name
     again = f'<meta http-equiv="refresh" content="{EVERY}">\n' if refresh else ""
-    parts = [HEAD.format(title=html.escape(name), refresh=again), f"<h1>{html.escape(name)}</h1>"]
+    parts = [f"<h1>{html.escape(name)}</h1>"]
     message = f": {status['message']}" if status.get("message") else ""
     stands = f"{status.get('state')}{message}" if status else "not started"
     state = f"{methods.name(config)} · {stands} · written {datetime.now():%Y-%m-%d %H:%M:%S}"
@@ -139,7 +129,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
     parts += ["<h2>Environment</h2>", _facts(_environment(meta, of["chosen"]))]
-    return "\n".join([*parts, "</body>\n</html>\n"])
+    return html_page(name, STYLE, "\n".join(parts), head=again)
 
 
 def _numbers(line: Json) -> Json:
