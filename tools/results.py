@@ -160,19 +160,22 @@ Studies = Mapping[str, Study]  # by evaluation
 
 
 def studies(curves: Sequence[Curve]) -> dict[str, dict[str, Study]]:
-    """Return the studies of some curves by their labels, "" for an experiment with one number, and evaluation."""
+    """Return the studies of some curves by labels ("" in an experiment with one number of them) and evaluation."""
     found: dict[str, dict[str, Study]] = defaultdict(dict)
     for panel in arrange(curves):
         found[panel.measurement.labels][panel.measurement.kind] = Study(panel)
     return found
 
 
-def read(path: Path) -> dict[str, dict[str, Study]]:
-    """Return the studies of a points.csv: of `collect`, or of `fastsuncet report`, whose accuracies are from 0 to 1."""
+def read(path: Path, seeds: Sequence[int] | None = None) -> dict[str, dict[str, Study]]:
+    """Return the studies of a points.csv: of `collect`, or of `fastsuncet report`, whose accuracies are from 0 to 1.
+
+    `seeds`: without the runs of others.
+    """
     rows, scale = rows_of(path), 100
     if path.read_text(encoding="utf-8").startswith("run,"):
         rows, scale = rows_of(path, [{"updates": "step"}.get(column, column) for column in COLUMNS]), 1
-    points = defaultdict(list)
+    points, rows = defaultdict(list), [row for row in rows if seeds is None or int(row[2]) in seeds]
     for labels, method, seed, kind, updates, cost, top1 in sorted(rows, key=lambda r: int(r[4])):
         point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / scale})
         points[Measurement(kind, labels), (NAMES | ENDING).get(method, method), int(seed)].append(point)
@@ -281,22 +284,21 @@ def saved_cells(study: Study, name: str) -> list[str]:
 # ----------------------------------------------------------------------------------------------- SimCLR and labels
 def show(path: Path) -> list[str]:
     """Return the tables of a points.csv beside rules.md as Markdown."""
-    every, name = read(path), path.parent.name
-    if name == FEW_LABELS:
-        return show_few_labels(every)
-    if PLATEAU in every[""]["linear"].groups:
-        return show_plateau(every[""]["linear"])
-    return show_paired(every[""], EXPERIMENTS[name].decided)
+    if path.parent.name == FEW_LABELS:
+        return show_few_labels(path)
+    linear = read(path)[""]["linear"]
+    return show_plateau(linear) if PLATEAU in linear.groups else show_paired(path)
 
 
-def show_paired(found: Studies, decided: Mapping[str, range]) -> list[str]:
+def show_paired(path: Path) -> list[str]:
     """Return the tables of SimCLR against methods with labels: by updates, the last checkpoint, compute saved.
 
     Compute saved is shown for an evaluation that tells SimCLR from an untrained encoder: elsewhere that one reaches
     SimCLR's accuracy.
     """
+    decided = EXPERIMENTS[path.parent.name].decided
     order = [*decided, *(kind for kind in EVALUATIONS if kind not in decided)]
-    held_out, measured = only(found, [HELD_OUT_SEED]), only(found, range(HELD_OUT_SEED))
+    held_out, measured = (read(path, seeds)[""] for seeds in ([HELD_OUT_SEED], range(HELD_OUT_SEED)))
     found = {kind: measured[kind] for kind in order if kind in measured}
     tables, costs = [], []
     for kind, study in found.items():
@@ -449,14 +451,6 @@ def best(found: Studies, name: str, kinds: Sequence[str] = ("own", "linear_auto"
     return dict(tops)
 
 
-def only(found: Studies, seeds: Sequence[int]) -> dict[str, Study]:
-    """Return the studies with the curves of these seeds, without those that have none."""
-    curves = [
-        c for study in found.values() for name in study.groups for c in study.curves(name) if c.seed in seeds
-    ]
-    return {kind: study for each in studies(curves).values() for kind, study in each.items()}
-
-
 def show_gate(every: Mapping[str, Studies]) -> list[str]:
     """Return the table of what the unlabeled images add at each number of labels, with the gate's one seed."""
     kinds, rows = ("own", "linear_auto", "finetune"), []
@@ -473,10 +467,10 @@ def show_gate(every: Mapping[str, Studies]) -> list[str]:
     return [table([*head, "the unlabeled images add, points"], rows)] if rows else []
 
 
-def show_few_labels(every: Mapping[str, Studies]) -> list[str]:
+def show_few_labels(path: Path) -> list[str]:
     """Return the tables from few labels to many: the gate, accuracies, and the four decisions corrected by Holm."""
-    gate = show_gate({labels: only(found, [HELD_OUT_SEED]) for labels, found in every.items()})
-    runs = {labels: only(every[labels], range(SEEDS)) for labels in ("100", "500") if labels in every}
+    gate, measured = show_gate(read(path, [HELD_OUT_SEED])), read(path, range(SEEDS))
+    runs = {labels: measured[labels] for labels in ("100", "500") if labels in measured}
     trained, kinds = (BASELINE, METHOD, CROSS_ENTROPY), ("finetune", "linear_auto")
     ended = [
         sum(len(curve.points) == CHECKPOINTS for curve in found[kind].curves(name)) if kind in found else 0
@@ -605,7 +599,7 @@ def draw(points: Path, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
-    found, (title, labels, _) = only(read(points)[""], range(HELD_OUT_SEED)), EXPERIMENTS[points.parent.name]
+    found, (title, labels, _) = read(points, range(HELD_OUT_SEED))[""], EXPERIMENTS[points.parent.name]
     shown = {
         kind: found[kind]
         for kind in EVALUATIONS
