@@ -126,11 +126,11 @@ def _by_rule(
     return found
 
 
-def reached(shares: Sequence[float | None]) -> tuple[list[float], str]:
+def reached(seeds: Sequence[Saving]) -> tuple[list[float], str]:
     """Return the shares of the seeds that got there, empty unless most did, and "k of n seeds reached it"."""
-    there = [share for share in shares if share is not None]
-    said = f"{len(there)} of {len(shares)} seeds reached it"
-    return there if 2 * len(there) > len(shares) else [], said
+    there = [s.shares[0] for s in seeds if s.shares]
+    said = f"{len(there)} of {len(seeds)} seeds reached it"
+    return there if 2 * len(there) > len(seeds) else [], said
 
 
 def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
@@ -141,7 +141,7 @@ def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
 
 def cell(seeds: Sequence[Saving], digits: int = 1, *, first_checkpoint: bool = True) -> str:
     """Return one rule and cost in words: "50.0 % (44.0 to 56.0), first checkpoint 66.7 %; 2 of 2 seeds reached it"."""
-    there, said = reached([s.shares and s.shares[0] for s in seeds])
+    there, said = reached(seeds)
     published = any(s.seed is None for s in seeds)
     if not there:
         return "never reached" if published else said

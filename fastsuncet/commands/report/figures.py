@@ -211,7 +211,7 @@ def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
     """Draw one rule and cost: the mean if most seeds got there, each seed that did, and how many did not."""
     color, name, _ = SAVED[seeds[0].cost]
     marker, words = RULE_MARKERS[seeds[0].rule]
-    there, _ = reached([s.shares and s.shares[0] for s in seeds])
+    there, _ = reached(seeds)
     each = [100 * s.shares[0] for s in seeds if s.shares]
     style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "none"}
     if there:
