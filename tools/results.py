@@ -498,11 +498,9 @@ def show_few_labels(path: Path) -> list[str]:
     for kind in kinds:
         values, rows = {}, []
         for labels, found in runs.items():
-            # log of the FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it
-            ratios = [
-                log(s.shares[0] if s.shares else NOT_REACHED) for s in found[kind].saved(METHOD, "best")
-            ]
-            values[f"{labels} labels: compute saved, r"] = ratios
+            # FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it
+            ratios = [s.shares[0] if s.shares else NOT_REACHED for s in found[kind].saved(METHOD, "best")]
+            values[f"{labels} labels: compute saved, r"] = [log(ratio) for ratio in ratios]
             ends = (found[kind].shares(name) for name in (CROSS_ENTROPY, METHOD))
             values[f"{labels} labels: SuNCEt less cross-entropy"] = points(*ends)
         for (what, each), p in zip(values.items(), holm([p_value(each) for each in values.values()])):
