@@ -376,15 +376,13 @@ def absolute(found: Studies, names: Sequence[str] = tuple(NAMES.values())) -> st
     whole = next(iter(next(iter(found.values())).whole(BASELINE).values()))
     rows = []
     for name in names:
-        there = {kind: study for kind, study in found.items() if name in study.groups}
-        steps: dict[int | None, float] = {None: 0.0} if there else {}  # of the labels alone, and their FLOPs
+        curves = [curve for study in found.values() for curve in study.curves(name)]
+        steps: dict[int | None, float] = {None: 0.0} if curves else {}  # of the labels alone, and their FLOPs
         if name in ALONE.values():
-            every = (p for study in there.values() for curve in study.curves(name) for p in curve.points)
-            steps = {p.step: p.costs["petaflops"] for p in every}
+            steps = {p.step: p.costs["petaflops"] for curve in curves for p in curve.points}
         for step, cost in sorted(steps.items(), key=lambda item: item[1]):
             said = f", {step:,} updates: {100 * cost / whole:.0f} % of SimCLR's FLOPs" if step else ""
-            cells = [with_seeds(there[kind].shares(name, step)) if kind in there else "" for kind in found]
-            rows.append([name + said, *cells])
+            rows.append([name + said, *(with_seeds(study.shares(name, step)) for study in found.values())])
     return table(["last checkpoint: top-1, %", *(EVALUATIONS[kind] for kind in found)], rows)
 
 
@@ -430,11 +428,11 @@ def show_plateau(study: Study) -> list[str]:
     center, half = interval(points(fixed, plateau))
     most = all(2 * sum(there for _, there in found.values()) > len(found) for found in costs.values())
     base, ends, later = (study.shares(name) for name in ENDING.values())
-    share = 100 * float(rows[1][2].split()[0]) / float(rows[0][2].split()[0])
+    whole, part = (mean(study.whole(name).values()) for name in (BASELINE, FIXED))
     return [
         table(["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", UNTIL[0]], rows),
         f"Fixed end against SimCLR, paired (95 %): accuracy {gain(base, ends)} points, "
-        f"with {share:.0f} % of its FLOPs.",
+        f"with {100 * part / whole:.0f} % of its FLOPs.",
         f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
         f"accuracy {gain(ends, later)} points.",
         f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
