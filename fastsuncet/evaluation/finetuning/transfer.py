@@ -56,7 +56,7 @@ RUNNING = "    skipped: another process is running this cell"
 class DatasetGrid:
     """The grid of one data set: what its cells have in common."""
 
-    config: Config  # of `cell_config`: each cell sets its own finetune.lr and finetune.weight_decay
+    config: Config  # of `open_grid`: each cell sets its own finetune.lr and finetune.weight_decay
     place: Place
     encoder: Encoder
     task: TransferTask
