@@ -64,7 +64,7 @@ def _work(runs: Sequence[Run], keep_going: bool) -> int:
     failed = 0
     with Children() as children:
         for number, run in enumerate(runs, 1):
-            name = f"sweep    {run.name}:"
+            lead = f"sweep    {run.name}:"
             for job in run.jobs:
                 state = job_state(job)
                 if not (state.done or state.damaged):
@@ -74,11 +74,11 @@ def _work(runs: Sequence[Run], keep_going: bool) -> int:
                     say_line(f"sweep    run {number}/{len(runs)}, {run.name}: {_command_line(job)}")
                     code = children.run(job.arguments)
                     if code == PREEMPTED:
-                        say_line(f"{name} a signal stopped {job.command}; the same command continues")
+                        say_line(f"{lead} a signal stopped {job.command}; the same command continues")
                         return code
                     if code:
                         failed = failed or code
-                        say_line(f"{name} {job.command} failed with exit code {code}; see its message above")
+                        say_line(f"{lead} {job.command} failed with exit code {code}; see its message above")
                         if not keep_going or children.requested is not None:
                             return failed
                         break
@@ -86,7 +86,7 @@ def _work(runs: Sequence[Run], keep_going: bool) -> int:
                 if state.damaged and not failed:
                     failed = CheckpointError.exit_code
                     say_line(
-                        f"{name} {job.command} is {state.text} in {run.folder / 'checkpoints'}: move it away, and the "
+                        f"{lead} {job.command} is {state.text} in {run.folder / 'checkpoints'}: move it away, and the "
                         "rest is all there is. If it is the last one, `fastsuncet train` then makes it again"
                     )
     return failed
