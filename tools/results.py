@@ -257,15 +257,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(markdown(head, rows))
 
 
-def accuracy(shares: Sequence[float]) -> str:
-    """Return the mean of some accuracies in %, with their range; "" of none."""
-    return percent(shares, 2, unit="") if shares else ""
+def accuracy(shares: Mapping[Any, float]) -> str:
+    """Return the mean of some seeds' accuracies in %, with their range; "" of none."""
+    return percent([*shares.values()], 2, unit="") if shares else ""
 
 
 def with_seeds(shares: Mapping[Any, float]) -> str:
     """Return the accuracies of some seeds in words, with their number; "" of none."""
     seeds = "1 seed" if len(shares) == 1 else f"{len(shares)} seeds"
-    return f"{accuracy([*shares.values()])}, {seeds}" if shares else ""
+    return f"{accuracy(shares)}, {seeds}" if shares else ""
 
 
 def gain(base: Mapping[Any, float], ours: Mapping[Any, float], digits: int = 2) -> str:
@@ -312,7 +312,7 @@ def show_paired(path: Path) -> list[str]:
             rows = []
             for c in checkpoints:
                 base, *ours = (study.shares(name, c.step) for name in trained)
-                means = [accuracy([*each.values()]) for each in (base, *ours)]
+                means = [accuracy(each) for each in (base, *ours)]
                 gains = [gain(base, each) for each in ours]
                 rows.append([str(c.step), f"{c.costs['petaflops']:.5f}", *means, *gains])
             tables.append(table(["updates", "petaFLOPs", *(f"{name}, %" for name in trained), *wide], rows))
@@ -418,9 +418,9 @@ def show_plateau(study: Study) -> list[str]:
     """Return the table of a plateau's experiment as Markdown, and the decision."""
     rows, costs = [], {name: costs_until(study, name) for name in (FIXED, PLATEAU)}
     for name in ENDING.values():
-        spent, ends = study.whole(name).values(), study.shares(name).values()
+        spent = study.whole(name).values()
         flops = f"{mean(spent):.5f} ({min(spent):.5f} to {max(spent):.5f})"
-        rows.append([name, str(study.end(name)), flops, accuracy([*ends]), ""])
+        rows.append([name, str(study.end(name)), flops, accuracy(study.shares(name)), ""])
         if name != BASELINE:
             shares, there = zip(*costs[name].values())
             rows[-1][-1] = f"{percent(shares, 0)}; {sum(there)} of {len(there)} seeds reached it"
