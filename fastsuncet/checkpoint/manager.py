@@ -5,8 +5,9 @@
 
 A save writes under a hidden name, fsyncs the files and the folder, renames it and fsyncs the parent. Only then does it
 point `latest` to the new checkpoint and remove those that are too old. So a kill at any moment leaves the old
-checkpoints and `latest` as they were, or the new one complete. A load goes back to the newest good checkpoint and
-reports each one that it passes over. If none is good it stops: a run never starts over from step 0 in silence.
+checkpoints and `latest` as they were, or the new one complete. A load takes the one that `latest` names, else the
+newest good one, and reports each one that it passes over. If none is good it stops: a run never starts over from step 0
+in silence.
 
 Only one rank saves. Hidden names: .lock, .tmp-* (being written or being removed), .replaced-* (the old checkpoint of a
 step that is being saved again).

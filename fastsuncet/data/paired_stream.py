@@ -41,7 +41,7 @@ class PairedStream:
     def __init__(
         self, config: Config, index: ImageIndex, labeled: np.ndarray, arithmetic: Arithmetic, place: Place
     ):
-        """`labeled`: numbers of the labeled images, int64."""
+        """`labeled`: numbers of the images that data.split chose (`open_images` of dataset.py), int64."""
         self.index, self.arithmetic, self.place = index, arithmetic, place
         self.views = views(config)
         self.labeled_view = config.data.augmentation

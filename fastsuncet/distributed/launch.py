@@ -1,7 +1,7 @@
 """Start a command on every GPU of this machine, through torchrun's own agent; on several nodes they meet at the first.
 
 torchrun's command line turns every failure into exit code 1. The agent that is started from here passes on the code of
-the rank that failed first: it tells a scheduler to requeue the job (75) or never to retry it (2).
+the first rank that left with a reason: it tells a scheduler to requeue the job (75) or never to retry it (2).
 """
 
 import inspect
@@ -25,7 +25,7 @@ REASONS = (2, 3, 4, 5, 75, 124)  # exit codes that state a reason, see errors.py
 def start_ranks(arguments: list[str], status: Path) -> int:
     """Run `fastsuncet ARGUMENTS` on every GPU of this machine; return the exit code of the job.
 
-    `status` is the run's status.json: after a signal, only this file tells a saved run from a killed one.
+    `status` is the run's status.json: after a signal, only this file tells a saved or complete run from a killed one.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -70,9 +70,12 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     except ChildFailedError as error:
         return job_exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
     except SignalException as stop:
-        # Not saved: the ranks were killed after their grace period. Return the signal's code, 143 for SIGTERM.
-        saved = read_status(status).get("state") == "preempted"
-        return Preempted.exit_code if saved else 128 + int(stop.sigval)
+        # Neither: the ranks were killed after their grace period. Return the signal's code, 143 for SIGTERM.
+        codes = {
+            "preempted": Preempted.exit_code,
+            "done": 0,
+        }  # done: the signal came in the run's last update
+        return codes.get(read_status(status).get("state", ""), 128 + int(stop.sigval))
     return 0
 
 
@@ -80,17 +83,16 @@ def job_exit_code(failures: Sequence[tuple[int, int]]) -> int:
     """Return the job's exit code, from (exit code, time in seconds) of each rank that failed.
 
     A rank that fails takes others with it: their connection breaks (1), or the agent ends them by SIGTERM, and after a
-    grace period by SIGKILL. The cause is the rank that left with a reason; if there is none, one that was killed; if
-    there is none, one that failed. A kill is reported as a shell does it (137, often for memory), so that a scheduler
-    can tell it from a program that failed.
+    grace period by SIGKILL. The cause is the first rank that left with a reason; if there is none, one that was killed;
+    if there is none, one that failed. A kill is reported as a shell does it (137, often for memory), so that a
+    scheduler can tell it from a program that failed.
     """
-    codes = [code if code >= 0 else 128 - code for code, _ in failures]
-    first = min(second for _, second in failures)
+    ended = sorted((second, code if code >= 0 else 128 - code) for code, second in failures)
     # Ranks that fail together can be seen in two adjacent seconds. A grace period takes half a minute or more.
-    causes = [code for code, (_, second) in zip(codes, failures) if second <= first + 1]
+    causes = [code for second, code in ended if second <= ended[0][0] + 1]
     # The agent's SIGTERM is never the cause.
     causes = [code for code in causes if code != 128 + signal.SIGTERM] or causes
-    return next((code for code in codes if code in REASONS), max(1, *causes))
+    return next((code for _, code in ended if code in REASONS), max(1, *causes))
 
 
 def read_status(path: Path) -> dict[str, Any]:

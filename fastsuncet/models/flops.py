@@ -5,9 +5,10 @@ of the inputs, gradient of the weights), so 6 FLOP per MAC: this project's readi
 which the paper does not define; its "50 PF and more than 10,000 updates" on CIFAR-10 fits 6 and not 3
 (recipe section 6).
 
-Counted are the convolutions and fully connected layers of encoder and head. Not counted: BatchNorm,
-ReLU, pooling, losses, optimizer, augmentation (memory traffic rather than arithmetic). The gradient of the
-images is counted although nothing computes it (0.9 % of a ResNet-50 at 224 px), so that the factor stays 6.
+Counted are the convolutions and fully connected layers of encoder and head, and the products of attention in timm's
+networks. Not counted: BatchNorm, ReLU, pooling, losses, optimizer, augmentation (memory traffic rather than
+arithmetic). The gradient of the images is counted although nothing computes it (1.0 % of a ResNet-50 at 224 px), so
+that the factor stays 6.
 """
 
 import functools

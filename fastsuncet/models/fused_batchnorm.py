@@ -22,6 +22,8 @@ from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
 # By name: importing both libraries takes seconds, and a run uses one.
 LIBRARIES = ("fastsuncet.models.resnet", "torchvision.models.resnet", "timm.models.resnet")
 BLOCKS = {(library, name) for library in LIBRARIES for name in ("BasicBlock", "Bottleneck")}
+# They have one ReLU after bn1.
+ENCODERS = {(library, name) for library in LIBRARIES for name in ("ResNet", "TinyResNet", "WideResNet")}
 
 
 def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
@@ -37,10 +39,11 @@ def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
         return norm
     for name, child in model.named_children():
         setattr(model, name, fuse(child, shared=shared, kernel=kernel))
-    if (type(model).__module__, type(model).__name__) in BLOCKS:
+    known = type(model).__module__, type(model).__name__
+    if known in BLOCKS:
         return FusedBlock.take_over(model) if _is_plain(model) else model
-    if not hasattr(model, "layer1"):
-        return model  # not a whole encoder, whose stem has its ReLU once: a block can use one twice
+    if known not in ENCODERS:
+        return model  # which can use a ReLU twice
     for activation in ("relu", "act1"):  # in torchvision and timm
         norm = getattr(model, "bn1", None)
         if isinstance(norm, FusedNorm) and isinstance(getattr(model, activation, None), nn.ReLU):

@@ -6,7 +6,8 @@
       paws     labeled images (arXiv 2104.13963)       sup_con        L_sup_out (appendix H)
       none     labels alone (appendix H)               none           only with paws, which has the labels
 
-Each is a function of the network's outputs; the equations are in `fastsuncet.losses`, one file each. This module passes
+Each is a function of the network's outputs, whose rows multi_view_model.py (`Outputs`) orders; the equations are in
+`fastsuncet.losses`, one file each. This module passes
 `criterion.temperature` to them. `losses/contrast.py` divides the rows, or `losses/contrast_symmetric.py` for NT-Xent
 and SuNCEt where one CPU process has all rows and `criterion.keys` is attached.
 """

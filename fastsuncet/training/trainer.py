@@ -6,9 +6,10 @@ network draws no random number (dropout and drop path are off). Everything else 
 `Trainer.restore` reads (checkpoint/manager.py): weights, momentum, the scaler, the sums of the metrics interval, the
 ledger, and what the task adds (`Pretraining.state`). `check_resume_compatible` refuses another config (all keys but
 `FREE_ON_RESUME` of config/__init__.py), other images and other sizes of a batch; kernels are those that the checkpoint
-names (tuning/paths.py), and determinism.py sets torch's switches. The loop never asks an iterator whether there is
-more, derives no schedule from a loader's length, and reads from the device once per metrics interval. Metrics lines of
-steps after the checkpoint are set aside (metrics/writer.py).
+names, and a line says which of them this machine lacks (tuning/paths.py); determinism.py sets torch's switches. The
+loop never asks an iterator whether there is more, derives no schedule from a loader's length, and reads from the device
+at a metrics line, a save and an evaluation alone, and with `plateau` once an epoch. Metrics lines of steps after the
+checkpoint are set aside (metrics/writer.py).
 
 What happens on SIGTERM and the other stop signals: the handler (distributed/signals.py) only sets a flag. After each
 step, and before each batch of an evaluation, the ranks agree whether any of them has it set

@@ -6,16 +6,18 @@ off, its plain twin computes the same. `choose` decides so:
 1. A path that the config excludes is off, and one that a continued run was started without, so that its bits stay.
 2. So is one that this machine lacks something for.
 3. A child (child.py) tries what is left, on the run's own shapes: a kernel must agree with its twin, a graph must give
-   the bits of the same step without it, and neither may be slower. The verdict is kept (verdicts.py).
+   the bits of the same step without it, and neither may be over 3 % slower (view.cu is not timed). The verdict is kept
+   (verdicts.py).
 4. What one rank cannot use is used by none: a kernel rounds otherwise than its twin, and DDP never sends weights again.
 
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
 
 trials.py proves and times a kernel. kernels/switches.py holds the answer in the process (`switch`), and what uses a
 kernel asks it (`usable`): losses/contrast_kernel.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the
-graph have a key of the config too: `resolved` writes it, and step.build, pipelines/loader.py and Pretraining read it.
-Outside of a run a kernel is proved at its first use, and not timed. A run on a CPU has no path, and does not import
-this module: only the view operator is compiled there (`choose` of pipelines/dali/view_operator/use.py).
+graph have a key of the config too: `resolved` writes what auto is, and step.build, pipelines/loader.py and Pretraining
+read it; a graph or view.cu that is asked for by true and fails ends the run. Only commands/train.py and tune.py come
+here: in other commands and programs a kernel is proved at its first use, and not timed. A run on a CPU has no path, and
+does not import this module: only the view operator is compiled there (`choose` of pipelines/dali/view_operator/use.py).
 """
 
 import math

@@ -92,7 +92,8 @@ def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype
         image = gray(image, view.gray)
     if augmentation.blur:
         image = blur(image, view.sigma, augmentation.blur_window)
-    # The normalization flips at no cost, and a flip commutes with everything before it.
+    # The normalization flips at no cost, and a flip commutes with everything before it. torchvision_engine.py flips
+    # first: what does not commute with it, such as a rotation, has to be mirrored here.
     return normalize(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
 
 

@@ -143,6 +143,8 @@ def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypa
     ("failures", "code"),
     [
         ([(1, 10), (75, 10)], 75),
+        ([(124, 50), (75, 10)], 75),  # saved, before a rank hung at its end
+        ([(75, 10), (3, 10)], 3),
         ([(1, 10), (-9, 10)], 137),  # memory: the connection of the other broke
         ([(-15, 11), (-9, 10)], 137),  # and the agent ended it
         ([(1, 10), (-15, 10)], 1),  # a bug: the job must not run again
@@ -206,9 +208,11 @@ def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(first, other
     assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
 
 
-@pytest.mark.parametrize(("status", "code"), [("", 143), ('{"state": "preempted"}', 75)])
+@pytest.mark.parametrize(
+    ("status", "code"), [("", 143), ('{"state": "preempted"}', 75), ('{"state": "done"}', 0)]
+)
 def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, status, code):
-    """Ranks that are killed before they have saved must not look like a saved run."""
+    """Ranks that were killed before they had saved must not look like a saved run, nor a complete run like them."""
     process = job_of_two(tmp_path, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
     wait_for(process, tmp_path / "0", tmp_path / "1")
     (tmp_path / "status.json").write_text(status)

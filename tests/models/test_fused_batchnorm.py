@@ -192,11 +192,12 @@ def test_fused_network_is_the_same_network(name, library):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_block_that_is_not_known_keeps_a_relu_that_it_uses_twice():
+def test_block_or_encoder_that_is_not_known_keeps_a_relu_that_it_uses_twice():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv1, self.bn1, self.relu = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+            self.layer1 = nn.Identity()
 
         def forward(self, x):
             return self.relu(x + self.bn1(self.conv1(self.relu(x))))

@@ -10,7 +10,8 @@ Nothing is assumed about the time before the first checkpoint: if that is good e
 Where the two axes come from: models/flops.py counts the multiply-adds of an update, training/pretraining.py (`cost`)
 says whether it has labeled images, and metrics/cost.py adds them up in the run's ledger, which every metrics line,
 checkpoint and result keeps. reading.py makes a point of each accuracy and its cost, curves.py makes a curve of each
-method and chooses the baseline (`arrange`), and tables.py prints what this module returns.
+method and chooses the baseline (`arrange`), and tables.py prints what this module returns: the cost that is needed, in
+percent. The ledger is that of the pre-training, also behind a fine-tuned accuracy.
 """
 
 import itertools
