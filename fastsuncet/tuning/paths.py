@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
 from fastsuncet.config import Arithmetic, Config, flat
 from fastsuncet.config.schema import TIMM
 from fastsuncet.console import say_line
@@ -236,21 +238,26 @@ def describe(config: Config, paths: Paths) -> str:
 
 
 def check_int32(config: Config, arithmetic: Arithmetic, paths: Paths) -> None:
-    """Raise ConfigError for activations that torch's channels-last BatchNorm cannot index on a GPU.
+    """Raise ConfigError for activations that a layer of torch's cannot index in channels-last memory on a GPU.
 
     `config` is `resolved` with these paths.
     """
-    fused = config.model.fused_batchnorm is True and paths.get("norm.cu", "not proven") is None
-    if not config.meta.channels_last or fused:
+    layer, fix = "BatchNorm", "Use"
+    if config.model.fused_batchnorm is True and paths.get("norm.cu", "not proven") is None:
+        # pytorch#165374. Before it, the pooling reads other memory and does not notice.
+        if config.model.stem != "imagenet" or torch.__version__ >= "2.10":
+            return
+        layer, fix = "max-pooling", "Install torch 2.10, use"
+    if not config.meta.channels_last:
         return
     largest = max(trials.norm_shapes(config, arithmetic), key=math.prod, default=(0,))
     count = math.prod(largest)
     if count > INT32:
         most = INT32 // (count // largest[0])
         raise ConfigError(
-            f"criterion.unsupervised_batch_size: each process has {largest[0]:,} views at a time, and BatchNorm sees "
-            f"{tuple(largest)} activations. torch's channels-last BatchNorm counts them in 32 bits, so a process can "
-            f"have {most:,} views at most. Use more GPUs, a smaller batch or criterion.micro_batch, or set "
+            f"criterion.unsupervised_batch_size: each process has {largest[0]:,} views at a time, and {layer} sees "
+            f"{tuple(largest)} activations. torch's channels-last {layer} counts them in 32 bits, so a process can "
+            f"have {most:,} views at most. {fix} more GPUs, a smaller batch or criterion.micro_batch, or set "
             "meta.channels_last=false."
         )
 

@@ -1,11 +1,14 @@
 """Which fast paths a run uses, and why: by the table, kept verdicts, and those of children, which are stubs here."""
 
+import contextlib
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import Place
@@ -222,6 +225,19 @@ def test_batch_that_overflows_batchnorms_index_is_refused():
             ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views at most"
         ):
             paths.check_int32(each, many, found)
+
+
+@pytest.mark.parametrize(
+    ("version", "stem", "refused"),
+    [("2.9.1+cu128", "imagenet", True), ("2.10.0", "imagenet", False), ("2.9.1", "cifar", False)],
+)
+def test_batch_that_overflows_max_poolings_index_is_refused(monkeypatch, version, stem, refused):
+    """Older torch reads other memory there, where the kernels have taken BatchNorm's place."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    config, sizes = paper(1, *SIMCLR, "model.fused_batchnorm=true", f"model.stem={stem}")
+    error = pytest.raises(ConfigError, match=r"max-pooling sees \(2676, 64, 112, 112\).*Install torch 2\.10")
+    with error if refused else contextlib.nullcontext():
+        paths.check_int32(config, replace(sizes, local_unlabeled=1338), {"norm.cu": None})
 
 
 @pytest.mark.slow
