@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.config.schema import LinearSection
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.collectives import broadcast, broadcast_json
+from fastsuncet.distributed.collectives import broadcast, broadcast_json, rank, sum_over_ranks, world_size
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
 
@@ -131,8 +131,8 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
 
     1 where none is right more often than a guess of the largest class: with a label or two a class, as many folds.
 
-    `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the
-    choice takes one fit for each strength and not FOLDS.
+    `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the choice takes one fit
+    for each strength and not FOLDS. Collective: ranks have the same features and share the strengths.
     """
     right, judged = torch.zeros(len(STRENGTHS)), labels.new_zeros(num_classes)
     for fold in range(FOLDS if len(labels) <= MANY else 1):
@@ -143,9 +143,10 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
         judged += labels[left_out].bincount(minlength=num_classes)
         # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
         options = {"max_iterations": 200, "tolerance": 1e-4}
-        for i, strength in enumerate(STRENGTHS):
-            fit = fit_linear(x, truth, num_classes, strength=strength, **options)
+        for i in range(rank(), len(STRENGTHS), world_size()):
+            fit = fit_linear(x, truth, num_classes, strength=STRENGTHS[i], **options)
             right[i] += (fit.scores(features[left_out]).argmax(1) == labels[left_out]).sum().item()
+    right = sum_over_ranks(right)
     if right.max() <= judged.max():
         return 1.0  # the smallest would predict one class for all images
     return STRENGTHS[int(right.argmax())]
@@ -157,7 +158,7 @@ def fit_on_rank_0(
     """Return the fit of the config's section linear, and its strength, the same on every rank. Collective."""
     strength = section.strength
     if strength == "auto":
-        strength = broadcast_json(choose_strength(features, labels, num_classes) if place.first else 0.0)
+        strength = choose_strength(features, labels, num_classes)
     # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
     most = section.max_iterations if place.first else 0
     fit = fit_linear(features, labels, num_classes, strength=strength, max_iterations=most)

@@ -96,3 +96,24 @@ def test_folds_spread_each_class_evenly(n):
     counts = torch.zeros(7, FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
     assert ((counts.amax(1) - counts.amin(1)) <= 1).all()
     assert counts.sum(0).max() - counts.sum(0).min() <= 1
+
+
+def test_choose_strength_is_shared_by_ranks(monkeypatch):
+    """A rank that fitted all would keep the others waiting beyond the time limit of a collective."""
+    features, labels = drawn(60, 6), torch.arange(60) % 3
+    features[:, 0] += labels
+    alone, fit = choose_strength(features, labels, 3), fit_linear
+    fitted, parts = [], []
+    monkeypatch.setattr(
+        module,
+        "fit_linear",
+        lambda *x, strength, **o: fitted.append(strength) or fit(*x, strength=strength, **o),
+    )
+    monkeypatch.setattr(module, "sum_over_ranks", lambda right: parts.append(right) or right)
+    monkeypatch.setattr(module, "world_size", lambda: 3)
+    for number in range(3):
+        monkeypatch.setattr(module, "rank", lambda number=number: number)
+        choose_strength(features, labels, 3)
+        assert set(fitted) == set(STRENGTHS[number::3])
+        fitted.clear()
+    assert STRENGTHS[int(sum(parts).argmax())] == alone
