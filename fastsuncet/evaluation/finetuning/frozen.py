@@ -19,7 +19,7 @@ from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.linear import fit_on_rank_0
+from fastsuncet.evaluation.linear import ROWS, fit_on_rank_0
 from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows
 
 # BatchNorm's statistics are stale where torch's initial 0 and 1 weigh more than this. After 10 updates they weigh a
@@ -55,7 +55,7 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
         fit, _ = fit_on_rank_0(features, labels, count, config.linear, place)
         weight, bias = (x.float() for x in fit.of_raw_features())
-        return weight, bias, features.double().square().sum(1).mean().item()
+        return weight, bias, mean_square(features)
 
     accuracies, start = {}, None
     if images.held_out is not None:
@@ -81,6 +81,11 @@ def has_stale_statistics(encoder: Encoder) -> bool:
     norms = (x for x in encoder.module.modules() if isinstance(x, nn.modules.batchnorm._BatchNorm))
     updates = encoder.step + (encoder.tuned or 0)
     return any((1 - (norm.momentum or 0.1)) ** updates > STALE for norm in norms)
+
+
+def mean_square(features: Tensor) -> float:
+    """Return the mean of |h|^2 of features (N, E), in float64 and in pieces: two copies of ImageNet's are 42 GB."""
+    return sum(x.double().square().sum().item() for x in features.split(ROWS)) / len(features)
 
 
 def with_fresh_statistics(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
@@ -16,6 +17,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.evaluation.finetuning import frozen
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.network import Classifier, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
@@ -321,3 +323,20 @@ def test_fit_with_a_loss_not_finite_saves_nothing_and_names_images(tmp_path):
         run(tmp_path, lr=1e38)
     assert "The 12 images of that loss" in str(error.value)
     assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
+    """Of all of ImageNet's two in float64 are 42 GB of a GPU."""
+    monkeypatch.setattr(frozen, "ROWS", 4)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            made = operator(*args, **(kwargs or {}))
+            sizes.extend([made.numel()] if isinstance(made, torch.Tensor) else [])
+            return made
+
+    h = torch.arange(30.0).view(10, 3)
+    with Sizes():
+        found = frozen.mean_square(h)
+    assert found == h.square().sum().item() / 10 and max(sizes) == 4 * 3
