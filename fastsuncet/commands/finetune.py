@@ -20,7 +20,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import written
-from fastsuncet.evaluation.encoder import choose_on_one_rank, load_encoder, load_unless_gone
+from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import (
     FineTuningJob,
     accuracy_lines,
@@ -28,8 +28,10 @@ from fastsuncet.evaluation.finetuning.job import (
     heading,
     resolve_sizes,
 )
+from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
 from fastsuncet.metrics.results import send_results
+from fastsuncet.models.resnet import build_model
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 
@@ -79,6 +81,8 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
         known = 0
         if images.held_out is None:
             known = int(learned_labels(encoder, config, images.train)[labeled(images)].sum())
+        if place.on_gpu and config.meta.channels_last:
+            require_int32(sized, place, encoder)
         job = FineTuningJob(sized, place, images, encoder, several, known)
         record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
@@ -90,3 +94,15 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
             send_results(config, [result])
     for line in accuracy_table(records) if len(records) > 1 else ():
         say(line)
+
+
+def require_int32(config: Config, place: Place, encoder: Encoder) -> None:
+    """Raise ConfigError for a pass that torch's BatchNorm cannot count on a GPU; `config` is of `resolve_sizes`."""
+    from fastsuncet.tuning import paths, trials  # and with them every kernel
+
+    model = build_model(encoder.name, stem=encoder.stem, device="meta")
+    images = sizes(config)[0] // (place.world_size * config.finetune.accumulate)
+    shapes = trials.shapes_at_norms(model, [(images, config.data.augmentation.size)])
+    paths.require_int32(
+        "finetune.batch_size", shapes, "Set finetune.accumulate, use more GPUs or a smaller batch"
+    )

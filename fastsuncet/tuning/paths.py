@@ -248,17 +248,21 @@ def check_int32(config: Config, arithmetic: Arithmetic, paths: Paths) -> None:
         if config.model.stem != "imagenet" or torch.__version__ >= "2.10":
             return
         layer, fix = "max-pooling", "Install torch 2.10, use"
-    if not config.meta.channels_last:
-        return
-    largest = max(trials.norm_shapes(config, arithmetic), key=math.prod, default=(0,))
+    if config.meta.channels_last:
+        fix += " more GPUs, a smaller batch or criterion.micro_batch"
+        require_int32("criterion.unsupervised_batch_size", trials.norm_shapes(config, arithmetic), fix, layer)
+
+
+def require_int32(key: str, shapes: Sequence[tuple[int, ...]], fix: str, layer: str = "BatchNorm") -> None:
+    """Raise ConfigError for the largest of channels-last `shapes` if torch's `layer` cannot count it in 32 bits."""
+    largest = max(shapes, key=math.prod, default=(0,))
     count = math.prod(largest)
     if count > INT32:
         most = INT32 // (count // largest[0])
         raise ConfigError(
-            f"criterion.unsupervised_batch_size: each process has {largest[0]:,} views at a time, and {layer} sees "
-            f"{tuple(largest)} activations. torch's channels-last {layer} counts them in 32 bits, so a process can "
-            f"have {most:,} views at most. {fix} more GPUs, a smaller batch or criterion.micro_batch, or set "
-            "meta.channels_last=false."
+            f"{key}: each process has {largest[0]:,} views at a time, and {layer} sees {tuple(largest)} activations. "
+            f"torch's channels-last {layer} counts them in 32 bits, so a process can have {most:,} views at most. "
+            f"{fix}, or set meta.channels_last=false."
         )
 
 

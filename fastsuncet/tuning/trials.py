@@ -4,7 +4,7 @@ A child does it (child.py), because a kernel that was compiled and tested elsewh
 of torch that were never tried together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -151,6 +151,11 @@ def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]
                 (a.large_views * unlabeled + labeled, sizes[0]),
                 (a.small_views * unlabeled, sizes[-1]),
             }
+    return shapes_at_norms(model, batches)
+
+
+def shapes_at_norms(model: nn.Module, batches: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Return the shapes of the activations at each BatchNorm of `model`, on "meta", for `batches` of (images, side)."""
     found: set[tuple[int, ...]] = set()
 
     def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

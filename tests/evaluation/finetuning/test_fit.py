@@ -1,6 +1,7 @@
 """Fine-tuning: against a float64 oracle, in passes, on ranks, stopped, killed, refused."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.checkpoint import manager
+from fastsuncet.commands.finetune import require_int32
 from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import CheckpointError, NumericalError, Preempted
+from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.finetuning import frozen
@@ -340,3 +342,18 @@ def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
     with Sizes():
         found = frozen.mean_square(h)
     assert found == h.square().sum().item() / 10 and max(sizes) == 4 * 3
+
+
+def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
+    """The default batch on one GPU: a ResNet-18 has 51 GB of activations there, which a card of 80 GB holds."""
+    config = config_in(tmp_path, batch_size=4096)
+    augmentation = replace(config.data.augmentation, size=224)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"augmentation": augmentation})})
+    place, encoder = (
+        Place(0, 1, 0, torch.device("cuda", 0)),
+        Encoder(nn.Identity(), 512, "resnet18", "imagenet", "here"),
+    )
+    text = r"finetune\.batch_size.*\(4096, 64, 112, 112\).*2,674 views at most\. Set finetune\.accumulate"
+    with pytest.raises(ConfigError, match=text):
+        require_int32(config, place, encoder)
+    require_int32(with_sizes(config, accumulate=2), place, encoder)
