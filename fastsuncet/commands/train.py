@@ -93,6 +93,8 @@ def train(config: Config, place: Place) -> Trainer[Pretraining]:
                 asked = signals.requested or "another rank"
                 raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
             trainer.run(signals)
+        # Loaders and pipelines refer to each other, so a notebook would hold what they have read ahead on the GPU.
+        trainer.task.stream.close()
         from fastsuncet.commands import export  # not before the first step, which need not wait for it
 
         export.export_at_end(config, place)  # after the status: a disk that is full now has not lost the run

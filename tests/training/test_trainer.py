@@ -19,6 +19,8 @@ import torch.nn.functional as F
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
+from fastsuncet.commands.ranks import as_rank
+from fastsuncet.commands.train import train as train_run
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
@@ -303,6 +305,14 @@ def train_without_network(folder: str) -> None:
     PairedStream.__call__ = reading
     sys.addaudithook(refuse)  # for the rest of the process
     train(small_config(Path(folder), *FEW))
+
+
+def test_run_frees_the_images_that_it_has_read_ahead(tmp_path):
+    """A notebook goes on, and the GPU would hold them until Python collects its garbage."""
+    config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
+    with as_rank(config) as place:
+        stream = train_run(config, place).task.stream
+    assert [loader._engine for loader in stream._loaders.values()] == [None, None]
 
 
 def test_training_opens_no_network_socket(tmp_path):
