@@ -115,18 +115,9 @@ class FusedNorm(RankBatchNorm):
         if self.kernel and self.training and self.kernels_take(input, residual):
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked += 1
-            return norm_kernel.fused_norm(
-                input,
-                residual,
-                self.weight,
-                self.bias,
-                self.running_mean,
-                self.running_var,
-                eps=self.eps,
-                momentum=cast(float, self.momentum),
-                relu=self.relu,
-                shared=self.shared,
-            )
+            own = (self.weight, self.bias, self.running_mean, self.running_var)
+            rule = {"eps": self.eps, "momentum": cast(float, self.momentum)}
+            return norm_kernel.fused_norm(input, residual, *own, **rule, relu=self.relu, shared=self.shared)
         y = super().forward(input) if self.shared else _BatchNorm.forward(self, input)
         y = y if residual is None else y + residual
         return F.relu(y) if self.relu else y

@@ -63,21 +63,16 @@ def own_sums(x: Tensor) -> Tensor:
 
 
 def joined_statistics(
-    x: Tensor,
-    sums: Tensor,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
-    *,
-    eps: float,
-    momentum: float,
+    x: Tensor, sums: Tensor, *running: Tensor | None, eps: float, momentum: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)), float32, of the ranks' `own_sums` of x, added up.
 
-    Of `_Grid.moments` (groups, 1 + 2C) those of this process. Running statistics are updated in place.
+    Of `_Grid.moments` (groups, 1 + 2C) those of this process. `running`, mean and variance (C,) or None, are updated in
+    place.
     """
     module, channels = launcher.load("norm.cu", x.device, options(x.dtype)), x.shape[1]
     inverse = x.new_empty(channels, dtype=torch.float32)
-    joined = _join(module, sums, inverse, running_mean, running_variance, eps, momentum)
+    joined = _join(module, sums, inverse, *running, eps=eps, momentum=momentum)
     return joined[:1], joined[1 : 1 + channels], inverse
 
 
@@ -101,49 +96,8 @@ def fused_norm(
     those of this process. Running statistics are updated in place. Gradients are those of `RankBatchNorm`: this
     rank's share of that of the sum over ranks of the losses.
     """
-    settings = (running_mean, running_variance, eps, momentum, relu, shared and world_size() > 1)
-    return _Fused.apply(x, residual, weight, bias, *settings)
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, running_mean, running_variance, eps, momentum, relu, shared):
-        grid = _Grid(x)
-        if residual is not None:
-            residual = _aligned(residual, x)
-        sums = sum_over_ranks_(own_sums(x)) if shared else grid.moments(x)
-        rule = {"eps": eps, "momentum": momentum}
-        count, mean, inverse = joined_statistics(x, sums, running_mean, running_variance, **rule)
-        y = torch.empty_like(x)
-        signs = None
-        if relu and residual is not None:
-            signs = torch.empty(x.numel() // _per_thread(x.dtype), dtype=torch.uint8, device=x.device)
-        tensors = (x, residual, mean, inverse, weight, bias, y, signs)
-        grid.launch("norm_apply", grid.rows, *tensors, more=(relu,))
-        ctx.save_for_backward(x, signs, mean, inverse, weight, bias, count)
-        ctx.relu, ctx.shared, ctx.with_residual = relu, shared, residual is not None
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        x, signs, mean, inverse, weight, bias, count = ctx.saved_tensors
-        grid = _Grid(x)
-        channels, dy = x.shape[1], _aligned(dy, x)
-        norm = (dy, x, signs, mean, inverse, weight, bias)
-
-        own = x.new_empty(2 * channels, dtype=torch.float32)
-        grid.gradient_sums(norm, own, ctx.relu)
-        sums = sum_over_ranks(own) if ctx.shared else own
-
-        d_x, d_residual = torch.empty_like(x), None
-        if ctx.with_residual:
-            d_residual = torch.empty_like(x) if ctx.relu else dy
-        tensors = (*norm, sums, count, d_x, d_residual if ctx.relu else None)
-        grid.launch("norm_gradient_apply", grid.rows, *tensors, more=(ctx.relu,))
-        d_weight = None if weight is None else own[channels:]
-        d_bias = None if bias is None else own[:channels]
-        return d_x, d_residual, d_weight, d_bias, *[None] * 6
+    rule = (running_mean, running_variance, eps, momentum)
+    return _Fused.apply(residual, relu, shared and world_size() > 1, [rule], x, weight, bias)
 
 
 def fused_pair(x: Tensor, other: Tensor, norm: _BatchNorm, other_norm: _BatchNorm) -> Tensor:
@@ -152,48 +106,65 @@ def fused_pair(x: Tensor, other: Tensor, norm: _BatchNorm, other_norm: _BatchNor
     Both inputs have one shape, as `fits` checks them. One all-reduce forward and one backward carry the sums of both.
     Running statistics are updated in place, and their batches are not counted.
     """
-    rules = [(n.running_mean, n.running_var, n.eps, n.momentum) for n in (norm, other_norm)]
-    return _FusedPair.apply(x, other, norm.weight, norm.bias, other_norm.weight, other_norm.bias, *rules)
+    norms = (norm, other_norm)
+    rules = [(n.running_mean, n.running_var, n.eps, n.momentum) for n in norms]
+    given = (x, norm.weight, norm.bias, other, other_norm.weight, other_norm.bias)
+    return _Fused.apply(None, True, True, rules, *given)
 
 
-class _FusedPair(torch.autograd.Function):
+class _Fused(torch.autograd.Function):
+    """The sum of one or two layers and a residual, and its ReLU: x, weight and bias of each layer come last.
+
+    The second layer, of a shortcut, is the residual of the first. Layers over ranks share their messages.
+    """
+
     @staticmethod
-    def forward(ctx, x, other, weight, bias, other_weight, other_bias, rule, other_rule):
-        grid = _Grid(x)
-        found = sum_over_ranks_(torch.cat([own_sums(x), own_sums(other)])).chunk(2)
+    def forward(ctx, residual, relu, shared, rules, *tensors):
+        inputs, weights, biases = tensors[::3], tensors[1::3], tensors[2::3]
+        x, grid = inputs[0], _Grid(inputs[0])
+        if residual is not None:
+            residual = _aligned(residual, x)
+        ctx.relu, ctx.shared, ctx.with_residual = relu, shared, residual is not None
+        if shared:
+            own = [own_sums(each) for each in inputs]
+            found = sum_over_ranks_(torch.cat(own) if len(own) > 1 else own[0]).chunk(len(own))
+        else:
+            found = [grid.moments(x)]
         layers = []
-        for t, sums, (mean, variance, eps, momentum) in zip((x, other), found, (rule, other_rule)):
-            layers.append(joined_statistics(t, sums, mean, variance, eps=eps, momentum=momentum))
-        (count, mean, inverse), (_, other_mean, other_inverse) = layers
-        shortcut, y = torch.empty_like(other), torch.empty_like(x)
-        constants = (other_mean, other_inverse, other_weight, other_bias)
-        grid.launch("norm_apply", grid.rows, other, None, *constants, shortcut, None, more=(False,))
-        signs = torch.empty(x.numel() // _per_thread(x.dtype), dtype=torch.uint8, device=x.device)
-        tensors = (x, shortcut, mean, inverse, weight, bias, y, signs)
-        grid.launch("norm_apply", grid.rows, *tensors, more=(True,))
-        ctx.save_for_backward(x, other, signs, mean, inverse, weight, bias, *constants, count)
+        for each, sums, (*running, eps, momentum), weight, bias in zip(inputs, found, rules, weights, biases):
+            count, mean, inverse = joined_statistics(each, sums, *running, eps=eps, momentum=momentum)
+            layers.append((each, mean, inverse, weight, bias))
+        for other, *constants in layers[1:]:
+            residual = torch.empty_like(other)
+            grid.launch("norm_apply", grid.rows, other, None, *constants, residual, None, more=(False,))
+        y, signs = torch.empty_like(x), None
+        if relu and residual is not None:
+            signs = torch.empty(x.numel() // _per_thread(x.dtype), dtype=torch.uint8, device=x.device)
+        grid.launch("norm_apply", grid.rows, x, residual, *layers[0][1:], y, signs, more=(relu,))
+        ctx.save_for_backward(signs, count, *(t for layer in layers for t in layer))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        x, other, signs, *constants, count = ctx.saved_tensors
-        grid = _Grid(x)
-        dy = _aligned(dy, x)
-        # The ReLU's signs are those of both: the same gradient reaches the two layers.
-        layers = [(dy, x, signs, *constants[:4]), (dy, other, signs, *constants[4:])]
-        own = x.new_empty(2, 2 * grid.channels, dtype=torch.float32)
+        signs, count, *saved = ctx.saved_tensors
+        x, grid = saved[0], _Grid(saved[0])
+        dy, relu = _aligned(dy, x), ctx.relu
+        # The signs are those of the sum: the same gradient reaches all layers.
+        layers = [(dy, saved[i], signs, *saved[i + 1 : i + 5]) for i in range(0, len(saved), 5)]
+        own = x.new_empty(len(layers), 2 * grid.channels, dtype=torch.float32)
         for layer, sums in zip(layers, own):
-            grid.gradient_sums(layer, sums, True)
+            grid.gradient_sums(layer, sums, relu)
+        d_residual = None
+        if ctx.with_residual:
+            d_residual = torch.empty_like(x) if relu else dy
         found = []
-        for layer, sums in zip(layers, sum_over_ranks(own)):
-            found.append(torch.empty_like(layer[1]))
-            tensors = (*layer, sums, count, found[-1], None)
-            grid.launch("norm_gradient_apply", grid.rows, *tensors, more=(True,))
-        for (_, _, _, _, _, weight, bias), sums in zip(layers, own):
-            d_bias, d_weight = sums.chunk(2)
-            found += [None if weight is None else d_weight, None if bias is None else d_bias]
-        return *found, None, None
+        for layer, sums, all_sums in zip(layers, own, sum_over_ranks(own) if ctx.shared else own):
+            d_x, (d_bias, d_weight), (weight, bias) = torch.empty_like(x), sums.chunk(2), layer[-2:]
+            tensors = (*layer, all_sums, count, d_x, d_residual if relu else None)
+            grid.launch("norm_gradient_apply", grid.rows, *tensors, more=(relu,))
+            found += [d_x, None if weight is None else d_weight, None if bias is None else d_bias]
+        return d_residual, None, None, None, *found
 
 
 class _Grid:
