@@ -19,12 +19,12 @@ from pipelines.data_errors import DataError
 
 
 @contextlib.contextmanager
-def join(config: Config, device: str | None = None) -> Iterator[Place]:
-    """Join the ranks of a command, on meta.device unless `device` is given.
+def join(config: Config) -> Iterator[Place]:
+    """Join the ranks of a command, on meta.device.
 
     Raises as `place.join`, and ConfigError on every rank if they have different configs, versions or sources.
     """
-    with join_ranks(device or config.meta.device, config.meta.timeout) as place:
+    with join_ranks(config.meta.device, config.meta.timeout) as place:
         if place.world_size > 1:
             # Inputs can lie on the machines' own disks: what they hold is compared, or only rank 0 reads it.
             values = {key: value for key, value in flat(config.canonical()).items() if key not in INPUTS}

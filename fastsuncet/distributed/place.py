@@ -241,17 +241,16 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
 
 def explain_error(error: BaseException) -> BaseException:
     """Return the error to show for `error`: if another rank's connection broke, an error that says so."""
-    if isinstance(error, RuntimeError) and re.search(
-        r"Connection (closed|reset)|NCCL.*(remote|abort)", str(error)
-    ):
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if re.search(r"Connection (closed|reset)|NCCL.*(remote|abort)", text):
         return FastSuncetError(
             "another rank has ended, and this one with it; the other rank's message has the reason"
         )
-    if isinstance(error, RuntimeError) and re.search(r"[Tt]imed? ?out", str(error)):
+    if re.search(r"[Tt]imed? ?out", text):
         what = "a rank did not come for longer than meta.timeout"
-        if "trying to connect" in str(error):
+        if "trying to connect" in text:
             what = "nothing answers at MASTER_ADDR and MASTER_PORT, where rank 0's process or torchrun's agent must be"
         return HungError(
-            f"{what} ({str(error).splitlines()[0]}). The same command continues from the newest checkpoint"
+            f"{what} ({text.splitlines()[0]}). The same command continues from the newest checkpoint"
         )
     return error

@@ -47,13 +47,9 @@ def first_steps(trainer: Trainer[Pretraining]) -> str:
     kind = "memory of the GPU" if task.place.device.type == "cuda" else "resident memory"
     # By FLOPs: an update without labels costs less than these.
     hours = later / 3600 * run_macs(task.config, task.arithmetic) / task.cost(0)[1]
+    length = f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.2g} minutes"
     return (
         f"dry run: the first step took {seconds:.2f} s ({wait:.2f} s of it waiting for images) and at most "
         f"{memory / 1e9:.3g} GB of {kind} on a process; {', '.join(losses)}. Later steps take {later:.3g} s, so that "
-        f"the run takes about {_time(hours)} without its evaluations. Nothing was saved"
+        f"the run takes about {length} without its evaluations. Nothing was saved"
     )
-
-
-def _time(hours: float) -> str:
-    """Return "3.2 hours", or minutes of less than one hour."""
-    return f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.2g} minutes"

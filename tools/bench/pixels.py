@@ -28,7 +28,7 @@ from tools.bench import harness
 from tools.bench.data_loader import WORKERS, data_loader, two_views
 from tools.bench.harness import ratios, spread, target
 from tools.bench.pictures import write_pictures
-from tools.bench.processes import rates, time_batches_in_turns
+from tools.bench.processes import time_batches_in_turns
 
 BATCH = 16
 # More than a contender can prepare while others have their turns: a DataLoader two batches for each worker, DALI two.
@@ -66,9 +66,16 @@ def compare(engines: Sequence[str], blurs: Sequence[str], folder: str, batch: in
     ways = list(itertools.product(engines, blurs))
     sources = {way: (batches, (*way, folder, batch)) for way in ways}
     turns = time_batches_in_turns(sources, 2 * DISCARDED, rounds, DISCARDED)
+    images = 2 * DISCARDED * batch  # of a turn
     points: list[dict[str, Any]] = [
-        {"name": f"{ENGINES[engine]}, blur {blur}", "engine": engine, "blur": blur}
-        | rates(turns[engine, blur], 2 * DISCARDED * batch)
+        {
+            "name": f"{ENGINES[engine]}, blur {blur}",
+            "engine": engine,
+            "blur": blur,
+            "per_second": [images / turn.wall for turn in turns[engine, blur]],
+            "cpu_ms": [1e3 * turn.cpu / images for turn in turns[engine, blur]],
+            "memory": [turn.memory / 1e6 for turn in turns[engine, blur]],
+        }
         for engine, blur in ways
     ]
     for point in points:

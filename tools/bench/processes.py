@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,15 +68,6 @@ def time_batches_in_turns(
             if process.is_alive():
                 process.terminate()
     return turns
-
-
-def rates(turns: Sequence[Turn], count: int) -> dict[str, list[float]]:
-    """Return things a second, CPU milliseconds a thing, and memory in MB, by turn of `count` things."""
-    return {
-        "per_second": [count / turn.wall for turn in turns],
-        "cpu_ms": [1e3 * turn.cpu / count for turn in turns],
-        "memory": [turn.memory / 1e6 for turn in turns],
-    }
 
 
 def _serve(pipe: Connection, source: Source) -> None:
