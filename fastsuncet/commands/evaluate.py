@@ -135,6 +135,7 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
         "classes": per_class(measured.confusion, images.train.classes),
         "run": config.run_folder.name,
         "versions": versions(),
+        **({"learned": measured.learned} if measured.learned else {}),
     }
 
 

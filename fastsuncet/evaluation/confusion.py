@@ -25,6 +25,7 @@ def write_with_picture(run: Path, record: dict[str, Any]) -> Path:
     path = write_result(run, record)
     if not drawing_problem():
         title = f"{record['run']}, {record['kind']}: {100 * record['metrics']['top1']:.1f} % right"
+        title += ", of labels that it has learned from" if record.get("learned") else ""
         picture = path.with_suffix(".png")
         with disk_errors(picture):
             atomic_files.replace(picture, confusion_picture(record["classes"], title))

@@ -103,14 +103,15 @@ def cross_validated(
 
     known = torch.from_numpy(learned[chosen]).to(place.device)
     notes = few_labels_note(counts, images.train.classes)
+    new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
     if known.any():
-        new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
         notes.append(
             f"the network has learned from the other {int(known.sum())} labels"
             if new
             else "the network has learned from these labels: the accuracy on other images is lower, perhaps by far"
         )
-        known &= new > 0
+    only_learned = 0 if new else int(known.sum())
+    known &= new > 0
     shares, confusion, judged = [], labels.new_zeros(count, count), 0
     for seed in range(REPEATS):
         numbers, predicted = out_of_fold(labels, classify, seed, known)
@@ -120,4 +121,4 @@ def cross_validated(
     top1 = sum(shares) / REPEATS
     low, high = (100 * x for x in wilson_interval(top1 * judged, judged))
     notes = (f"95 % interval {low:.1f} to {high:.1f}", *notes)
-    return Measured({"top1": top1}, judged, setting, notes, confusion)
+    return Measured({"top1": top1}, judged, setting, notes, confusion, only_learned)

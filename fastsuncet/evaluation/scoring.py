@@ -45,6 +45,7 @@ class Measured:
     notes: tuple[str, ...]  # what a reader of the number should know
     # (C, C) int64: images of each true class, by predicted class. Every repeat of a cross-validation counts.
     confusion: Tensor
+    learned: int = 0  # labels, where it was measured on those that the network has learned from
 
 
 def examples(

@@ -194,6 +194,10 @@ def test_evaluate_without_validation_images_leaves_out_labels(run, labels, capsy
     assert record["images"] == 18 and record["setting"]["folds"] == record["setting"]["repeats"] == 5
     assert record["metrics"]["top1"] > 0.9
     assert record["classes"]["red"]["images"] == 30, "six labels, each left out in five repeats"
+    assert "learned" not in record
+    (run / "learned.csv").write_text((run.parent / "labels.csv").read_text())
+    assert cli.main(command) == 0 and "has learned from these labels" in capsys.readouterr().out
+    assert read_results(run)[0]["learned"] == 18
 
 
 def test_evaluate_of_left_out_labels_recognizes_no_labels_without_a_meaning(run, labels, capsys):

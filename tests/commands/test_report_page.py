@@ -85,7 +85,10 @@ def test_page_holds_everything_and_fetches_nothing(run):
     assert f"fastsuncet predict '{run}' FOLDER" in found.text
     assert "representation has collapsed" not in found.text
     write_lines(run, {"step": 20, "kind": "knn", **TRAIN, **KNN, "rankme": 1.01})
-    assert "representation has collapsed" in page.as_html(run)
+    assert "representation has collapsed" in page.as_html(run) and "has learned from" not in page.as_html(run)
+    path = next((run / "results").glob("*.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"learned": 9}))
+    assert page.as_html(run).count("(too high: on labels that the network has learned from)") == 1
 
 
 @pytest.mark.slow

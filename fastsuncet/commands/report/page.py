@@ -229,9 +229,10 @@ def _results(run: Path) -> str:
             f"{NAMES.get(name, name)} {scale(name) * value:.2f}\u00a0%"
             for name, value in record["metrics"].items()
         )
+        known = " (too high: on labels that the network has learned from)" if record.get("learned") else ""
         parts = [str(kind), tuning_of(record), variant(record, splitting[kind])]
         step = f"update {_text(record['encoder'].get('step'))}"
-        rows.append((", ".join(filter(None, [*parts, step])), ", ".join(metrics)))
+        rows.append((", ".join(filter(None, [*parts, step])), ", ".join(metrics) + known))
     if not rows:
         return "<p>None yet. <code>fastsuncet evaluate</code> and <code>finetune</code> write them.</p>"
     return _facts(rows)
