@@ -134,7 +134,12 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
                 if not name and not any(more):
                     continue
                 if len(more) != 1:
-                    wrong.append((line, f"{1 + len(more)} columns instead of file,label"))
+                    fix = (
+                        ": quote a name that has the separator in it, or add a missing line break"
+                        if more
+                        else ""
+                    )
+                    wrong.append((line, f"{1 + len(more)} columns instead of file,label{fix}"))
                 elif not name or not label:
                     missing = "label" if name else "file name"
                     wrong.append((line, f"no {missing}: write one, or remove the line"))

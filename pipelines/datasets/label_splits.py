@@ -229,5 +229,5 @@ def _require_same_labels(
     others = [f"{index.name(i)} ({names[labels[i]]} instead of {names[index.labels[i]]})" for i in differing]
     if others:
         raise DataError(
-            f"{file}: {len(others)} labels differ from those of the data set: {first_five(others)}"
+            f"{file}: {len(others)} labels differ from those of the data set: {first_five(others)}. Give both the same"
         )

@@ -283,7 +283,8 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         ",cat": "no file name: write one, or remove the line",
         "1.jpg,dog": "1.jpg is labeled 'dog', but 'cat' on line 2",
         "1.jpg": "1 columns instead of file,label",
-        "1.jpg,cat,dog": "3 columns instead of file,label",
+        "1.jpg,catfile,label": "3 columns instead of file,label: quote a name that has the separator in it, or add "
+        "a missing line break",
         "x/2.jpg,cat": None,
         "C:\\Photos\\Y\\3.JPG,cat": f"no image C:\\Photos\\Y\\3.JPG under {tree}; did you mean x/y/3.jpg?",
         f"{tree}/x/2.jpg,cat": f"{tree}/x/2.jpg: paths must lead downwards from the data folder; did you mean x/2.jpg?",
