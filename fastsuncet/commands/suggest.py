@@ -82,6 +82,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     """
     place = one_process()
     encoder, config = encoder_of(where)
+    config.require_data()
     images = open_images(config, place, validation=False)
     index, split = images.train, images.split
     if config.data.split.kind == "none" and (index.labels >= 0).any():

@@ -173,9 +173,12 @@ class Config(Sections):
         data = self.data
         files = data.kind in FILES
         if files and data.pack is None and data.root and not typed_path(data.root).is_dir():
+            where = self.where("data.root")
+            more = ". A path in a config is relative to the config's folder"
+            if where == "data.root":  # the config of a checkpoint is in no file
+                more = ", in config.yaml of the run, and give that file for the run"
             raise DataError(
-                f"no data folder {typed_path(data.root)}: set data.root to the folder of the images. A path in "
-                f"a config is relative to the config's folder\n  {self.where('data.root')}"
+                f"no data folder {typed_path(data.root)}: set data.root to the folder of the images{more}\n  {where}"
             )
         lists = {"data.csv": data.csv if data.kind == "csv" else None, "data.split.file": data.split.file}
         lists["data.validation"] = data.validation_table

@@ -271,6 +271,7 @@ def run_classifier(
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:
     """Return the training images of `config` and the numbers, int64 ascending, of those that have a label to use."""
+    config.require_data()
     images = open_images(config, place, validation=False)
     if config.data.split.kind == "none":
         images = replace(images, split=labeled_split(images.train, "all"))

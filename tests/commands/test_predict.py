@@ -139,6 +139,19 @@ def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, capsys, 
     assert "fitted before" in capsys.readouterr().out
 
 
+def test_predict_of_a_run_whose_images_moved_takes_its_config(run, capsys):
+    trained = load_encoder(run).trained
+    (run / "config.yaml").write_text(trained.to_yaml().replace("/mine", "/moved"))
+    (run.parent / "mine").rename(run.parent / "moved")
+    for command in (words(run), ["suggest", str(run), "--count", "2", "--output", "next.csv"]):
+        assert cli.main(command) == 3
+        said = (
+            "mine: set data.root to the folder of the images, in config.yaml of the run, and give that file"
+        )
+        assert said in capsys.readouterr().err
+    assert cli.main(words(run / "config.yaml")) == 0
+
+
 def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, capsys):
     """All of them help to classify, those of data.validation too."""
     table = (run.parent / "labels.csv").read_text()
