@@ -1,13 +1,14 @@
 """Every case of the benchmarks compares equals, and reports what it measured."""
 
 import json
-from pathlib import Path
+import sys
 
 import pytest
 import torch
 
 from fastsuncet import nt_xent
 from fastsuncet.distributed.place import Place
+from fastsuncet.errors import FastSuncetError
 from fastsuncet.models import norm_kernel
 from fastsuncet.optim import LARS, lars_kernel
 from tests.support.host_kernels import on_the_host
@@ -20,8 +21,10 @@ from tools.bench import (
     lars,
     layers,
     norm,
+    peers,
     pixels,
     run,
+    start,
     step,
     step_bench,
 )
@@ -30,7 +33,6 @@ from tools.bench.layers import LayerShape, NormLayer
 from tools.bench.step_bench import dense_nt_xent
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Place(0, 1, 0, torch.device("cpu"))
 
 
@@ -57,7 +59,7 @@ def test_case_has_a_short_program_and_a_help(case, capsys):
     with pytest.raises(SystemExit, match="0"):
         run.main([case, "--help"])
     assert f" {case} [-h]" in (said := capsys.readouterr().out) and "--quick" in said
-    assert len((ROOT / f"tools/bench/{case}.py").read_text().splitlines()) <= 125
+    assert len((start.ROOT / f"tools/bench/{case}.py").read_text().splitlines()) <= 125
 
 
 # What the contenders compute
@@ -243,3 +245,39 @@ def test_pixels_reports_speed_and_cpu_time_against_the_peer(report_of):
     for row in report["points"]:
         assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0
     assert "8 files" in report["tables"][0]["title"]
+
+
+def test_start_compares_commands_with_another_checkout(report_of, monkeypatch):
+    """The commands, of seconds each, do not run."""
+    ran = []
+    monkeypatch.setattr(start, "seconds", lambda words, checkout: ran.append(words[:2]) or (len(ran), 2.0))
+    points = {point["name"]: point for point in report_of("start", "--before", str(start.ROOT))["points"]}
+    assert points["import, now"]["cpu_to_before"] == [2 / 1] and points["first step, now"]["cpu"] == [4]
+    assert ran == [["-c", "import fastsuncet.commands.train"]] * 2 + [["-m", "fastsuncet"]] * 2
+
+
+def test_start_counts_the_processor_time_of_the_process_and_reports_its_errors():
+    cpu, wall = start.seconds(["-c", "import time; [0 for _ in range(10**6)]; time.sleep(0.3)"], start.ROOT)
+    assert 0 < cpu < wall + 0.1 and wall > 0.3
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        start.seconds(["-c", "1 / 0"], start.ROOT)
+
+
+def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):
+    write_pictures(tmp_path, 8, side=40)
+    asked = (str(tmp_path), 32, "resnet_tiny", 4)
+    steps, config = peers.train_ours(*asked), peers.config_of(*asked)
+    assert [next(steps) for _ in range(2)] == [None, None]
+    assert config.data.augmentation.blur == 0 and config.criterion.supervised_epochs == 0
+    monkeypatch.setitem(sys.modules, "lightly.transforms", None)
+    with pytest.raises(FastSuncetError, match="lightly cannot be imported"):
+        run.main(["peers", str(tmp_path)])
+
+
+def test_peers_reports_speed_processor_time_and_memory_of_both(tmp_path, report_of):
+    pytest.importorskip("lightly.transforms", reason="lightly is not installed (extra bench)")
+    write_pictures(tmp_path / "pictures", 8, side=40)
+    ours, lightly = report_of("peers", str(tmp_path / "pictures"), "--batch", "4")["points"]
+    for row in (ours, lightly):
+        assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0 and min(row["memory"]) > 50
+    assert min(ours["cpu_ms_to_peer"]) > 0 and "cpu_ms_to_peer" not in lightly

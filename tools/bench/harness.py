@@ -65,12 +65,16 @@ def processor() -> str:
 
 
 def seconds_of(call: Call, device: str, repeats: int = 1) -> float:
-    """Return the mean seconds of `repeats` calls on the clock of `device`, "cpu" or "cuda"."""
+    """Return the mean seconds of `repeats` calls on the clock of `device`.
+
+    It is "cpu", "cuda", or "thread" for the CPU time of the calling thread alone.
+    """
     if device != "cuda":
-        start = time.process_time()
+        clock = time.thread_time if device == "thread" else time.process_time
+        start = clock()
         for _ in range(repeats):
             call()
-        return (time.process_time() - start) / repeats
+        return (clock() - start) / repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -200,6 +204,11 @@ def time_columns(device: str, ours: str = "ours") -> list[Column]:
     ]
 
 
+def spread_columns(heads: Mapping[str, str]) -> list[Column]:
+    """Return the column of the names, and a column of spreads for each key of a point and its head."""
+    return [("", "name", str), *((head, key, spread) for key, head in heads.items())]
+
+
 def table(title: str, points: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
     """Return {"title", "head", "rows"} of text.
 
@@ -226,14 +235,14 @@ def target(what: str, measured: Sequence[float], limit: float, *, at_least: bool
 
 def environment() -> dict[str, Any]:
     """Return where and with what a measurement is taken, and how busy the machine is before it."""
-    found = {**versions(), "pillow": installed("pillow")}
+    peers = {name: installed(name) for name in ("lightly", "pillow")}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "cpu": processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "versions": {name: version for name, version in found.items() if version},
+        "versions": {name: found for name, found in (versions() | peers).items() if found},
         "command": " ".join(["python", *sys.argv]),
     }
 

@@ -26,9 +26,9 @@ from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
 from tools.bench.data_loader import WORKERS, data_loader, two_views
-from tools.bench.harness import ratios, spread, target
+from tools.bench.harness import ratios, target
 from tools.bench.pictures import write_pictures
-from tools.bench.processes import time_batches_in_turns
+from tools.bench.processes import rates, time_batches_in_turns
 
 BATCH = 16
 # More than a contender can prepare while others have their turns: a DataLoader two batches for each worker, DALI two.
@@ -37,13 +37,12 @@ DATA_LOADERS = {"tensors": "DataLoader, v2 on tensors", "PIL": "DataLoader, v2 o
 ENGINES = {"dali": "fastsuncet DALI", "view_operator": "fastsuncet DALI, view operator"} | DATA_LOADERS
 # Of images a second over the peer's, by blur, on a CPU.
 TARGETS = {"23": 4.0, "sigma": 2.5}
-COLUMNS: list[harness.Column] = [
-    ("", "name", str),
-    ("images/s", "per_second", spread),
-    ("CPU ms/image", "cpu_ms", spread),
-    ("x peer, wall", "speed_to_peer", spread),
-    ("x peer, CPU", "cpu_of_peer", spread),
-]
+COLUMNS = {
+    "per_second": "images/s",
+    "cpu_ms": "CPU ms/image",
+    "speed_to_peer": "x peer, wall",
+    "cpu_of_peer": "x peer, CPU",
+}
 
 
 def batches(engine: str, blur: str, folder: str, batch: int) -> Iterator[Any]:
@@ -66,16 +65,9 @@ def compare(engines: Sequence[str], blurs: Sequence[str], folder: str, batch: in
     ways = list(itertools.product(engines, blurs))
     sources = {way: (batches, (*way, folder, batch)) for way in ways}
     turns = time_batches_in_turns(sources, 2 * DISCARDED, rounds, DISCARDED)
-    images = 2 * DISCARDED * batch  # of a turn
     points: list[dict[str, Any]] = [
-        {
-            "name": f"{ENGINES[engine]}, blur {blur}",
-            "engine": engine,
-            "blur": blur,
-            "per_second": [images / turn.wall for turn in turns[engine, blur]],
-            "cpu_ms": [1e3 * turn.cpu / images for turn in turns[engine, blur]],
-            "memory": [turn.memory / 1e6 for turn in turns[engine, blur]],
-        }
+        {"name": f"{ENGINES[engine]}, blur {blur}", "engine": engine, "blur": blur}
+        | rates(turns[engine, blur], 2 * DISCARDED * batch)
         for engine, blur in ways
     ]
     for point in points:
@@ -110,7 +102,7 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
             what = f"{p['name']}: images/s over {p['peer']}"
             notes.append(target(what, p["speed_to_peer"], TARGETS[p["blur"]], at_least=True))
     where = f"{files} files, batches of {batch}, {WORKERS} threads or workers each"
-    tables = [harness.table(f"two views of 224 pixels, {where}", points, COLUMNS)]
+    tables = [harness.table(f"two views of 224 pixels, {where}", points, harness.spread_columns(COLUMNS))]
     return {"tables": tables, "notes": notes, "points": points}
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,6 +70,15 @@ def time_batches_in_turns(
     return turns
 
 
+def rates(turns: Sequence[Turn], count: int) -> dict[str, list[float]]:
+    """Return things a second, CPU milliseconds a thing, and memory in MB, by turn of `count` things."""
+    return {
+        "per_second": [count / turn.wall for turn in turns],
+        "cpu_ms": [1e3 * turn.cpu / count for turn in turns],
+        "memory": [turn.memory / 1e6 for turn in turns],
+    }
+
+
 def _serve(pipe: Connection, source: Source) -> None:
     """Send a Turn for each pair of numbers that is received, until it is None."""
     torch.set_num_threads(1)
@@ -102,5 +111,8 @@ def _cpu_seconds() -> float:
 def _memory() -> int:
     """Return the bytes of this process and of its workers; pages that several share are counted once in all."""
     ids = ["self", *(worker.pid for worker in multiprocessing.active_children())]
-    texts = (Path(f"/proc/{each}/smaps_rollup").read_text(encoding="utf-8") for each in ids)
-    return sum(1024 * int(re.findall(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)[0]) for text in texts)
+    return sum(1024 * _kib(Path(f"/proc/{each}/smaps_rollup"), "Pss") for each in ids)
+
+
+def _kib(status: Path, field: str) -> int:
+    return int(re.findall(rf"^{field}:\s+(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)[0])

@@ -21,6 +21,8 @@ CASES = {
     "lars": "a LARS step, against timm's",
     "norm": "BatchNorm with residual and ReLU: torch, torch.compile and our kernels",
     "step": "the training step, against a plain PyTorch one",
+    "peers": "SimCLR end to end, against lightly",
+    "start": "from the command to the first step, against another commit",
 }
 
 

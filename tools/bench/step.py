@@ -2,7 +2,7 @@
 
 The peer trains the same network on as many views of the same size, in the same precision and memory layout, with
 torch's SGD and the usual cross-entropy over a dense matrix of similarities. It has no SuNCEt. `fastsuncet tune`
-compares our step with itself in other settings.
+compares our step with itself in other settings, and the case `peers` with lightly.
 
 Operators and host waits of a step are counted too. On a GPU, CUDA itself checks that no step waits for the device: if
 one does, the exit code is 1.
