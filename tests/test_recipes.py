@@ -57,7 +57,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "augmentation": {
         "pipelines/sampling/augmentation.py": [
             (
-                "    mean: Annotated[",
+                "    mean: Mean = ",
                 '    negative: Probability = setting(0.0, "probability of a negative")\n',
             ),
             ("jitter=0.0, gray=0.0", "negative=0.0, "),

@@ -197,7 +197,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
         )
     place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
     stream = contextlib.nullcontext()
-    if place.on_gpu:
+    if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         stream = torch.cuda.stream(work_stream(place.device))
     with stream:
@@ -206,7 +206,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
 
 def _in_group(place: Place, timeout: int) -> Iterator[Place]:
     """Yield `place` in the process group of its ranks, if there are several: the part of `join` that communicates."""
-    rank, world_size, cuda = place.rank, place.world_size, place.on_gpu
+    rank, world_size, cuda = place.rank, place.world_size, place.device.type == "cuda"
     if world_size == 1 or dist.is_initialized():
         yield place
         return
