@@ -27,6 +27,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
 
     `status` is the run's status.json: after a signal, only this file tells a saved or complete run from a killed one.
     """
+    before = last_written(status)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -70,12 +71,13 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     except ChildFailedError as error:
         return job_exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
     except SignalException as stop:
-        # Neither: the ranks were killed after their grace period. Return the signal's code, 143 for SIGTERM.
-        codes = {
-            "preempted": Preempted.exit_code,
-            "done": 0,
-        }  # done: the signal came in the run's last update
-        return codes.get(read_status(status).get("state", ""), 128 + int(stop.sigval))
+        state = read_status(status).get("state")
+        if state == "preempted":
+            return Preempted.exit_code
+        if state == "done" and last_written(status) != before:
+            return 0  # the signal came in the run's last update
+        # The ranks were killed after their grace period. Return the signal's code, 143 for SIGTERM.
+        return 128 + int(stop.sigval)
     return 0
 
 
@@ -93,6 +95,11 @@ def job_exit_code(failures: Sequence[tuple[int, int]]) -> int:
     # The agent's SIGTERM is never the cause.
     causes = [code for code in causes if code != 128 + signal.SIGTERM] or causes
     return next((code for _, code in ended if code in REASONS), max(1, *causes))
+
+
+def last_written(path: Path) -> int | None:
+    """Return when a file was written, in ns; None if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -208,14 +208,25 @@ def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(first, other
     assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
 
 
+DONE = '{"state": "done"}'
+
+
 @pytest.mark.parametrize(
-    ("status", "code"), [("", 143), ('{"state": "preempted"}', 75), ('{"state": "done"}', 0)]
+    ("earlier", "status", "code"),
+    [
+        ("", "", 143),
+        ("", '{"state": "preempted"}', 75),
+        ("", DONE, 0),
+        (DONE, None, 143),  # of another job
+    ],
 )
-def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, status, code):
+def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, earlier, status, code):
     """Ranks that were killed before they had saved must not look like a saved run, nor a complete run like them."""
+    (tmp_path / "status.json").write_text(earlier)
     process = job_of_two(tmp_path, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
     wait_for(process, tmp_path / "0", tmp_path / "1")
-    (tmp_path / "status.json").write_text(status)
+    if status is not None:
+        (tmp_path / "status.json").write_text(status)
     os.kill(process.pid, signal.SIGTERM)
     process.join(120)
     assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
