@@ -4,7 +4,6 @@ A clean first epoch proves nothing: a truncated file can fail only once a crop r
 refuse what PIL reads, often without naming the file. So `check` decodes every image once, with the decoder that trains.
 """
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +36,6 @@ class CheckReport:
 
     index: ImageIndex
     decoder: str  # "DALI" or "PIL"
-    digests: list[bytes]  # of each image the sha256 of its file; b"" of a bad one
 
     @property
     def bad(self) -> list[tuple[str, str]]:
@@ -71,7 +69,6 @@ def check(
     sizes = np.zeros((len(index), 2), np.int32)
     stamps = np.empty((len(index), 2), np.int64) if index.pack is None else None
     bad: dict[int, str] = {}
-    digests = [b""] * len(index)
     for first in range(0, len(index), _BLOCK):
         block = slice(first, first + _BLOCK)
         numbers = range(len(index))[block]
@@ -80,16 +77,11 @@ def check(
         sizes[block], unusable = read_sizes(lambda row, first=first: _size(index, first + row), len(numbers))
         bad.update((first + row, reason) for row, reason in unusable.items())
         bad.update(_undecodable(index, [i for i in numbers if i not in bad], sizes, decode))
-        for i in [i for i in numbers if i not in bad]:
-            content = index.content(i)
-            digests[i] = hashlib.sha256(
-                content if isinstance(content, bytes) else content.read_bytes()
-            ).digest()
         if progress is not None:
             progress(numbers.stop, len(index))
     sizes[list(bad)] = 0
     checked = replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
-    return CheckReport(checked, "DALI" if dali else "PIL", digests)
+    return CheckReport(checked, "DALI" if dali else "PIL")
 
 
 def find_bad_images(index: ImageIndex, indices: Iterable[int], decode: Decode) -> dict[int, str]:

@@ -3,6 +3,10 @@
 A truncated file can pass for weeks, until a crop reaches the missing rows; this finds it in one pass.
 """
 
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +70,7 @@ def check_config(config: Config) -> None:
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     reports = [_checked(index, kept, **options) for index, kept in parts]
-    if twins := _twins(labeled, reports[0].digests):
+    if twins := _twins(labeled, reports[0].index.bad):
         text = "labeled images are copies of one with another label"
         say_line(f"note: {len(twins)} {text}: {first_five(twins)}. Give copies one label, or remove them")
     bad = [each for report in reports for each in report.bad]
@@ -76,11 +80,19 @@ def check_config(config: Config) -> None:
         say_line(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
 
 
-def _twins(index: ImageIndex, digests: list[bytes]) -> list[str]:
-    """Return the labeled images whose file has the content of an earlier one with another label, with that one."""
-    first, twins = {b"": -1}, []
-    for i in np.flatnonzero(index.labels >= 0).tolist():
-        if (j := first.setdefault(digests[i], i)) >= 0 and index.labels[i] != index.labels[j]:
+def _twins(index: ImageIndex, bad: Mapping[int, str]) -> list[str]:
+    """Return the good labeled images with the content of an earlier one of another label, with that one.
+
+    A file is read only if another one has as many bytes.
+    """
+    same_length, first, twins = defaultdict(list), {}, []
+    for i in np.setdiff1d(np.flatnonzero(index.labels >= 0), list(bad)).tolist():
+        content = index.content(i)
+        same_length[len(content) if isinstance(content, bytes) else os.path.getsize(content)].append(i)
+    for i in sorted(i for numbers in same_length.values() if len(numbers) > 1 for i in numbers):
+        content = index.content(i)
+        digest = hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
+        if index.labels[i] != index.labels[j := first.setdefault(digest, i)]:
             mine, other = (f"{index.name(n)} ({index.classes[index.labels[n]]})" for n in (i, j))
             twins.append(f"{mine} of {other}")
     return twins
