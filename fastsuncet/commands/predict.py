@@ -89,7 +89,7 @@ def predict(
             output, network, network.width, index, known_view(encoder), place, save, **options
         )
     except BadImage as error:
-        raise error if skip_bad else DataError(f"{error} Or leave them out: --skip-bad") from None
+        raise error if skip_bad else DataError(f"{error}\nOr leave them out: --skip-bad") from None
     summary = _summary(rows)
     for line in (*skipped_lines(skipped, index, "; their cells are empty"), *summary):
         say_line(line)

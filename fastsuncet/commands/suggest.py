@@ -111,7 +111,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     rows = typical(features, known, count, config.meta.seed)
     chosen = pool[rows.cpu().numpy()].tolist()
     guesses = []
-    if guess and len(np.unique(index.labels[good[labeled[good]]])) > 1:
+    if guess and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
         classifier, _, _ = run_classifier(encoder, config, place, run, skip_bad=True)
         with torch.inference_mode():

@@ -7,6 +7,7 @@ Shapes: N labeled images, E the width of the encoder's output, D that of the pro
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import labeled_split
 from pipelines.output import first_five
+from pipelines.verify import check
 
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
@@ -202,7 +204,7 @@ def run_classifier(
     run: Path,
     *,
     skip_bad: bool = False,
-    skipped: frozenset[str] = frozenset(),  # paths of labeled images to leave out
+    skipped: frozenset[int] = frozenset(),  # numbers of labeled images to leave out
 ) -> tuple[Classifier, Path, bool]:
     """Return the classifier of `encoder` on the labeled images of `config`, its file in `run`, and whether it is new.
 
@@ -215,8 +217,9 @@ def run_classifier(
     if isinstance(config.data.validation, float) or config.data.validation_table:
         config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
     index, chosen = labeled_images(config, place)
-    if skipped:
-        chosen = np.array([i for i in chosen.tolist() if str(index.path(i)) not in skipped], np.int64)
+    chosen = np.setdiff1d(chosen, list(skipped))
+    if skip_bad and not skipped:
+        _say_skipped(index, [i for i in index.bad if index.labels[i] >= 0], index.bad)
     known = learned_labels(encoder, config, index)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
@@ -249,13 +252,14 @@ def run_classifier(
     module = encoder.module.to(place.device)
     try:
         features = outputs(module, index, chosen, config, place, view=encoder.view)
-    except BadImage as error:
-        if not skip_bad:
+    except BadImage:
+        # It names the bad images of one batch; all are left out at once.
+        found = check(index.take(chosen), config.data.backend).index.bad
+        if not skip_bad or not found:
             raise
-        for path, reason in error.files:
-            say_line(f"skipped      the label of {path}: {reason}")
-        skipped |= {path for path, _ in error.files}
-        return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped)
+        bad = {int(chosen[row]): reason for row, reason in found.items()}
+        _say_skipped(index, list(bad), bad)
+        return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped.union(bad))
     module.to("cpu")
     truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
     classifier = fit_classifier(features, truth, given, classes, config, head)
@@ -267,6 +271,11 @@ def run_classifier(
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, payload)
     return classifier, path, True
+
+
+def _say_skipped(index: ImageIndex, numbers: Iterable[int], reasons: Mapping[int, str]) -> None:
+    for i in numbers:
+        say_line(f"skipped      the label of {index.path(i)}: {reasons[i]}")
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:

@@ -10,6 +10,7 @@ import re
 import threading
 import urllib.request
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +122,9 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
 
 
 def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, capsys, monkeypatch):
-    """That of a good header, and that of none; the classifier of the others is kept."""
-    for name, length in (("red0", 2000), ("blue1", 4)):
+    """Those of a good header, in two batches, and that of none; the classifier of the others is kept."""
+    monkeypatch.setattr(classifier, "outputs", partial(classifier.outputs, batch=4))
+    for name, length in (("red0", 2000), ("red1", 2000), ("green0", 2000), ("blue1", 4)):
         os.truncate(run.parent / "mine" / f"{name}.png", length)
     assert cli.main(words(run)) == 3
     assert (
@@ -131,9 +133,9 @@ def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, capsys, 
     )
     assert cli.main([*words(run), "--skip-bad"]) == 0 and len(rows()) == 12
     printed = capsys.readouterr().out
-    assert (
-        f"skipped      the label of {run.parent}/mine/red0.png: " in printed and "16 labels of 3" in printed
-    )
+    skipped = re.findall(rf"^skipped      the label of {run.parent}/mine/(\w+)\.png: ", printed, re.M)
+    assert sorted(skipped) == ["blue1", "green0", "red0", "red1"] and "14 labels of 3" in printed
+    assert printed.count("fitting      a classifier") == 2
     monkeypatch.delattr(classifier, "fit_classifier")
     assert len(fastsuncet.predict(run, "photos", skip_bad=True)) == 12
     assert "fitted before" in capsys.readouterr().out
