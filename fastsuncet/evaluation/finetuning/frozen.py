@@ -46,7 +46,8 @@ class Frozen:
 def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Place, steps: int) -> Frozen:
     """Fit the linear classifier of the config's section linear, and measure it and k-NN on the validation images.
 
-    Rank 0 fits, and all ranks return the same. New statistics are those of the batches after the fine-tuning's `steps`.
+    The ranks share the choice of the strength, rank 0 fits, and all return the same. New statistics are those of the
+    batches after the fine-tuning's `steps`.
     """
     network, stale = encoder.module.to(place.device), has_stale_statistics(encoder)
     chosen, count = labeled(images), len(images.train.classes)
@@ -75,8 +76,11 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
 
 
 def has_stale_statistics(encoder: Encoder) -> bool:
-    """Return whether a run of so few updates trained the encoder that torch's initial statistics still weigh in it."""
-    if encoder.step is None:
+    """Return whether a run of so few updates trained the encoder that torch's initial statistics still weigh in it.
+
+    Not in a run that started from weights (model.init), which have statistics of their own.
+    """
+    if encoder.step is None or encoder.trained is None or encoder.trained.model.init:
         return False
     norms = (x for x in encoder.module.modules() if isinstance(x, nn.modules.batchnorm._BatchNorm))
     updates = encoder.step + (encoder.tuned or 0)
@@ -85,7 +89,7 @@ def has_stale_statistics(encoder: Encoder) -> bool:
 
 def mean_square(features: Tensor) -> float:
     """Return the mean of |h|^2 of features (N, E), in float64 and in pieces: two copies of ImageNet's are 42 GB."""
-    return sum(x.double().square().sum().item() for x in features.split(ROWS)) / len(features)
+    return torch.cat([x.double().square().sum(1) for x in features.split(ROWS)]).mean().item()
 
 
 def with_fresh_statistics(
