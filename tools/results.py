@@ -204,7 +204,7 @@ def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p value of Student's t for a mean of 0."""
     from scipy.stats import ttest_1samp
 
-    return float(ttest_1samp(values, 0).pvalue) if any(values) else 1.0
+    return float(ttest_1samp(values, 0).pvalue) if stdev(values) else float(not any(values))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -78,7 +78,7 @@ def cross_validated(
     `network` (B, 3, S, S) -> (B, E). Images and, for k-NN, their neighbors are single center crops. The 95 % interval
     is that of as many independent images: repeats see the same images, so they make it no narrower. The strength of the
     linear classifier is chosen on all labels. Images that the network has `learned` from, bool of the training images,
-    are not judged, unless there are no others: a note says so. Every rank computes the same. Raises DataError where no
+    are not judged, unless there are no others: a note says so. Every rank returns the same. Raises DataError where no
     class has two labels.
     """
     chosen, count = supports(images, config), len(images.train.classes)

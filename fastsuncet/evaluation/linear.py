@@ -134,7 +134,7 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the choice takes one fit
     for each strength and not FOLDS. Collective: ranks have the same features and share the strengths.
     """
-    right, judged = torch.zeros(len(STRENGTHS)), labels.new_zeros(num_classes)
+    right, judged = torch.zeros(len(STRENGTHS), device=labels.device), labels.new_zeros(num_classes)
     for fold in range(FOLDS if len(labels) <= MANY else 1):
         left_out = folds(labels) == fold
         if left_out.all() or not left_out.any():
@@ -170,8 +170,8 @@ def fit_on_rank_0(
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
     """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
 
-    `network` (B, 3, S, S) -> (B, E). Labeled and validation images are shown as single center crops. Rank 0 fits, and
-    all ranks count.
+    `network` (B, 3, S, S) -> (B, E). Labeled and validation images are shown as single center crops. The ranks share
+    the choice of the strength, rank 0 fits, and all count.
     """
     shown = examples(network, images, config, place)
     fit, strength = fit_on_rank_0(shown.features, shown.labels, shown.num_classes, config.linear, place)

@@ -101,7 +101,7 @@ class Module:
         self.functions: dict[str, Any] = {}
 
     def launch(self, kernel: str, grid: tuple[int, int], block: int, *values: Any, shared: int = 0) -> None:
-        """Queue `kernel` with `arguments` on torch's current stream.
+        """Queue `kernel` with `values` on torch's current stream.
 
         `shared`: bytes of dynamic shared memory for each block.
 

@@ -191,7 +191,7 @@ class Bench:
 
     def pixel_problem(self, base: Config, contender: Config, *, exact: bool) -> str | None:
         """Return what is wrong with a contender's pixels: not those of `base`, or not the same when read twice."""
-        found = self.pixels(contender)
+        found = list(self.pixels(contender))
         for config, equal, when in ((contender, True, "the second time"), (base, exact, "than without it")):
             for number, (pixels, expected) in enumerate(zip(found, self.pixels(config), strict=True)):
                 step = 2 * number // len(found)
@@ -203,10 +203,11 @@ class Bench:
                     return f"the pixels differ by {error:.1e}, limit {PIXEL_LIMIT:g}, at step {step}"
         return None
 
-    def pixels(self, config: Config) -> list[Tensor]:
-        """Return the tensors of two steps on the host: a GPU can lack the memory for two pairs of streams."""
+    def pixels(self, config: Config) -> Iterator[Tensor]:
+        """Yield the tensors of two steps on the host: a GPU can lack the memory for two pairs of streams."""
         with contextlib.closing(self.stream(config)) as stream:
-            return [x.cpu() for step in range(2) for x in tensors(stream(step, self.supervised))]
+            for step in range(2):
+                yield from (x.cpu() for x in tensors(stream(step, self.supervised)))
 
     # ------------------------------------------------------------------------------------------------------ timing
     def time(self, base: Config, contender: Config, clock: str) -> Report:

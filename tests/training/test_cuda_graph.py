@@ -290,10 +290,10 @@ def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
     try:
         for _ in range(2):
             with join("cuda") as place:
-                seen.append(place.device.type)
+                seen.append(place.device)
     finally:
         work_stream.cache_clear()
-    assert seen == [device, "a stream of cuda:0", "cuda", "the stream before"] * 2
+    assert seen == [device, "a stream of cuda:0", device, "the stream before"] * 2
 
 
 @pytest.mark.gpu

@@ -234,4 +234,4 @@ def choose_metrics(panels: list[Panel], asked: Sequence[str], default: tuple[str
             raise ConfigError(
                 f"nothing here was measured by --metric {metric}; there is {', '.join(sorted(there))}"
             )
-    return list(asked) or [next(metric for metric in (*default, *there) if metric in there)]
+    return list(dict.fromkeys(asked)) or [next(metric for metric in (*default, *there) if metric in there)]
