@@ -157,7 +157,7 @@ CASES = {
             (PHOTOS / "11.jpg").write_bytes(b""),
         ),
         GOOD,
-        predict=(3, "11.jpg: an empty file\nRepair or remove them. Or leave them out: --skip-bad"),
+        predict=(3, "11.jpg: an empty file\nRepair or remove them.\nOr leave them out: --skip-bad"),
     ),
     "only unreadable images": Case(
         each_photo(lambda path: path.write_bytes(b"")),
