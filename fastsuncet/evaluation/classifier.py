@@ -253,9 +253,11 @@ def run_classifier(
     try:
         features = outputs(module, index, chosen, config, place, view=encoder.view)
     except BadImage:
+        if not skip_bad:
+            raise
         # It names the bad images of one batch; all are left out at once.
         found = check(index.take(chosen), config.data.backend).index.bad
-        if not skip_bad or not found:
+        if not found:
             raise
         bad = {int(chosen[row]): reason for row, reason in found.items()}
         _say_skipped(index, list(bad), bad)
