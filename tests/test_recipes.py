@@ -44,14 +44,14 @@ def test_negative_plus_view_is_white(backend):
     torch.testing.assert_close(view + negative, torch.ones_like(view))
 """
 COMMAND = '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n'
-METHOD = '    "toy": Method("Toy", partial(contrast, "toy")),\n'
+TERM = '    "toy": Term("Toy", partial(contrast, "toy")),\n'
 DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes))[::4]'
 # What is added -> file -> (what stands there, what is written before it); "" is the end of a file, or a new one.
 RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "loss": {
         "fastsuncet/losses/toy.py": [("", LOSS)],
         "fastsuncet/config/schema.py": [('"suncet", "sup_con"]', '"toy", ')],
-        "fastsuncet/training/methods.py": [('    "cross_entropy": Method(', METHOD)],
+        "fastsuncet/training/methods.py": [('    "cross_entropy": Term(', TERM)],
         "tests/support/dense_losses.py": [("", LOSS)],
     },
     "augmentation": {

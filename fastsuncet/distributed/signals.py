@@ -2,12 +2,12 @@
 
 1. The signal handler of this module sets a flag and does nothing else. A handler that saves, prints or takes a lock
    can interrupt the very code that holds that lock, and hang.
-2. The training loop (training/trainer.py) reads the flag once a step. `StopConsensus` makes all ranks stop after the
-   same step, whichever of them got the signal.
-3. The loop saves a checkpoint and raises `Preempted` (errors.py), also before the first step (commands/train.py). The
-   command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75: the same command continues
-   the run. A signal in the last update changes nothing: the run ends with 0. Until the process has ended it ignores
-   further signals, but for a second Ctrl-C before the save is done (130). Before commands/train.py has entered
+2. The training loop (training/trainer.py) reads the flag once a step, and before each batch of an evaluation.
+   `StopConsensus` makes all ranks stop after the same step, whichever of them got the signal.
+3. The loop saves a checkpoint and raises `Preempted` (errors.py); before the first step commands/train.py raises it.
+   The command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75: the same command
+   continues the run. A signal in the last update changes nothing: the run ends with 0. Until the process has ended it
+   ignores further signals, but for a second Ctrl-C before the save is done (130). Before commands/train.py has entered
    `SignalFlag` a signal ends the process at once.
 
 Who passes signals on: launch.py to its ranks, and returns the code of the first one that left with a reason, or after a

@@ -54,8 +54,8 @@ def sweep_pairs(
 
 def _similarities(unit: Tensor, ids: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
     """Return x_ij of `rows` and of themselves and all later rows, 0 on the diagonal; and where ids differ."""
-    one = unit.new_full((1,), -1 / temperature)
-    x = torch.addmm(one, unit[rows], unit[rows.start :].T, alpha=1 / temperature).exp_()
+    shift = unit.new_full((1,), -1 / temperature)
+    x = torch.addmm(shift, unit[rows], unit[rows.start :].T, alpha=1 / temperature).exp_()
     x.diagonal().fill_(0)
     return x, ids[rows, None] != ids[rows.start :]
 

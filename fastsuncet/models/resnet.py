@@ -282,8 +282,8 @@ def build_model(
 
     Raises ConfigError for a name, library or stem that does not exist.
     """
-    own = not name.startswith(TIMM)
-    if own and name not in WIDTHS:
+    by_timm = name.startswith(TIMM)
+    if not by_timm and name not in WIDTHS:
         raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
     if library not in LIBRARIES:
         raise ConfigError(f"model.library: {library!r} is not one of {', '.join(LIBRARIES)}")
@@ -309,16 +309,13 @@ def build_model(
         )
     if torch.device(device).type == "meta":
         return model
-    if own:
-        _to_empty(model)
-        initialize(model, seed)
-    else:
+    if by_timm:
+        model.encoder = nn.Module()  # timm's networks have parameters that only timm knows how to draw
+    _to_empty(model)
+    initialize(model, seed)
+    if by_timm:
         from fastsuncet.models import timm_backbone
 
-        # timm's networks have parameters that only timm knows how to draw. The seed gives the other layers too.
-        model.encoder = nn.Module()
-        _to_empty(model)
-        initialize(model, seed)
         model.encoder = timm_backbone.create(name, "cpu", seed)
     return model.to(device)
 

@@ -6,10 +6,8 @@
       paws     labeled images (arXiv 2104.13963)       sup_con        L_sup_out (appendix H)
       none     labels alone (appendix H)               none           only with paws, which has the labels
 
-Each is a function of the network's outputs, whose rows multi_view_model.py (`Outputs`) orders; the equations are in
-`fastsuncet.losses`, one file each. This module passes
-`criterion.temperature` to them. `losses/contrast.py` divides the rows, or `losses/contrast_symmetric.py` for NT-Xent
-and SuNCEt where one CPU process has all rows and `criterion.keys` is attached.
+Each is a function of the network's outputs (`Outputs` of multi_view_model.py), which passes the config's settings to a
+loss. The equations are in `fastsuncet.losses`, one file each.
 """
 
 from collections.abc import Callable, Iterator
@@ -93,39 +91,37 @@ def none(config: Config, out: Outputs, *_: object) -> Tensor:
     return out.labeled.new_zeros(())
 
 
-class Method(NamedTuple):
-    """A loss: its method's name in the paper, and its value from config, outputs, labels (S,) and `per_class`."""
+class Term(NamedTuple):
+    """A loss: its name in the paper, and its value from config, outputs, labels (S,) and `per_class`."""
 
     title: str
     loss: Callable[[Config, Outputs, Tensor, Tensor | None], Tensor]
 
 
 # The values of criterion.instance and criterion.supervision.
-METHODS = {
-    "nt_xent": Method("SimCLR", nt_xent),
-    "swav": Method("SwAV", swav),
-    "paws": Method("PAWS", paws),
-    "suncet": Method("SuNCEt", partial(contrast, "suncet")),
-    "sup_con": Method("L_sup_out", partial(contrast, "sup_con")),
-    "cross_entropy": Method("cross-entropy", cross_entropy),
-    "none": Method("", none),
+TERMS = {
+    "nt_xent": Term("SimCLR", nt_xent),
+    "swav": Term("SwAV", swav),
+    "paws": Term("PAWS", paws),
+    "suncet": Term("SuNCEt", partial(contrast, "suncet")),
+    "sup_con": Term("L_sup_out", partial(contrast, "sup_con")),
+    "cross_entropy": Term("cross-entropy", cross_entropy),
+    "none": Term("", none),
 }
 
 
-def instance_loss(config: Config, per_class: Tensor | None = None) -> Loss:
-    """Return the config's loss on unlabeled images: a scalar, this rank's share of the mean over all images.
+def losses(config: Config, per_class: Tensor | None = None) -> tuple[Loss, Loss]:
+    """Return the config's losses on unlabeled and on labeled images, functions of outputs and labels (S,).
 
-    It takes outputs and labels (S,). `per_class` (C,), floating and on the device, counts the labeled images of each
-    class of the data set; PAWS reads it with `paws.prior: labels`.
+    Their values are scalars, this rank's share of a mean; the second is 0 where there are no labeled images.
+    `per_class` (C,), floating and on the device, counts the labeled images of each class of the data set; PAWS reads it
+    with `paws.prior: labels`.
     """
-    loss = METHODS[config.criterion.instance].loss
-    return lambda out, labels: loss(config, out, labels, per_class)
 
+    def with_config(term: str) -> Loss:
+        return lambda out, labels: TERMS[term].loss(config, out, labels, per_class)
 
-def supervised_loss(config: Config) -> Loss:
-    """Return the config's loss on labeled images, 0 where there are none; it takes outputs and labels (S,)."""
-    loss = METHODS[config.criterion.supervision].loss
-    return lambda out, labels: loss(config, out, labels, None)
+    return with_config(config.criterion.instance), with_config(config.criterion.supervision)
 
 
 def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
@@ -133,8 +129,9 @@ def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
 
     No loss reads the other's, so that the gradient of an input is that of one loss alone.
     """
-    read = (x for x in (out.scores, out.predictions, out.projections) if x is not None)
-    return next(read), out.labeled if out.logits is None else out.logits
+    candidates = (out.scores, out.predictions, out.projections), (out.logits, out.labeled)
+    instance, supervised = (next(x for x in each if x is not None) for each in candidates)
+    return instance, supervised
 
 
 def tf32(config: Config) -> bool:
@@ -170,4 +167,4 @@ def terms(config: Config) -> tuple[str, str]:
 
 def name(config: Config) -> str:
     """Return the method as the paper writes it: "SimCLR + SuNCEt"."""
-    return " + ".join(METHODS[term].title for term in terms(config) if term != "none")
+    return " + ".join(TERMS[term].title for term in terms(config) if term != "none")

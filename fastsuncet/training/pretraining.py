@@ -41,7 +41,7 @@ class Pretraining(TrainingTask[Batch]):
     stream: PairedStream
     optimizer: DeviceLR
     roles = (UNLABELED, LABELED)
-    values = 4
+    value_count = 4
     world_size_note = (
         "the same images in the same global batches, so results are equal up to rounding, not to the bit"
     )

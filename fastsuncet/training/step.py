@@ -72,8 +72,7 @@ class StepMethod:
         self, config: Config, model: resnet.Model, device: torch.device, per_class: Sequence[int] = ()
     ):
         counts = torch.tensor(per_class, dtype=torch.float32, device=device) if len(per_class) else None
-        self.instance_loss = methods.instance_loss(config, counts)
-        self.supervised_loss = methods.supervised_loss(config)
+        self.instance_loss, self.supervised_loss = methods.losses(config, counts)
         self.prototypes = model.prototypes.weight if model.prototypes is not None else None
         self.freeze_steps = config.swav.freeze_steps
         self.device = device

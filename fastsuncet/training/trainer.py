@@ -11,11 +11,7 @@ loop never asks an iterator whether there is more, derives no schedule from a lo
 at a metrics line, a save and an evaluation alone, and with `plateau` once an epoch. Metrics lines of steps after the
 checkpoint are set aside (metrics/writer.py).
 
-What happens on SIGTERM and the other stop signals: the handler (distributed/signals.py) only sets a flag. After each
-step, and before each batch of an evaluation, the ranks agree whether any of them has it set
-(distributed/stop_consensus.py). If so, `Trainer.run` saves a checkpoint and raises Preempted. `train` of
-commands/train.py, which entered SignalFlag, writes that to status.json (`RunStatus` of checkpoint/run_folder.py), and
-cli/__init__.py exits with code 75; the same command continues the run.
+distributed/signals.py has the road of a stop signal.
 """
 
 from abc import ABC, abstractmethod
@@ -36,6 +32,7 @@ from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
@@ -77,7 +74,7 @@ class TrainingTask(ABC, Generic[BatchType]):
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     terms: tuple[str, str]  # names of the two losses of `train_step`; "none" for one that the method has not
-    values = 2  # of `train_step`: the losses, and possibly the norm of the gradient of each
+    value_count = 2  # of `train_step`: the losses, and possibly the norm of the gradient of each
     roles: tuple[str, str]  # of the images of each term, in the stream
     columns: tuple[str, ...]  # of metrics.csv, without "step"
     steps_per_epoch: int
@@ -96,7 +93,7 @@ class TrainingTask(ABC, Generic[BatchType]):
 
     @abstractmethod
     def train_step(self, batch: BatchType, lr: float) -> Tensor:
-        """Make one update; return `values`: losses, then norms, on the device. No host sync."""
+        """Make one update; return the `value_count` values: losses, then norms, on the device. No host sync."""
 
     @abstractmethod
     def cost(self, step: int) -> tuple[int, int]:
@@ -143,16 +140,12 @@ class Trainer(Generic[Task]):
     def __init__(self, task: Task, place: Place, folder: Path, meter: EnergyMeter | None = None):
         self.task, self.place, self.folder = task, place, folder
         self.ledger = Ledger(meter=meter)
-        self.interval = MetricsInterval(place.device, task.values)
+        self.interval = MetricsInterval(place.device, task.value_count)
         self.step = 0  # updates done
         self.evaluated = True  # False: an evaluation is due at this very step
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
-        self.consensus = None
-        if place.world_size > 1:
-            from fastsuncet.distributed.stop_consensus import StopConsensus
-
-            self.consensus = StopConsensus()
+        self.consensus = StopConsensus()
         self.heart: Heartbeat | None = None  # while `run` runs on several ranks
         self.restore()
 
@@ -222,8 +215,7 @@ class Trainer(Generic[Task]):
                         self.save()
                 if stop:
                     raise self.preempted(signals)
-            if self.consensus is not None:
-                self.consensus.close()
+            self.consensus.close()
 
     def watched(self, signals: SignalFlag) -> "AbstractContextManager[Heartbeat | None]":
         """Return a context in which a thread names the rank that the others wait for, and ends ranks that hang."""
@@ -248,8 +240,7 @@ class Trainer(Generic[Task]):
 
     def stop_agreed(self, signals: SignalFlag) -> bool:
         """Return whether any rank has a stop signal; of several ranks, as of the call before this one."""
-        requested = signals.requested is not None
-        return requested if self.consensus is None else self.consensus.agree(requested)
+        return self.consensus.agree(signals.requested is not None)
 
     def preempted(self, signals: SignalFlag) -> Preempted:
         """Return the error that ends a run on a signal, once all is saved."""

@@ -150,44 +150,45 @@ class ClassSampler:
                 f"one label >= 0 for each index is needed: got {indices.shape} indices, {labels.shape} labels"
             )
         self.indices = indices
-        self._labels, self._counts = np.unique(labels, return_counts=True)
-        if not 1 <= classes_per_batch <= len(self._labels):
+        # The labels that an image has, ascending, and how many images have each. A slot is a position in them.
+        self._classes, self._counts = np.unique(labels, return_counts=True)
+        if not 1 <= classes_per_batch <= len(self._classes):
             raise DataError(
-                f"a labeled batch of {classes_per_batch} classes cannot be drawn from {len(self._labels)} "
+                f"a labeled batch of {classes_per_batch} classes cannot be drawn from {len(self._classes)} "
                 f"classes with labeled images ({len(indices)} in all): lower classes_per_batch or label more"
             )
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
         self.world_size, self.seed, self.class_names = world_size, seed, tuple(class_names)
         self.global_batch = classes_per_batch * images_per_class
         self.local_batch = _share("the labeled batch", self.global_batch, world_size)
-        self._n = -(-self.local_batch // classes_per_batch)  # images of a class on a rank, at most
-        self.steps_per_cycle = len(self._labels) // classes_per_batch
+        self.steps_per_cycle = len(self._classes) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
         self._images = indices[np.lexsort((indices, labels))]
         # The images of each class in its present order, and the number of the permutation that made it.
-        self._ordered, self._numbers = self._images.copy(), np.full(len(self._labels), -1)
+        self._ordered, self._permutations = self._images.copy(), np.full(len(self._classes), -1)
         self._firsts = np.cumsum(self._counts) - self._counts
-        self._cycle = -1, self._labels  # the latest cycle and its order
+        self._cycle = -1, self._classes  # the latest cycle and its order
 
     def _slots(self, step: int) -> np.ndarray:
-        """Return positions in `_labels`, int64 (C,), of the classes of `step`."""
+        """Return the slots, int64 (C,), of the classes of `step`."""
         cycle, chunk = divmod(step, self.steps_per_cycle)
         if self._cycle[0] != cycle:
-            order = permutation(len(self._labels), seed=self.seed, role=CLASS_ROLE, counter=(0, cycle))
+            order = permutation(len(self._classes), seed=self.seed, role=CLASS_ROLE, counter=(0, cycle))
             self._cycle = cycle, order
         return self._cycle[1][chunk * self.classes_per_batch : (chunk + 1) * self.classes_per_batch]
 
     def classes(self, step: int) -> np.ndarray:
         """Return labels, int64 (C,), of the classes of `step`; row i of the global batch is of class i % C."""
-        return self._labels[self._slots(step)]
+        return self._classes[self._slots(step)]
 
     def rows(self, step: int, rank: int) -> np.ndarray:
         """Return image indices, int64 (local_batch,), of `rank` at `step`, interleaved [a, b, c, a, b, c, ...]."""
         m, slots = self.images_per_class, self._slots(step)
         counts = self._counts[slots]
+        # Each class was visited once a cycle, and a permutation of its images lasts counts // m visits.
         numbers, turns = np.divmod(step // self.steps_per_cycle, np.maximum(1, counts // m))
         # Few classes begin a permutation at a step, unless they are too small for two visits.
-        stale = self._numbers[slots] != numbers
+        stale = self._permutations[slots] != numbers
         for slot, number in zip(slots[stale].tolist(), numbers[stale].tolist()):
             self._shuffle(slot, number)
         mine = np.arange(rank * self.local_batch, (rank + 1) * self.local_batch)
@@ -200,23 +201,24 @@ class ClassSampler:
         """Put the images of one class into the order of its permutation `number`."""
         own = slice(self._firsts[slot], self._firsts[slot] + self._counts[slot])
         # Keyed by the label, not by the slot: labeling images of a new class does not change this one's order.
-        counter = (int(self._labels[slot]), number)
+        counter = (int(self._classes[slot]), number)
         order = permutation(int(self._counts[slot]), seed=self.seed, role=IMAGE_ROLE, counter=counter)
-        self._ordered[own], self._numbers[slot] = self._images[own][order], number
+        self._ordered[own], self._permutations[slot] = self._images[own][order], number
 
     def notes(self) -> list[str]:
         """Return sentences to print once before a run: which classes are too few, or too small, for this batch."""
-        n, m, notes = self._n, self.images_per_class, []
-        empty = sorted(set(range(len(self.class_names))) - set(self._labels.tolist()))
+        m, notes = self.images_per_class, []
+        n = -(-self.local_batch // self.classes_per_batch)  # images of a class on a rank, at most
+        empty = sorted(set(range(len(self.class_names))) - set(self._classes.tolist()))
         if empty:
             names = first_five([self.class_names[label] for label in empty])
             notes.append(
                 f"{len(empty)} of {len(self.class_names)} classes have no labeled image and are never drawn: {names}"
             )
-        left_out = len(self._labels) % self.classes_per_batch
+        left_out = len(self._classes) % self.classes_per_batch
         if left_out:
             notes.append(
-                f"{self.classes_per_batch} classes a batch do not divide {len(self._labels)} classes: every "
+                f"{self.classes_per_batch} classes a batch do not divide {len(self._classes)} classes: every "
                 f"cycle of {self.steps_per_cycle} steps leaves out {left_out}, drawn anew"
             )
         if m == 1:
@@ -227,7 +229,7 @@ class ClassSampler:
             (repeated, f"the {n} a rank takes, so a rank sees an image more than once"),
         ):
             if which.any():
-                counted = zip(self._labels[which].tolist(), self._counts[which].tolist())
+                counted = zip(self._classes[which].tolist(), self._counts[which].tolist())
                 names = first_five([f"{self._name(label)} ({count})" for label, count in counted])
                 notes.append(
                     f"{which.sum()} of {len(which)} classes have fewer labeled images than {why}, a positive "

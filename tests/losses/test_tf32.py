@@ -119,6 +119,6 @@ def test_products_in_tf32_only_behind_16_bits(supervision, precision, products, 
     changes = [f"criterion.{key}={value}" for key, value in settings.items()]
     config = load_config(CONFIGS / "digits_demo.yaml", [*changes, f"meta.precision={precision}"])
     out = Outputs(torch.ones(2, 2), torch.ones(2, 2), None, None)
-    for loss in (methods.instance_loss(config), methods.supervised_loss(config)):
+    for loss in methods.losses(config):
         loss(out, torch.zeros(2, dtype=torch.int64))
     assert seen == [expected, expected]

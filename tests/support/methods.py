@@ -35,7 +35,7 @@ METHODS = {
     "SimCLR + cross-entropy": ["criterion.supervision=cross_entropy"],
     # Of each of them: L_sup_out, and what is added.
     **{
-        f"SimCLR + {methods.METHODS[loss].title}": [f"criterion.supervision={loss}"]
+        f"SimCLR + {methods.TERMS[loss].title}": [f"criterion.supervision={loss}"]
         for loss in get_args(Contrast)
     },
     "SuNCEt": LABELS_ALONE,
@@ -84,8 +84,7 @@ def network(config: Config) -> MultiViewModel:
 
 def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:
     out = in_float32(network(views, labeled))
-    instance = methods.instance_loss(config, PER_CLASS_IN_ALL)
-    losses = instance(out, labels), methods.supervised_loss(config)(out, labels)
+    losses = [loss(out, labels) for loss in methods.losses(config, PER_CLASS_IN_ALL)]
     sum(losses).backward()
     gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}
     return torch.stack([loss.detach() for loss in losses]), gradients

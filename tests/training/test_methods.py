@@ -35,7 +35,7 @@ def test_methods_every_loss_of_the_schema_is_compared_here():
     compared = {
         getattr(config_of(method).criterion, key) for method in METHODS for key in ("instance", "supervision")
     }
-    assert names == compared == set(methods.METHODS)
+    assert names == compared == set(methods.TERMS)
 
 
 def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> torch.Tensor:

@@ -121,9 +121,7 @@ def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
 
     def losses(out: Outputs) -> torch.Tensor:
         out = in_float32(out)
-        return methods.instance_loss(config)(out, batch.labels) + methods.supervised_loss(config)(
-            out, batch.labels
-        )
+        return sum(loss(out, batch.labels) for loss in methods.losses(config))
 
     with method.autocast():
         out = ours(batch.views, batch.labeled)
