@@ -41,6 +41,7 @@ import fastsuncet.commands.train  # noqa: F401 - what the agent and the ranks wo
 import pipelines.dali.engine  # noqa: F401
 from fastsuncet import cli
 from fastsuncet.commands import data_pack, export
+from fastsuncet.commands.report.tables import markdown
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
@@ -257,13 +258,7 @@ def show(trials: list[dict]) -> None:
     """Print kills by target and phase, the exit codes of jobs, and every difference."""
     kills = [kill for trial in trials for kill in trial["kills"]]
     counts = Counter((kill["target"], kill["phase"]) for kill in kills)
-    print(
-        "| killed | "
-        + " | ".join(PHASES)
-        + " | exit codes of the job |\n|---|"
-        + "---:|" * len(PHASES)
-        + "---|"
-    )
+    rows = []
     for target in sorted({kill["target"] for kill in kills}):
         codes = Counter(
             code
@@ -272,9 +267,8 @@ def show(trials: list[dict]) -> None:
             for code in (kill.get("orphans", ["hung"]) if target == "agent" else [kill["code"]])
         )
         cells = [str(counts[target, phase]) for phase in PHASES]
-        print(
-            f"| {target} | {' | '.join(cells)} | {', '.join(f'{c}: {n}' for c, n in codes.most_common())} |"
-        )
+        rows.append([target, *cells, ", ".join(f"{c}: {n}" for c, n in codes.most_common())])
+    print(*markdown(["killed", *PHASES, "exit codes of the job"], rows), sep="\n")
     wrong = [trial for trial in trials if trial["difference"] is not None]
     print(f"\n{len(kills)} kills in {len(trials)} runs; {len(wrong)} runs differ from the undisturbed one")
     for trial in wrong:
@@ -300,11 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
     # Ranks whose agent was killed become children of this process, which can then wait for them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     lines = top / "trials.jsonl"
-    trials = (
-        [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-        if lines.exists()
-        else []
-    )
+    lines.touch()
+    trials = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     runs = Runs(top, options.images, options.ranks, options.config, words, options.pack)
     while sum(len(trial["kills"]) for trial in trials) < options.kills:
         number = len(trials)

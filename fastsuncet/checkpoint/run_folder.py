@@ -28,33 +28,36 @@ def on_rank_0(place: Place, function: Callable[[], Json]) -> Json:
     Ranks that each looked at the disk could see different files, and a rank that waits for one that failed would wait
     until the time-out.
     """
-    value, problem = None, None
-    if place.first:
-        try:
-            value = function()
-        except Exception as error:
-            problem = error
-    failure = None if problem is None else [str(problem), getattr(problem, "exit_code", None)]
-    value, failure = broadcast_json([value, failure])
-    if failure is not None:
-        message, code = failure
-        raise problem or ERRORS.get(code, CheckpointError)(message)
+    value, own = _attempt(function) if place.first else (None, None)
+    value, failure = broadcast_json([value, _as_json(own)])
+    _raise(failure, own)
     return value
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
     """Return each rank's own `function()`. An error on one rank is one of its exit code on the others. Collective."""
-    value, problem = None, None
-    try:
-        value = function()
-    except Exception as error:
-        problem = error
-    failures = gather_json(problem and [str(problem), getattr(problem, "exit_code", None)])
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            message, code = failure
-            raise problem or ERRORS.get(code, CheckpointError)(f"rank {rank}: {message}")
+    value, own = _attempt(function)
+    for rank, failure in enumerate(gather_json(_as_json(own))):
+        _raise(failure, own, f"rank {rank}: ")
     return cast(T, value)
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _as_json(error: Exception | None) -> list | None:
+    return error and [str(error), getattr(error, "exit_code", None)]
+
+
+def _raise(failure: list | None, own: Exception | None, where: str = "") -> None:
+    """Raise this rank's `own` error if a rank has failed; if it has none, one of the exit code of the failure."""
+    if failure is not None:
+        message, code = failure
+        raise own or ERRORS.get(code, CheckpointError)(f"{where}{message}")
 
 
 @contextlib.contextmanager

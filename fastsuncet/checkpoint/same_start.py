@@ -3,35 +3,13 @@
 A config or a list of labels that was copied to the machines' own disks is the ordinary case on a cluster.
 """
 
-import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from fastsuncet.config import Config, flat
-from fastsuncet.config.reader import INPUTS
 from fastsuncet.distributed.collectives import gather_json
-from fastsuncet.distributed.place import Place
-from fastsuncet.distributed.place import join as join_ranks
 from fastsuncet.errors import ConfigError
-from fastsuncet.versions import digest_of_sources, versions
 from pipelines.data_errors import DataError
-
-
-@contextlib.contextmanager
-def join(config: Config) -> Iterator[Place]:
-    """Join the ranks of a command, on meta.device.
-
-    Raises as `place.join`, and ConfigError on every rank if they have different configs, versions or sources.
-    """
-    with join_ranks(config.meta.device, config.meta.timeout) as place:
-        if place.world_size > 1:
-            # Inputs can lie on the machines' own disks: what they hold is compared, or only rank 0 reads it.
-            values = {key: value for key, value in flat(config.canonical()).items() if key not in INPUTS}
-            values |= {f"version of {name}": version for name, version in versions().items()}
-            values["digest of fastsuncet's sources"] = digest_of_sources()
-            require_same(values, ConfigError)
-        yield place
 
 
 def require_same(values: Mapping[str, Any], kind: type[ConfigError] | type[DataError]) -> None:

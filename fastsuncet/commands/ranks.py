@@ -5,10 +5,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fastsuncet.checkpoint import same_start
-from fastsuncet.config import Config
-from fastsuncet.distributed.place import Place, should_start_ranks
+from fastsuncet.checkpoint.same_start import require_same
+from fastsuncet.config import Config, flat
+from fastsuncet.config.reader import INPUTS
+from fastsuncet.distributed.place import Place, join, should_start_ranks
+from fastsuncet.errors import ConfigError
 from fastsuncet.training.determinism import set_determinism
+from fastsuncet.versions import digest_of_sources, versions
 
 
 @contextlib.contextmanager
@@ -21,12 +24,18 @@ def as_rank(
     them, and SystemExit is raised with the exit code of that job; None: this process is a rank in any case. `status` is
     the file that tells a saved run from a killed one after a signal (`launch.start_ranks`).
 
-    Raises as `same_start.join` and `set_determinism`.
+    Raises as `join` and `set_determinism`, and ConfigError on every rank for different configs, versions or sources.
     """
     if arguments is not None and should_start_ranks(config.meta.device):
         from fastsuncet.distributed.launch import start_ranks
 
         raise SystemExit(start_ranks(list(arguments), Path(status)))
-    with same_start.join(config) as place:
+    with join(config.meta.device, config.meta.timeout) as place:
+        if place.world_size > 1:
+            # Inputs can lie on the machines' own disks: what they hold is compared, or only rank 0 reads it.
+            values = {key: value for key, value in flat(config.canonical()).items() if key not in INPUTS}
+            values |= {f"version of {name}": version for name, version in versions().items()}
+            values["digest of fastsuncet's sources"] = digest_of_sources()
+            require_same(values, ConfigError)
         set_determinism(config, place)
         yield place

@@ -116,14 +116,9 @@ class PairedStream:
         return {i for loader in self._loaders.values() for i in loader.replaced}
 
     @property
-    def backend(self) -> str:
-        """The back-end that makes the pixels: "dali" or "torchvision"."""
-        return next(iter(self._loaders.values())).options.backend
-
-    @property
-    def uses_view_operator(self) -> bool:
-        """Whether the view operator makes the views (data.view_operator)."""
-        return next(iter(self._loaders.values())).options.view_operator is True
+    def options(self) -> LoaderOptions:
+        """What makes the pixels, without "auto"."""
+        return next(iter(self._loaders.values())).options
 
     def notes(self) -> list[str]:
         """Return warnings about the labeled images, for the start of a run: small classes, left-out ones."""
@@ -138,14 +133,13 @@ class PairedStream:
 
 def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOptions:
     """Return the options of an evaluation's or a fine-tuning's loader, of which `streams` run at the same time."""
-    gpu = place.device.type == "cuda"
     # On a GPU a stream has two pools of threads, DALI's and its decoder's. On a CPU it has one pool, and the small
     # stream would leave its half of the cores idle.
     return LoaderOptions(
         backend=config.data.backend,
-        device="gpu" if gpu else "cpu",
+        device="gpu" if place.on_gpu else "cpu",
         device_id=place.device.index or 0,
-        threads=decode_threads(config.data.decode_threads, streams=streams if gpu else 1),
+        threads=decode_threads(config.data.decode_threads, streams=streams if place.on_gpu else 1),
         prefetch=config.data.prefetch,
     )
 

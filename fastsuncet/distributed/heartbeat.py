@@ -37,11 +37,7 @@ class Heartbeat:
     period = 5.0  # seconds between two posts
 
     def __init__(
-        self,
-        timeout: float,
-        signals: SignalFlag,
-        say: Callable[[str], None],
-        end: Callable[[str], None],
+        self, timeout: float, signals: SignalFlag, say: Callable[[str], None], end: Callable[[str], None]
     ):
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()

@@ -26,13 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastsuncet.distributed.collectives import (
-    Group,
-    all_gather_rows,
-    gather_rows,
-    rank,
-    world_size,
-)
+from fastsuncet.distributed.collectives import Group, all_gather_rows, gather_rows, rank, world_size
 from fastsuncet.losses.checks import at_least_float32
 from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE, chunks, sweep_pairs
 

@@ -1,4 +1,4 @@
-"""What a run costs: multiply-adds, petaFLOPs, SimCLR-equivalent epochs, bytes of memory.
+"""What a run costs: multiply-adds, petaFLOPs, bytes of memory.
 
 One MAC is one multiply and one add, so 2 FLOP. A training sample costs 3 forward passes (forward, gradient
 of the inputs, gradient of the weights), so 6 FLOP per MAC: this project's reading of the paper's petaFLOPs,
@@ -152,18 +152,6 @@ def run_samples(steps: int, supervised_steps: int, unlabeled: int, labeled: int)
     return 2 * unlabeled * steps + labeled * min(steps, supervised_steps)
 
 
-def equivalent_epochs(samples: int, images: int, batch: int) -> float:
-    """Return `samples` in epochs of plain SimCLR on `images` images, `batch` per update, without a partial batch.
-
-    It compares a SuNCEt run and a SimCLR run at equal compute: 100 epochs of SuNCEt on ImageNet
-    (2,816 + 2,560 images per update) are 145.5 of SimCLR (4,096), recipe section 6. Raises ValueError for
-    fewer images than one batch.
-    """
-    if images < batch:
-        raise ValueError(f"equivalent_epochs: {images} images are fewer than one batch of {batch}")
-    return samples / (2 * (images // batch) * batch)
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one device; without the convolutions' workspace, the allocator's gaps and DALI's buffers."""
@@ -181,26 +169,17 @@ class Memory:
 
 
 def memory_estimate(
-    name: str,
-    stem: str,
-    size: int,
-    hidden: int,
-    output: int,
-    head_batchnorm: bool = False,
-    head_layers: int = 2,
-    prediction_head: bool = False,
-    *,
-    samples: int,
-    precision: str = "bf16",
+    name: str, stem: str, size: int, *head: Any, samples: int, precision: str = "bf16"
 ) -> Memory:
     """Return the bytes that one rank needs to train on `samples` samples (views and labeled images) per step.
 
+    `head` as of `network_cost`.
     Weights, gradients and momentum are float32 in every precision; "bf16" and "fp16" keep activations in 16
     bits, "fp32" in 32. A ResNet-50 at 224 px keeps 45 MB per view in bf16, 23 GB for 512 views. Under DDP
     with gradient_as_bucket_view the buckets are the gradients; without, add their size again.
     """
     half = {"bf16": True, "fp16": True, "fp32": False}[precision]
-    cost = network_cost(name, stem, size, hidden, output, head_batchnorm, head_layers, prediction_head)
+    cost = network_cost(name, stem, size, *head)
     parameters = 4 * cost.parameters
     kept = cost.activations * (2 if half else 4) + 8 * cost.indices
     images = 3 * size**2 * 4 if half else 0  # in float32 the batch is what the first convolution keeps

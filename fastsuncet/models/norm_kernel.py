@@ -57,7 +57,7 @@ def takes(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 def own_sums(x: Tensor) -> Tensor:
-    """Return this rank's (1 + 2C,) float64 sums of x, as `fits` checks it, in the form of `join_statistics`."""
+    """Return this rank's (1 + 2C,) float64 sums of x, as `fits` checks it, in the form of `sync_batchnorm.sums_of`."""
     grid = _Grid(x)
     return _sums(grid.module, grid.moments(x))
 
@@ -203,7 +203,7 @@ class _Grid:
 
 
 def _sums(module: launcher.Module, moments: Tensor) -> Tensor:
-    """Turn moments (groups, 1 + 2C) into the (1 + 2C) float64 sums that ranks add up, as `join_statistics` does."""
+    """Turn moments (groups, 1 + 2C) into the (1 + 2C) float64 sums that ranks add up: `sync_batchnorm.sums_of`."""
     sums, channels = moments.new_empty(moments.shape[1], dtype=torch.float64), moments.shape[1] // 2
     given = (moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0)
     module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *given)

@@ -92,10 +92,10 @@ class RankBatchNorm(_BatchNorm):
         return self.momentum is not None and norm_kernel.fits(x, residual, *constants)
 
     def own_sums(self, x: Tensor, kernel: bool) -> Tensor:
-        """Return this rank's sums of (N, C, ...), (1 + 2C,) float64: n, n mean and n (variance + mean^2)."""
+        """Return `sums_of` this rank's rows of (N, C, ...)."""
         if kernel:
             return norm_kernel.own_sums(x)
-        return _sums(x.numel() // x.shape[1], *passes_for(x, self.weight, self.bias).moments(x, self.eps))
+        return sums_of(x.numel() // x.shape[1], *passes_for(x, self.weight, self.bias).moments(x, self.eps))
 
     def statistics_of(self, x: Tensor, sums: Tensor, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)) of `own_sums` of all ranks, added up.
@@ -109,7 +109,7 @@ class RankBatchNorm(_BatchNorm):
                 batches += 1
             rule = {"eps": self.eps, "momentum": self.momentum}
             return norm_kernel.joined_statistics(x, sums, self.running_mean, self.running_var, **rule)
-        count, mean, variance = _joined(sums, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        count, mean, variance = from_sums(sums, torch.float64 if x.dtype == torch.float64 else torch.float32)
         if batches is not None:
             self._track(batches, mean, variance * (count / (count - 1)))
         return count, mean, (variance + self.eps).rsqrt()
@@ -123,20 +123,13 @@ class RankBatchNorm(_BatchNorm):
             running.lerp_(new.to(running.dtype), weight)
 
 
-def join_statistics(count: int, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows (1,), mean (C,), variance (C,)) of all ranks' rows, from those of this rank's `count` rows.
-
-    `mean` and `variance` (no correction) have one floating dtype, and so does the result. No gradient. A
-    collective: one all-reduce of 1 + 2C float64 numbers, n, n mean and n (variance + mean^2).
+def sums_of(count: int, mean: Tensor, variance: Tensor) -> Tensor:
+    """Return what ranks add up, (1 + 2C,) float64: n, n mean and n (variance + mean^2) of this rank's `count` rows.
 
     Sums of squares cancel where |mean| >> deviation, so they are float64 sums of what was computed without them:
     var = E[x^2] - mean^2 loses about 2^-53 (mean / deviation)^2 of itself, where the rounding of the float32 mean
     has already lost 2^-48 of that. float64 rows have no such margin.
     """
-    return _joined(sum_over_ranks_(_sums(count, mean, variance)), mean.dtype)
-
-
-def _sums(count: int, mean: Tensor, variance: Tensor) -> Tensor:
     channels = len(mean)
     # Filled by a kernel: a tensor made from a Python list would be a copy that the host waits for.
     sums = torch.cat([mean.new_ones(1), mean, variance]).double()
@@ -145,7 +138,8 @@ def _sums(count: int, mean: Tensor, variance: Tensor) -> Tensor:
     return sums.mul_(count)
 
 
-def _joined(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def from_sums(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows (1,), mean (C,), variance (C,), no correction) of the rows of all ranks, from their added sums."""
     channels = len(sums) // 2
     _, mean, square = (sums / sums[:1]).split([1, channels, channels])
     # Rounding can leave less than 0 of rows that are all equal; a NaN stays a NaN.

@@ -21,6 +21,7 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.paths import typed_path
 
 PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
+DRAWN_HEAD = "; the head is drawn from meta.seed"  # the end of a note
 # What a checkpoint keeps: path, sha256, and a note on what was loaded and what was not.
 Loaded = dict[str, str]
 
@@ -47,34 +48,26 @@ def _fill(config: Config, model: nn.Module) -> Loaded:
         return _fill_published(config, model.get_submodule("encoder"))
     path = _file(config, typed_path(m.init))
     digest = digest_of(path)
-    if m.init_sha256 not in (None, digest):
-        raise config.error("model.init_sha256", f"is not the sha256 of {path}, which is {digest}")
+    _require_digest(config, digest, str(path))
     weights = read_weights_of(m.name, path)
     if (weights.name, weights.stem) != (m.name, m.stem):
         raise config.error(
             "model.init",
             f"{path} holds a {weights.name}, stem {weights.stem}; model.name is {m.name}, model.stem {m.stem}",
         )
-    fill(model.get_submodule("encoder"), weights.encoder, str(path))
-    what, left = "encoder", []
+    heads = {"head": weights.head, **({"predictor": weights.predictor} if m.prediction_head else {})}
+    if m.init_heads and not all(heads.values()):
+        raise config.error(
+            "model.init_heads", f"{path} does not hold the heads of this config; set it to false"
+        )
+    for part, tensors in {"encoder": weights.encoder, **(heads if m.init_heads else {})}.items():
+        fill(model.get_submodule(part), tensors, str(path))
+    what, left = ("encoder and heads", []) if m.init_heads else ("encoder", ["any projection head"])
     if weights.classifier:
-        left.append(f"the classifier of {len(weights.classifier[0])} classes")
-    if m.init_heads:
-        if not weights.head or (m.prediction_head and not weights.predictor):
-            raise config.error(
-                "model.init_heads", f"{path} does not hold the heads of this config; set it to false"
-            )
-        fill(model.get_submodule("head"), weights.head, str(path))
-        if m.prediction_head:
-            fill(model.get_submodule("predictor"), weights.predictor, str(path))
-        what = "encoder and heads"
-    else:
-        left.append("any projection head")
+        left.insert(0, f"the classifier of {len(weights.classifier[0])} classes")
     note = f"{what} from {path} ({len(weights.encoder)} tensors of the encoder, sha256 {digest[:12]})"
-    if left:
-        note += "; not loaded: " + " and ".join(left)
-    if not m.init_heads:
-        note += "; the head is drawn from meta.seed"
+    note += f"; not loaded: {' and '.join(left)}" if left else ""
+    note += "" if m.init_heads else DRAWN_HEAD
     return {"path": str(m.init), "sha256": digest, "note": note}
 
 
@@ -92,16 +85,17 @@ def _fill_published(config: Config, encoder: nn.Module) -> Loaded:
     digest = hashlib.sha256()
     for tensor in tensors.values():
         digest.update(tensor.contiguous().numpy().tobytes())
-    if m.init_sha256 not in (None, digest.hexdigest()):
-        raise config.error(
-            "model.init_sha256", f"is not the sha256 of {source}, which is {digest.hexdigest()}"
-        )
+    _require_digest(config, digest.hexdigest(), source)
     fill(encoder, tensors, source)
-    note = f"encoder from {source} ({len(tensors)} tensors, sha256 {digest.hexdigest()[:12]})"
-    note += "; the head is drawn from meta.seed"
+    note = f"encoder from {source} ({len(tensors)} tensors, sha256 {digest.hexdigest()[:12]}){DRAWN_HEAD}"
     if (a.mean, a.std) != (about["mean"], about["std"]):
         note += f"; they were trained with data.augmentation.mean {about['mean']} and std {about['std']}"
     return {"path": PUBLISHED, "sha256": digest.hexdigest(), "note": note}
+
+
+def _require_digest(config: Config, digest: str, source: str) -> None:
+    if config.model.init_sha256 not in (None, digest):
+        raise config.error("model.init_sha256", f"is not the sha256 of {source}, which is {digest}")
 
 
 def _file(config: Config, path: Path) -> Path:

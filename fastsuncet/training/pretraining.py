@@ -55,12 +55,10 @@ class Pretraining(TrainingTask[Batch]):
         images: Images,
         # `online_knn`, None where the config asks for none: this folder imports nothing of evaluation
         evaluate_online: Callable[..., dict[str, float]] | None,
-        paths: Mapping[str, str | None]
-        | None = None,  # fast path -> why it is off, None if on (tuning.paths)
+        paths: Mapping[str, str | None],  # fast path -> why it is off, None if on (tuning.paths)
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
-        self.stream, self.images, self.evaluate_online = stream, images, evaluate_online
-        self.paths = paths or {}
+        self.stream, self.images, self.evaluate_online, self.paths = stream, images, evaluate_online, paths
         o, a = config.optimization, arithmetic
         self.steps, self.steps_per_epoch = a.steps, a.steps_per_epoch
         self.lr = partial(

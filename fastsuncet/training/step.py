@@ -171,8 +171,6 @@ def build_optimizer(o: OptimizationSection, model: nn.Module, lr: torch.Tensor) 
         return LARS(groups, lr, **shared, **lars, nesterov=o.nesterov)
     for group in groups:
         group.pop("lars", None)  # LARS' own
-    return (
-        SGD(groups, lr, **shared, nesterov=o.nesterov)
-        if o.optimizer == "sgd"
-        else AdamW(groups, lr, **shared)
-    )
+    if o.optimizer == "sgd":
+        return SGD(groups, lr, **shared, nesterov=o.nesterov)
+    return AdamW(groups, lr, **shared)

@@ -55,10 +55,7 @@ def views(
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     made = tuple(
         one_view(
-            image,
-            augmentation,
-            SimpleNamespace(**{name: next(nodes) for name in of_view}),
-            view_operator,
+            image, augmentation, SimpleNamespace(**{name: next(nodes) for name in of_view}), view_operator
         )
         for augmentation, of_view in zip(augmentations, names)
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastsuncet.checkpoint import same_start
+from fastsuncet.commands import ranks
 from fastsuncet.config import Config, load_config
 from fastsuncet.data import dataset
 from fastsuncet.distributed.place import Place
@@ -33,7 +33,7 @@ OTHERS = {
 
 
 def refusal(config: Config) -> str:
-    with pytest.raises(ConfigError) as caught, same_start.join(config):
+    with pytest.raises(ConfigError) as caught, ranks.as_rank(config):
         pass
     return str(caught.value)
 
@@ -43,7 +43,7 @@ def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
     for override in OTHERS:
         overrides = [*SMALL, f"logging.folder={folder}", *([override] if rank else [])]
         found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides)))
-    same_start.digest_of_sources = lambda: f"of rank {rank}"  # in this process, which ends with the test
+    ranks.digest_of_sources = lambda: f"of rank {rank}"  # in this process, which ends with the test
     found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides[: len(SMALL)])))
     found += with_other_lists(rank, Path(folder, "colors"))
     return found

@@ -14,7 +14,7 @@ from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point
 from fastsuncet.commands.report.tables import methods_tables, saved_plain
 from fastsuncet.config import load_config
 from fastsuncet.metrics.writer import csv_table
-from fastsuncet.models.flops import equivalent_epochs, network_cost, petaflops, run_macs
+from fastsuncet.models.flops import network_cost, petaflops, run_macs
 
 MEASUREMENT = Measurement("finetune", "10 % labels")
 OURS_NAME = "SimCLR + SuNCEt"
@@ -180,7 +180,7 @@ CLAIMS = "\n".join(paper.claims())
 
 
 def epochs_of_simclr(recipe: paper.Recipe, epochs: int) -> float:
-    return equivalent_epochs(recipe.samples(epochs), paper.IMAGES, paper.BATCH)
+    return recipe.samples(epochs) / SIMCLR.samples(1)
 
 
 def test_recipe_costs_are_those_of_the_papers_batches():

@@ -15,7 +15,7 @@ from fastsuncet.models import norm_kernel
 from fastsuncet.models.fused_batchnorm import FusedBlock, FusedNorm, fuse
 from fastsuncet.models.norm_kernel import fused_norm, options
 from fastsuncet.models.resnet import BasicBlock, build_model
-from fastsuncet.models.sync_batchnorm import join_statistics, synchronize
+from fastsuncet.models.sync_batchnorm import from_sums, sums_of, synchronize
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import HostModule, on_the_host
 from tests.support.ranks import run_ranks
@@ -299,14 +299,15 @@ def _block_on_a_rank(patch, rank):
 
 
 def _far_from_zero(module, rank):
-    """Return statistics with a mean of 1e4 deviations, by the kernels' sums and by `join_statistics`."""
+    """Return statistics with a mean of 1e4 deviations, by the kernels' sums and by torch's."""
     generator = torch.Generator().manual_seed(rank)
     mean, variance = 1e4 + torch.randn(16, generator=generator), 0.5 + torch.rand(16, generator=generator)
     count = 30.0 + rank
     moments = torch.cat([torch.tensor([count]), mean, variance]).unsqueeze(0)
     sums = norm_kernel.sum_over_ranks_(norm_kernel._sums(module, moments))
     ours = norm_kernel._join(module, sums, torch.empty(16), None, None, 1e-5, 0.1)
-    return [ours, torch.cat(join_statistics(int(count), mean, variance))]
+    joined = norm_kernel.sum_over_ranks_(sums_of(int(count), mean, variance))
+    return [ours, torch.cat(from_sums(joined, mean.dtype))]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.resnet import build_model
-from fastsuncet.models.sync_batchnorm import RankBatchNorm, join_statistics, synchronize
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, from_sums, sums_of, synchronize
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 from tools.bench.dispatch_counter import Counter
@@ -110,6 +110,10 @@ def far_rows(world_size, away):
         (1.3 * (torch.randn(50 + 7 * r, 64, generator=generator).double() + away)).float()
         for r in range(world_size)
     ]
+
+
+def join_statistics(count, mean, variance):
+    return from_sums(norm_kernel.sum_over_ranks_(sums_of(count, mean, variance)), mean.dtype)
 
 
 def run_statistics(rank, world_size):

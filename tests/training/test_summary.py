@@ -22,7 +22,7 @@ from tests.support.runs import CONFIGS
 )
 def test_pixel_source_says_why_it_is_not_dali(monkeypatch, asked, problem, why):
     monkeypatch.setattr(summary, "dali_problem", lambda: problem)
-    stream = SimpleNamespace(backend="torchvision")
+    stream = SimpleNamespace(options=SimpleNamespace(backend="torchvision"))
     assert summary.pixel_source(stream, asked) == f"torchvision on the CPU ({why})"
 
 

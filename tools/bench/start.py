@@ -62,10 +62,7 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
                 point[clock].append(value)
     for before, now in zip(points[::2], points[1::2]):
         now["cpu_to_before"] = harness.ratios(now["cpu"], before["cpu"])
-    return {
-        "tables": [harness.table("Processes", points, harness.spread_columns(COLUMNS))],
-        "points": points,
-    }
+    return {"tables": [harness.table("Processes", points, harness.spread_columns(COLUMNS))], "points": points}
 
 
 CASE = harness.Case(

@@ -77,7 +77,7 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
         ("x one fixed batch", "speed_to_fixed", spread),
         *harness.COUNTS,
     ]
-    title = f"a step of {views} views, pixels by {stream.backend}, {harness.CLOCK[device]}"
+    title = f"a step of {views} views, pixels by {stream.options.backend}, {harness.CLOCK[device]}"
     tables = [harness.table(title, points, columns)]
     return {"tables": tables, "points": points, "notes": notes, "wrong": waits, "config": config.canonical()}
 

@@ -76,10 +76,7 @@ RESUME = (
     "checkpoint.every=5 checkpoint.every_epochs=null checkpoint.keep=9",
     "",
 )
-RACE = (
-    "checkpoint.every=null evaluation.knn_every_epochs=2 optimization.warmup=1",
-    "optimization.steps=30",
-)
+RACE = ("checkpoint.every=null evaluation.knn_every_epochs=2 optimization.warmup=1", "optimization.steps=30")
 
 
 def backend(folder: Path) -> str:
