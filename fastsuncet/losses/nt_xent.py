@@ -29,21 +29,9 @@ def nt_xent(
     Args:
         z: (2B, D) floating: the first views of B images, then their second views in the same order. Rows of
             any length, they are normalized here. All ranks pass the same shape. B = 0 gives 0.
-        temperature: above 0.
-        group: the ranks whose views are contrasted; None for the default one, or this process alone.
-        keys: "attached" or "detached", whether gradient reaches rows also as keys; see below.
-        chunk_size: anchors at a time, the price in memory; None for 128, on CUDA 1,024. Changes no result
-            beyond rounding.
 
-    Returns:
-        A scalar, float32 (float64 for float64 `z`), also under autocast; this rank's share. The mean over
-        ranks is the loss of one process on the joined batch.
-
-    Gradient: with keys="attached" a row receives gradient as an anchor and as a key of every rank's
-    anchors, so z.grad is that of the SUM of all ranks' losses, and DDP's mean over ranks makes it exactly
-    that of one process on the joined batch. With keys="detached" a row receives gradient as an anchor only,
-    also at W = 1. The authors' first code (facebookresearch/suncet 5245e4a) is attached at W = 1 and
-    detached at W > 1; their second (731547d) is detached at every W.
+    The other arguments, the returned share and the gradient are those of `suncet`. With keys the authors' first
+    code (facebookresearch/suncet 5245e4a) does as for SuNCEt; their second (731547d) is detached at every W.
 
     Raises:
         ValueError: `z` is not (2B, D) floating, a setting is out of range, or the ranks' shapes differ.

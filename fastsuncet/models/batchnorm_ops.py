@@ -5,7 +5,7 @@
 `PlainPasses` uses operators of any device: about five reads or writes of the activations per pass, some in
 float32. `CudaPasses` uses the CUDA operators of `torch.nn.SyncBatchNorm`, which read every activation once and
 write it once, in its own dtype: 2 + 4 + 4 + 6 bytes per activation in 16 bits. That module also masks out empty
-ranks, for which the host has to wait; here that is left out. Not run on a GPU yet; the arithmetic is tested.
+ranks, for which the host has to wait; here that is left out.
 """
 
 import torch

@@ -4,9 +4,8 @@ One by one, BatchNorm, addition and ReLU move 26 to 32 bytes per activation thro
 and in 16 bits; as one they move 16 to 20 (fastsuncet/kernels/norm.cu). For the backward pass it keeps
 BatchNorm's input, as PyTorch does, and one bit per activation where a residual was added.
 
-Without `kernel` it is the twin: `RankBatchNorm` or torch's BatchNorm, an addition, a ReLU. The twin also runs
-where the kernels cannot. The kernels have not run on a GPU yet: a run uses them where `tuning.paths` has proved
-them on its own card and shapes.
+Without `kernel`, and where the kernels cannot run, it is the twin: `RankBatchNorm` or torch's BatchNorm, an addition,
+a ReLU.
 """
 
 from typing import cast

@@ -47,10 +47,6 @@ class Model(nn.Module):
         self.prototypes = prototypes
         self.predictor = predictor
 
-    def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images (B, 3, S, S) to representations h (B, width), which are kept after pre-training."""
-        return self.encoder(images)
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images (B, 3, S, S) to projections z (B, output), with a predictor to predictions (B, output).
 

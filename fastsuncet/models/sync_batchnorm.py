@@ -6,15 +6,9 @@ device, plain and differentiable: one all-reduce forward and one backward, float
 same running statistics on every rank. The host reads no value of a tensor, so it runs ahead of a GPU through all
 53 layers of a ResNet-50.
 
-Messages are 8 (1 + 2C) bytes forward and 8C backward (in a fused block, fused_batchnorm.py, the last layer and that of
-the shortcut share one), and a rank's own work on them does not grow with the
-number of ranks: gathering all ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). An
-all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too.
-
-It makes four passes over the activations (batchnorm_ops.py): on CUDA with the operators of
-`torch.nn.SyncBatchNorm`, elsewhere with plain ones. Where the kernels of norm_kernel.py run, they compute and
-join the statistics: 6 launches forward and 8 backward, all-reduces included; by operators it is 26 forward. For the
-backward pass it keeps the input, in its own dtype. Not timed on a GPU yet.
+An all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too. A gather of all
+ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). batchnorm_ops.py has the four passes
+over the activations; where the kernels of norm_kernel.py run, they compute and join the statistics.
 
 Gradients: a rank's backward pass gives its inputs and parameters their share of the gradient of the SUM over
 ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that

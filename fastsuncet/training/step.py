@@ -35,15 +35,19 @@ def train_step(
         out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
     out = in_float32(out)
     instance_loss = method.instance_loss(out, batch.labels)  # NT-Xent
-    class_loss = method.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, without a branch
+    supervised_loss = method.supervised_loss(
+        out, batch.labels
+    )  # SuNCEt; 0 once switched off, without a branch
     watched = watch_gradients(methods.loss_inputs(out))
-    method.scaler.scale(instance_loss + class_loss).backward()  # DDP averages the gradients over ranks here
+    method.scaler.scale(
+        instance_loss + supervised_loss
+    ).backward()  # DDP averages the gradients over ranks here
     norms = gradient_norms(watched) / method.scaler.scale(method.one)
     method.freeze(batch.step)
     method.scaler.step(optimizer)  # LARS
     method.scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return torch.cat([torch.stack([instance_loss.detach(), class_loss.detach()]), norms])
+    return torch.cat([torch.stack([instance_loss.detach(), supervised_loss.detach()]), norms])
 
 
 def in_float32(out: Outputs) -> Outputs:

@@ -19,11 +19,8 @@ class PlateauRule:
 
     One epoch of few labels is noisy (5 % on the recorded curves of tests/training), so P epochs are compared by their
     median: a spike is one epoch of many. Comparing with the lowest value, and for P epochs, keeps one lucky stretch
-    from ending anything. The fraction is of the loss itself: SuNCEt's loss has a floor above 0 that is not known
-    beforehand, and close to it no such fraction is left to gain. Cross-entropy has no floor: it keeps
-    falling by a fraction on memorized images. The second half of the rule is for that.
-
-    The answer depends on the means alone, so ranks that are given the same ones agree.
+    from ending anything. SuNCEt's loss has a floor above 0, and close to it no fraction of the loss is left to gain.
+    Cross-entropy has none and keeps falling by a fraction on memorized images: the second half of the rule is for that.
     """
 
     def __init__(self, epochs: int, gain: float):

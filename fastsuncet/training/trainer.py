@@ -16,11 +16,11 @@ distributed/signals.py has the road of a stop signal.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from fastsuncet.checkpoint.run_folder import RunStatus, on_rank_0, require_run_f
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
@@ -37,9 +38,6 @@ from fastsuncet.errors import CheckpointError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
-
-if TYPE_CHECKING:
-    from fastsuncet.distributed.heartbeat import Heartbeat
 
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
@@ -146,7 +144,7 @@ class Trainer(Generic[Task]):
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
         self.consensus = StopConsensus()
-        self.heart: Heartbeat | None = None  # while `run` runs on several ranks
+        self.heart: Heartbeat | None = None  # while `run` runs
         self.restore()
 
     def run(self, signals: SignalFlag) -> None:
@@ -217,11 +215,8 @@ class Trainer(Generic[Task]):
                     raise self.preempted(signals)
             self.consensus.close()
 
-    def watched(self, signals: SignalFlag) -> "AbstractContextManager[Heartbeat | None]":
+    def watched(self, signals: SignalFlag) -> Heartbeat:
         """Return a context in which a thread names the rank that the others wait for, and ends ranks that hang."""
-        if self.place.world_size == 1:
-            return nullcontext()
-        from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 
         def end(message: str) -> None:
             status = RunStatus(self.folder / "status.json", self.place)
@@ -274,8 +269,7 @@ class Trainer(Generic[Task]):
         self.require_finite(first_bad)
         means = sums.mean(0) / self.interval.steps
         self.means = means[:2].tolist()
-        names = [name for name in self.task.terms if name != "none"]
-        terms = {name: mean for name, mean in zip(self.task.terms, self.means) if name in names}
+        terms = {name: mean for name, mean in zip(self.task.terms, self.means) if name != "none"}
         # The root of the mean square over the steps: the same number on any number of ranks.
         norms = zip(self.task.terms, means[2:].sqrt().tolist())
         total = {"loss": sum(terms.values())} if "loss" in self.task.columns else {}
@@ -284,7 +278,7 @@ class Trainer(Generic[Task]):
             **self.progress(),
             **total,
             **terms,
-            **{f"{name}_gradient": norm for name, norm in norms if name in names},
+            **{f"{name}_gradient": norm for name, norm in norms if name != "none"},
             "lr": self.task.lr(self.step - 1),
             "views_per_second": round(self.interval.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),

@@ -119,7 +119,7 @@ def test_stem_decides_the_side_of_the_first_block(library, stem, side):
 def test_forward_is_the_head_on_what_encode_returns(name):
     model = build_model(name, stem="cifar", hidden=24, output=10).eval()
     images = torch.randn(2, 3, 16, 16)
-    h = model.encode(images)
+    h = model.encoder(images)
     assert h.shape == (2, model.width)
     linear, relu, last = model.head
     assert isinstance(relu, nn.ReLU)
@@ -130,7 +130,7 @@ def test_forward_is_the_head_on_what_encode_returns(name):
 @pytest.mark.parametrize("name", WIDTHS)
 def test_encoder_has_its_width(name):
     model = build_model(name, stem="cifar", device="meta")
-    assert model.encode(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, WIDTHS[name])
+    assert model.encoder(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, WIDTHS[name])
 
 
 @pytest.mark.parametrize("size", [16, 28, 32])
