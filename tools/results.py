@@ -632,11 +632,8 @@ def draw(points: Path, path: Path) -> None:
 
 
 SHOWN = {
-    "show": show,
-    "small": show_small,
-    "runs": show_runs,
-    "suggestions": show_suggestions,
-    "demo": show_demo,
+    part.__name__.removeprefix("show_"): part
+    for part in (show, show_small, show_runs, show_suggestions, show_demo)
 }
 
 

@@ -128,11 +128,12 @@ def _sweep(
 
 
 def row_pass_for(example: Tensor) -> Callable[[Tensor, bool], Callable]:
-    """Return `row_pass`, or on CUDA the kernel's, where it takes logits like `example` and agreed with `row_pass`."""
-    if example.is_cuda:
+    """Return `row_pass`, or for float32 on CUDA the kernel's, where that agreed with `row_pass`."""
+    if example.is_cuda and example.dtype == torch.float32:
+        from fastsuncet.kernels.switches import usable
         from fastsuncet.losses import contrast_kernel
 
-        if contrast_kernel.runs_on(example, row_pass):
+        if usable("contrast.cu", example, lambda device: contrast_kernel.prove(device, row_pass)):
             return contrast_kernel.row_pass
     return row_pass
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.kernels import launcher
-from fastsuncet.kernels.switches import require_close, usable
+from fastsuncet.kernels.switches import require_close
 from pipelines.cuda_compiler import KernelError
 
 THREADS = 256
@@ -25,12 +25,6 @@ RowPass = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 def options() -> tuple[str, ...]:
     """Return the compiler options of contrast.cu."""
     return (f"-DTHREADS={THREADS}", f"-DFLAGS={FLAGS}")
-
-
-def runs_on(example: Tensor, twin: Callable[[Tensor, bool], RowPass]) -> bool:
-    """Return whether the kernel takes logits like `example`: CUDA, float32, and it agreed with its twin."""
-    single = example.dtype == torch.float32
-    return single and usable("contrast.cu", example, lambda device: prove(device, twin))
 
 
 def row_pass(ids: Tensor, every_positive: bool) -> RowPass:

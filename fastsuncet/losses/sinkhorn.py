@@ -16,17 +16,10 @@ def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, grou
     then the samples, so that each gives 1. Samples are scaled last: their codes sum to 1 exactly, the
     prototypes' parts are only nearly equal.
 
-    Args:
-        scores: (..., B, K) floating, cosines of samples and prototypes. Leading dimensions are separate
-            problems (SwAV's two large crops). All ranks pass the same K.
-        epsilon: above 0; the smaller, the harder the codes.
-        iterations: at least 1.
-        group: the ranks that share the prototypes; None for the default one, or this process alone. W ranks
-            get the codes that one process gives the joined samples.
-
-    Returns:
-        (..., B, K) codes, each of the B rows summing to 1: float32 (float64 for float64 `scores`), also under
-        autocast. No gradient.
+    `scores` (..., B, K) floating are cosines of samples and prototypes, K the same on all ranks; leading dimensions
+    are separate problems (SwAV's two large crops). The smaller `epsilon`, the harder the codes. Returns codes of
+    that shape, without gradient: float32 (float64 for float64 `scores`), also under autocast. W ranks get the codes
+    that one process gives the joined samples.
 
     It works on logarithms: exp(1 / 0.05) is 5e8, float16 ends at 65,504, and a score of 5 would overflow
     float32. The authors exponentiate once and trust the scores. It gathers K numbers per rank and iteration,

@@ -6,7 +6,6 @@ They take the learning rate from the host, so a step whose rate only the device 
 """
 
 # pyright: reportPrivateImportUsage=false
-# As in lars_foreach.py.
 
 import functools
 import importlib

@@ -5,9 +5,8 @@ The authors' code asks `if norm != 0` twice per tensor, and on a GPU each answer
 case is an elementwise choice on that stack.
 
 On a GPU a foreach call is a few launches for all tensors, except the scaling by each tensor's trust ratio,
-which is one launch per tensor. It moves 60 bytes per float32 parameter; lars_kernel.py moves 28. On a CPU
-launches are free and fresh memory is not: there the plain step adds g and w straight to the momentum, which
-moves 52 bytes, needs no extra list, and takes two thirds of the time.
+which is one launch per tensor. On a CPU launches are free and fresh memory is not: there the plain step adds g
+and w straight to the momentum, which takes two thirds of the time.
 """
 
 # pyright: reportPrivateImportUsage=false

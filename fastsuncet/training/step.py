@@ -6,6 +6,7 @@ Shapes: U unlabeled images of V views and S labeled images on this rank, D the w
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,6 +107,18 @@ class StepMethod:
         return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=not self.in_pieces)
 
 
+def build_model(config: Config, classes: int, **options: Any) -> resnet.Model:
+    """Return the model of the config's method, which has a classifier of so many `classes` or none."""
+    m, instance = config.model, config.criterion.instance
+    return resnet.build_model(
+        *(m.name, m.library, m.stem, *m.head),
+        predicts=instance == "paws",
+        classes=classes if methods.has_classifier(config) else None,
+        prototypes=config.swav.prototypes if instance == "swav" else None,
+        **options,
+    )
+
+
 def build(
     config: Config,
     place: Place,
@@ -119,17 +132,7 @@ def build(
     data set are for a method with a classifier, `per_class`, their numbers of labeled images, for paws.prior: labels.
     Weights depend on the seed alone: every rank builds the same ones, on any device.
     """
-    m = config.model
-    model = resnet.build_model(
-        m.name,
-        m.library,
-        m.stem,
-        *m.head,
-        predicts=config.criterion.instance == "paws",
-        classes=classes if methods.has_classifier(config) else None,
-        prototypes=config.swav.prototypes if config.criterion.instance == "swav" else None,
-        seed=config.meta.seed,
-    )
+    m, model = config.model, build_model(config, classes, seed=config.meta.seed)
     if m.fused_batchnorm is True:
         from fastsuncet.models.fused_batchnorm import fuse
 

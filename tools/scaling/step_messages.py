@@ -1,22 +1,6 @@
 """Every collective of a training step and its bytes, from the config alone.
 
-    W  ranks        U, S  unlabeled and labeled images of a rank        D  width of a projection
-    P  parameters        C  channels of a BatchNorm layer        K  prototypes        N  classes of an update
-
-    BatchNorm, forward       all-reduce      8 (1 + 2 C) bytes, once a layer and pass; float64
-    rows, forward            all-gather      4 D (2 U) and 4 D S of each rank; 8 S of labels
-    codes, forward           all-gather      4 (2 K) of each rank, once an iteration of Sinkhorn's (SwAV)
-    supports, forward        all-gather      4 D S of each rank, twice: predictions and targets; 8 S of labels (PAWS)
-    me-max, forward          all-gather      4 N of each rank: its mean prediction; with paws.prior: labels 4 S more
-    rows, backward           reduce-scatter  4 D W (2 U) and 4 D W S: the gradient of the keys of all ranks' anchors;
-                                             with PAWS 4 D W S and 4 W N
-    BatchNorm, backward      all-reduce      4 (2 C), once a layer and pass
-    weights, backward        all-reduce      4 P, in buckets
-
-Small crops are a second pass through the encoder, so each of its BatchNorms sends twice, and with PAWS those of the
-heads too. SwAV and cross-entropy gather no rows: prototypes and classifier are on every rank. A BatchNorm of one rank
-sends nothing, and DDP sends no buffers.
-
+docs/scaling.md has the table of them, by the settings that change it.
 `tests/tools/test_scaling_model.py` compares this with the collectives of real steps over 2, 4 and 8 ranks.
 """
 
@@ -30,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsuncet.config import Config
 from fastsuncet.config.schema import Contrast
 from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
-from fastsuncet.models.resnet import build_model
 from fastsuncet.training.methods import has_classifier
+from fastsuncet.training.step import build_model
 
 # Bytes: rows, codes and gradients are float32 in every precision, BatchNorm's sums float64; labels are int64.
 FLOAT, DOUBLE, INTEGER = 4, 8, 8
@@ -64,16 +48,7 @@ def messages(
         return []
     c, m = config.criterion, config.model
     swav, paws, classifier = c.instance == "swav", c.instance == "paws", has_classifier(config)
-    network = build_model(
-        m.name,
-        m.library,
-        m.stem,
-        *m.head,
-        predicts=paws,
-        classes=classes if classifier else None,
-        prototypes=config.swav.prototypes if swav else None,
-        device="meta",
-    )
+    network = build_model(config, classes, device="meta")
     passes = 2 if (swav or paws) and config.swav.small_crops else 1
     heads = [network.head] if network.predictor is None else [network.head, network.predictor] * passes
     # "auto": on a GPU that proved the kernels.

