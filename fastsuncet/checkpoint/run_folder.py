@@ -154,15 +154,20 @@ class RunStatus:
         # Whatever ended the run, the file must not go on saying that it runs.
         except BaseException as error:
             error = explain_error(error)
-            self.write("failed", step(), (str(error) or type(error).__name__).splitlines()[0])
+            message = (str(error) or type(error).__name__).splitlines()[0]
+            self.write("failed", step(), message, getattr(error, "exit_code", None))
             raise error
         self.write("done", step())
 
-    def write(self, state: str, step: int | None, message: str = "") -> None:
-        """Write `state` (running, done, preempted or failed) and `step`, the updates done or None before a start."""
+    def write(self, state: str, step: int | None, message: str = "", code: int | None = None) -> None:
+        """Write `state` (running, done, preempted or failed) and `step`, the updates done or None before a start.
+
+        `code` is the exit code of what failed, None where it is not known.
+        """
         if not self.place.first or not self.path.parent.exists() or atomic_files.lost_lock():
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
+        record["exit_code"] = {"done": 0, "preempted": Preempted.exit_code}.get(state, code)
         try:
             atomic_files.replace(self.path, atomic_files.as_json(record))
         except OSError as error:

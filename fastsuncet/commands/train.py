@@ -4,7 +4,7 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
 
     config.yaml     the resolved config               checkpoints/    step_00012345/ ..., latest
     metrics.jsonl   one line per metrics interval     metrics.csv     the same as a table
-    status.json     running, done, preempted or failed, and at which step
+    status.json     running, done (trained and exported), preempted or failed; the step, and the exit code
     learned.csv     the labels it learns from         held_out.csv    those of data.validation, taken out
     export/         the encoder for other programs, at the end of the run
 """
@@ -93,11 +93,12 @@ def train(config: Config, place: Place) -> Trainer[Pretraining]:
                 asked = signals.requested or "another rank"
                 raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
             trainer.run(signals)
-        # Loaders and pipelines refer to each other, so a notebook would hold what they have read ahead on the GPU.
-        trainer.task.stream.close()
-        from fastsuncet.commands import export  # not before the first step, which need not wait for it
+            # Loaders and pipelines refer to each other, so a notebook would hold what they have read ahead on the GPU.
+            trainer.task.stream.close()
+            from fastsuncet.commands import export  # not before the first step, which need not wait for it
 
-        export.export_at_end(config, place)  # after the status: a disk that is full now has not lost the run
+            # Before the status is "done": sweeps and launchers take that for the end of the command.
+            export.export_at_end(config, place)
         if place.first:
             say_line(f"{'weights':<9}{folder / manager.FOLDER}/step_{trainer.step:08d}")
             for name, command in zip(("next", ""), export.next_commands(folder, config)):

@@ -25,7 +25,7 @@ REASONS = (2, 3, 4, 5, 75, 124)  # exit codes that state a reason, see errors.py
 def start_ranks(arguments: list[str], status: Path) -> int:
     """Run `fastsuncet ARGUMENTS` on every GPU of this machine; return the exit code of the job.
 
-    `status` is the run's status.json: after a signal, only this file tells a saved or complete run from a killed one.
+    `status` is the run's status.json: after a signal the agent does not say how ranks ended, and this file does.
     """
     before = last_written(status)
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -41,16 +41,6 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     # torchrun's own default, without its warning: as many OpenMP threads as cores in every rank would slow all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def stop_once(*_: object) -> None:
-        # Only once: the agent passes it on and waits for the ranks' save, and a second exception would end that wait.
-        for name in stops:
-            signal.signal(signal.Signals[name], signal.SIG_IGN)
-        raise SignalException("a stop was requested", sigval=signal.SIGTERM)
-
-    # The agent would raise for each repeated SIGTERM, die of SIGUSR1, and hear a SIGHUP that its ranks ignore.
-    stops = [name for name in STOP_SIGNALS if name != "SIGINT"]
-    for name in stops:
-        signal.signal(signal.Signals[name], stop_once)
     handled: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGQUIT"}
     if "signals_to_handle" not in inspect.signature(LaunchConfig).parameters:
         handled = {}  # before torch 2.9 the agent sets its own handlers, and a repeated SIGTERM ends its wait
@@ -66,17 +56,28 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         **handled,
     )
     python, *words = cli_command()
+    # The agent would raise for each repeated SIGTERM, die of SIGUSR1, and hear a SIGHUP that its ranks ignore.
+    stops = [signal.Signals[name] for name in STOP_SIGNALS if name != "SIGINT"]
+
+    def stop_once(*_: object) -> None:
+        # Only once: the agent passes it on and waits for the ranks' save, and a second exception would end that wait.
+        for number in stops:
+            signal.signal(number, signal.SIG_IGN)
+        raise SignalException("a stop was requested", sigval=signal.SIGTERM)
+
     try:
+        for number in stops:
+            signal.signal(number, stop_once)
         elastic_launch(config, python)(*words, *arguments)
     except ChildFailedError as error:
         return job_exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
     except SignalException as stop:
-        state = read_status(status).get("state")
-        if state == "preempted":
-            return Preempted.exit_code
-        if state == "done" and last_written(status) != before:
-            return 0  # the signal came in the run's last update
-        # The ranks were killed after their grace period. Return the signal's code, 143 for SIGTERM.
+        code = read_status(status).get("exit_code")
+        # What an earlier job wrote says nothing about this one, except that the same command continues the run.
+        if code in (0, *REASONS) and (last_written(status) != before or code == Preempted.exit_code):
+            return code
+        # The ranks were killed, after their grace period or before they began. Return the signal's code, 143 for
+        # SIGTERM.
         return 128 + int(stop.sigval)
     return 0
 
@@ -103,7 +104,7 @@ def last_written(path: Path) -> int | None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return a run's status.json: {"state": "running", "done", "preempted" or "failed", "step": int, ...}, or {}."""
+    """Return a run's status.json, as `RunStatus` of checkpoint/run_folder.py writes it; {} if there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):

@@ -358,11 +358,16 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
     config = small_config(tmp_path)
     (config.run_folder / "export").parent.mkdir(parents=True)
     (config.run_folder / "export").write_text("in the way")
-    with pytest.raises(CheckpointError, match="the run is complete and saved, but its encoder could not be"):
-        train(config)
-    assert json.loads((config.run_folder / "status.json").read_text())["state"] == "done"
+    said = "the run is complete and saved, but its encoder could not be exported"
+    with pytest.raises(CheckpointError, match=said):
+        train(config, stop_at=config.optimization.steps - 1)  # a signal in the last update
+    status = json.loads((config.run_folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("failed", 10, 5)
+    assert status["message"].startswith(said)
     (config.run_folder / "export").unlink()
-    train(config)
+    assert train(config) == {}  # the same command only exports
+    status = json.loads((config.run_folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("done", 10, 0)
     path = config.run_folder / "export" / "torchvision.pth"
     encoder, stamp = load_encoder(path), path.stat().st_mtime_ns
     assert torch.equal(encoder.module.conv1.weight, load_encoder(config.run_folder).module.conv1.weight)

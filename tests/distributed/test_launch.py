@@ -208,19 +208,24 @@ def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(first, other
     assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
 
 
-DONE = '{"state": "done"}'
+PREEMPTED, DONE, FAILED = (f'{{"exit_code": {code}}}' for code in (75, 0, 5))
 
 
 @pytest.mark.parametrize(
     ("earlier", "status", "code"),
     [
         ("", "", 143),
-        ("", '{"state": "preempted"}', 75),
+        ("", '{"exit_code": null}', 143),  # it was still running
+        ("", '{"exit_code": 1}', 143),  # a connection to a rank that was killed
+        ("", PREEMPTED, 75),
         ("", DONE, 0),
+        ("", FAILED, 5),  # as where the encoder of a complete run cannot be exported
         (DONE, None, 143),  # of another job
+        (FAILED, None, 143),
+        (PREEMPTED, None, 75),  # the same command still continues it
     ],
 )
-def test_start_ranks_on_sigterm_returns_75_only_if_the_run_was_saved(tmp_path, earlier, status, code):
+def test_start_ranks_on_sigterm_returns_the_code_that_the_run_wrote(tmp_path, earlier, status, code):
     """Ranks that were killed before they had saved must not look like a saved run, nor a complete run like them."""
     (tmp_path / "status.json").write_text(earlier)
     process = job_of_two(tmp_path, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
@@ -236,7 +241,7 @@ SAVING = """
 def save(*_):
     open(f"saving {os.environ['RANK']}", "w").close()
     time.sleep(1.5)
-    open("status.json", "w").write('{"state": "preempted"}')
+    open("status.json", "w").write('{"exit_code": 75}')
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 open(os.environ['RANK'], 'w').close()
