@@ -24,6 +24,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import HungError
 
 SHOWN = 4  # ranks named in a message, at most
+RECORD = 10.0  # seconds
 
 
 class Heartbeat:
@@ -138,8 +139,14 @@ def _own_connection(store: Store) -> Store:
     return TCPStore(store.host, store.port, wait_for_workers=False) if isinstance(store, TCPStore) else store
 
 
-def end_hung(message: str) -> None:
-    """End the process with the exit code of HungError; the main thread waits in a collective and cannot."""
+def end_hung(message: str, record: Callable[[], None]) -> None:
+    """End the process with the exit code of HungError; the main thread waits in a collective and cannot.
+
+    `record` keeps the reason on the disk. It has RECORD seconds, because the disk can be what hangs.
+    """
     if message:
         print(f"[rank {rank()}] error: {message}", file=sys.stderr, flush=True)
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    recording.join(RECORD)
     os._exit(HungError.exit_code)

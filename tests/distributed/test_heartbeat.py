@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -107,6 +108,15 @@ def test_heartbeat_begins_at_once_where_the_store_is_gone(monkeypatch):
     assert time.monotonic() - began < 4
 
 
+def test_end_hung_ends_the_process_where_the_disk_hangs_too(monkeypatch, capsys):
+    codes, answer = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(heartbeat, "RECORD", 0.1)
+    heartbeat.end_hung("no step", answer.wait)
+    assert codes == [124] and capsys.readouterr().err == "[rank 0] error: no step\n"
+    answer.set()
+
+
 # ------------------------------------------------------------------------------------------------- real ranks
 TIMEOUT = 8
 
@@ -164,4 +174,5 @@ def test_hung_rank_ends_the_job_with_124_and_its_name(tmp_path):
         error = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
         assert f"waiting for rank 1 ({WHERE[how]}" in error and "meta.timeout" in error
         status = json.loads((small_config(tmp_path / how).run_folder / "status.json").read_text())
-        assert status["state"] == "failed" and "waiting for rank 1" in status["message"]
+        assert (status["state"], status["exit_code"]) == ("failed", 124)
+        assert "waiting for rank 1" in status["message"]
