@@ -152,16 +152,20 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     return STRENGTHS[int(right.argmax())]
 
 
-def fit_on_rank_0(
-    features: Tensor, labels: Tensor, num_classes: int, section: LinearSection, place: Place
+def fit_on_ranks(
+    features: Tensor, labels: Tensor, num_classes: int, section: LinearSection
 ) -> tuple[LinearFit, float]:
-    """Return the fit of the config's section linear, and its strength, the same on every rank. Collective."""
+    """Return the fit of the config's section linear, and its strength, the same on every rank. Collective.
+
+    Each rank makes it, of features that all have: in float64 that of all of ImageNet takes hours on some cards, and a
+    rank that waited for it would run into the time limit of a collective.
+    """
     strength = section.strength
     if strength == "auto":
         strength = choose_strength(features, labels, num_classes)
-    # The other ranks stop at once, with a classifier of the right shapes for the broadcast to overwrite.
-    most = section.max_iterations if place.first else 0
-    fit = fit_linear(features, labels, num_classes, strength=strength, max_iterations=most)
+    options = {"strength": strength, "max_iterations": section.max_iterations}
+    fit = fit_linear(features, labels, num_classes, **options)
+    # Cards of two kinds round otherwise.
     weight, bias = broadcast(fit.weight), broadcast(fit.bias)
     outcome = broadcast_json([fit.iterations, fit.gradient])
     return LinearFit(weight, bias, fit.mean, fit.spread, *outcome), strength
@@ -171,10 +175,10 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
 
     `network` (B, 3, S, S) -> (B, E). Labeled and validation images are shown as single center crops. The ranks share
-    the choice of the strength, rank 0 fits, and all count.
+    the choice of the strength, and all fit and count.
     """
     shown = examples(network, images, config, place)
-    fit, strength = fit_on_rank_0(shown.features, shown.labels, shown.num_classes, config.linear, place)
+    fit, strength = fit_on_ranks(shown.features, shown.labels, shown.num_classes, config.linear)
     setting: dict[str, Any] = config.linear.model_dump()
     notes = [f"fitted in {fit.iterations:,} iterations"]
     if not fit.converged:

@@ -19,7 +19,7 @@ from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.linear import ROWS, fit_on_rank_0
+from fastsuncet.evaluation.linear import ROWS, fit_on_ranks
 from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows
 
 # BatchNorm's statistics are stale where torch's initial 0 and 1 weigh more than this. After 10 updates they weigh a
@@ -46,7 +46,7 @@ class Frozen:
 def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Place, steps: int) -> Frozen:
     """Fit the linear classifier of the config's section linear, and measure it and k-NN on the validation images.
 
-    The ranks share the choice of the strength, rank 0 fits, and all return the same. New statistics are those of the
+    The ranks share the choice of the strength, all fit, and all return the same. New statistics are those of the
     batches after the fine-tuning's `steps`.
     """
     network, stale = encoder.module.to(place.device), has_stale_statistics(encoder)
@@ -54,7 +54,7 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
 
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
-        fit, _ = fit_on_rank_0(features, labels, count, config.linear, place)
+        fit, _ = fit_on_ranks(features, labels, count, config.linear)
         weight, bias = (x.float() for x in fit.of_raw_features())
         return weight, bias, mean_square(features)
 
