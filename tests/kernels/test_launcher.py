@@ -1,10 +1,12 @@
 """How arguments are packed, and every kernel through NVIDIA's bindings and a driver without a GPU."""
 
 import ctypes
+import gc
 import os
 import struct
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,7 +50,12 @@ def test_arguments_are_kept_by_kernel_types_and_thread():
     assert launcher.arguments("a", y, y, 8, 0.25, array(6)) is not first  # None was a pointer of its own type
     assert launcher.arguments("b", y, None, 8, 0.25, array(6)) is not first
     with ThreadPoolExecutor(1) as backward:
-        assert backward.submit(launcher.arguments, "a", y, None, 8, 0.25, array(6)).result() is not first
+        other = backward.submit(launcher.arguments, "a", y, None, 8, 0.25, array(6)).result()
+        assert other is not first
+    left = weakref.ref(other)
+    del other
+    gc.collect()
+    assert left() is None  # its thread has ended
 
 
 def test_load_refuses_a_cpu():
