@@ -22,11 +22,13 @@ does not import this module: only the view operator is compiled there (`choose` 
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
+from packaging.version import Version
 
 from fastsuncet.config import Arithmetic, Config, flat
 from fastsuncet.config.schema import TIMM
@@ -51,7 +53,7 @@ GRAPH, VIEW = "CUDA graph", "view.cu"
 # host takes to launch a step.
 GRAPH_VIEWS = 256
 STAYS_OFF = "the run was started without it; a new run can use it"
-SECONDS = 600.0  # for the trials of a process
+SECONDS = 600.0  # for the trials of a process; all that try kernels have twice that together
 
 Paths = dict[str, str | None]  # path -> why the run does not use it, None if it does
 
@@ -245,7 +247,7 @@ def check_int32(config: Config, arithmetic: Arithmetic, paths: Paths) -> None:
     layer, fix = "BatchNorm", "Use"
     if config.model.fused_batchnorm is True and paths.get("norm.cu", "not proven") is None:
         # pytorch#165374. Before it, the pooling reads other memory and does not notice.
-        if config.model.stem != "imagenet" or torch.__version__ >= "2.10":
+        if config.model.stem != "imagenet" or Version(torch.__version__).release >= (2, 10):
             return
         layer, fix = "max-pooling", "Install torch 2.10, use"
     if config.meta.channels_last:
@@ -270,11 +272,12 @@ def require_int32(key: str, shapes: Sequence[tuple[int, ...]], fix: str, layer: 
 def _try_kernels(request: dict, keys: Mapping[str, verdicts.Key], stopped: Callable[[], bool]) -> Paths:
     """Return the verdicts on kernels: kept ones, and those of a child for the others."""
     found: dict[str, Verdict | None] = {path: verdicts.read(key) for path, key in keys.items()}
+    ends = time.monotonic() + 2 * SECONDS
     while missing := [path for path, verdict in found.items() if verdict is None]:
         say_line(f"speed: tries {', '.join(missing)}, once for this machine and these shapes")
-        lines, end = processes.run_child(
-            {**request, "try": missing}, os.environ, processes.limited(SECONDS, stopped)
-        )
+        # Half of what is left: a kernel that hangs leaves time for the others, and several cannot take it each anew.
+        go_on = processes.limited((ends - time.monotonic()) / 2, stopped)
+        lines, end = processes.run_child({**request, "try": missing}, os.environ, go_on)
         tried = ""
         for line in lines:
             tried = line["path"]
