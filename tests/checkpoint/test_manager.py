@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import META, MODEL
+from fastsuncet.checkpoint.format import META, MODEL, STATE
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from tests.support.checkpoints import content, corrupt, newest, save, steps
@@ -215,6 +215,24 @@ def test_require_room_refuses_a_small_disk_and_a_folder_that_is_a_file(tmp_path,
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1500))
     with pytest.raises(CheckpointError, match=r"of this run is 0.0 MB and needs twice that"):
         manager.require_room(tmp_path / "checkpoints", 1000)
+
+
+def test_save_without_room_names_what_helps(tmp_path, monkeypatch):
+    """A lower checkpoint.keep does not: older checkpoints are removed once a save is complete."""
+    for step in (1, 2, 3):
+        path = save(tmp_path, step)
+
+    def used() -> int:
+        return sum(file.stat().st_size for file in tmp_path.rglob("*"))
+
+    room = used() + 3 * sum((path / name).stat().st_size for name in (MODEL, STATE)) // 2
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room - used()))
+    with pytest.raises(CheckpointError, match=r"\(the oldest checkpoints can go\)") as error:
+        save(tmp_path, 4, keep=1)
+    assert "checkpoint.keep" not in str(error.value) and steps(tmp_path) == [1, 2, 3]
+    shutil.rmtree(tmp_path / "step_00000001")
+    save(tmp_path, 4)
+    assert steps(tmp_path) == [2, 3, 4]
 
 
 @pytest.mark.gpu  # here and not with the other tensors: a bare GPU machine can lack what that file imports
