@@ -27,7 +27,10 @@ def script(name: str, what: str, code: str, limit: float = 1) -> Part:
 
 
 GOOD = script("good", "succeeds", "print('hello')")
-BROKEN = script("broken", "fails", "import sys; print('why it failed'); sys.exit(3)")
+# A library can print what is no UTF-8, and a part that is killed half a character.
+BROKEN = script(
+    "broken", "fails", r"import sys; sys.stdout.buffer.write(b'\xff why it failed\n'); sys.exit(3)"
+)
 HANGING = script(
     "hanging",
     "never ends, nor does its child",

@@ -178,7 +178,7 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
     """
     started = time.perf_counter()
     words = [sys.executable, *command, *(["--json", str(found)] if part.reports else [])]
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         # A part that outlived a suite that was killed would compute on the GPU beside the next one.
         end = partial(end_with_parent, signal.SIGKILL)
         code = run_while(words, output, limited(seconds), cwd=ROOT, preexec_fn=end)
@@ -186,7 +186,7 @@ def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) ->
         text = output.read()
     status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
     seconds = round(time.perf_counter() - started, 1)
-    record: dict[str, Any] = {"name": part.name, "what": part.what, "status": status, "seconds": seconds}
+    record: dict[str, Any] = {"status": status, "seconds": seconds}
     if found.exists():
         record["found"] = json.loads(found.read_text(encoding="utf-8"))
     if status != "done" or not part.reports:
@@ -243,14 +243,13 @@ def suite(
             if part.name == "ranks" and device == "cuda" and torch.cuda.device_count() < 2:
                 missing = "one GPU"
             if missing:
-                status = f"left out: {missing}"
-                record = {"name": part.name, "what": part.what, "status": status, "seconds": 0.0}
+                record = {"status": f"left out: {missing}", "seconds": 0.0}
             else:
                 command = part.command(Options(device, small, folder, seconds / 60))
                 record = run_part(part, command, seconds, found)
                 if part is PIXELS and record["status"] != "done":
                     (folder / NO_DALI).touch()
-            records.append(record)
+            records.append({"name": part.name, "what": part.what, **record})
             print(f"{record['status']:<18}{record['seconds']:>7.1f} s  {part.name}: {part.what}", flush=True)
             report.save(parts=records)
             Path(f"{output}.md").write_text(section(report.content) + "\n", encoding="utf-8")
