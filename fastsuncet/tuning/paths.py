@@ -177,11 +177,10 @@ def choose(
     }
     check_int32(resolved(config, paths), arithmetic, paths)  # as if all that is tried would pass
     own = {name: PATHS[name].missing() for name, reason in paths.items() if reason is None and name != GRAPH}
-    tried = {name: PATHS[name].trial for name, reason in own.items() if reason is None}
     keys = {
         name: {"path": name, "shapes": trial(config, arithmetic).shapes, **machine}
-        for name, trial in tried.items()
-        if trial is not None
+        for name, reason in own.items()
+        if reason is None and (trial := PATHS[name].trial) is not None
     }
     # The first of the ranks with equal keys decides for all of them.
     everywhere = gather_json(keys)
