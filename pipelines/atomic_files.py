@@ -211,6 +211,15 @@ def read_bytes(path: Path, limit: int, *, own: bool = False) -> bytes:
         return stream.read(limit)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a small JSON file, {} where none can be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def exists(path: Path) -> bool:
     """Return whether anything is at `path`, a link to nothing too. Raises OSError if the file server does not say it.
 

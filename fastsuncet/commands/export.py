@@ -93,9 +93,8 @@ def export(
                 raise CheckpointError(f"another process is exporting to {target}: wait for its end")
             _require_replaceable(target, force)
             replaced = " (replaced)" if atomic_files.exists(target) else ""
-            _write_folder(target, encoder, record) if to == "safetensors" else _write_file(
-                target, encoder, record
-            )
+            write = _write_folder if to == "safetensors" else _write_file
+            write(target, encoder, record)
     say_line(f"exported {target}{replaced}: {encoder.name}, step {record['encoder']['step']:,}")
     return target
 
@@ -125,15 +124,12 @@ def export_at_end(config: Config, place: Place) -> None:
 
 def next_commands(run: Path, config: Config) -> list[str]:
     """Return two commands that use a run: how good it is, and the classes or the features of any images."""
-    labeled = config.data.split.kind != "none" and config.data.validation is not None
-    name = shlex.quote(str(run))
-    look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}" if labeled else f"report --page {name}"
-    use = (
-        "predict {} FOLDER --output predictions.csv --page"
-        if config.data.split.kind != "none"
-        else "embed {} FOLDER --output features.npz"
-    )
-    return [f"fastsuncet {look}", f"fastsuncet {use.format(name)}"]
+    name, labeled = shlex.quote(str(run)), config.data.split.kind != "none"
+    look = f"report --page {name}"
+    if labeled and config.data.validation is not None:
+        look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}"
+    use, output = ("predict", "predictions.csv --page") if labeled else ("embed", "features.npz")
+    return [f"fastsuncet {look}", f"fastsuncet {use} {name} FOLDER --output {output}"]
 
 
 def check_output(output: Path, to: str, force: bool) -> None:

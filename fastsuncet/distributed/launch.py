@@ -5,7 +5,6 @@ the first rank that left with a reason: it tells a scheduler to requeue the job 
 """
 
 import inspect
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from fastsuncet.distributed.place import PORT, first_host, nodes_of, one_task_pe
 from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import Preempted
 from fastsuncet.paths import cli_command
+from pipelines import atomic_files
 
 REASONS = (2, 3, 4, 5, 75, 124)  # exit codes that state a reason, see errors.py
 
@@ -72,7 +72,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     except ChildFailedError as error:
         return job_exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
     except SignalException as stop:
-        code = read_status(status).get("exit_code")
+        code = atomic_files.read_object(status).get("exit_code")
         # What an earlier job wrote says nothing about this one, except that the same command continues the run.
         if code in (0, *REASONS) and (last_written(status) != before or code == Preempted.exit_code):
             return code
@@ -101,11 +101,3 @@ def job_exit_code(failures: Sequence[tuple[int, int]]) -> int:
 def last_written(path: Path) -> int | None:
     """Return when a file was written, in ns; None if there is none."""
     return path.stat().st_mtime_ns if path.exists() else None
-
-
-def read_status(path: Path) -> dict[str, Any]:
-    """Return a run's status.json, as `RunStatus` of checkpoint/run_folder.py writes it; {} if there is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}

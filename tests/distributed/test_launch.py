@@ -23,6 +23,7 @@ from fastsuncet.distributed.place import (
     set_torchrun_variables,
 )
 from fastsuncet.errors import ConfigError, HungError
+from pipelines import atomic_files
 from tests.support.ranks import PRELOADED
 from tests.support.runs import CONFIGS, SMALL
 from tests.support.scripts import shadow
@@ -335,4 +336,4 @@ def test_start_ranks_trains_in_a_folder_with_packages_of_our_names(tmp_path):
     process.join(240)
     assert process.exitcode == 0, (tmp_path / "errors").read_text()[-2000:]
     (status,) = tmp_path.glob("*/status.json")
-    assert {"state": "done", "step": 2, "world_size": 2}.items() <= launch.read_status(status).items()
+    assert {"state": "done", "step": 2, "world_size": 2}.items() <= atomic_files.read_object(status).items()

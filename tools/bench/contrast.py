@@ -32,14 +32,10 @@ def ours(loss: str, ids: Tensor, tf32: bool = False) -> Loss:
     def value(z: Tensor) -> Tensor:
         with tf32_products(tf32):
             if loss == "paws":
-                return torch.stack(
-                    fastsuncet.paws(*z.tensor_split([-len(ids)]), ids, *targets, **settings)
-                ).sum()
-            return (
-                fastsuncet.suncet(z, ids, TEMPERATURE)
-                if loss == "suncet"
-                else fastsuncet.nt_xent(z, TEMPERATURE)
-            )
+                return sum(fastsuncet.paws(*z.tensor_split([-len(ids)]), ids, *targets, **settings))
+            if loss == "suncet":
+                return fastsuncet.suncet(z, ids, TEMPERATURE)
+            return fastsuncet.nt_xent(z, TEMPERATURE)
 
     return value
 

@@ -124,11 +124,8 @@ def _saved_section(panels: list[Panel], found: list[Saving], named_baseline: boo
     lines = ["## Compute to match the baseline", ""]
     if found:
         lines += [*tables.markdown(*tables.saved_table(found)), "", SAVED_NOTE, ""]
-    why = (
-        "the baseline has no such results"
-        if named_baseline
-        else "no one baseline. Name it with --baseline RUN"
-    )
+    unnamed = "no one baseline. Name it with --baseline RUN"
+    why = "the baseline has no such results" if named_baseline else unnamed
     for panel in panels:
         if panel.baseline is None and len(panel.groups) > 1:
             lines += [f"{panel.measurement}: {why}.", ""]

@@ -225,12 +225,8 @@ def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
         axes.plot(each, [y] * len(each), label="a seed alone", markersize=3, alpha=0.45, **style)
     if len(each) < len(seeds):
         missing = f"{len(seeds) - len(each)} of {len(seeds)} seeds never"
-        where: dict[str, Any] = {
-            "xycoords": ("axes fraction", "data"),
-            "annotation_clip": False,
-            "va": "center",
-        }
-        axes.annotate(missing, (1.01, y), color=color, fontsize=6, **where)
+        where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
+        axes.annotate(missing, (1.01, y), color=color, fontsize=6, va="center", **where)
 
 
 # ----------------------------------------------------------------------------------------------------------- files

@@ -24,7 +24,6 @@ from fastsuncet.commands.report.reading import compare_settings, measurement_of,
 from fastsuncet.config import Config, flat, load_config
 from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.console import say_line
-from fastsuncet.distributed.launch import read_status
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS, collapse_warning
@@ -78,7 +77,7 @@ def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> N
     """Write the pages of `runs` anew whenever a run goes on, until all of them are done."""
     seen: dict[Path, tuple] = {}
     while True:
-        going = [run for run in runs if read_status(run / "status.json").get("state") != "done"]
+        going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
         for run in runs:
             stamp = _stamp(run)
             if stamp != seen.get(run):
@@ -98,7 +97,7 @@ def _stamp(run: Path) -> tuple:
 def as_html(run: Path, *, refresh: bool = False) -> str:
     """Return the page of the run in folder `run`. All text is escaped."""
     require_run(run)
-    config, status = load_config(run / "config.yaml"), read_status(run / "status.json")
+    config, status = load_config(run / "config.yaml"), atomic_files.read_object(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
     of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
     # Another program can have written text where numbers belong.

@@ -1,6 +1,5 @@
 """What is done already: a run says so in its status.json, an evaluation by its results in the run's folder."""
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +24,7 @@ class JobState(NamedTuple):
 def job_state(job: Job) -> JobState:
     """Return the state of `job` from the files in its run's folder. Raises ResultError for a damaged result."""
     folder = job.config.run_folder
-    status = _json(folder / "status.json")
+    status = atomic_files.read_object(folder / "status.json")  # {}: nothing is known to be done
     if job.command == "train":
         return _training_state(job.config, status)
     steps = {record["encoder"].get("step") for record in _results_of(job)}
@@ -115,12 +114,3 @@ def _is_running(folder: Path) -> bool:
             return not free
     except OSError:
         return False  # the lock is another user's: status.json is all there is to know
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Return a small JSON object, {} where none can be read: then nothing is known to be done."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
