@@ -14,7 +14,6 @@ import errno
 import hashlib
 import io
 import json
-import math
 import os
 import shlex
 import warnings
@@ -203,7 +202,10 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
     step = meta["step"]
     lines = writer.read(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     # Of each kind of line the newest up to this checkpoint: losses and speed, and the k-NN accuracy of the training.
-    metrics = {line["kind"]: _finite(line) for line in lines if line.get("step", step + 1) <= step}
+    metrics = {line["kind"]: line for line in lines if line.get("step", step + 1) <= step}
+    metrics = json.loads(
+        json.dumps(metrics), parse_constant=lambda _: None
+    )  # JSON has no NaN and no infinity
     measured = [
         {key: each[key] for key in ("kind", "metrics", "labels", "setting")}
         for each in results.read_results(run)
@@ -228,14 +230,6 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
         "results": measured,
         "config": config.canonical(),
         "versions": versions(),
-    }
-
-
-def _finite(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line with None for NaN and infinities, which JSON does not have."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
     }
 
 

@@ -72,7 +72,7 @@ def train(config: Config, place: Place) -> Trainer[Pretraining]:
 
     A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
     """
-    require_network(config)
+    check_before_images(config)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
@@ -163,7 +163,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     Without the data the plan is for the number of images in IMAGES, or in ImageNet, and their DataError is raised at
     the end. Raises anything else that would end the run before its first step.
     """
-    require_network(config)
+    check_before_images(config)
     device = pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
     world_size = expected_ranks(config.meta.device)
@@ -197,12 +197,8 @@ def print_plan(config: Config, show_config: bool) -> None:
         raise problem
 
 
-def require_network(config: Config) -> None:
-    """Refuse, before the images are read, a network that timm does not have or that an export cannot hold, and a
-    tracker without its package.
-
-    Raises ConfigError.
-    """
+def check_before_images(config: Config) -> None:
+    """Raise ConfigError for a network that timm lacks or an export cannot hold, and a tracker without its package."""
     width_of(config.model.name)
     if config.logging.trackers:
         from fastsuncet.metrics.trackers import require_packages

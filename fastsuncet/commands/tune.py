@@ -9,7 +9,7 @@ from typing import Any
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.ranks import as_rank
-from fastsuncet.commands.train import require_network
+from fastsuncet.commands.train import check_before_images
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
@@ -41,7 +41,7 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
             raise ConfigError(
                 f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
             )
-    require_network(config)
+    check_before_images(config)
     with as_rank(config, arguments, output.with_suffix(".status.json")) as place, SignalFlag() as signals:
         stopped = lambda: signals.requested is not None  # noqa: E731
         plain, _ = resolve_precision(config, place.device)

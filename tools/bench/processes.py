@@ -111,8 +111,5 @@ def _cpu_seconds() -> float:
 def _memory() -> int:
     """Return the bytes of this process and of its workers; pages that several share are counted once in all."""
     ids = ["self", *(worker.pid for worker in multiprocessing.active_children())]
-    return sum(1024 * _kib(Path(f"/proc/{each}/smaps_rollup"), "Pss") for each in ids)
-
-
-def _kib(status: Path, field: str) -> int:
-    return int(re.findall(rf"^{field}:\s+(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)[0])
+    texts = (Path(f"/proc/{each}/smaps_rollup").read_text(encoding="utf-8") for each in ids)
+    return sum(1024 * int(re.findall(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)[0]) for text in texts)
