@@ -28,7 +28,6 @@ from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import existing_folder, image_list, image_tree
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import save_index
 from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Center
 
@@ -71,27 +70,29 @@ def train(
 
     This process is the only rank, on one GPU where there is one; under torchrun or Slurm it joins the others. It must
     be the main thread, because SIGTERM and Ctrl-C then save the run and raise Preempted. Raises ConfigErrors,
-    ConfigError, DataError, NumericalError and CheckpointError, as `fastsuncet train` tells them.
+    ConfigError, DataError, NumericalError and CheckpointError, as `fastsuncet train`. A call that is refused changes
+    nothing of the run.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train is called in the main thread: only there a process hears SIGTERM and Ctrl-C")
     config = config if isinstance(config, Config) else load_config(config)
+    index = None
     if images is not None:
-        config = _with_images(config, images, labels)
+        config, index = _with_images(config, images, labels)
     elif labels is not None:
         raise ConfigError("labels are of images: pass both")
     with handlers_restored(), as_rank(config) as place:
-        train_command.train(config, place)
+        train_command.train(config, place, index)
     return config.run_folder
 
 
-def _with_images(config: Config, images: ImageInput, labels: Sequence[Any] | None) -> Config:
-    """Return the config of the same run with other training images, whose index is written to the run's folder."""
+def _with_images(
+    config: Config, images: ImageInput, labels: Sequence[Any] | None
+) -> tuple[Config, ImageIndex]:
+    """Return the config of the same run with other training images, and their index, which `data.index` then names."""
     if isinstance(images, Mapping):
         images, labels = list(images), list(images.values())
-    folder, upright = config.run_folder, config.data.exif_orientation
-    if isinstance(images, np.ndarray):
-        images = _written(images, folder / "images")
+    kept, upright = config.run_folder / "images.npz", config.data.exif_orientation
     index, _ = _opened(images, upright)
     labels = [None] * len(index) if labels is None else labels
     # A number that is not equal to itself is NaN, which pandas has where there is no label.
@@ -100,19 +101,16 @@ def _with_images(config: Config, images: ImageInput, labels: Sequence[Any] | Non
         raise DataError(
             f"{len(given)} labels were given for {len(index)} images: give one, or None, for each"
         )
+    if isinstance(images, np.ndarray):
+        index, _ = _opened(_written(images, config.run_folder / "images", fixed=kept.exists()), upright)
     classes = sorted({label for label in given if label is not None})
     numbers = np.array([-1 if label is None else classes.index(label) for label in given], np.int64)
-    save_index(replace(index, labels=numbers, classes=tuple(classes), folders=None), folder / "images.npz")
-    values = {
-        "kind": "image_folder",
-        "root": str(index.root),
-        "train": ".",
-        "index": str(folder / "images.npz"),
-    }
+    index = replace(index, labels=numbers, classes=tuple(classes), folders=None)
+    values = {"kind": "image_folder", "root": str(index.root), "train": ".", "index": str(kept)}
     values |= {"csv": None, "pack": None, "split.file": None}
     if config.data.split.kind in ("csv", "names"):
         values["split.kind"] = "all"
-    return config.with_values({f"data.{key}": value for key, value in values.items()})
+    return config.with_values({f"data.{key}": value for key, value in values.items()}), index
 
 
 def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
@@ -144,15 +142,22 @@ def _where(run: str | Path | Config) -> Path | Config:
     return load_config(run) if Path(run).suffix in (".yaml", ".yml") else Path(run)
 
 
-def _written(pixels: np.ndarray, folder: Path) -> list[Path]:
-    """Write images as PNG files, those that are there already not again: their times would change."""
-    require_pixels(pixels)
+def _written(pixels: np.ndarray, folder: Path, *, fixed: bool) -> list[Path]:
+    """Write images as PNG files, those that are there already not again: their times would change.
+
+    Raises DataError for other pixels than those of a run that has begun, whose files are `fixed`.
+    """
     atomic_files.make_folder(folder)
     paths = [folder / f"{i:08d}.png" for i in range(len(pixels))]
     for path, image in zip(paths, pixels):
         stream = io.BytesIO()
         PIL.Image.fromarray(image).save(stream, "PNG")
         if not path.is_file() or path.read_bytes() != stream.getvalue():
+            if fixed:
+                raise DataError(
+                    f"{path} has other pixels, and the run learns from these: give the new run another "
+                    f"logging.write_tag, or delete {folder.parent}"
+                )
             atomic_files.replace(path, stream.getvalue())
     return paths
 

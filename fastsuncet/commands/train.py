@@ -33,12 +33,15 @@ from fastsuncet.errors import Preempted
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
+from fastsuncet.paths import typed_path
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import speed_on_cpu, summary
 from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
+from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.index_file import save_index
 
 # Training images of a plan without data; ImageNet's for every other data.kind.
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
@@ -67,18 +70,21 @@ def run(
     return 0
 
 
-def train(config: Config, place: Place) -> Trainer[Pretraining]:
+def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trainer[Pretraining]:
     """Do one rank's whole run. Raises what ends it before its last step; status.json says it too.
 
-    A run that is refused (another config, other images, a second process in its folder) changes nothing on the disk.
+    `index` has the training images, for a config whose `data.index` is to name them. A run that is refused (another
+    config, other images, a second process in its folder) changes nothing on the disk.
     """
     check_before_images(config)
     folder = config.run_folder
     # From here on a signal only sets a flag, which is read before the first step and at the end of each step.
     with SignalFlag() as signals, exclusive_run_folder(folder, place):
-        trainer, lines = start(config, place, folder, lambda: signals.requested is not None)
+        trainer, lines = start(config, place, folder, lambda: signals.requested is not None, index)
         # Only now: a refused run must not overwrite the config of the run that is in the folder.
         if place.first:
+            if index is not None:
+                save_index(index, typed_path(config.data.index))
             note = f"# chosen for this hardware: {json.dumps(trainer.task.chosen)}\n"
             with disk_errors(folder / "config.yaml"):
                 text = trainer.task.config.written.to_yaml() + note
@@ -107,17 +113,21 @@ def train(config: Config, place: Place) -> Trainer[Pretraining]:
 
 
 def start(
-    config: Config, place: Place, folder: Path, stopped: Callable[[], bool] = lambda: False
+    config: Config,
+    place: Place,
+    folder: Path,
+    stopped: Callable[[], bool] = lambda: False,
+    index: ImageIndex | None = None,
 ) -> tuple[Trainer[Pretraining], list[str]]:
     """Return a trainer that stands where the run in `folder` was stopped, and lines that say what it will do.
 
-    The last line is that of the fast paths. `stopped` ends the trials of fast paths. Collective. Nothing is written
-    but the index of the images and verdicts on fast paths. Raises what refuses the run.
+    The last line is that of the fast paths. `index` is that of `train`. `stopped` ends the trials of fast paths.
+    Collective. Nothing is written but the index of the images and verdicts on fast paths. Raises what refuses the run.
     """
     evaluate, evaluates = None, config.evaluation.knn_every_epochs is not None
     if evaluates:
         from fastsuncet.evaluation.knn import online_knn as evaluate
-    images = open_images(config, place, validation=evaluates)
+    images = open_images(config, place, validation=evaluates, index=index)
     config, why = resolve_precision(config, place.device)
     arithmetic = config.resolve(place.world_size, *images.counts())
     meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}

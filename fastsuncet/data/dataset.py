@@ -48,15 +48,15 @@ def validates(config: Config) -> bool:
     return config.data.kind not in FILES or config.data.validation is not None
 
 
-def open_images(config: Config, place: Place, *, validation: bool) -> Images:
+def open_images(config: Config, place: Place, *, validation: bool, index: ImageIndex | None = None) -> Images:
     """Find and check the images of `config`. Raises DataError, with what to do, on every rank if on any.
 
-    Ranks that read other images or labels than rank 0 are refused.
+    Ranks that read other images or labels than rank 0 are refused. With `index` these are the training images.
     """
     if validation and config.data.kind == "images":
         text = "an evaluation needs labels, and images reads none. Use image_folder, or csv with data.csv"
         raise config.error("data.kind", text)
-    train = rank_0_first(place, lambda first: _open(config, train=True, scan=first))
+    train = rank_0_first(place, lambda first: _open(config, train=True, scan=first, index=index))
     with config.naming("data.split.file" if config.data.split.file else "data.split.kind"):
         split = on_every_rank(lambda: labeled_split(train, **dict(config.data.split)))
     images = Images(train, split, None)
@@ -102,13 +102,15 @@ def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex
     return on_every_rank(lambda: read(False) if index is None else index)
 
 
-def _open(config: Config, *, train: bool, scan: bool) -> ImageIndex:
+def _open(config: Config, *, train: bool, scan: bool, index: ImageIndex | None = None) -> ImageIndex:
     data = config.data
     if data.kind not in FILES:
         return in_memory(config, train=train, download=data.download and scan)
-    from fastsuncet.data.image_files import find_files
+    if index is None:
+        from fastsuncet.data.image_files import find_files
 
-    index = find_files(config, train=train, scan=scan).within(data.max_megapixels)
+        index = find_files(config, train=train, scan=scan)
+    index = index.within(data.max_megapixels)
     for note in index.notes() if train and scan else ():
         say_line(f"note: {note}")
     with config.naming("data.bad_images"):

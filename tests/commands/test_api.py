@@ -15,7 +15,7 @@ import fastsuncet
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.init import survey
 from fastsuncet.config import ConfigErrors
-from fastsuncet.errors import ConfigError, Preempted
+from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.losses.suncet import suncet
 from pipelines.data_errors import DataError
 from tests.support.pictures import write_images
@@ -64,7 +64,10 @@ def test_train_that_is_interrupted_restores_the_signal_handlers(tmp_path, monkey
 
 @pytest.mark.slow
 def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
-    """A run on pixels, one on their files with labels and one on a dictionary are the same run; it can be continued."""
+    """A run on pixels, one on their files with labels and one on a dictionary are the same run; it can be continued.
+
+    A call with other images or labels is refused and changes no file.
+    """
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), np.uint8)
     labels = [("cat", "dog", float("nan"))[i % 3] for i in range(12)]
     folder = tmp_path / "photos"
@@ -90,6 +93,15 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
         run = fastsuncet.train(config, images, given)
         weights.append(fastsuncet.load_encoder(run).state_dict())
         assert fastsuncet.train(config, images, given) == run
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        other = {
+            "array": pixels[::-1],
+            "files": [*files[:10], *files[:-3:-1]],
+            "mapping": dict(zip(files, labels[::-1])),
+        }
+        with pytest.raises((CheckpointError, DataError), match=r"logging\.write_tag"):
+            fastsuncet.train(config, other[name], given)
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for other in weights[1:]:
         assert all(torch.equal(value, other[key]) for key, value in weights[0].items())
     encoder = fastsuncet.load_encoder(str(run))
