@@ -68,7 +68,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     parts.append(f"<nav>{''.join(links)}<a href='#between'>between two classes</a></nav>")
     for i, name in enumerate(classes):
         found = by_class[name]
-        parts.append(f'<h2 id="c{i}">{html.escape(name)}, {len(found):,} images</h2>')
+        parts.append(f'<h2 id="c{i}">{html.escape(name)}, {_images(len(found))}</h2>')
         surest, rest = found[:count], found[count:]
         parts.append(_row("surest", surest, folder))
         if rest:
@@ -78,7 +78,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     close.sort(key=lambda each: each.probability - each.second_probability)
     cut = f", the closest {BETWEEN} of them" if len(close) > BETWEEN else ""
     parts.append(
-        f"<p>{len(close):,} images whose two best classes are closer than {100 * GAP:.0f} points{cut}.</p>"
+        f"<p>{_images(len(close))} whose two best classes are closer than {100 * GAP:.0f} points{cut}.</p>"
     )
     pairs: dict[str, list[Prediction]] = defaultdict(list)
     for each in close[:BETWEEN]:
@@ -108,6 +108,10 @@ def html_page(title: str, style: str, body: str, *, head: str = "", script: str 
 {body}
 {script}</body></html>
 """
+
+
+def _images(count: int) -> str:
+    return f"{count:,} image{'s' * (count != 1)}"
 
 
 def _line(text: str) -> str:

@@ -63,6 +63,8 @@ def open_images(config: Config, place: Place, *, validation: bool, index: ImageI
     if isinstance(config.data.validation, float) or config.data.validation_table:
         with config.naming("data.validation"):
             images = on_every_rank(lambda: _with_validation(config, train, split))
+            if validation:
+                on_every_rank(images.validation.require_good)
     elif validation:
         held_out = rank_0_first(place, lambda first: _open(config, train=False, scan=first))
         with config.naming("data.validation"):
@@ -85,9 +87,7 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
         labels = train.labels[chosen]
     else:
         chosen, labels = validated_by(train, typed_path(config.data.validation_table))
-    held_out = replace(train.take(chosen), labels=labels)
-    held_out.require_good()
-    return Images(*without(train, split, chosen), held_out)
+    return Images(*without(train, split, chosen), replace(train.take(chosen), labels=labels))
 
 
 def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:

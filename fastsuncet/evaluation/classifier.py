@@ -150,11 +150,15 @@ def learned_labels(encoder: Encoder, config: Config, index: ImageIndex) -> np.nd
 def _best_fine_tuning(
     run: Path, encoder: Encoder, config: Config, place: Place
 ) -> tuple[Encoder, Classifier] | None:
-    """Return the best fine-tuning of `encoder` on the labels of `config`, if it is above the linear and PAWS's."""
+    """Return the best fine-tuning of `encoder` on the labels of `config`, if it is above the linear and PAWS's.
+
+    A line says which were made on other labels.
+    """
     records = [record for record in read_results(run) if record["encoder"].get("step") == encoder.step]
     if not any("frozen" in record for record in records):
         return None
-    labels = labels_digest(*labeled_images(config, place))
+    index, chosen = labeled_images(config, place)
+    labels = labels_digest(index, chosen)
 
     def measured_on(record: dict[str, Any]) -> tuple[Any, Any]:
         return record["setting"].get("validation"), record["labels"].get("count")
@@ -164,11 +168,14 @@ def _best_fine_tuning(
         for record in records
         if record["kind"] == "npi" and record["setting"].get("features") == "projection"
     }
-    best = None
+    best, stale = None, set[str]()
     for record in records:
         tuned = record.get("finetuned", {})
         folder = run / "finetune" / Path(tuned.get("folder", "")).name
-        if "frozen" not in record or tuned.get("labels") != labels or not folder.is_dir():
+        if "frozen" not in record or not folder.is_dir():
+            continue
+        if tuned.get("labels") != labels:
+            stale.add(str(folder))
             continue
         top1, others = record["metrics"]["top1"], {LINEAR: record["frozen"]["linear"]}
         if "folds" not in record["setting"] and (rival := paws.get(measured_on(record))):
@@ -176,6 +183,10 @@ def _best_fine_tuning(
         if top1 > max(others.values()) and (best is None or top1 > best[0]):
             because = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in others.items())
             best = top1, record, folder, f"fine-tuned {100 * top1:.1f} %, {because}, on the same images"
+    if stale:
+        which = f"learned from other labels than the {len(chosen):,} that can be read now"
+        again = "`fastsuncet finetune CONFIG finetune.write_tag=NEW` learns from these"
+        say_line(f"not used     {first_five(sorted(stale))}: {which}; {again}")
     if best is None:
         return None
     _, record, folder, because = best

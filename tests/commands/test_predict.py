@@ -279,6 +279,8 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
         assert cli.main([*words(run), "--force"]) == 0
         printed = capsys.readouterr().out
         assert f"classifier   {kind}" in printed and "5-fold cross-validation on 18 labels" in printed
+        said = f"not used     {folder}: learned from other labels than the 18 that can be read now"
+        assert (said in printed) == (digest == "other")
     # By itself the fine-tuned network has the same temperature.
     kept = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(kept | {"record": record}))
@@ -338,6 +340,9 @@ def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture
     assert page.count('<img src="data:,"') == 3 and page.count('<img src="data:image/jpeg') == 1
     assert all(f"<small>{each.file}</small>" in page for each in found)
     printed = capsys.readouterr().out
+    assert ">red, 4 images<" in page and ">red, 1 image<" in prediction_page.prediction_page(
+        found[:1], tmp_path, []
+    )
     for name in ("short", "gone", "bomb"):
         assert f"page: {tmp_path / name}.png is named but not shown: " in printed
     labeling = labeling_page.labeling_page(["bomb.png"], [tmp_path / "bomb.png"], ["red"])

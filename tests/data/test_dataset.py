@@ -14,7 +14,7 @@ from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.image_files import reading_headers
 from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.place import join
-from pipelines.data_errors import DataError
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import index_file
 from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
@@ -87,6 +87,12 @@ def test_validation_by_a_table_and_by_a_folder_elsewhere(here):
     assert list(images.validation.files) == ["dog4.jpg", "none1.jpg"]
     assert images.validation.labels.tolist() == [1, 0]
     assert len(images.train) == 16 and len(images.split.indices) == 14
+    (here / "flat" / "none1.jpg").write_bytes(b"")
+    bad = (*csv, "data.validation=check.csv", "data.bad_images=1")
+    assert len(opened(*bad).train) == 16  # a command that measures nothing goes on
+    with pytest.raises(BadImage, match=r"none1\.jpg: an empty file"):
+        opened(*bad, validation=True)
+    write_images(here / "flat", "none1.jpg")
     write_images(here / "elsewhere", "dog/1.jpg", "cat/2.jpg", "cat/3.jpg")
     images = opened(*csv, f"data.validation={here}/elsewhere", validation=True)
     assert images.validation.labels.tolist() == [0, 0, 1] and len(images.train) == 18
