@@ -121,9 +121,10 @@ class PairedStream:
         return next(iter(self._loaders.values())).options
 
     def notes(self) -> list[str]:
-        """Return warnings about the labeled images, for the start of a run: small classes, left-out ones."""
+        """Return lines about the labeled images, for the start of a run: small classes, left-out ones."""
         sampler = self._samplers.get(LABELED)
-        return sampler.notes() if isinstance(sampler, ClassSampler) else []
+        notes = sampler.notes() if isinstance(sampler, ClassSampler) else []
+        return [f"{'note':<9}{note}" for note in notes]
 
     def close(self) -> None:
         """Free threads and buffers."""

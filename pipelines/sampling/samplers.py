@@ -222,18 +222,21 @@ class ClassSampler:
                 f"cycle of {self.steps_per_cycle} steps leaves out {left_out}, drawn anew"
             )
         if m == 1:
-            notes.append("one image per class and batch: no labeled image has a positive, which SuNCEt needs")
+            notes.append(
+                "one image per class and batch: no labeled image has a positive. Cross-entropy needs none, SuNCEt does"
+            )
         shared, repeated = (n <= self._counts) & (self._counts < m), self._counts < n
         for which, why in (
-            (shared, f"the {m} a batch takes, so several ranks share an image"),
-            (repeated, f"the {n} a rank takes, so a rank sees an image more than once"),
+            (shared, f"the {m} a batch takes: several ranks take the same image"),
+            (repeated, f"the {n} a rank takes: it takes an image more than once"),
         ):
             if which.any():
                 counted = zip(self._classes[which].tolist(), self._counts[which].tolist())
                 names = first_five([f"{self._name(label)} ({count})" for label, count in counted])
+                have = "has" if which.sum() == 1 else "have"
                 notes.append(
-                    f"{which.sum()} of {len(which)} classes have fewer labeled images than {why}, a positive "
-                    f"of itself under another augmentation: {names}"
+                    f"{which.sum()} of {len(which)} classes {have} fewer labeled images than {why}, each time with "
+                    f"another augmentation: {names}"
                 )
         return notes
 
