@@ -166,10 +166,13 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, layout, expe
 def test_init_names_what_it_leaves_out(photos, capsys):
     (photos / "broken.jpg").write_bytes(b"nothing")
     (photos / "live.heic").write_text("")
+    with open("labels.csv", "a") as table:
+        table.write("8.jpg,Dog\n")
     assert run("photos", "--labels", "labels.csv") == 0
     said = capsys.readouterr().out
     assert "1 .heic files below photos are not read" in said
     assert "bad      1 files cannot be read: broken.jpg (not an image: no known header)" in said
+    assert "note     classes that differ only in upper and lower case: Dog, dog. Are they one?" in said
     assert "fastsuncet predict mine.yaml photos --output predictions.csv --page --skip-bad" in said
     assert load_config("mine.yaml").data.bad_images == 1
     before = Path("mine.yaml").read_text()

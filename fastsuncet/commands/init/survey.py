@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ from pipelines.datasets.folders import image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
-from pipelines.output import say_line
+from pipelines.output import first_five, say_line
 
 VALIDATION = ("val", "valid", "validation", "test")
 SAMPLE = 12  # images that are decoded to time it
@@ -126,6 +127,11 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
     else:
         text = "none"
     lines.append(f"{'labels':<9}{text}")
+    alike = Counter(name.casefold() for name in index.classes)
+    if same := [name for name in index.classes if alike[name.casefold()] > 1]:
+        lines.append(
+            f"{'note':<9}classes that differ only in upper and lower case: {first_five(same)}. Are they one?"
+        )
     if index.bad:
         lines.append(f"{'bad':<9}{len(index.bad):,} files cannot be read: {_first_bad(index)}")
     return lines
