@@ -24,7 +24,6 @@ from fastsuncet.metrics.trackers import Trackers, require_packages
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 from pipelines.backend import Backend, LoaderOptions, dali_problem
-from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.step_plan import BatchDraws, Plan
 
@@ -98,19 +97,17 @@ def sheet(config: Config, step: int) -> list[tuple[str, Pictures]]:
     arithmetic = config.resolve(1, *images.counts())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     try:
-        rows = _unlabeled(config, images.train, stream, step) if stream.views else []
+        rows = _unlabeled(config, stream, step) if stream.views else []
         if step < arithmetic.supervised_steps:
-            rows.append(("labeled", _labeled(config, images.train, stream, step)))
+            rows.append(("labeled", _labeled(config, stream, step)))
         return rows
     finally:
         stream.close()
 
 
-def _unlabeled(
-    config: Config, index: ImageIndex, stream: PairedStream, step: int
-) -> list[tuple[str, Pictures]]:
+def _unlabeled(config: Config, stream: PairedStream, step: int) -> list[tuple[str, Pictures]]:
     """Return the batch's first images and their views by every installed back-end."""
-    plan = stream.plan(UNLABELED, 0)
+    plan, index = stream.plan(UNLABELED, 0), stream.index
     first = SomeRows(plan, np.arange(min(COLUMNS, plan.batch)))
     backends: list[Backend] = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
     seen = {backend: _views(config, first, backend, step) for backend in backends}
@@ -125,13 +122,13 @@ def _unlabeled(
     return rows
 
 
-def _labeled(config: Config, index: ImageIndex, stream: PairedStream, step: int) -> Pictures:
+def _labeled(config: Config, stream: PairedStream, step: int) -> Pictures:
     """Return the first two images of each of the labeled batch's first classes, captioned with their class."""
     plan, classes = stream.plan(LABELED, 0), stream.arithmetic.classes_per_batch
     # The batch is interleaved (a, b, c, a, b, c); the picture shows pairs.
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
     (pictures, *_), draws = _views(config, SomeRows(plan, pairs), config.data.backend, step)
-    return [(picture, index.classes[label]) for picture, label in zip(pictures, draws.labels)]
+    return [(picture, stream.index.classes[label]) for picture, label in zip(pictures, draws.labels)]
 
 
 def short_name(name: str) -> str:

@@ -143,15 +143,6 @@ def petaflops(macs: int, samples: int) -> float:
     return FLOP_PER_MAC * macs * samples / 1e15
 
 
-def run_samples(steps: int, supervised_steps: int, unlabeled: int, labeled: int) -> int:
-    """Return the samples through the network in `steps` updates: two views per unlabeled image, one per labeled.
-
-    `unlabeled` and `labeled` are images per update, over all ranks; labeled images come only in the first
-    `supervised_steps` updates, after which the batch is smaller and the update cheaper.
-    """
-    return 2 * unlabeled * steps + labeled * min(steps, supervised_steps)
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one device; without the convolutions' workspace, the allocator's gaps and DALI's buffers."""

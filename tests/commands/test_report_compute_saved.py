@@ -183,6 +183,23 @@ def epochs_of_simclr(recipe: paper.Recipe, epochs: int) -> float:
     return recipe.samples(epochs) / SIMCLR.samples(1)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "supervised", "simclr"),
+    [(100, 250, 145.5), (200, 250, 291), (300, 250, 413.8), (500, 250, 613.9), (400, 30, 413.8)],
+)
+def test_recipe_samples_in_epochs_of_simclr(epochs, supervised, simclr):
+    recipe = paper.Recipe(2816, 2560, supervised)
+    assert epochs_of_simclr(recipe, epochs) == pytest.approx(simclr, abs=0.06)
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 10**4), st.integers(0, 10**4))
+def test_recipe_samples_are_the_sum_over_epochs(epochs, supervised, unlabeled, labeled):
+    recipe = paper.Recipe(unlabeled, labeled, supervised)
+    update = 2 * unlabeled + (labeled if epochs < supervised else 0)
+    assert recipe.samples(epochs + 1) - recipe.samples(epochs) == paper.IMAGES // unlabeled * update
+    assert recipe.samples(0) == 0
+
+
 def test_recipe_costs_are_those_of_the_papers_batches():
     assert SIMCLR.costs(1)["updates"] == 312, "section 4.1"
     assert OURS.costs(1)["updates"] == 454

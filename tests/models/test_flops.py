@@ -2,19 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fastsuncet.models.flops import (
-    classifier_macs,
-    memory_estimate,
-    network_cost,
-    petaflops,
-    run_samples,
-)
+from fastsuncet.models.flops import classifier_macs, memory_estimate, network_cost, petaflops
 from fastsuncet.models.resnet import build_model
 
-IMAGENET_TRAIN = 1_281_167
 PAPER_HEAD = (2048, 128)
 
 # Counted by hand, layer by layer: the metrics and checkpoints of all versions must agree on them.
@@ -116,31 +107,4 @@ def test_petaflops_of_the_papers_updates():
     assert petaflops(cifar, 512) * 1e3 == pytest.approx(4.00, abs=0.005)
     assert petaflops(cifar, 512 * 97_500) == pytest.approx(390, abs=0.5)
     imagenet = network_cost("resnet50", "imagenet", 224).macs
-    assert petaflops(imagenet, run_samples(312, 0, 4096, 0)) == pytest.approx(62.7, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("epochs", "supervised", "simclr"),
-    [(100, 250, 145.5), (200, 250, 291), (300, 250, 413.8), (500, 250, 613.9), (400, 30, 413.8)],
-)
-def test_equivalent_epochs_are_the_recipes(epochs, supervised, simclr):
-    samples = run_samples(epochs * 454, supervised * 454, unlabeled=2816, labeled=2560)
-    assert samples / (2 * (IMAGENET_TRAIN // 4096) * 4096) == pytest.approx(simclr, abs=0.06)
-
-
-def test_equivalent_epochs_of_the_cifar_run_with_labels():
-    samples = run_samples(500 * 390, 100 * 390, unlabeled=128, labeled=280)
-    assert samples / (2 * (50_000 // 256) * 256) / 500 == pytest.approx(1.22, abs=0.005)
-
-
-@given(
-    steps=st.integers(0, 10**6),
-    supervised=st.integers(0, 10**6),
-    unlabeled=st.integers(1, 10**4),
-    labeled=st.integers(0, 10**4),
-)
-def test_run_samples_are_the_sum_over_steps(steps, supervised, unlabeled, labeled):
-    done = run_samples(steps, supervised, unlabeled, labeled)
-    step = 2 * unlabeled + (labeled if steps < supervised else 0)
-    assert run_samples(steps + 1, supervised, unlabeled, labeled) - done == step
-    assert run_samples(0, supervised, unlabeled, labeled) == 0
+    assert petaflops(imagenet, 312 * 2 * 4096) == pytest.approx(62.7, abs=0.05)

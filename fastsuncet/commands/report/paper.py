@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, labels_text
 from fastsuncet.errors import ConfigError
-from fastsuncet.models.flops import network_cost, petaflops, run_samples
+from fastsuncet.models.flops import network_cost, petaflops
 
 IMAGES, BATCH = 1_281_167, 4_096  # ImageNet, and SimCLR's update
 TEN, ONE = "imagenet-10pct", "imagenet-1pct"
@@ -51,11 +51,10 @@ class Recipe:
     head: tuple[int, int, bool, int, bool] = (2048, 128, False, 2, False)  # as ModelSection.head
 
     def samples(self, epochs: float) -> int:
-        """Return the large views through the network in that many epochs."""
+        """Return the large views through the network: two of an unlabeled image, one of a labeled one."""
         steps = IMAGES // self.unlabeled
-        return run_samples(
-            round(epochs * steps), self.supervised_epochs * steps, self.unlabeled, self.labeled
-        )
+        updates = round(epochs * steps)
+        return 2 * self.unlabeled * updates + self.labeled * min(updates, self.supervised_epochs * steps)
 
     def costs(self, epochs: float) -> dict[str, float]:
         """Return the costs that follow from the epochs; hours and joules were not published."""
