@@ -202,10 +202,8 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
     step = meta["step"]
     lines = writer.read(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     # Of each kind of line the newest up to this checkpoint: losses and speed, and the k-NN accuracy of the training.
-    metrics = {line["kind"]: line for line in lines if line.get("step", step + 1) <= step}
-    metrics = json.loads(
-        json.dumps(metrics), parse_constant=lambda _: None
-    )  # JSON has no NaN and no infinity
+    newest = json.dumps({line["kind"]: line for line in lines if line.get("step", step + 1) <= step})
+    metrics = json.loads(newest, parse_constant=lambda _: None)  # JSON has no NaN and no infinity
     measured = [
         {key: each[key] for key in ("kind", "metrics", "labels", "setting")}
         for each in results.read_results(run)
