@@ -10,10 +10,8 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
@@ -96,9 +94,9 @@ class Heartbeat:
         """Post where this rank is; with `read`, add to `posts` where each rank is and when it last posted anew."""
         if self.store is None:
             return
-        frame = sys._current_frames().get(self._main or 0)
-        code = traceback.extract_stack(frame, 1)[0]
-        where = f"{code.name}, {os.path.basename(code.filename)}:{code.lineno}"
+        # Not by `traceback`, which reads the source file: its disk can be what hangs.
+        frame = sys._current_frames().get(self._main or 0, sys._getframe())
+        where = f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         self.store.set(f"heartbeat/{self.rank}", json.dumps([*self.position, where, now]))
         for number in range(self.ranks) if read else ():
             key = f"heartbeat/{number}"
@@ -109,17 +107,14 @@ class Heartbeat:
     def _waiting_for(self, posts: dict[int, tuple[bytes, float]], now: float) -> tuple[set[int], str]:
         """Return the ranks that post no longer, and a text that names those that the others wait for."""
         silent = {number for number, (_, when) in posts.items() if now - when > 2.5 * self.period}
-        found: dict[int, list[Any]] = {
-            number: json.loads(post) for number, (post, _) in posts.items() if post
-        }
         # A rank that never posted has passed no point: before any other, they wait for it.
-        counts = {number: found[number][0] if number in found else -1 for number in posts}
-        behind = silent or {number for number in counts if counts[number] == min(counts.values())}
+        found = {number: json.loads(post) if post else [-1] for number, (post, _) in posts.items()}
+        behind = silent or {number for number in found if found[number][0] == min(found.values())[0]}
         if not behind:
             return silent, "waiting for another rank"
         lines = []
         for number in sorted(behind)[:SHOWN]:
-            if number not in found:
+            if found[number] == [-1]:
                 lines.append(f"rank {number} (has not begun)")
                 continue
             _, step, point, where, _ = found[number]

@@ -1,6 +1,7 @@
 """A rank that hangs is named, and the job ends with an exit code that says to run it again."""
 
 import json
+import linecache
 import multiprocessing
 import os
 import signal
@@ -106,6 +107,17 @@ def test_heartbeat_begins_at_once_where_the_store_is_gone(monkeypatch):
     with Heartbeat(60.0, SignalFlag(), print, print):
         pass
     assert time.monotonic() - began < 4
+
+
+def test_heartbeat_posts_without_reading_a_file(hearts, monkeypatch):
+    """The disk can be what hangs, also that of the program."""
+    read = []
+    for name in ("checkcache", "getline", "getlines"):
+        monkeypatch.setattr(linecache, name, lambda *given, **_: read.append(given) or "")
+    (heart, _, _), posts = hearts[0], {}
+    heart.store = heartbeat._get_default_store()
+    heart._exchange(posts, 0.0, read=True)
+    assert b", heartbeat.py:" in posts[0][0] and read == []
 
 
 def test_end_hung_ends_the_process_where_the_disk_hangs_too(monkeypatch, capsys):
