@@ -46,7 +46,7 @@ _NAME = re.compile(r"(?:\.replaced-)?(step_([0-9]{8}|[1-9][0-9]{8,}))")
 
 
 def save(
-    folder: str | Path,
+    folder: Path,
     step: int,  # updates done
     *,
     model: dict[str, Tensor],
@@ -62,7 +62,7 @@ def save(
     "scheduled": false, after a single one. Raises TypeError or ValueError for content that could not be read back, and
     CheckpointError if the disk refuses: what was half written is then removed, and everything older is untouched.
     """
-    folder, name = Path(folder), f"step_{step:08d}"
+    name = f"step_{step:08d}"
     files = encode(model, state)
     size = sum(len(payload) for payload in files.values())
     try:
@@ -87,9 +87,8 @@ def save(
     return folder / name
 
 
-def require_room(folder: str | Path, size: int) -> None:
+def require_room(folder: Path, size: int) -> None:
     """Make `folder`, and raise CheckpointError unless a checkpoint of `size` bytes can be saved there."""
-    folder = Path(folder)
     try:
         atomic_files.make_folder(folder)
         with atomic_files.exclusive(folder / ".lock"):
@@ -171,7 +170,7 @@ def _verify_once(path: Path, step: int, changes: tuple[tuple[int, int], ...]) ->
 
 
 def load_newest(
-    folder: str | Path, *, expect: Callable[[dict[str, Any]], None] | None = None, say: Say = say_line
+    folder: Path, *, expect: Callable[[dict[str, Any]], None] | None = None, say: Say = say_line
 ) -> LoadedCheckpoint | None:
     """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 
@@ -179,7 +178,6 @@ def load_newest(
     raises is passed on: a different config is not damage, and an older checkpoint would not help. Raises
     CheckpointError if there are checkpoints and none can be used, or if one has a newer format.
     """
-    folder = Path(folder)
     candidates = _list(folder)
     named = _latest(folder, say)
     if named is not None:
@@ -208,13 +206,13 @@ def load_newest(
     )
 
 
-def newest_meta(folder: str | Path) -> dict[str, Any] | None:
+def newest_meta(folder: Path) -> dict[str, Any] | None:
     """Return the meta of the newest checkpoint whose meta is whole; None if there has never been a checkpoint.
 
     For what is equal in all checkpoints of a run: weights are neither read nor verified. Raises as `load_newest` where
     there are checkpoints and no meta can be used.
     """
-    for _, path in _list(Path(folder)):
+    for _, path in _list(folder):
         if path.is_symlink():  # never followed, see format.verify
             continue
         with contextlib.suppress(DamagedCheckpoint):  # `load_newest` reports it
@@ -231,14 +229,14 @@ def load(path: str | Path) -> LoadedCheckpoint:
         raise CheckpointError(f"checkpoint {path} cannot be used: {fault}") from fault
 
 
-def good_checkpoints(folder: str | Path, say: Say = say_line) -> list[tuple[int, Path]]:
+def good_checkpoints(folder: Path, say: Say = say_line) -> list[tuple[int, Path]]:
     """Return (step, folder) of every good checkpoint, ascending, and report each damaged one in one line.
 
     Reads every file completely. A missing folder gives an empty list. Raises CheckpointError for a newer format, or for
     a folder that cannot be listed.
     """
     good = []
-    for number, path in reversed(_list(Path(folder))):
+    for number, path in reversed(_list(folder)):
         try:
             verify(path, number)
             good.append((number, path))

@@ -301,17 +301,11 @@ def _try_graph(
     stopped: Callable[[], bool],
 ) -> str | None:
     """Return why the run cannot use a CUDA graph, None if it does. Collective: the children train together."""
-    values = config.canonical()
+    values, sizes = config.canonical(), vars(arithmetic)
     step = {section: values[section] for section in ("model", "criterion", "swav")}
-    step |= {
-        "meta": {name: value for name, value in values["meta"].items() if name not in ("seed", "cuda_graph")}
-    }
-    sizes = {
-        name: value
-        for name, value in vars(arithmetic).items()
-        if "steps" not in name and name != "num_images"
-    }
-    step |= {"optimizer": config.optimization.optimizer, "sizes": sizes}
+    step["meta"] = {name: x for name, x in values["meta"].items() if name not in ("seed", "cuda_graph")}
+    step["sizes"] = {name: x for name, x in sizes.items() if "steps" not in name and name != "num_images"}
+    step["optimizer"] = config.optimization.optimizer
     nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     request = processes.request_of(config, arithmetic, per_class, paths)
     shapes = {"step": step, "paths": request["paths"], "nccl": nccl}

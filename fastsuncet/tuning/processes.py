@@ -57,8 +57,8 @@ def request_of(
 ) -> dict[str, Any]:
     """Return what a child must know of a run: its config, sizes, labeled images of each class, and fast paths."""
     used = {path: reason is None for path, reason in paths.items()}
-    values = {"config": config.canonical(), "arithmetic": vars(arithmetic)}
-    return {**values, "per_class": list(per_class), "paths": used}
+    sizes = {"arithmetic": vars(arithmetic), "per_class": list(per_class)}
+    return {"config": config.canonical(), **sizes, "paths": used}
 
 
 def compare(
