@@ -4,7 +4,6 @@ exit codes: 0 a run can start here; 1 something would stop it
 """
 
 import importlib
-import importlib.util
 import io
 import os
 import re
@@ -238,21 +237,6 @@ def view_operator() -> Finding:
     return Finding("absent", "not compiled: DALI's own operators make the same pixels, slower", advice)
 
 
-def apex() -> Finding:
-    """Distinguish NVIDIA's apex from the other package that `pip install apex` installs."""
-    if importlib.util.find_spec("apex") is None:
-        return Finding("absent", "not needed: torch and fastsuncet have what was used of it")
-    try:
-        module = importlib.import_module("apex")
-    except Exception as error:  # an unknown package can raise anything when it is imported
-        return Finding("absent", f"installed but not importable ({error})", "it is not used")
-    if hasattr(module, "optimizers") or importlib.util.find_spec("apex.optimizers") is not None:
-        return Finding("ok", "NVIDIA's")
-    return Finding(
-        "absent", "the package named apex here is another one, a web toolkit", "pip uninstall apex"
-    )
-
-
 def fast_paths() -> Finding:
     """Say which fast paths a run tries on this machine, and what it lacks for the others."""
     import torch
@@ -321,7 +305,6 @@ EXAMINATIONS: Examinations = [
     ("NVRTC", nvrtc),
     ("DALI", dali),
     ("views", view_operator),
-    ("apex", apex),
     ("fast paths", fast_paths),
     ("disk", disk),
     ("/dev/shm", shared_memory),

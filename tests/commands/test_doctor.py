@@ -32,12 +32,12 @@ def test_doctor_finds_that_this_machine_can_run(examined):
 
 
 def test_doctor_ends_with_1_for_a_problem_only(examined):
-    absent = ("apex", lambda: Finding("absent", "not needed"))
+    absent = ("DALI", lambda: Finding("absent", "not needed"))
     problem = ("disk", lambda: Finding("problem", "full", "free some"))
     assert examined(absent)[0] == 0
     assert examined(absent, problem) == (
         1,
-        "apex         absent   not needed\n"
+        "DALI         absent   not needed\n"
         "disk         problem  full\n"
         "                      -> free some\n"
         "\n"
@@ -97,33 +97,6 @@ def test_required_compares_versions_with_the_bounds(version, state, facts, monke
     found = page.required("torch")()
     assert found.state == state and found.facts.startswith(facts)
     assert found.advice == ("" if state == "ok" else "pip install 'torch>=2.11,<2.16'")
-
-
-@pytest.mark.skipif("apex" in sys.modules, reason="a real apex is loaded")
-@pytest.mark.parametrize(
-    ("name", "text", "wanted"),
-    [
-        ("velruse", "", ("absent", "the package named apex here is another one", "pip uninstall apex")),
-        ("optimizers", "raise RuntimeError('loaded')", ("ok", "NVIDIA's", "")),
-        (
-            "__init__",
-            "raise ImportError('no amp_C')",
-            ("absent", "installed but not importable (no amp_C)", ""),
-        ),
-    ],
-    ids=["another package", "NVIDIA's, not loaded", "broken"],
-)
-def test_apex_is_distinguished_from_its_namesake(tmp_path, monkeypatch, name, text, wanted):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").touch()
-    (tmp_path / "apex" / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        found, (state, facts, advice) = page.apex(), wanted
-        assert found.state == state and facts in found.facts and advice in found.advice
-    finally:
-        for module in [module for module in sys.modules if module.split(".")[0] == "apex"]:
-            del sys.modules[module]
 
 
 @pytest.mark.parametrize(
