@@ -3,7 +3,7 @@
 For each data set the whole grid of learning rates and weight decays is fine-tuned and compared on validation images;
 the best cell is retrained on training and validation images and evaluated once on the test images.
 
-    RUN/transfer/ENCODER/DATASET-DIGEST/     lr0.1-wd0/cell.json ...    grid.csv    selected-lr.../selected.json
+    RUN/transfer/ENCODER/DATASET-DIGEST/     lr0.1-wd0/cell.json ...    selected-lr.../selected.json
     RUN/results/transfer-....json            the metrics
 """
 

@@ -105,8 +105,6 @@ def test_transfer_retrains_the_best_cell_and_tests_it(whole):
     chosen = result["chosen"]["cifar10"]
     assert (chosen["lr"], chosen["weight_decay"]) == (best["lr"], best["weight_decay"])
     assert (result["images"], chosen["train_images"], chosen["metric"]) == (TEST_IMAGES, 100, "top-1")
-    (grid_csv,) = (whole / "digits_demo").rglob("grid.csv")
-    assert len(grid_csv.read_text().splitlines()) == 4
     assert not list((whole / "digits_demo").rglob("fit")), "checkpoints of finished cells are left behind"
 
 

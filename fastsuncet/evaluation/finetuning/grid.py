@@ -7,16 +7,8 @@ from typing import Any
 
 from fastsuncet.config import Config
 from fastsuncet.errors import ConfigError
-from fastsuncet.metrics.writer import csv_table
 
 CellResult = dict[str, Any]  # a cell's result, as its JSON file holds it
-# Of grid.csv, and their keys in a record.
-COLUMNS = {
-    "learning_rate": "lr",
-    "weight_decay": "weight_decay",
-    "weight_decay_over_lr": "weight_decay_over_lr",
-}
-COLUMNS |= {"validation": "metric", "images": "images", "diverged": "diverged"}
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,3 @@ def table(cells: Sequence[Cell], records: Mapping[Cell, CellResult], chosen: Cel
     head = f"{'lr  /  wd':>10}" + "".join(f"{decay:>9.3g} " for decay in decays)
     rows = [f"{lr:>10.3g}" + "".join(f"{entry(Cell(lr, decay)):>10}" for decay in decays) for lr in rates]
     return [head, *rows]
-
-
-def as_csv(cells: Sequence[Cell], records: Mapping[Cell, CellResult]) -> bytes:
-    """Return one line per finished cell, in the grid's order; a diverged one has a reason and no validation metric."""
-    rows = [[records[cell][key] for key in COLUMNS.values()] for cell in cells if cell in records]
-    return csv_table([list(COLUMNS), *rows])

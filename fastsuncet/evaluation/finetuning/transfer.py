@@ -29,7 +29,7 @@ from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder
 from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, resolve_batch
-from fastsuncet.evaluation.finetuning.grid import Cell, CellResult, as_csv, best, grid, table
+from fastsuncet.evaluation.finetuning.grid import Cell, CellResult, best, grid, table
 from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
@@ -229,7 +229,7 @@ def about(seconds: float) -> str:
 
 
 def conclude(dataset: DatasetGrid, say: Say) -> None:
-    """Print and write the grid of one data set; once it is complete, retrain its best cell and evaluate it.
+    """Print the grid of one data set; once it is complete, retrain its best cell and evaluate it.
 
     Collective. Raises NumericalError where every cell diverged, or the retraining did.
     """
@@ -240,9 +240,6 @@ def conclude(dataset: DatasetGrid, say: Say) -> None:
     say(f"\n{task.name}: {task.title} on {len(task.validation):,} validation images, in %")
     for line in table(cells, records, chosen):
         say(line)
-    if place.first:
-        with disk_errors(dataset.folder / "grid.csv"):
-            atomic_files.replace(dataset.folder / "grid.csv", as_csv(cells, records))
     if missing:
         say(
             f"{missing} of {len(cells)} cells are not finished. The process that finishes the last one chooses; the "

@@ -1,6 +1,5 @@
 """The grid of a transfer: its values, its shards, the validation images, the choice, its table."""
 
-import csv
 import math
 import re
 
@@ -11,7 +10,7 @@ from fastsuncet.cli import main
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.finetuning.data_sets import stratified
-from fastsuncet.evaluation.finetuning.grid import Cell, as_csv, best, grid, parse_shard, table
+from fastsuncet.evaluation.finetuning.grid import Cell, best, grid, parse_shard, table
 from fastsuncet.evaluation.finetuning.transfer import batchnorm_momentum
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -98,10 +97,6 @@ def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
         "       0.1    50.00       nan ",
         "      0.01    75.00*        . ",
     ]
-    rows = list(csv.DictReader(as_csv(cells, records).decode().splitlines()))
-    assert [row["validation"] for row in rows] == ["0.5", "", "0.75"]
-    assert [float(row["weight_decay_over_lr"]) for row in rows] == pytest.approx([0, 0.01, 0])
-    assert rows[1]["diverged"] == "a loss is nan, at step 3"
 
 
 @pytest.mark.parametrize(
