@@ -116,15 +116,8 @@ def test_stratified_is_balanced_and_drawn_anew_with_each_seed(index):
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("bernoulli", {"fraction": -0.1}, "from 0 to 1"),
-        ("bernoulli", {"fraction": 1.1}, "from 0 to 1"),
-        ("bernoulli", {"fraction": float("nan")}, "from 0 to 1"),
-        ("bernoulli", {}, r"needs data\.split\.fraction"),
-        ("names", {}, r"needs data\.split\.file"),
-        ("stratified", {}, r"needs data\.split\.images"),
         ("stratified", {"images": 13}, "from 1 to the 12 images with a label, not 13"),
         ("names", {"file": "gone.txt"}, r"cannot read the list of names gone.txt: No such file"),
-        ("some", {}, "one of names, bernoulli, stratified, all, none, csv, not 'some'"),
     ],
 )
 def test_labeled_split_refuses_impossible_settings(index, kind, options, said):
