@@ -69,7 +69,7 @@ def suggest(
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")
     say_line(
-        f"next  open {shown}"
+        f"next  open {shown}, and add the lines of the new-labels.csv that it saves to your CSV"
         if page
         else "next  write each label behind its comma, add the lines to your CSV"
     )
@@ -83,6 +83,8 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     place = one_process()
     encoder, config = encoder_of(where)
     config.require_data()
+    # However many images are bad, they are left out.
+    config = config.with_values({"data.bad_images": 1_000_000_000})
     images = open_images(config, place, validation=False)
     index, split = images.train, images.split
     if config.data.split.kind == "none" and (index.labels >= 0).any():
@@ -90,6 +92,8 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     labeled = np.zeros(len(index), bool)
     labeled[split.indices] = True
     good = np.setdiff1d(np.arange(len(index)), list(index.bad))
+    if not len(good):
+        index.require_good()
     unlabeled = good[~labeled[good]]
     drawn = np.random.default_rng(config.meta.seed).permutation(unlabeled)[:POOL]
     pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
@@ -99,7 +103,8 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
         module, index.take(pool), known_view(encoder), place, width=encoder.width, skipped=skipped
     )
     values = np.concatenate([rows for _, rows in blocks])
-    for line in skipped_lines({int(pool[i]): reason for i, reason in skipped.items()}, index):
+    undecoded = {int(pool[i]): reason for i, reason in skipped.items()}
+    for line in skipped_lines({**index.bad, **undecoded}, index):
         say_line(line)
     pool, values = (np.delete(each, list(skipped), 0) for each in (pool, values))
     if (left := int((~labeled[pool]).sum())) < count:

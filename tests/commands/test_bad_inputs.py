@@ -133,9 +133,10 @@ CASES = {
         (3, "note: 12 .heic files below"),
     ),
     "unreadable images": Case(
-        lambda: [(PHOTOS / name).write_bytes(b"") for name in NAMES[8:]],
+        lambda: [(PHOTOS / name).write_bytes(b"") for name in NAMES[10:]],
         (3, "11.jpg: an empty file"),
         init=GOOD,
+        suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: an empty file"),
     ),
     "images that end early": Case(
         lambda: [cut_short(PHOTOS / name) for name in NAMES[10:]],

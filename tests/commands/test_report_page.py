@@ -10,6 +10,7 @@ from PIL import Image
 
 from fastsuncet.cli import main
 from fastsuncet.commands.report import page
+from fastsuncet.commands.report.figures import draw_lines
 from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.reports import make_run, result
 from tests.support.runs import Killed, kill
@@ -141,6 +142,13 @@ def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monke
     monkeypatch.setattr(page, "drawing_problem", lambda: "matplotlib is <missing>")
     text = page.write_page(run).read_text()
     assert "matplotlib is &lt;missing&gt;" in text and "peak memory, GB a process</dt><dd>-<" in text
+
+
+def test_curve_of_one_point_has_its_update_once():
+    assert draw_lines("loss", {"loss": [(8, 2.5)]}).count(">8</text>") == 1
+    assert [f">{x}</text>" in draw_lines("loss", {"loss": [(0, 1), (40, 2)]}) for x in (0, 10, 40)] == [
+        True
+    ] * 3
 
 
 @pytest.mark.slow
