@@ -92,9 +92,10 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds):
     assert {Path(name).suffix for name in files} == {".md", ".csv", ".png", ".svg"}
     for name in files:
         assert Path("one", name).read_bytes() == Path("two", name).read_bytes(), name
-    pixels = np.asarray(Image.open(Path("one", "finetune-10-labels-top1.png")).convert("L"))
-    assert pixels.std() > 10, "it is blank"
-    assert "(finetune-10-labels-top1.png)" in Path("one", "report.md").read_text()
+    for picture in ("finetune-10-labels-top1", "saved"):
+        pixels = np.asarray(Image.open(Path("one", f"{picture}.png")).convert("L"))
+        assert pixels.std() > 10, f"{picture} is blank"
+        assert f"({picture}.png)" in Path("one", "report.md").read_text()
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
     for label in (
         *("top-1 accuracy, %", "model updates, thousands", "compute, exaFLOPs", "time, minutes"),
@@ -110,7 +111,7 @@ def test_report_of_the_paper_alone_has_its_percentages(capsys):
     assert main(["report", "--paper", "--output", "paper"]) == 0
     out = capsys.readouterr().out
     assert "| imagenet-10pct, top1 | 45 | 50.5 |" in out and "| imagenet-1pct, top5 | 81 |" in out
-    for name in ("finetune-10-labels-top1", "finetune-10-labels-top5", "finetune-1-labels-top1"):
+    for name in ("finetune-10-labels-top1", "finetune-10-labels-top5", "finetune-1-labels-top1", "saved"):
         assert np.asarray(Image.open(f"paper/{name}.png").convert("L")).std() > 10
 
 

@@ -222,11 +222,7 @@ def test_recipe_costs_of_paws_are_those_of_its_config():
 def test_claims_table_is_what_the_rule_makes_of_the_papers_points(figure, metric):
     (panel,) = arrange(paper.curves(figure))
     found = {s.cost: s for s in savings(panel, metric) if s.rule == "best"}
-    labels = {paper.TEN: "10", paper.ONE: "1"}[figure]
-    # Rows 10 and 11 hold the compute to match SimCLR, in %.
-    (printed,) = (
-        p.value for p in paper.load() if p.row in (10, 11) and (p.labels, p.metric) == (labels, metric)
-    )
+    printed = paper.printed_savings()[found["updates"].method, str(panel.measurement), metric]
     cells = [f"{printed:g}"]
     for cost in ("petaflops", "updates"):
         bound = "at most " if found[cost].at_first else ""

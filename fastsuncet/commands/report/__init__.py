@@ -2,7 +2,7 @@
 
 report.md   all of it, for a person          saved.csv    compute saved: every seed, cost and rule
 table.csv   every method's last checkpoint   points.csv   every evaluated checkpoint of every run
-*.png *.svg a picture for each measurement and metric
+*.png *.svg a picture for each measurement and metric, and saved
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def report(
     files["points.csv"] = tables.points_plain([*curves, *published])
     with disk_errors(output, "--output"):
         atomic_files.make_folder(output)
-        pictures = [] if (problem := drawing_problem()) else _draw(panels, chosen, output)
+        pictures = [] if (problem := drawing_problem()) else _draw(panels, chosen, saved, claimed, output)
         for name, (head, rows) in files.items():
             atomic_files.replace(output / name, csv_table([head, *rows]))
         path = output / "report.md"
@@ -97,10 +97,13 @@ def report(
     return path
 
 
-def _draw(panels: list[Panel], metrics: Sequence[str], output: Path) -> list[Path]:
-    from fastsuncet.commands.report.figures import draw_panel
+def _draw(
+    panels: list[Panel], metrics: Sequence[str], saved: list[Saving], claimed: bool, output: Path
+) -> list[Path]:
+    from fastsuncet.commands.report.figures import draw_panel, draw_saved
 
-    return [path for metric in metrics for panel in panels for path in draw_panel(panel, metric, output)]
+    drawn = [path for metric in metrics for panel in panels for path in draw_panel(panel, metric, output)]
+    return drawn + draw_saved(saved, paper.printed_savings() if claimed else {}, output)
 
 
 def _next_to_runs(curves: list[Curve], published: list[Curve], notes: list[str]) -> list[Curve]:

@@ -127,6 +127,13 @@ def _by_rule(
     return found
 
 
+def reached(seeds: Sequence[Saving]) -> tuple[list[float], str]:
+    """Return the shares of the seeds that got there, empty unless most did, and "k of n seeds reached it"."""
+    there = [s.shares[0] for s in seeds if s.shares]
+    said = f"{len(there)} of {len(seeds)} seeds reached it"
+    return there if 2 * len(there) > len(seeds) else [], said
+
+
 def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
     """Return the mean of some shares in %, with their range if they differ: "51.0 % (44.0 to 56.0)"."""
     mean, low, high = (f"{100 * v:.{digits}f}" for v in (fmean(shares), min(shares), max(shares)))
@@ -135,10 +142,9 @@ def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
 
 def cell(seeds: Sequence[Saving], digits: int = 1, *, first_checkpoint: bool = True) -> str:
     """Return one rule and cost in words: "50.0 % (44.0 to 56.0), first checkpoint 66.7 %; 2 of 2 seeds reached it"."""
-    there = [s.shares[0] for s in seeds if s.shares]
-    said = f"{len(there)} of {len(seeds)} seeds reached it"
+    there, said = reached(seeds)
     published = any(s.seed is None for s in seeds)
-    if 2 * len(there) <= len(seeds):
+    if not there:
         return "never reached" if published else said
     bound = "at most " if any(s.at_first for s in seeds) else ""
     checkpoint = fmean(s.shares[1] for s in seeds if s.shares)

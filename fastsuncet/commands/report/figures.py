@@ -1,4 +1,4 @@
-"""The pictures: accuracy against every cost, as PNG and SVG, and the curves of one run.
+"""The pictures: accuracy against every cost, and what each method needed to match the baseline. PNG and SVG.
 
 Lines differ in three ways, for print, gray and color-blind readers: Okabe and Ito's colors, markers, dashes. The same
 numbers give the same bytes: the files hold no dates and no random names.
@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fastsuncet.commands.report.compute_saved import crossing
-from fastsuncet.commands.report.curves import COSTS, NAMES, Group, Panel, scale
+from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
+from fastsuncet.commands.report.curves import COSTS, KNN, NAMES, Group, Panel, scale
 from fastsuncet.metrics.rankme import RANKS
 from pipelines import atomic_files
 
@@ -57,6 +58,9 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, selected and read aloud
     "svg.hashsalt": "fastsuncet",
 }
+# Costs of the picture of compute saved -> (color, name, offset in its row); its rules -> (marker, words).
+SAVED = {"petaflops": (COLORS[0], "FLOPs", -0.14), "updates": (COLORS[1], "updates", 0.14)}
+RULE_MARKERS = {"final": ("o", "to its final accuracy"), "best": ("D", "to its best")}
 
 
 def unit(cost: str, largest: float) -> tuple[float, str]:
@@ -167,6 +171,66 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]  # without the XML declaration
+
+
+# --------------------------------------------------------------------------------------------------- compute saved
+def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path) -> list[Path]:
+    """Draw what each method needed to match the baseline by both rules, in % of the baseline; return the files.
+
+    A row for each method, measurement and metric: the mean over the seeds by linear interpolation, each seed as a small
+    point, and the percentages that the paper prints.
+    """
+    rows: dict[tuple, dict[tuple[str, str], list[Saving]]] = {}
+    for s in savings:
+        if s.cost in SAVED:
+            row = rows.setdefault((s.method, str(s.measurement), s.metric), {})
+            row.setdefault((s.cost, s.rule), []).append(s)
+    if not rows:
+        return []
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7, 0.55 * len(rows) + 1.6), layout="constrained")
+        axes = figure.subplots()
+        for y, (row, cells) in enumerate(rows.items()):
+            for (cost, rule), seeds in cells.items():
+                _draw_seeds(axes, seeds, y + SAVED[cost][2] + (0.06 if rule == "best" else -0.06))
+            if row in printed:
+                axes.plot(printed[row], y, "X", color="black", markersize=7, label="printed in the paper")
+        axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="as much as the baseline")
+        axes.set_yticks(range(len(rows)), [_row_name(*row) for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
+        axes.grid(axis="y", visible=False)
+        rivals = {s.baseline for s in savings}
+        rival = rivals.pop() if len(rivals) == 1 else "the baseline"
+        axes.set_xlabel(f"to match {rival}, % of its cost")
+        return _write(figure, dict(zip(*reversed(axes.get_legend_handles_labels()))), folder, "saved")
+
+
+def _row_name(method: str, measurement: str, metric: str) -> str:
+    measured = "" if metric == KNN else f"{NAMES.get(metric, metric).removesuffix(' accuracy')} by "
+    return f"{method}\n{measured}{measurement}"
+
+
+def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
+    """Draw one rule and cost: the mean if most seeds got there, each seed that did, and how many did not."""
+    color, name, _ = SAVED[seeds[0].cost]
+    marker, words = RULE_MARKERS[seeds[0].rule]
+    there, _ = reached(seeds)
+    each = [100 * s.shares[0] for s in seeds if s.shares]
+    style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "none"}
+    if there:
+        face = color if seeds[0].rule == "final" else "white"
+        mean = 100 * fmean(there)
+        axes.plot(mean, y, label=f"{name} {words}", markerfacecolor=face, zorder=4, **style)
+        if any(s.at_first for s in seeds):
+            note: dict[str, Any] = {"ha": "right", "va": "center", "color": color, "fontsize": 6}
+            axes.annotate("at most", (mean, y), (-6, 0), textcoords="offset points", **note)
+    if len(seeds) > 1:
+        axes.plot(each, [y] * len(each), label="a seed alone", markersize=3, alpha=0.45, **style)
+    if len(each) < len(seeds):
+        missing = f"{len(seeds) - len(each)} of {len(seeds)} seeds never"
+        where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
+        axes.annotate(missing, (1.01, y), color=color, fontsize=6, va="center", **where)
 
 
 # ----------------------------------------------------------------------------------------------------------- files

@@ -92,6 +92,15 @@ def _data(name: str) -> str:
     return (files("fastsuncet.commands.report") / name).read_text(encoding="utf-8")
 
 
+def printed_savings() -> dict[tuple[str, str, str], float]:
+    """Return the paper's % of compute to match SimCLR (rows 10 and 11) by (method, measurement, metric)."""
+    return {
+        (f"{p.method} (paper)", str(Measurement("finetune", f"{p.labels} % labels")), p.metric): p.value
+        for p in load()
+        if p.row in (10, 11) and p.value is not None
+    }
+
+
 def figures() -> list[str]:
     """Return the names that --paper takes: figures with points to draw."""
     return list(dict.fromkeys(p.figure for p in load() if p.drawn))
