@@ -248,6 +248,5 @@ def fit(
         stop, config = partial(trainer.stop_if_requested, signals), task.config
         options = {"view": view or evaluation_view(config), "before_batch": stop}
         logits = outputs(task.model, evaluated, indices, config, task.place, **options)
-    if trainer.consensus is not None:
-        trainer.consensus.close()
+    trainer.consensus.close()
     return logits, trainer
