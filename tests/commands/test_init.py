@@ -171,7 +171,7 @@ def test_init_names_what_it_leaves_out(photos, capsys):
     assert run("photos", "--labels", "labels.csv") == 0
     said = capsys.readouterr().out
     assert "1 .heic files below photos are not read" in said
-    assert "bad      1 files cannot be read: broken.jpg (not an image: no known header)" in said
+    assert "bad      1 file cannot be read: broken.jpg (not an image: no known header)" in said
     assert "note     classes that differ only in upper and lower case: Dog, dog. Are they one?" in said
     assert "fastsuncet predict mine.yaml photos --output predictions.csv --page --skip-bad" in said
     assert load_config("mine.yaml").data.bad_images == 1

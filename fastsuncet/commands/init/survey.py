@@ -133,7 +133,8 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
             f"{'note':<9}classes that differ only in upper and lower case: {first_five(same)}. Are they one?"
         )
     if index.bad:
-        lines.append(f"{'bad':<9}{len(index.bad):,} files cannot be read: {_first_bad(index)}")
+        count = f"{len(index.bad):,} file{'s' * (len(index.bad) > 1)}"
+        lines.append(f"{'bad':<9}{count} cannot be read: {_first_bad(index)}")
     return lines
 
 
