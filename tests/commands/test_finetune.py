@@ -158,6 +158,7 @@ def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
     printed = capsys.readouterr().out
     (record,) = results(runs)
     assert record["finetuned"]["ledger"]["updates"] == 4 and record["setting"]["batch_size"] == 160
+    assert "4 in 4 epochs instead of 1: finetune.head=linear makes at least 4 updates" in printed
     assert "the linear classifier of the frozen features" in printed and "note     less than 90 %" in printed
     assert all(seen["means"]) and seen["moved"] and seen["scale"] < 1
     # The start is what `evaluate linear` measures, and k-NN what `evaluate knn` does.

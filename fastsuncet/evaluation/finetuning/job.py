@@ -268,7 +268,12 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
     if brief:
         return lines
     count, parts, (batch, lr) = len(labeled(job.images)), place.world_size * f.accumulate, sizes(job.config)
-    steps = updates(job.config, count)
+    steps, epoch = updates(job.config, count), count // batch
+    least = (
+        f" instead of {f.epochs}: finetune.head=linear makes at least {LEAST_UPDATES} updates"
+        if steps > f.epochs * epoch
+        else ""
+    )
     ranks = "1 process" if place.world_size == 1 else f"{place.world_size} processes"
     passes = "" if f.accumulate == 1 else f", in {f.accumulate} passes"
     left_over = count % batch
@@ -289,7 +294,7 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         *lines,
         f"labels   {job.images.split}",
         f"batch    {batch:,} images on {ranks}{passes}; BatchNorm over {batch // parts:,} of them",
-        f"steps    {count // batch:,} an epoch{over}, {steps:,} in {steps / (count // batch):.4g} epochs",
+        f"steps    {epoch:,} an epoch{over}, {steps:,} in {steps / epoch:.4g} epochs{least}",
         *([f"start    {start}"] if f.head == "linear" else []),
         f"SGD      lr {lr:g} to 0 along half a cosine, {momentum}, {decay}",
         f"compute  {petaflops(macs, steps * batch):.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image{times}",
