@@ -116,9 +116,9 @@ def _require_space(folder: Path, name: str, size: int) -> None:
     if free < 2 * size:
         raise CheckpointError(
             f"checkpoint {name} is {_megabytes(size)} and needs twice that ({_megabytes(2 * size)}) of free disk "
-            f"space; {folder} has {_megabytes(free)}. Free {_megabytes(2 * size - free)} (the oldest checkpoints can "
-            "go), or move the run's folder to another disk and set logging.folder. The checkpoints before it are as "
-            "they were."
+            f"space; {folder} has {_megabytes(free)}. Free {_megabytes(2 * size - free)} (all checkpoints but the "
+            "newest can go), or move the run's folder to another disk and set logging.folder. The checkpoints before "
+            "it are as they were."
         )
 
 

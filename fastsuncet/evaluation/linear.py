@@ -7,7 +7,7 @@ both with scikit-learn's.
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -166,9 +166,10 @@ def fit_on_ranks(
     options = {"strength": strength, "max_iterations": section.max_iterations}
     fit = fit_linear(features, labels, num_classes, **options)
     # Cards of two kinds round otherwise.
-    weight, bias = broadcast(fit.weight), broadcast(fit.bias)
-    outcome = broadcast_json([fit.iterations, fit.gradient])
-    return LinearFit(weight, bias, fit.mean, fit.spread, *outcome), strength
+    for tensor in (fit.weight, fit.bias, fit.mean, fit.spread):
+        broadcast(tensor)
+    iterations, gradient = broadcast_json([fit.iterations, fit.gradient])
+    return replace(fit, iterations=iterations, gradient=gradient), strength
 
 
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:

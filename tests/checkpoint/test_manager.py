@@ -227,7 +227,7 @@ def test_save_without_room_names_what_helps(tmp_path, monkeypatch):
 
     room = used() + 3 * sum((path / name).stat().st_size for name in (MODEL, STATE)) // 2
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room - used()))
-    with pytest.raises(CheckpointError, match=r"\(the oldest checkpoints can go\)") as error:
+    with pytest.raises(CheckpointError, match=r"\(all checkpoints but the newest can go\)") as error:
         save(tmp_path, 4, keep=1)
     assert "checkpoint.keep" not in str(error.value) and steps(tmp_path) == [1, 2, 3]
     shutil.rmtree(tmp_path / "step_00000001")
