@@ -197,16 +197,16 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
         )
     place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
     stream = contextlib.nullcontext()
-    if place.on_gpu:
+    if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         stream = torch.cuda.stream(work_stream(place.device))
     with stream:
-        yield from _as_group(place, timeout)
+        yield from _in_group(place, timeout)
 
 
-def _as_group(place: Place, timeout: int) -> Iterator[Place]:
+def _in_group(place: Place, timeout: int) -> Iterator[Place]:
     """Yield `place` in the process group of its ranks, if there are several: the part of `join` that communicates."""
-    rank, world_size = place.rank, place.world_size
+    rank, world_size, cuda = place.rank, place.world_size, place.device.type == "cuda"
     if world_size == 1 or dist.is_initialized():
         yield place
         return
@@ -219,12 +219,12 @@ def _as_group(place: Place, timeout: int) -> Iterator[Place]:
         dist.init_process_group(
             # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's
             # stream.
-            "cpu:gloo,cuda:nccl" if place.on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=_store(rank, world_size, os.environ.get("MASTER_PORT")),
             timeout=timedelta(seconds=timeout + 60),
             rank=rank,
             world_size=world_size,
-            device_id=place.device if place.on_gpu else None,
+            device_id=place.device if cuda else None,
         )
         yield place
     except Preempted:

@@ -75,8 +75,7 @@ def parameter_bytes(network, *kinds):
 def test_memory_estimate_is_what_autograd_keeps(name, stem, size, head_batchnorm):
     """To the byte, in float32."""
     network = build_model(name, stem=stem, head_batchnorm=head_batchnorm)
-    settings = {"samples": 2, "precision": "fp32", "head_batchnorm": head_batchnorm}
-    estimate = memory_estimate(name, stem, size, *PAPER_HEAD, **settings)
+    estimate = memory_estimate(name, stem, size, *PAPER_HEAD, head_batchnorm, samples=2, precision="fp32")
     # Mean and deviation of each channel are not in the estimate: they do not grow with the batch.
     norms = parameter_bytes(network, torch.nn.BatchNorm2d, torch.nn.BatchNorm1d)
     assert bytes_kept_for_backward(network, torch.randn(2, 3, size, size)) == estimate.activations + norms
