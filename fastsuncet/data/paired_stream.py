@@ -136,11 +136,12 @@ def loader_options(config: Config, place: Place, streams: int = 1) -> LoaderOpti
     """Return the options of an evaluation's or a fine-tuning's loader, of which `streams` run at the same time."""
     # On a GPU a stream has two pools of threads, DALI's and its decoder's. On a CPU it has one pool, and the small
     # stream would leave its half of the cores idle.
+    gpu = place.device.type == "cuda"
     return LoaderOptions(
         backend=config.data.backend,
-        device="gpu" if place.on_gpu else "cpu",
+        device="gpu" if gpu else "cpu",
         device_id=place.device.index or 0,
-        threads=decode_threads(config.data.decode_threads, streams=streams if place.on_gpu else 1),
+        threads=decode_threads(config.data.decode_threads, streams=streams if gpu else 1),
         prefetch=config.data.prefetch,
     )
 

@@ -173,7 +173,7 @@ __device__ void keep(float* out, float* inverse, float* running_mean, float* run
 }
 
 // (groups, 1 + 2 C) -> `out`, or -> `sums` (1 + 2 C) that ranks add up: n, n mean, n (variance + mean^2), in float64,
-// where squares do not cancel. The same as `join_statistics`, which another rank can run.
+// where squares do not cancel. The same as `sums_of`, which another rank can run.
 KERNEL(norm_join)(const float* moments, float* out, double* sums, float* inverse, float* running_mean,
                   float* running_variance, long long groups, long long channels, float eps, float momentum) {
     SHARED(Moments, parts, THREADS);
