@@ -4,12 +4,14 @@ A list CLASS_PART.txt has a line `ID VALUE` for every image of the part: 1 the c
 0 it is there but too difficult to be counted. The boxes in Annotations/ are not read.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pipelines.data_errors import DataError
+from pipelines.datasets.csv_labels import refuse_wrong_lines
 from pipelines.datasets.folders import with_headers
 from pipelines.datasets.index import ImageIndex
 
@@ -18,47 +20,52 @@ CLASSES = (
     *("dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 PARTS = ("train", "val", "trainval", "test")
+_VALUES = {"1": 1, "-1": -1, "0": 0}
 
 
 def voc07(root: str | Path, part: str) -> ImageIndex:
     """Return the images of one part (train, val, trainval, test) with `presence` (N, 20), in the order of its lists.
 
     `root` holds VOCdevkit, or is VOCdevkit, or VOC2007 in it. No image has a single label: `labels` are -1. Raises
-    DataError with the file: a list or an image that is missing, a list that is not as it was published.
+    DataError with file and line: a missing list, a wrong line, lists of different images, an image without its file.
     """
+    if part not in PARTS:
+        raise ValueError(f"a part of VOC 2007 is one of {', '.join(PARTS)}, not {part!r}")
     folder = _folder(Path(root).expanduser())
     images, presence = _presence(folder, part)
-    files = _files(images)
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        more = f", and {len(missing) - 1} more files are missing" if len(missing) > 1 else ""
-        raise DataError(f"there is no {folder / missing[0]}{more}: unpack {_archive(part)} there")
-    index = with_headers(folder, files, np.full(len(files), -1), CLASSES)
+    missing = [name for name in images if not (folder / "JPEGImages" / f"{name}.jpg").is_file()]
+    if missing:
+        line = images.index(missing[0]) + 1
+        raise DataError(
+            f"{_list(folder, CLASSES[0], part)} line {line}: there is no {folder}/JPEGImages/{missing[0]}.jpg"
+            + (f", and {len(missing) - 1} more files are missing" if len(missing) > 1 else "")
+        )
+    index = with_headers(folder, _files(images), np.full(len(images), -1), CLASSES)
     return replace(index, presence=presence)
 
 
 def part_of(index: ImageIndex, part: str) -> np.ndarray:
     """Return the numbers, int64, in an index of trainval of the images of `part` (train, val).
 
-    Raises DataError for an image that trainval lacks or labels otherwise.
+    Raises DataError, with file and line, for an image that trainval lacks or labels otherwise.
     """
     folder, known = index.root, index.presence
-    assert folder is not None and known is not None, "voc07 has made the index"
+    if folder is None or known is None:
+        raise ValueError("part_of takes an index that voc07 has made")
     images, presence = _presence(folder, part)
     found = index.files.find(_files(images))
-    if len(wrong := np.flatnonzero((found < 0) | (presence != known[found]).any(1))):
-        raise DataError(
-            f"the lists of {part} and of trainval in {_list(folder, '*', part).parent} differ on {images[wrong[0]]}: "
-            f"unpack {_archive(part)} over them"
-        )
+    for row, (image, number) in enumerate(zip(images, found)):
+        if number < 0:
+            where = _list(folder, CLASSES[0], part)
+            raise DataError(f"{where} names {image} on line {row + 1}, which is not in trainval")
+        for other in np.flatnonzero(presence[row] != known[number]):
+            where, now, then = _list(folder, CLASSES[other], part), presence[row, other], known[number, other]
+            raise DataError(f"{where} line {row + 1} says {now} of {image}, but trainval says {then}")
     return found
 
 
 def _files(images: list[str]) -> list[str]:
     return [f"JPEGImages/{name}.jpg" for name in images]
-
-
-def _archive(part: str) -> str:
-    return f"VOC{'test' if part == 'test' else 'trainval'}_06-Nov-2007.tar"
 
 
 def _folder(root: Path) -> Path:
@@ -67,7 +74,7 @@ def _folder(root: Path) -> Path:
             return folder
     raise DataError(
         f"no PASCAL VOC 2007 under {root}: neither VOCdevkit/VOC2007/ImageSets/Main nor the inner folders; unpack "
-        f"{_archive('train')} and {_archive('test')} there"
+        "VOCtrainval_06-Nov-2007.tar and VOCtest_06-Nov-2007.tar there"
     )
 
 
@@ -76,33 +83,45 @@ def _list(folder: Path, name: str, part: str) -> Path:
 
 
 def _presence(folder: Path, part: str) -> tuple[list[str], np.ndarray]:
-    """Return the images of a part in the order of its lists, and int8 (N, 20) what all lists say of them."""
-    lists = [_read_list(_list(folder, name, part), part) for name in CLASSES]
-    for name, rows in zip(CLASSES, lists):
-        if not np.array_equal(rows["image"], lists[0]["image"]):
-            paths = (_list(folder, each, part) for each in (name, CLASSES[0]))
-            raise DataError("{} and {} name other images: unpack {} again".format(*paths, _archive(part)))
-    return lists[0]["image"].tolist(), np.stack([rows["value"] for rows in lists], axis=1)
+    """Return the images of a part in the order of its first list, and int8 (N, 20) what all lists say of them."""
+    paths = [_list(folder, name, part) for name in CLASSES]
+    lists = [_read_list(path) for path in paths]
+    first = lists[0]
+    for path, lines in zip(paths, lists):
+        for image in [*lines, *first]:
+            if image not in first:
+                raise DataError(f"{path} line {lines[image][0]} names {image}, which {paths[0]} does not")
+            if image not in lines:
+                raise DataError(
+                    f"{path} does not name {image}, which {paths[0]} does on line {first[image][0]}"
+                )
+    return list(first), np.array([[lines[image][1] for lines in lists] for image in first], np.int8)
 
 
-def _read_list(path: Path, part: str) -> np.ndarray:
+def _read_list(path: Path) -> dict[str, tuple[int, int]]:
+    """Return image -> (line, value) of a list."""
     try:
-        # Six digits, so that no name leads elsewhere.
-        rows = np.loadtxt(path, [("image", "U6"), ("value", "i1")], comments=None, ndmin=1, encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"there is no {path}: unpack {_archive(part)} over the others") from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} is not a list of VOC 2007: {error}. Unpack {_archive(part)} again"
-        ) from error
-    numbers = set(rows["image"])
-    if not (
-        all(map(str.isdecimal, numbers))
-        and 0 < len(numbers) == len(rows)
-        and set(rows["value"]) <= {-1, 0, 1}
-    ):
-        raise DataError(
-            f"{path} is not a list of VOC 2007: a line is not a number of its own and 1, -1 or 0. Unpack "
-            f"{_archive(part)} again"
-        )
-    return rows
+        archive = f"VOC{'test' if path.stem.endswith('_test') else 'trainval'}_06-Nov-2007.tar"
+        raise DataError(f"there is no {path}: {archive} has it, unpack that one over the others") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the list {path}: {error}") from error
+    lines: dict[str, tuple[int, int]] = {}
+    wrong: list[tuple[int, str]] = []
+    for number, row in enumerate(text.splitlines(), 1):
+        cells = row.split()
+        if len(cells) != 2:
+            wrong.append((number, f"{row!r} is not an image and 1, -1 or 0"))
+        elif not re.fullmatch(r"[A-Za-z0-9_]+", cells[0]):
+            wrong.append((number, f"{cells[0]!r} is not the name of an image"))
+        elif cells[1] not in _VALUES:
+            wrong.append((number, f"{cells[1]!r} is not 1, -1 or 0"))
+        elif cells[0] in lines:
+            wrong.append((number, f"{cells[0]} stands on line {lines[cells[0]][0]} already"))
+        else:
+            lines[cells[0]] = number, _VALUES[cells[1]]
+    refuse_wrong_lines(path, wrong)
+    if not lines:
+        raise DataError(f"{path} names no image: it is empty")
+    return lines
