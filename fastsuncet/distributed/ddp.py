@@ -44,7 +44,7 @@ def parallel(
         options: dict[str, Any] = {BUFFER_SYNC: False}
         network = nn.parallel.DistributedDataParallel(
             network,
-            device_ids=[place.device] if place.on_gpu else None,
+            device_ids=[place.device] if place.device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
             static_graph=static_graph,
             **options,

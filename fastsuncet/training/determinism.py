@@ -34,7 +34,7 @@ def set_determinism(config: Config, place: Place) -> None:
     torch.backends.cudnn.deterministic = exact
     torch.backends.cudnn.allow_tf32 = False
     cuda.matmul.allow_tf32 = False  # NVIDIA's images turn it on by an environment variable
-    if place.on_gpu:
+    if place.device.type == "cuda":
         # cuBLAS reads it when it starts, so it must be set before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(exact, warn_only=True)

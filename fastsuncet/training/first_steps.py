@@ -44,7 +44,7 @@ def first_steps(trainer: Trainer[Pretraining]) -> str:
         raise task.config.error(f"criterion.{key}", text) from None
     require_finite_weights(task.model, 1)
     losses = (f"{name} {loss:.4f}" for name, loss in zip(task.terms, sums.mean(0).tolist()) if name != "none")
-    kind = "memory of the GPU" if task.place.on_gpu else "resident memory"
+    kind = "memory of the GPU" if task.place.device.type == "cuda" else "resident memory"
     # By FLOPs: an update without labels costs less than these.
     hours = later / 3600 * run_macs(task.config, task.arithmetic) / task.cost(0)[1]
     length = f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.2g} minutes"

@@ -131,10 +131,10 @@ def memory_note(place: Place, step: int, feed: int, processes: int) -> str:
 
     Each process has a GPU of its own; on a CPU they share the machine's memory.
     """
-    memory = memory_of(place.device)
+    on_gpu, memory = place.device.type == "cuda", memory_of(place.device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    there = f"{'the GPU' if place.on_gpu else 'this machine'} has {memory / 1e9:.3g} GB"
-    if (1 if place.on_gpu else here) * (step + feed) <= memory:
+    there = f"{'the GPU' if on_gpu else 'this machine'} has {memory / 1e9:.3g} GB"
+    if (1 if on_gpu else here) * (step + feed) <= memory:
         return there
     return f"{there}, WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)"
 
@@ -160,7 +160,7 @@ def norm_note(ranks: int, *, shared: bool, part: str = "the whole batch") -> str
 
 def tf32_note(config: Config, place: Place) -> str:
     """Return the summary's note on losses that are not computed in float32 (criterion.products), or ""."""
-    on = place.on_gpu and config.criterion.contrasts and methods.tf32(config)
+    on = place.device.type == "cuda" and config.criterion.contrasts and methods.tf32(config)
     return ", products in TF32" if on else ""
 
 
@@ -172,7 +172,7 @@ def speed_on_cpu(config: Config) -> str:
 
 def device_name(place: Place) -> str:
     """Return the name of the GPU, or "CPU" with its number of threads."""
-    if place.on_gpu:
+    if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
@@ -183,5 +183,5 @@ def pixel_source(stream: PairedStream, asked: str) -> str:
     if stream.options.backend != "dali":
         why = "as configured" if asked == "torchvision" else f"DALI cannot be used here: {dali_problem()}"
         return f"torchvision on the CPU ({why})"
-    where = "the GPU" if stream.place.on_gpu else "the CPU"
+    where = "the GPU" if stream.place.device.type == "cuda" else "the CPU"
     return f"DALI {dali() or ''} on {where}"
