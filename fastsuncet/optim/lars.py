@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsuncet.kernels import switches
-from fastsuncet.optim import lars_apex, lars_kernel
 from fastsuncet.optim.device_lr import DeviceLR
 from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
 
@@ -34,14 +32,14 @@ def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], 
 
 def update_by_kernels(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> bool:
     """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; False: neither does."""
+    from fastsuncet.kernels.switches import usable
+    from fastsuncet.optim import lars_apex, lars_kernel  # a CPU compiles no kernels
+
     # Tensors are not checked beforehand: on the host the check is half the cost of a step.
     for runs, update in (
-        (lambda: switches.usable("lars.cu", params[0], lars_kernel.prove), lars_kernel.lars_kernel),
+        (lambda: usable("lars.cu", params[0], lars_kernel.prove), lars_kernel.lars_kernel),
         (
-            lambda: (
-                lars_apex.extension() is not None
-                and switches.usable(lars_apex.APEX, params[0], lars_apex.prove)
-            ),
+            lambda: lars_apex.extension() is not None and usable(lars_apex.APEX, params[0], lars_apex.prove),
             lars_apex.lars_apex,
         ),
     ):
@@ -58,7 +56,7 @@ IMPLEMENTATIONS = ("auto", "foreach", "reference", "kernel", "apex")
 def _implementation(name: str) -> Callable[..., None]:
     if name == "auto":
         return lars_auto
-    # Imported here: the reference is for tests.
+    # Imported here: a CPU compiles no kernels, and the reference is for tests.
     return getattr(import_module(f"fastsuncet.optim.lars_{name}"), f"lars_{name}")
 
 

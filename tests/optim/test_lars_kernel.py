@@ -3,7 +3,6 @@
 test_lars.py has its steps.
 """
 
-import builtins
 from types import SimpleNamespace
 
 import pytest
@@ -73,15 +72,6 @@ def test_update_by_kernels_leaves_tensors_that_no_kernel_takes(host, monkeypatch
         assert lars.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(launches)
         moved = not torch.equal(tensors[0][0], torch.ones(3, dtype=dtype))
         assert len(host) == launches and moved == bool(launches)
-
-
-def test_update_by_kernels_imports_nothing_in_a_step(host, monkeypatch):
-    monkeypatch.setattr(switches, "usable", lambda source, *_: source == "lars.cu")
-    tensors, imported, real = [[torch.ones(3)] for _ in range(3)], [], builtins.__import__
-    with monkeypatch.context() as patch:
-        patch.setattr(builtins, "__import__", lambda *given: imported.append(given[0]) or real(*given))
-        assert lars.update_by_kernels(*tensors, 0.1, LARSSettings())
-    assert imported == []
 
 
 def test_lars_auto_falls_back_to_foreach(monkeypatch):
