@@ -150,16 +150,27 @@ def _written(pixels: np.ndarray, folder: Path, *, fixed: bool) -> list[Path]:
     atomic_files.make_folder(folder)
     paths = [folder / f"{i:08d}.png" for i in range(len(pixels))]
     for path, image in zip(paths, pixels):
+        there = _pixels_of(path)
+        if there is not None and np.array_equal(there, image):
+            continue
+        if fixed and there is not None:
+            raise DataError(
+                f"{path} has other pixels, and the run learns from these: give the new run another "
+                f"logging.write_tag, or delete {folder.parent}"
+            )
         stream = io.BytesIO()
         PIL.Image.fromarray(image).save(stream, "PNG")
-        if not path.is_file() or path.read_bytes() != stream.getvalue():
-            if fixed:
-                raise DataError(
-                    f"{path} has other pixels, and the run learns from these: give the new run another "
-                    f"logging.write_tag, or delete {folder.parent}"
-                )
-            atomic_files.replace(path, stream.getvalue())
+        atomic_files.replace(path, stream.getvalue())
     return paths
+
+
+def _pixels_of(path: Path) -> np.ndarray | None:
+    """Return the pixels of a PNG file, None for a file that is lost or damaged."""
+    try:
+        with PIL.Image.open(path) as image:
+            return np.asarray(image)
+    except (OSError, SyntaxError, ValueError):
+        return None
 
 
 def require_pixels(pixels: np.ndarray) -> None:

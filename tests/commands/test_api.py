@@ -92,6 +92,11 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
         config = small_config(tmp_path / name, *small)
         run = fastsuncet.train(config, images, given)
         weights.append(fastsuncet.load_encoder(run).state_dict())
+        if name == "array":  # one is lost, one is damaged, one is as another version of the library writes it
+            lost, damaged, larger = (run / "images" / f"0000000{i}.png" for i in range(3))
+            lost.unlink()
+            damaged.write_bytes(damaged.read_bytes()[:99])
+            PIL.Image.fromarray(pixels[2]).save(larger, compress_level=0)
         assert fastsuncet.train(config, images, given) == run
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         other = {
