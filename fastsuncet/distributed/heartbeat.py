@@ -139,9 +139,11 @@ def end_hung(message: str, record: Callable[[], None]) -> None:
 
     `record` keeps the reason on the disk. It has RECORD seconds, because the disk can be what hangs.
     """
-    if message:
-        print(f"[rank {rank()}] error: {message}", file=sys.stderr, flush=True)
-    recording = threading.Thread(target=record, daemon=True)
-    recording.start()
-    recording.join(RECORD)
-    os._exit(HungError.exit_code)
+    try:
+        if message:
+            print(f"[rank {rank()}] error: {message}", file=sys.stderr, flush=True)
+        recording = threading.Thread(target=record, daemon=True)
+        recording.start()
+        recording.join(RECORD)
+    finally:  # also without a standard error or a further thread
+        os._exit(HungError.exit_code)
