@@ -36,13 +36,10 @@ def train_step(
         out = network(batch.views, batch.labeled)  # one forward: all images share BatchNorm
     out = in_float32(out)
     instance_loss = method.instance_loss(out, batch.labels)  # NT-Xent
-    supervised_loss = method.supervised_loss(
-        out, batch.labels
-    )  # SuNCEt; 0 once switched off, without a branch
+    supervised_loss = method.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, no branch
     watched = watch_gradients(methods.loss_inputs(out))
-    method.scaler.scale(
-        instance_loss + supervised_loss
-    ).backward()  # DDP averages the gradients over ranks here
+    # DDP averages the gradients over ranks in here.
+    method.scaler.scale(instance_loss + supervised_loss).backward()
     norms = gradient_norms(watched) / method.scaler.scale(method.one)
     method.freeze(batch.step)
     method.scaler.step(optimizer)  # LARS
