@@ -41,7 +41,6 @@ from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import save_index
 
 # Training images of a plan without data; ImageNet's for every other data.kind.
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
@@ -84,6 +83,8 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
         # Only now: a refused run must not overwrite the config of the run that is in the folder.
         if place.first:
             if index is not None:
+                from pipelines.datasets.index_file import save_index
+
                 save_index(index, typed_path(config.data.index))
             note = f"# chosen for this hardware: {json.dumps(trainer.task.chosen)}\n"
             with disk_errors(folder / "config.yaml"):
