@@ -25,6 +25,11 @@ def first_five(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 image", "2,000 images"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 say_once = functools.cache(say_line)
 
 

@@ -31,6 +31,7 @@ from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import counted
 from pipelines.sampling.augmentation import Center
 
 # The evaluation's code reads its back-end and threads from a config; the pixels are the encoder's own.
@@ -130,12 +131,16 @@ def rows_of(
         yield start, found
 
 
+def allowing_bad(config: Config) -> Config:
+    """Return the config of a command that leaves out what cannot be read, however many images that are."""
+    return config.with_values({"data.bad_images": 1_000_000_000})
+
+
 def skipped_lines(skipped: Skipped, index: ImageIndex, what: str = "") -> list[str]:
     """Return the skipped images and why, the first SHOWN of them; `what` it means for the output."""
     if not skipped:
         return []
-    count = f"{len(skipped):,} image{'s' * (len(skipped) > 1)}"
-    lines = [f"skipped      {count} that cannot be decoded{what}:"]
+    lines = [f"skipped      {counted(len(skipped), 'image')} that cannot be decoded{what}:"]
     lines += [f"  {index.name(i)}: {reason}" for i, reason in sorted(skipped.items())[:SHOWN]]
     return [*lines, *([f"  and {len(skipped) - SHOWN:,} more"] if len(skipped) > SHOWN else [])]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     Skipped,
+    allowing_bad,
     check_output,
     encoder_of,
     known_view,
@@ -135,7 +136,7 @@ def _loaded(where: Path | Config, place: Place, skip_bad: bool) -> tuple[Encoder
     encoder, config = encoder_of(where)
     run = run_of(encoder, config)
     if skip_bad:
-        config = config.with_values({"data.bad_images": 1_000_000_000})
+        config = allowing_bad(config)
     encoder, classifier, lines = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
     for line in lines:
         say_line(line)

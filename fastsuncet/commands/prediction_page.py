@@ -16,6 +16,7 @@ from PIL import Image
 
 from fastsuncet.console import say_line
 from pipelines.datasets.image_headers import FORMATS, as_rgb
+from pipelines.output import counted
 
 SIDE = 160  # pixels of a thumbnail, of about 5 kB
 OF_CLASS = 8  # pictures of a class, the surest and as many of the least sure, at most
@@ -68,7 +69,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     parts.append(f"<nav>{''.join(links)}<a href='#between'>between two classes</a></nav>")
     for i, name in enumerate(classes):
         found = by_class[name]
-        parts.append(f'<h2 id="c{i}">{html.escape(name)}, {_images(len(found))}</h2>')
+        parts.append(f'<h2 id="c{i}">{html.escape(name)}, {counted(len(found), "image")}</h2>')
         surest, rest = found[:count], found[count:]
         parts.append(_row("surest", surest, folder))
         if rest:
@@ -78,7 +79,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     close.sort(key=lambda each: each.probability - each.second_probability)
     cut = f", the closest {BETWEEN} of them" if len(close) > BETWEEN else ""
     parts.append(
-        f"<p>{_images(len(close))} whose two best classes are closer than {100 * GAP:.0f} points{cut}.</p>"
+        f"<p>{counted(len(close), 'image')} whose two best classes are closer than {100 * GAP:.0f} points{cut}.</p>"
     )
     pairs: dict[str, list[Prediction]] = defaultdict(list)
     for each in close[:BETWEEN]:
@@ -108,10 +109,6 @@ def html_page(title: str, style: str, body: str, *, head: str = "", script: str 
 {body}
 {script}</body></html>
 """
-
-
-def _images(count: int) -> str:
-    return f"{count:,} image{'s' * (count != 1)}"
 
 
 def _line(text: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     Skipped,
+    allowing_bad,
     check_output,
     encoder_of,
     known_view,
@@ -83,8 +84,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     place = one_process()
     encoder, config = encoder_of(where)
     config.require_data()
-    # However many images are bad, they are left out.
-    config = config.with_values({"data.bad_images": 1_000_000_000})
+    config = allowing_bad(config)
     images = open_images(config, place, validation=False)
     index, split = images.train, images.split
     if config.data.split.kind == "none" and (index.labels >= 0).any():

@@ -27,7 +27,7 @@ from pipelines.datasets.folders import image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
-from pipelines.output import first_five, say_line
+from pipelines.output import counted, first_five, say_line
 
 VALIDATION = ("val", "valid", "validation", "test")
 SAMPLE = 12  # images that are decoded to time it
@@ -133,8 +133,7 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
             f"{'note':<9}classes that differ only in upper and lower case: {first_five(same)}. Are they one?"
         )
     if index.bad:
-        count = f"{len(index.bad):,} file{'s' * (len(index.bad) > 1)}"
-        lines.append(f"{'bad':<9}{count} cannot be read: {_first_bad(index)}")
+        lines.append(f"{'bad':<9}{counted(len(index.bad), 'file')} cannot be read: {_first_bad(index)}")
     return lines
 
 
