@@ -21,13 +21,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastsuncet.config import Config
 from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics.trackers import Tracker, Trackers
 from pipelines import atomic_files
+
+if TYPE_CHECKING:
+    from fastsuncet.metrics.trackers import Tracker
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
@@ -60,7 +62,9 @@ class MetricsWriter:
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
             self._tell: Callable[[Callable[[Tracker], object]], None] = lambda call: None
-            if config is not None:
+            if config is not None and config.logging.trackers:
+                from fastsuncet.metrics.trackers import Trackers
+
                 # Before the files change: a missing package must not leave a run half set back.
                 self._tell = Trackers(config, self.folder, purge_step, say).tell
                 self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, leaves_root, listed_lines
 from pipelines.output import first_five
@@ -70,8 +69,7 @@ def labeled_split(
     elif kind == "stratified" and images is not None:
         chosen, source = stratified(index.labels, images, seed), f"{images} drawn by class, seed {seed}"
     elif kind == "csv" and file is not None:
-        labels = with_csv_labels(index, file, classes=index.classes or None).labels
-        _require_same_labels(index, labels, np.full(len(index), True), file)
+        labels = _labels_in(file, index, index.classes or None, np.full(len(index), True))
         chosen, source = np.flatnonzero(labels >= 0), Path(file).name
     elif kind in ("all", "csv"):
         chosen, source = np.arange(len(index)), "all that have a label"
@@ -117,8 +115,7 @@ def validated_by(index: ImageIndex, file: str | Path) -> tuple[np.ndarray, np.nd
 
     Raises DataError for wrong lines, as `with_csv_labels`, and for a label that differs from the index's.
     """
-    labels = with_csv_labels(index, file, classes=index.classes).labels
-    _require_same_labels(index, labels, index.labels >= 0, file)
+    labels = _labels_in(file, index, index.classes, index.labels >= 0)
     chosen = np.flatnonzero(labels >= 0)
     return chosen, labels[chosen]
 
@@ -210,9 +207,13 @@ def _is_name(line: str) -> bool:
     return whole and ("/" in line or "_" in line)
 
 
-def _require_same_labels(
-    index: ImageIndex, labels: np.ndarray, compared: np.ndarray, file: str | Path
-) -> None:
+def _labels_in(
+    file: str | Path, index: ImageIndex, classes: tuple[str, ...] | None, compared: np.ndarray
+) -> np.ndarray:
+    """Return the labels of a CSV, int64 (N,), -1 = none. Those of the images `compared` must agree with the index's."""
+    from pipelines.datasets.csv_labels import with_csv_labels  # few runs read a table
+
+    labels = with_csv_labels(index, file, classes=classes).labels
     names = (*index.classes, "no label")  # the last one is that of label -1
     differing = np.flatnonzero(compared & (labels >= 0) & (labels != index.labels)).tolist()
     others = [f"{index.name(i)} ({names[labels[i]]} instead of {names[index.labels[i]]})" for i in differing]
@@ -220,3 +221,4 @@ def _require_same_labels(
         raise DataError(
             f"{file}: {len(others)} labels differ from those of the data set: {first_five(others)}. Give both the same"
         )
+    return labels
