@@ -1,4 +1,4 @@
-"""`fastsuncet init`: its rules on 30 situations, folders of every kind, and bad input."""
+"""`fastsuncet init`: its rules on 32 situations, folders of every kind, and bad input."""
 
 from pathlib import Path
 from unittest import mock
@@ -34,20 +34,22 @@ SITUATIONS = [
     ("csv 500 40 20 224", CPU, 1, TIMM, "alone"),
     ("csv 2000 100 10 224", CPU, 0.5, None, "alone"),
     ("csv 2000 100 10 224", CPU, 0.5, TIMM, "alone"),
-    ("csv 2000 100 10 224", H200, 1, None, "SimCLR + cross"),
+    ("csv 2000 100 10 224", H200, 1, None, "SimCLR + SuNCEt"),
+    ("csv 2000 260 10 224", H200, 1, None, "SimCLR + cross"),
+    ("csv 2000 250 10 224", H200, 1, None, "SimCLR + SuNCEt"),
     ("csv 3068 300 10 224", SLOW, 0.2, None, "alone"),
     ("csv 3068 300 10 3000", CPU, 10, TIMM, "SimCLR + cross"),
     ("csv 3068 0 0 3000", CPU, 10, None, "SimCLR, without"),
     ("image_folder 5000 5000 5 64", CPU, 2, None, "alone"),
     ("image_folder 5000 5000 5 28", CPU, 2, TIMM, "alone"),
-    ("csv 10000 30 30 300", GPU, 4, None, "SimCLR + cross"),
+    ("csv 10000 30 30 300", GPU, 4, None, "SimCLR + SuNCEt"),
     ("csv 10000 900 30 300", GPU, 4, TIMM, "SimCLR + cross"),
     ("csv 50000 500 10 32", GPU, 4, None, "SimCLR + cross"),
     ("csv 50000 500 10 32", BIG, 48, None, "SimCLR + cross"),
     ("csv 50000 500 10 32", SLOW, 1, TIMM, "alone"),
     ("images 50000 0 0 32", SLOW, 1, None, "SimCLR, without"),
     ("images 80000 0 0 500", EIGHT, 8, TIMM, "SimCLR, without"),
-    ("csv 99999 1000 500 500", EIGHT, 8, TIMM, "SimCLR + cross"),
+    ("csv 99999 1000 500 500", EIGHT, 8, TIMM, "SimCLR + SuNCEt"),
     ("csv 250000 2000 1000 500", EIGHT, 24, None, "SimCLR + SuNCEt"),
     ("image_folder 1281167 128116 1000 400", EIGHT, 24, None, "SimCLR + SuNCEt"),
     ("image_folder 1281167 1281167 1000 400", EIGHT, 24, None, "alone"),
