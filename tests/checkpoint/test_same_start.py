@@ -45,6 +45,8 @@ def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
         found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides)))
     ranks.digest_of_sources = lambda: f"of rank {rank}"  # in this process, which ends with the test
     found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides[: len(SMALL)])))
+    ranks.versions = lambda: {"torch": f"2.{rank}"}
+    found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides[: len(SMALL)])))
     found += with_other_lists(rank, Path(folder, "colors"))
     return found
 
@@ -81,8 +83,9 @@ def test_ranks_started_differently_are_refused_before_the_first_step(tmp_path):
     # Every rank ends, none waits.
     assert ranks[0] == [found if found in ranks[0] else f"rank 1: {found}" for found in ranks[1]]
     host = socket.gethostname()
-    *configs, sources, equal, labels, split, no_split, no_labels = ranks[0]
+    *configs, sources, version, equal, labels, split, no_split, no_labels = ranks[0]
     assert "digest of fastsuncet's sources:\n  'of rank 0' on rank 0" in sources
+    assert "version of torch (1 more differ):\n  '2.0' on rank 0" in version
     for message, (key, ours, theirs) in zip(configs, OTHERS.values(), strict=True):
         assert f"{key}:\n  {ours!r} on rank 0, host {host}\n  {theirs!r} on rank 1, host {host}\n" in message
     assert equal == "" and "labels of the training images (1 more differ):" in labels
