@@ -271,7 +271,8 @@ def require_int32(key: str, shapes: Sequence[tuple[int, ...]], fix: str, layer: 
 def _try_kernels(request: dict, keys: Mapping[str, verdicts.Key], stopped: Callable[[], bool]) -> Paths:
     """Return the verdicts on kernels: kept ones, and those of a child for the others."""
     found: dict[str, Verdict | None] = {path: verdicts.read(key) for path, key in keys.items()}
-    ends = time.monotonic() + 2 * SECONDS
+    # The other ranks wait for the verdicts, and not longer than for a rank that hangs.
+    ends = time.monotonic() + min(2 * SECONDS, request["config"]["meta"]["timeout"])
     while missing := [path for path, verdict in found.items() if verdict is None]:
         say_line(f"speed: tries {', '.join(missing)}, once for this machine and these shapes")
         # Half of what is left: a kernel that hangs leaves time for the others, and several cannot take it each anew.

@@ -135,14 +135,18 @@ def test_path_that_fails_is_off_and_tried_again_unless_it_was_measured(monkeypat
     assert children.tried == first + [["contrast.cu"]] * (not kept)
 
 
-def test_kernels_that_hang_leave_time_for_the_others(monkeypatch):
-    """The first process has all the time that a slow compiler needs, and all together twice that."""
+@pytest.mark.parametrize(("timeout", "seconds"), [(1800, [600, 300, 150]), (400, [200, 100, 50])])
+def test_kernels_that_hang_leave_time_for_the_others(monkeypatch, timeout, seconds):
+    """The first process has all the time that a slow compiler needs, and all together twice that.
+
+    All together end before the ranks that wait for them.
+    """
     children = Children(monkeypatch, lars_cu="SIGKILL", contrast_cu="SIGKILL", norm_cu="SIGKILL")
     allowed = []
     monkeypatch.setattr(processes, "limited", lambda seconds, stopped: allowed.append(seconds))
     monkeypatch.setattr(paths, "time", SimpleNamespace(monotonic=lambda: sum(allowed)), raising=False)
-    choose(*paper(64, NO_GRAPH))
-    assert children.tried == [KERNELS, KERNELS[1:], KERNELS[2:]] and allowed == [600, 300, 150]
+    choose(*paper(64, NO_GRAPH, f"meta.timeout={timeout}"))
+    assert children.tried == [KERNELS, KERNELS[1:], KERNELS[2:]] and allowed == seconds
 
 
 @pytest.mark.slow
