@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import check_before_images
 from fastsuncet.config import Config
@@ -42,17 +42,21 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
                 f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
             )
     check_before_images(config)
-    with as_rank(config, arguments, output.with_suffix(".status.json")) as place, SignalFlag() as signals:
+    # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
+    status = output.with_name(f".preempted-{output.stem}.json")
+    with as_rank(config, arguments, status) as place, SignalFlag() as signals:
+        if place.first:
+            atomic_files.remove(status)
         stopped = lambda: signals.requested is not None  # noqa: E731
         plain, _ = resolve_precision(config, place.device)
         images = open_images(config, place, validation=False)
         arithmetic = config.resolve(place.world_size, *images.counts())
         per_class = images.split.per_class.tolist()
+        ends = time.monotonic() + 60 * minutes
         chosen = paths.choose(plain, arithmetic, place, per_class, {}, stopped)
         plain = paths.resolved(plain, chosen)
         request = processes.request_of(plain, arithmetic, per_class, chosen)
         rungs = candidates(config, plain, place.device.type)
-        ends = time.monotonic() + 60 * minutes
 
         def say(text: str) -> None:
             if place.first:
@@ -74,7 +78,9 @@ def run(config: Config, arguments: list[str], minutes: float, output: Path) -> i
             say(line_of(outcome))
             found.append(outcome)
         if any_rank(stopped()):
-            raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
+            stop = Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
+            RunStatus(status, place).write("preempted", None, str(stop))
+            raise stop
         if place.first:
             many = f", {place.world_size} processes" if place.world_size > 1 else ""
             write(output, config.file, found, f"{device_name(place)}{many}")

@@ -14,7 +14,7 @@ from fastsuncet.distributed import launch
     [
         (["train", "digits_demo"], "runs/digits_demo/status.json"),
         (["train", "digits_demo", "--dry-run=step"], "runs/digits_demo/status.json"),
-        (["tune", "digits_demo", "--output", "fast.yaml"], "fast.status.json"),
+        (["tune", "digits_demo", "--output", "fast.yaml"], ".preempted-fast.json"),
         (["evaluate", "knn", "digits_demo"], "/dev/null"),
         (["finetune", "digits_demo", "--step", "3"], "runs/digits_demo/finetune/.preempted-*.json"),
         (["transfer", "digits_demo", "transfer.root=."], "runs/digits_demo/transfer/status-1-of-1.json"),

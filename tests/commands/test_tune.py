@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import json
+import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +42,19 @@ def test_tune_the_demo_on_two_ranks_and_train_what_it_wrote(tmp_path):
     assert "base: digits_demo\n" in text and ", 2 processes\n  prefetch: 3\n" in text
     config = load_config(tmp_path / "fast.yaml")
     assert config.data.prefetch == 3 and config.optimization == load_config("digits_demo").optimization
+
+
+def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypatch, capsys):
+    """The process that started several ranks reads the exit code. Trials of kernels are part of the minutes."""
+    clock, status = [0.0], tmp_path / ".preempted-fast.json"
+    words = ["tune", "digits_demo", *WRITTEN, "--minutes", "1", "--output", str(tmp_path / "fast.yaml")]
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
+    monkeypatch.setattr(tune.processes, "compare", lambda *_: pytest.fail("a contender is tried"))
+    monkeypatch.setattr(tune.paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
+    assert cli.main(words) == json.loads(status.read_text())["exit_code"] == 75
+    monkeypatch.setattr(tune.paths, "choose", lambda *_: clock.append(61.0) or {})
+    assert cli.main(words) == 0 and not status.exists()
+    assert "not tried: no time left" in capsys.readouterr().out
 
 
 def test_tune_replaces_no_file(tmp_path):
