@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 from torch import nn
 
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import predict as predict_command
 from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
@@ -22,7 +23,7 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import handlers_restored
-from fastsuncet.errors import ConfigError
+from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
@@ -102,7 +103,13 @@ def _with_images(
             f"{len(given)} labels were given for {len(index)} images: give one, or None, for each"
         )
     if isinstance(images, np.ndarray):
-        index, _ = _opened(_written(images, config.run_folder / "images", fixed=kept.exists()), upright)
+        run = config.run_folder
+        if not kept.exists() and manager.newest_meta(run / manager.FOLDER) is not None:
+            raise CheckpointError(
+                f"{run} was started on other images: it has checkpoints and no {kept.name}. Give the new run another "
+                "logging.write_tag"
+            )
+        index, _ = _opened(_written(images, run / "images", fixed=kept.exists()), upright)
     classes = sorted({label for label in given if label is not None})
     numbers = np.array([-1 if label is None else classes.index(label) for label in given], np.int64)
     index = replace(index, labels=numbers, classes=tuple(classes), folders=None)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fastsuncet
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.init import survey
 from fastsuncet.config import ConfigErrors
@@ -141,6 +142,14 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
         fastsuncet.train(config, labels=["cat"])
     with pytest.raises(ConfigError, match="pass view=Center"):
         fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)
+
+
+def test_train_on_an_array_leaves_no_files_in_a_run_on_other_images(tmp_path):
+    config = small_config(tmp_path)
+    manager.save(config.run_folder / manager.FOLDER, 1, model={}, state={}, meta={}, keep=1)
+    with pytest.raises(CheckpointError, match=r"Give the new run another logging\.write_tag"):
+        fastsuncet.train(config, np.zeros((2, 8, 8, 3), np.uint8))
+    assert [path.name for path in config.run_folder.iterdir()] == [manager.FOLDER]
 
 
 def test_config_files_are_taken_for_configs(tmp_path):
