@@ -65,6 +65,9 @@ def open_images(config: Config, place: Place, *, validation: bool, index: ImageI
             images = on_every_rank(lambda: _with_validation(config, train, split))
             if validation:
                 on_every_rank(images.validation.require_good)
+            elif images.validation.bad and place.first:
+                bad = images.validation.some(list(images.validation.bad))
+                say_line(f"note: an evaluation will refuse validation images that cannot be decoded: {bad}")
     elif validation:
         held_out = rank_0_first(place, lambda first: _open(config, train=False, scan=first))
         with config.naming("data.validation"):

@@ -80,7 +80,7 @@ def test_validation_is_held_out_of_the_labels_by_class(here):
     assert len(other.train) > 15 and "validation images" in other.split.source
 
 
-def test_validation_by_a_table_and_by_a_folder_elsewhere(here):
+def test_validation_by_a_table_and_by_a_folder_elsewhere(here, capsys):
     csv = labeled_tree(here)
     (here / "check.csv").write_text("file,label\ndog4.jpg,dog\nnone1.jpg,cat\n")
     images = opened(*csv, "data.validation=check.csv", validation=True)
@@ -90,6 +90,7 @@ def test_validation_by_a_table_and_by_a_folder_elsewhere(here):
     (here / "flat" / "none1.jpg").write_bytes(b"")
     bad = (*csv, "data.validation=check.csv", "data.bad_images=1")
     assert len(opened(*bad).train) == 16  # a command that measures nothing goes on
+    assert "an evaluation will refuse validation images" in capsys.readouterr().out
     with pytest.raises(BadImage, match=r"none1\.jpg: an empty file"):
         opened(*bad, validation=True)
     write_images(here / "flat", "none1.jpg")
