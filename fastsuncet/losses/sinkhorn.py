@@ -17,9 +17,9 @@ def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, grou
     prototypes' parts are only nearly equal.
 
     `scores` (..., B, K) floating are cosines of samples and prototypes, K the same on all ranks; leading dimensions
-    are separate problems (SwAV's two large crops). The smaller `epsilon`, the harder the codes. Returns codes of
-    that shape, without gradient: float32 (float64 for float64 `scores`), also under autocast. W ranks get the codes
-    that one process gives the joined samples.
+    are separate problems (SwAV's two large crops). `epsilon` is above 0; the smaller, the harder the codes.
+    `iterations` is at least 1. Returns codes of that shape, without gradient: float32 (float64 for float64 `scores`),
+    also under autocast. W ranks get the codes that one process gives the joined samples.
 
     It works on logarithms: exp(1 / 0.05) is 5e8, float16 ends at 65,504, and a score of 5 would overflow
     float32. The authors exponentiate once and trust the scores. It gathers K numbers per rank and iteration,
