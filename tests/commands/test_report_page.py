@@ -11,6 +11,7 @@ from PIL import Image
 from fastsuncet.cli import main
 from fastsuncet.commands.report import page
 from fastsuncet.commands.report.figures import draw_lines
+from fastsuncet.config import load_config
 from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.reports import make_run, result
 from tests.support.runs import Killed, kill
@@ -90,6 +91,14 @@ def test_page_holds_everything_and_fetches_nothing(run):
     path = next((run / "results").glob("*.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"learned": 9}))
     assert page.as_html(run).count("(too high: on labels that the network has learned from)") == 1
+
+
+def test_page_does_not_name_the_command_that_wrote_it(run):
+    config = run / "config.yaml"
+    values = {"data.validation": None, "evaluation.knn_every_epochs": None}
+    config.write_text(load_config(config).with_values(values).to_yaml())
+    text = page.as_html(run)
+    assert "fastsuncet predict" in text and "fastsuncet report" not in text
 
 
 @pytest.mark.slow
