@@ -17,7 +17,7 @@ from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.label_splits import Split, draw_held_out, labeled_split, validated_by, without
-from pipelines.output import say_line
+from pipelines.output import say_once
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def open_images(config: Config, place: Place, *, validation: bool, index: ImageI
                 on_every_rank(images.validation.require_good)
             elif images.validation.bad and place.first:
                 bad = images.validation.some(list(images.validation.bad))
-                say_line(f"note: an evaluation will refuse validation images that cannot be decoded: {bad}")
+                say_once(f"note: an evaluation will refuse validation images that cannot be decoded: {bad}")
     elif validation:
         held_out = rank_0_first(place, lambda first: _open(config, train=False, scan=first))
         with config.naming("data.validation"):
@@ -115,7 +115,7 @@ def _open(config: Config, *, train: bool, scan: bool, index: ImageIndex | None =
         index = find_files(config, train=train, scan=scan)
     index = index.within(data.max_megapixels)
     for note in index.notes() if train and scan else ():
-        say_line(f"note: {note}")
+        say_once(f"note: {note}")  # a command that fits a classifier opens the images again
     with config.naming("data.bad_images"):
         # Accuracies are comparable only on the same images.
         index.require_good(data.bad_images if train else None)

@@ -17,7 +17,7 @@ from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, load_own_index, save_index
 from pipelines.datasets.pack import open_pack
-from pipelines.output import say_line
+from pipelines.output import counted, say_line, say_once
 
 
 def find_files(config: Config, *, train: bool, scan: bool) -> ImageIndex:
@@ -108,7 +108,9 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
         refreshed, new = look_again(index)
     if new:
         what = "left out of training, evaluation and suggestions: `fastsuncet data check CONFIG` adds them"
-        say_line(f"note: {new:,} new images in {folder} are {what}")
+        has = counted(new, "new image")
+        # Once: a command that fits a classifier opens the images again.
+        say_once(f"note: {folder} has {has}, {what}")
     if refreshed is not index:
         save_index(refreshed, kept)
     return refreshed

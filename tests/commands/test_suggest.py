@@ -92,5 +92,8 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
     assert [each[0][0] for each in guesses] == ["red"] * 5 and all(len(each) == 2 for each in guesses)
     assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
     assert cli.main(words) == 2 and "exists" in capsys.readouterr().err
+    picture(run.parent / "mine" / "later.png", "red", 40)
+    assert cli.main([*words, "--page", "--force"]) == 0
+    assert capsys.readouterr().out.count("has 1 new image, left out") == 1
     assert cli.main([*words[:3], "9", "--output", "more.csv"]) == 3
     assert "only 8 images" in capsys.readouterr().err and not Path("more.csv").exists()

@@ -16,6 +16,7 @@ from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import index_file
+from pipelines.output import say_once
 from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
 
@@ -176,6 +177,7 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
             "meta.device=cpu",
         )
         epochs = ("optimization.epochs=2", "optimization.steps=null")
+        say_once.cache_clear()  # as in a new process
         code = cli.main(["train", "run.yaml", *tiny, *epochs, *overrides])
         output = capsys.readouterr()
         return code, output.out + output.err
@@ -187,7 +189,7 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
     for _ in range(2):  # a second try does not forget
         code, output = train()
         assert code == 5 and "2 of 3 training images (1.jpg, x/y/3.jpg) were written again" in output
-        assert f"1 new images in {here}/tree are left out of training, evaluation and suggestions: " in output
+        assert f"{here}/tree has 1 new image, left out of training, evaluation and suggestions: " in output
         assert "suggestions: `fastsuncet data check CONFIG` adds them" in output
         assert "data.changed_images=true" in output
     code, output = train("data.changed_images=true")
