@@ -8,8 +8,8 @@ A .npz file has the arrays features (N, width), files (N,) and about (JSON); a .
 columns file and features and needs pip install pyarrow.
 
 The same command continues one that was stopped. The file exists only once it is complete, and what
-is at --output stays, unless --force is given. A bad image ends the command with its name;
-`fastsuncet data check FOLDER` finds them all.
+is at --output stays, unless --force is given. A bad image ends the command with its name; with
+--skip-bad it is printed and its features are NaN.
 
 examples:
   fastsuncet embed runs/in1k_10pct ~/photos --output photos.npz
@@ -24,6 +24,7 @@ def arguments(parser: Parser) -> None:
     parser.takes("folder", "FOLDER", "any tree of images", type=path)
     parser.writes("a .npz or .parquet file")
     parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
+    parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
     parser.takes_force()
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fastsuncet.commands.folder_pass import check_output, known_view, one_process, write_pass
+from fastsuncet.commands.folder_pass import (
+    advising_skip_bad,
+    check_output,
+    known_view,
+    one_process,
+    skipped_lines,
+    write_pass,
+)
 from fastsuncet.console import say_line
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
@@ -18,12 +25,21 @@ FORMATS = (".npz", ".parquet")
 MOST_NAMES = 1 << 30  # bytes
 
 
-def embed(where: Path, folder: Path, output: Path, *, batch: int = 256, force: bool = False) -> None:
+def embed(
+    where: Path,
+    folder: Path,
+    output: Path,
+    *,
+    batch: int = 256,
+    force: bool = False,
+    skip_bad: bool = False,
+) -> None:
     """Write the features and names of the images below `folder` to `output`, by the encoder in `where`.
 
-    Continues what an earlier call has begun, if images and encoder are the same. Uses one GPU, or the CPU. Raises
-    ConfigError for an output that exists or has another ending than FORMATS, and for names too long for an array;
-    DataError for a bad image, CheckpointError for a disk that refuses.
+    Continues what an earlier call has begun, if images and encoder are the same. Uses one GPU, or the CPU. With
+    `skip_bad`, an image that cannot be decoded is printed, and its features are NaN. Raises ConfigError for an output
+    that exists or has another ending than FORMATS, and for names too long for an array; DataError for a bad image,
+    CheckpointError for a disk that refuses.
     """
     check_output(output, FORMATS, force)
     encoder = load_encoder(where)
@@ -36,9 +52,13 @@ def embed(where: Path, folder: Path, output: Path, *, batch: int = 256, force: b
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, rows, index, about)
 
-    options = {"batch": batch, "force": force}
-    rows, _ = write_pass(output, encoder.module, encoder.width, index, view, place, save, **options)
-    say_line(f"wrote {output}: {len(index):,} images, {rows.shape[1]:,} features of {encoder.source}")
+    options = {"batch": batch, "skip_bad": skip_bad, "force": force}
+    with advising_skip_bad(skip_bad):
+        rows, skipped = write_pass(output, encoder.module, encoder.width, index, view, place, save, **options)
+    for line in skipped_lines(skipped, index, "; their features are NaN"):
+        say_line(line)
+    images = f"{len(index) - len(skipped):,} images"
+    say_line(f"wrote {output}: {images}, {rows.shape[1]:,} features of {encoder.source}")
 
 
 def _require_short_names(index: ImageIndex) -> None:

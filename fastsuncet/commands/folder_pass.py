@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.record import module_digest
 from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
-from pipelines.data_errors import BadImage
+from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import counted
 from pipelines.sampling.augmentation import Center
@@ -134,6 +135,15 @@ def rows_of(
 def allowing_bad(config: Config) -> Config:
     """Return the config of a command that leaves out what cannot be read, however many images that are."""
     return config.with_values({"data.bad_images": 1_000_000_000})
+
+
+@contextmanager
+def advising_skip_bad(skip_bad: bool) -> Iterator[None]:
+    """Add to a BadImage of the body that --skip-bad leaves such images out, unless it was given."""
+    try:
+        yield
+    except BadImage as error:
+        raise error if skip_bad else DataError(f"{error}\nOr leave them out: --skip-bad") from None
 
 
 def skipped_lines(skipped: Skipped, index: ImageIndex, what: str = "") -> list[str]:

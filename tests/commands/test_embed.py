@@ -20,7 +20,7 @@ from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from pipelines import atomic_files
-from pipelines.data_errors import BadImage
+from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
 from tests.support.colors import ALONE
 
@@ -60,6 +60,16 @@ def test_embed_writes_the_features_of_the_evaluation(run, capsys):
     assert cli.main(words) == 2
     assert "features.npz exists" in capsys.readouterr().err
     assert cli.main([*words, "--force"]) == 0
+
+
+def test_embed_skips_bad_images(run, capsys):
+    (IMAGES / "a.png").write_bytes(b"no image")
+    assert cli.main(["embed", str(run), str(IMAGES), "--output", str(OUTPUT), "--skip-bad"]) == 0
+    found, printed = np.load(OUTPUT), capsys.readouterr().out
+    assert found["files"][0] == "a.png" and len(found["files"]) == 13
+    assert np.isnan(found["features"][0]).all() and np.isfinite(found["features"][1:]).all()
+    assert "1 image that cannot be decoded; their features are NaN" in printed and "a.png: not an" in printed
+    assert "wrote features.npz: 12 images" in printed
 
 
 def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, monkeypatch):
@@ -203,7 +213,7 @@ def test_embed_refuses_what_it_cannot_do(run, monkeypatch):
         with pytest.raises(ConfigError, match=r"12 names of up to 16 characters take .* a \.parquet file"):
             embed(run, IMAGES, OUTPUT)
     (IMAGES / "bad.png").write_bytes(b"no image")
-    with pytest.raises(BadImage, match=r"bad\.png"):
+    with pytest.raises(DataError, match=r"bad\.png[\s\S]*leave them out: --skip-bad"):
         embed(run, IMAGES, OUTPUT)
     (IMAGES / "bad.png").unlink()
     Path(".features.npz.part").write_text("in the way")
