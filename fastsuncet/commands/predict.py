@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     Skipped,
+    advising_skip_bad,
     allowing_bad,
     check_output,
     encoder_of,
@@ -25,10 +26,9 @@ from fastsuncet.commands.prediction_page import Prediction, prediction_page
 from fastsuncet.config import Config
 from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, run_of
+from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, fitted_to, run_of
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
-from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import existing_folder, image_tree
 from pipelines.datasets.index import ImageIndex
 
@@ -82,16 +82,14 @@ def predict(
         _save(path, _predictions(rows, index.name, classifier.classes))
 
     options = {"batch": batch, "skip_bad": skip_bad, "force": force}
-    try:
+    with advising_skip_bad(skip_bad):
         encoder, classifier = _loaded(where, place, skip_bad)
         index = image_tree(folder, upright=known_view(encoder).upright)
         network = TwoBest(encoder.module, classifier.layer)
         rows, skipped = write_pass(
             output, network, network.width, index, known_view(encoder), place, save, **options
         )
-    except BadImage as error:
-        raise error if skip_bad else DataError(f"{error}\nOr leave them out: --skip-bad") from None
-    summary = _summary(rows)
+    summary = _summary(rows, fitted_to(classifier, index))
     for line in (*skipped_lines(skipped, index, "; their cells are empty"), *summary):
         say_line(line)
     say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
@@ -177,11 +175,13 @@ def _save(path: Path, found: Iterable[Prediction | str]) -> None:
     parquet.write_table(pa.table(columns, names=COLUMNS), path)
 
 
-def _summary(rows: np.ndarray) -> list[str]:
-    """Return how sure the predictions are."""
-    sure = rows[:, 1][~np.isnan(rows[:, 1])]
+def _summary(rows: np.ndarray, fitted: np.ndarray) -> list[str]:
+    """Return how sure the predictions are, of images without a label that the classifier knows, if there are any."""
+    decoded = ~np.isnan(rows[:, 1])
+    new = decoded & ~fitted
+    sure = rows[new if new.any() else decoded, 1]
+    labeled = int(decoded.sum()) - len(sure)
+    note = f"; the {labeled:,} labeled ones are not counted" if labeled else ""
     unsure = int((sure < UNSURE).sum())
-    share = f"{100 * unsure / len(sure):.0f} %"
-    return [
-        f"images       mean probability {100 * sure.mean():.1f} %; {unsure:,} of {len(sure):,} ({share}) below {UNSURE}"
-    ]
+    below = f"{unsure:,} of {len(sure):,} ({100 * unsure / len(sure):.0f} %) below {UNSURE}"
+    return [f"images       mean probability {100 * sure.mean():.1f} %; {below}{note}"]

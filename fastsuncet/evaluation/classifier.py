@@ -7,7 +7,8 @@ Shapes: N labeled images, E the width of the encoder's output, D that of the pro
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ class Classifier:
     layer: nn.Module
     classes: tuple[str, ...]
     worth: Worth | None  # None: nothing is known, as of weights from another program
+    labeled: frozenset[str] = frozenset()  # paths of the images that it was fitted to, where they are known
 
 
 class NearestNeighbors(nn.Module):
@@ -129,6 +131,17 @@ def best_classifier(
     classifier, path, new = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
     line = f"kept in      {path}" if new else f"from         {path}, fitted before"
     return encoder, classifier, [line, *describe(classifier)]
+
+
+def fitted_to(classifier: Classifier, index: ImageIndex) -> np.ndarray:
+    """Return which images of `index` are known to be of those that the classifier was fitted to, bool (N,)."""
+    return np.array([path in classifier.labeled for path in _paths(index, range(len(index)))])
+
+
+def _paths(index: ImageIndex, numbers: Iterable[int]) -> Iterator[str]:
+    """Yield the paths of images, with the links of the root resolved."""
+    root = os.path.realpath(index.root or "")
+    return (os.path.join(root, index.name(i)) for i in numbers)
 
 
 def run_of(encoder: Encoder, config: Config) -> Path:
@@ -191,7 +204,7 @@ def _best_fine_tuning(
         return None
     _, record, folder, because = best
     tuned = load_encoder(folder)
-    return tuned, _tuned(tuned, record, because)
+    return tuned, replace(_tuned(tuned, record, because), labeled=frozenset(_paths(index, chosen)))
 
 
 def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier:
@@ -257,8 +270,9 @@ def run_classifier(
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = run / FOLDER / f"{digest[:12]}.safetensors"
+    fitted = frozenset(_paths(index, chosen))
     if (kept := _read(path, identity, head)) is not None:
-        return kept, path, False
+        return replace(kept, labeled=fitted), path, False
     say_line(f"fitting      a classifier to {len(chosen):,} labels")
     module = encoder.module.to(place.device)
     try:
@@ -275,7 +289,7 @@ def run_classifier(
         return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped.union(bad))
     module.to("cpu")
     truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
-    classifier = fit_classifier(features, truth, given, classes, config, head)
+    classifier = replace(fit_classifier(features, truth, given, classes, config, head), labeled=fitted)
     assert classifier.worth is not None, "it was fitted here"
     about = {"identity": identity, "worth": asdict(classifier.worth)}
     tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}

@@ -51,7 +51,9 @@ def rows(output: str = "predictions.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(run, labels, capsys, monkeypatch):
+def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(
+    run, labels, picture, capsys, monkeypatch
+):
     assert cli.main(words(run)) == 0
     printed, found = capsys.readouterr().out, rows()
     assert list(found[0]) == ["file", "class", "probability", "second_class", "second_probability"]
@@ -78,6 +80,12 @@ def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(run, la
     assert [(each.file, each.label, f"{each.probability:.4f}") for each in in_python] == [
         (each["file"], each["class"], each["probability"]) for each in found
     ]
+    # Photos that it was fitted to say nothing about the sureness of others.
+    picture(run.parent / "mine" / "new.png", "red", 30)
+    assert cli.main(["predict", str(run), "mine", "--output", "mine.csv"]) == 0
+    new = next(each for each in rows("mine.csv") if each["file"] == "new.png")
+    said = f"mean probability {100 * float(new['probability']):.1f} %; 0 of 1 (0 %) below 0.5; the 18 labeled ones"
+    assert said in capsys.readouterr().out and len(rows("mine.csv")) == 19
     labels(5)
     assert cli.main(words(run, "fewer.csv")) == 0
     assert "15 labels of 3 classes" in capsys.readouterr().out
