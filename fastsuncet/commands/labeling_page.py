@@ -14,10 +14,11 @@ STYLE = """\
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 44em; margin: 1em auto; padding: 0 1em; }
 img { width: 100%; height: 55vh; object-fit: contain; background: #8882; border-radius: 4px; }
-button, input { font: inherit; padding: .4em .8em; margin: .2em .3em .2em 0; min-height: 2.6em; }
+button, input { font: inherit; padding: .4em .8em; margin: .2em .3em .2em 0; min-height: 2.6em;
+  box-sizing: border-box; }
 #name { overflow-wrap: anywhere; color: #777; }
 kbd { opacity: .6; margin-right: .4em; }
-b { margin-left: .4em; }
+button b { margin-left: .4em; }
 @media (hover: none) { kbd { display: none; } }
 @media (max-width: 40em) { img { height: 45vh; } }
 """
