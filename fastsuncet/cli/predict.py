@@ -16,7 +16,8 @@ The same command continues one that was stopped. The file exists only once it is
 is at --output stays, unless --force is given. A bad image ends the command with its name; with
 --skip-bad it is printed and has empty cells. --page also writes an HTML file that any browser opens
 without a network: of each class the surest and the least sure pictures, and those between two
-classes. A .parquet file needs pip install pyarrow.
+classes. Pictures with a label that the classifier knows are shown only if there are no others. A
+.parquet file needs pip install pyarrow.
 
 examples:
   fastsuncet predict mine.yaml ~/photos --output predictions.csv --page

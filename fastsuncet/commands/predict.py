@@ -89,12 +89,16 @@ def predict(
         rows, skipped = write_pass(
             output, network, network.width, index, known_view(encoder), place, save, **options
         )
-    summary = _summary(rows, fitted_to(classifier, index))
+    decoded = ~np.isnan(rows[:, 1])
+    new = decoded & ~fitted_to(classifier, index)
+    counted = new if new.any() else decoded
+    summary = _summary(rows[counted, 1], int(decoded.sum() - counted.sum()))
     for line in (*skipped_lines(skipped, index, "; their cells are empty"), *summary):
         say_line(line)
     say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
     if page:
-        found = [x for x in _predictions(rows, index.name, classifier.classes) if isinstance(x, Prediction)]
+        every = _predictions(rows, index.name, classifier.classes)
+        found = [each for each, new in zip(every, counted) if new and isinstance(each, Prediction)]
         about = [*([] if classifier.worth is None else describe(classifier)), *summary]
         text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
@@ -175,13 +179,9 @@ def _save(path: Path, found: Iterable[Prediction | str]) -> None:
     parquet.write_table(pa.table(columns, names=COLUMNS), path)
 
 
-def _summary(rows: np.ndarray, fitted: np.ndarray) -> list[str]:
-    """Return how sure the predictions are, of images without a label that the classifier knows, if there are any."""
-    decoded = ~np.isnan(rows[:, 1])
-    new = decoded & ~fitted
-    sure = rows[new if new.any() else decoded, 1]
-    labeled = int(decoded.sum()) - len(sure)
-    note = f"; the {labeled:,} labeled ones are not counted" if labeled else ""
+def _summary(sure: np.ndarray, labeled: int) -> list[str]:
+    """Return how sure the predictions are; `labeled` images more are those that the classifier was fitted to."""
     unsure = int((sure < UNSURE).sum())
     below = f"{unsure:,} of {len(sure):,} ({100 * unsure / len(sure):.0f} %) below {UNSURE}"
+    note = f"; the {labeled:,} labeled ones are not counted" if labeled else ""
     return [f"images       mean probability {100 * sure.mean():.1f} %; {below}{note}"]

@@ -82,10 +82,12 @@ def test_predict_writes_names_and_probabilities_and_keeps_the_classifier(
     ]
     # Photos that it was fitted to say nothing about the sureness of others.
     picture(run.parent / "mine" / "new.png", "red", 30)
-    assert cli.main(["predict", str(run), "mine", "--output", "mine.csv"]) == 0
+    assert cli.main(["predict", str(run), "mine", "--output", "mine.csv", "--page"]) == 0
     new = next(each for each in rows("mine.csv") if each["file"] == "new.png")
     said = f"mean probability {100 * float(new['probability']):.1f} %; 0 of 1 (0 %) below 0.5; the 18 labeled ones"
     assert said in capsys.readouterr().out and len(rows("mine.csv")) == 19
+    page = Path("mine.html").read_text()
+    assert "new.png" in page and "red0.png" not in page and "1 image<" in page
     labels(5)
     assert cli.main(words(run, "fewer.csv")) == 0
     assert "15 labels of 3 classes" in capsys.readouterr().out
