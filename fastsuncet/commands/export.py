@@ -232,7 +232,7 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
 
 
 def _tensors(encoder: Encoder) -> dict[str, Tensor]:
-    """Return the weights by torchvision's and timm's names: `fc` is the classifier of a fine-tuned encoder."""
+    """Return the weights by torchvision's and timm's names: `fc` is the classifier, where the encoder has one."""
     tensors = dict(encoder.module.state_dict())
     if encoder.classifier is not None:
         module: Any = encoder.module

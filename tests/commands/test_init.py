@@ -80,6 +80,7 @@ def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
     assert plan.hours <= 1.01 * hours or any("takes longer" in note for note in plan.notes)
     # Small data: AdamW unless the batch is one of a thousand images, crops from a fifth.
     assert config.data.augmentation.crop_scale == (0.2, 1.0)
+    assert (config.data.augmentation.blur == 0) == (config.data.augmentation.size <= 64)
     unlabeled = config.criterion.unsupervised_batch_size
     assert (config.optimization.optimizer == "lars") == (unlabeled >= 1024 and weights is None)
     assert config.finetune.batch_size <= max(machine.count, s.labels or 4096)

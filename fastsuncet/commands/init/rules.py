@@ -14,6 +14,7 @@ from fastsuncet.models.flops import memory_estimate, network_cost
 
 SIZES = (224, 160, 128, 96, 64, 48, 32)  # of a view, in pixels
 SMALL = 40  # images of fewer pixels have the networks' stem for small images, and no published weights
+SHARP = 64  # views of at most as many pixels are not blurred: sigma, up to 2 pixels, is meant for 224
 FEW_PASSES = 100  # fewer passes over the images than this are too few for a contrastive loss
 FEW_IMAGES = 1_000  # fewer images than this give a contrastive loss too little to compare
 MANY_IMAGES = 100_000
@@ -234,6 +235,8 @@ def _data(
     yield Choice(
         "data.augmentation.crop_scale", [0.2, 1.0], "crops from 8 % of the area hide what few images show"
     )
+    if size <= SHARP:
+        yield Choice("data.augmentation.blur", 0.0, "views this small lose what they show")
     if weights:
         yield Choice("data.augmentation.mean", list(weights.mean), "the weights were trained on these colors")
         yield Choice("data.augmentation.std", list(weights.std))
