@@ -63,6 +63,7 @@ class Experiment(NamedTuple):
     decided: dict[str, range]  # evaluation -> the seeds that decide
 
 
+FEW_LABELS = "cifar10-few-labels"
 EXPERIMENTS = {
     "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 %", {"linear": range(5)}),
     "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 %", {}),
@@ -71,8 +72,8 @@ EXPERIMENTS = {
         "2 %",
         {"finetune": range(3), "linear": range(3), "finetune_lr0.005": range(1, 4)},
     ),
+    FEW_LABELS: Experiment("CIFAR-10 at 16 pixels", "100 and 500", {}),
 }
-FEW_LABELS = "cifar10-few-labels"
 SEEDS, CHECKPOINTS, HELD_OUT_SEED = 5, 8, 100  # the last: runs that are measured on held-out training images
 NOT_REACHED = 1.5  # counts for r where a seed never has SimCLR's best accuracy
 FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
@@ -590,31 +591,33 @@ def show_suggestions(path: Path) -> list[str]:
 def draw(points: Path, path: Path) -> None:
     """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line.
 
-    An evaluation of several checkpoints has a plot of its own.
+    An evaluation of several checkpoints has a plot of its own, each number of labels a row of them.
     """
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
-    found, (title, labels, _) = read(points, range(HELD_OUT_SEED))[""], EXPERIMENTS[points.parent.name]
+    every, (title, share, _) = read(points, range(HELD_OUT_SEED)), EXPERIMENTS[points.parent.name]
     shown = {
-        kind: found[kind]
+        f"{labels} labels, {EVALUATIONS[kind]}".removeprefix(" labels, "): found[kind]
+        for labels, found in every.items()
         for kind in EVALUATIONS
         if kind in found
         and BASELINE in found[kind].groups
         and len(found[kind].groups[BASELINE].common("top1")) > 1
     }
-    figure = Figure(figsize=(6.4 if len(shown) == 1 else 9, 4.6), layout="constrained")
+    rows, columns = len(every), len(shown) // len(every)
+    figure = Figure(figsize=(6.4 if columns == 1 else 9, 4.3 * rows + 0.3), layout="constrained")
     seeds = len(next(iter(shown.values())).curves(BASELINE))
-    figure.suptitle(f"{title}, {labels} of the labels, paired seeds: {seeds}", size=11)
-    for axes, (kind, study) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
+    figure.suptitle(f"{title}, {share} of the labels, paired seeds: {seeds}", size=11)
+    for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
         names = [name for name in study.groups if name != UNTRAINED and name not in ALONE.values()]
         for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, ("-", "--", ":"))):
             checkpoints = study.groups[name].common("top1")
             x = [p.costs["petaflops"] * 1e3 for p in checkpoints]
-            columns = [[100 * share for share in p.metrics["top1"]] for p in checkpoints]
-            axes.plot(x, columns, color=color, lw=0.6, alpha=0.45)
-            means = [mean(column) for column in columns]
-            halves = [interval(column)[1] if len(column) > 1 else 0.0 for column in columns]
+            tops = [[100 * top for top in p.metrics["top1"]] for p in checkpoints]  # of each seed
+            axes.plot(x, tops, color=color, lw=0.6, alpha=0.45)
+            means = [mean(of_seeds) for of_seeds in tops]
+            halves = [interval(of_seeds)[1] if len(of_seeds) > 1 else 0.0 for of_seeds in tops]
             # Moved by two points, so that no interval hides another.
             aside = axes.transData + ScaledTranslation(2 * i / 72, 0, figure.dpi_scale_trans)
             style = {"capsize": 3, "lw": 1.8, "color": color, "marker": marker, "ls": dashes}
@@ -622,12 +625,12 @@ def draw(points: Path, path: Path) -> None:
             for sign in (-1, 1):  # the limits of the axes follow only what is drawn in its own place
                 axes.update_datalim([(c, m + sign * half) for c, m, half in zip(x, means, halves)])
         axes.autoscale_view()
-        axes.set_title(EVALUATIONS[kind], size=10)
+        axes.set_title(heading, size=10)
         axes.set(xlabel="pre-training compute, teraFLOPs (6 x MAC a view)", ylabel="test accuracy, %")
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     lines = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=1 + len(shown))
+    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=1 + columns)
     figure.savefig(path, dpi=150)
 
 
@@ -655,7 +658,7 @@ def main() -> None:
         collect(arguments.runs, arguments.output)
         return
     print("\n\n".join(SHOWN[arguments.command](arguments.points)))
-    if arguments.command == "show" and arguments.figure and arguments.points.parent.name != FEW_LABELS:
+    if arguments.command == "show" and arguments.figure:
         draw(arguments.points, arguments.figure)
 
 
