@@ -98,7 +98,7 @@ def predict(
     say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
     if page:
         every = _predictions(rows, index.name, classifier.classes)
-        found = [each for each, new in zip(every, counted) if new and isinstance(each, Prediction)]
+        found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
         about = [*([] if classifier.worth is None else describe(classifier)), *summary]
         text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
