@@ -478,12 +478,14 @@ def show_few_labels(path: Path) -> list[str]:
         for name in trained
     ]
     tables = [f"{labels} labels:\n\n{absolute(found, trained)}" for labels, found in runs.items()]
+    measures = ((*kinds, "own"), *([kind] for kind in kinds))
     controls = [
-        [f"{labels} labels", name, with_seeds(best(found, name))]
+        [f"{labels} labels", name, *(with_seeds(best(found, name, each)) for each in measures)]
         for labels, found in runs.items()
         for name in ALONE.values()
     ]
-    tables.append(table(["", "best checkpoint and evaluation", "top-1, %"], controls))
+    heads = [f"{EVALUATIONS[kind]}, %" for kind in kinds]
+    tables.append(table(["", "best checkpoint and evaluation", "top-1, %", *heads], controls))
     costs = [
         [f"{labels} labels: {name}, {EVALUATIONS[kind]}", *saved_cells(found[kind], name)]
         for labels, found in runs.items()
@@ -598,7 +600,7 @@ def draw(points: Path, path: Path) -> None:
 
     every, (title, share, _) = read(points, range(HELD_OUT_SEED)), EXPERIMENTS[points.parent.name]
     shown = {
-        f"{labels} labels, {EVALUATIONS[kind]}".removeprefix(" labels, "): found[kind]
+        f"{labels} labels, {EVALUATIONS[kind]}" if labels else EVALUATIONS[kind]: found[kind]
         for labels, found in every.items()
         for kind in EVALUATIONS
         if kind in found
