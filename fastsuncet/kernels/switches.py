@@ -6,10 +6,8 @@ together. A wrong kernel is reported and not used.
 """
 
 import os
-import time
 import warnings
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +16,6 @@ from pipelines.cuda_compiler import KernelError
 
 # Runs a kernel and its twin on a small input; raises KernelError if they differ.
 Proof = Callable[[torch.device], None]
-
-ROUNDS, REPEATED = 7, 3  # of a timing, and how often a round repeats the work
 
 # Why the kernels of a source stay off on a device, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
@@ -83,34 +79,6 @@ def why_not(source: str, device: torch.device, prove: Proof) -> str | None:
     except KernelError as error:
         return str(error)
     return None
-
-
-def milliseconds(
-    source: str, device: torch.device, prepare: Callable[[torch.device], Callable[[], None]]
-) -> tuple[float, float]:
-    """Return how long the work of `prepare` takes with the kernels of `source` and without, in milliseconds.
-
-    Medians of rounds that take turns, after one that compiles and allocates. Waits for the device. The kernels, which
-    were proved before, are on afterwards.
-    """
-    work = prepare(device)
-    found: tuple[list[float], list[float]] = ([], [])
-    for _ in range(1 + ROUNDS):
-        for times, reason in zip(found, (None, "timed without them")):
-            switch(source, device, reason)
-            times.append(_seconds(work, device))
-    switch(source, device, None)
-    ours, twins = (1e3 * median(times[1:]) for times in found)
-    return ours, twins
-
-
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(REPEATED):
-        work()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / REPEATED
 
 
 def require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:

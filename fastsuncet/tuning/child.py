@@ -25,7 +25,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import Batch, PairedStream, views
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
-from fastsuncet.distributed.place import Place, join
+from fastsuncet.distributed.place import Place, join, work_stream
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.kernels import switches
@@ -67,11 +67,13 @@ def try_kernels(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) ->
     config, arithmetic = Config.from_values(asked["config"]), Arithmetic(**asked["arithmetic"])
     device = torch.device("cuda", asked["device"])
     torch.cuda.set_device(device)
-    for path in asked["try"]:
-        say({"path": path})
-        trial = PATHS[path].trial
-        assert trial is not None  # a graph is tried by `try_step`
-        say({"path": path, **try_kernel(path, trial(config, arithmetic), device)._asdict()})
+    with torch.cuda.stream(work_stream(device)):
+        for path in asked["try"]:
+            say({"path": path})
+            trial = PATHS[path].trial
+            assert trial is not None  # a graph is tried by `try_step`
+            verdict = try_kernel(path, trial(config, arithmetic), device, graph=asked["graph"])
+            say({"path": path, **verdict._asdict()})
 
 
 def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:

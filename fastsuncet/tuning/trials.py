@@ -4,8 +4,10 @@ A child does it (child.py), because a kernel that was compiled and tested elsewh
 of torch that were never tried together.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +24,14 @@ from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARSSettings, lars_apex, lars_kernel
 from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars import lars_auto
+from fastsuncet.training.cuda_graph import capture_on_device
 from fastsuncet.training.determinism import PRECISIONS
 from pipelines.cuda_compiler import KernelError
 from pipelines.dali.view_operator import use as view_operator
 from pipelines.data_errors import DataError
 
 SLOWER = 1.03  # a path is slower than its twin beyond the noise of timing
+ROUNDS, REPEATED = 7, 3  # of a timing, and how often a round repeats the work
 
 
 class Trial(NamedTuple):
@@ -48,15 +52,15 @@ class Verdict(NamedTuple):
     final: bool = True  # False: another try can end otherwise, as after a lack of memory
 
 
-def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
-    """Prove a kernel on `device` and time it against its twin.
+def try_kernel(name: str, trial: Trial, device: torch.device, *, graph: bool = False) -> Verdict:
+    """Prove a kernel on `device` and time it against its twin, with `graph` as replays of CUDA graphs.
 
     Takes seconds, and for BatchNorm about seven times the memory of the largest activations. An illegal access ends
     the process. Waits for the device.
     """
     try:
         reason, final = switches.why_not(name, device, trial.prove), True
-        times = None if reason or trial.work is None else switches.milliseconds(name, device, trial.work)
+        times = None if reason or trial.work is None else milliseconds(name, device, trial.work, graph)
     except torch.OutOfMemoryError:
         reason, times, final = f"the device has too little memory for the trial of {name}", None, False
     finally:
@@ -64,6 +68,40 @@ def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
     if times and times[0] > SLOWER * times[1]:
         reason = f"slower than PyTorch's operators: {times[0]:.3g} ms against {times[1]:.3g} ms"
     return Verdict(reason, times, final)
+
+
+def milliseconds(
+    source: str, device: torch.device, prepare: Callable[[torch.device], Callable[[], None]], graph: bool
+) -> tuple[float, float]:
+    """Return how long the work of `prepare` takes with the kernels of `source` and without, in milliseconds.
+
+    Medians of rounds that take turns, after one that compiles and allocates. With `graph` the work is captured, so
+    that the time of launches does not count, as in a step that is a graph. Waits for the device. The kernels, which
+    were proved before, are on afterwards.
+    """
+    work = prepare(device)
+    calls, found = [], ([], [])
+    sides = (None, "timed without them")
+    for reason in sides:
+        switches.switch(source, device, reason)
+        work()
+        calls.append(capture_on_device(work, device)[0].replay if graph else work)
+    for _ in range(1 + ROUNDS):
+        for reason, call, times in zip(sides, calls, found):
+            switches.switch(source, device, reason)
+            times.append(_seconds(call, device))
+    switches.switch(source, device, None)
+    ours, twins = (1e3 * median(times[1:]) for times in found)
+    return ours, twins
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(REPEATED):
+        work()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / REPEATED
 
 
 # ------------------------------------------------------------------------------- the trial of each kernel, of a config
@@ -98,7 +136,12 @@ def contrast_rows(config: Config, arithmetic: Arithmetic) -> Trial:
 
 
 def _contrast_work(device: torch.device, keys: list[int]) -> Callable[[], None]:
-    given = [(torch.arange(n, device=device) // 2, torch.zeros(256, n, device=device)) for n in keys]
+    # A batch can have fewer keys than a chunk has anchors.
+    anchors = [min(contrast.ROWS_PER_CHUNK_ON_CUDA, n) for n in keys]
+    given = [
+        (torch.arange(n, device=device) // 2, torch.zeros(rows, n, device=device))
+        for rows, n in zip(anchors, keys)
+    ]
 
     def work() -> None:
         for ids, logits in given:

@@ -1,5 +1,6 @@
 """A contender must compute what plain computes, and a child reports what is wrong with one that does not."""
 
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -196,15 +197,17 @@ def test_main_reports_an_error_of_any_kind(tmp_path, config, arithmetic, monkeyp
 def test_kernels_are_named_before_they_are_tried(config, arithmetic, monkeypatch):
     """What kills the process is then known."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(child, "work_stream", lambda device: device)
 
-    def tried(path, trial, device):
+    def tried(path, trial, device, *, graph):
         if path == "contrast.cu":
             raise SystemExit
         return Verdict(None, (1.0, 2.0))
 
     monkeypatch.setattr(child, "try_kernel", tried)
     said: list[dict] = []
-    request = asked(config, arithmetic) | {"try": ["lars.cu", "contrast.cu"], "device": 0}
+    request = asked(config, arithmetic) | {"try": ["lars.cu", "contrast.cu"], "device": 0, "graph": True}
     with pytest.raises(SystemExit):
         child.try_kernels(request, said.append)
     passed = {"path": "lars.cu", "reason": None, "milliseconds": (1.0, 2.0), "final": True}

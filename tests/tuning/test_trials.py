@@ -1,6 +1,7 @@
 """A kernel is proved and timed on the shapes of the run's own step."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,16 +84,24 @@ def test_kernel_is_used_if_it_is_right_and_not_slower(monkeypatch, times, reason
         return times
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(switches, "milliseconds", measured)
+    monkeypatch.setattr(trials, "milliseconds", measured)
     verdict = try_kernel("x.cu", Trial([], prove, lambda device: print), HERE)
     assert verdict.reason == reason and verdict.final == (not isinstance(times, Exception))
 
 
-def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch):
+@pytest.mark.parametrize("graph", [False, True])
+def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch, graph):
     seconds = {None: iter([9, *[1, 2] * 4]), "timed without them": iter([9, *[4, 3] * 4])}
-    monkeypatch.setattr(switches, "_seconds", lambda work, device: next(seconds[work()]))
+    monkeypatch.setattr(trials, "_seconds", lambda work, device: next(seconds[work()]))
     now = lambda: switches._reasons["x.cu", HERE]  # noqa: E731
-    assert switches.milliseconds("x.cu", HERE, lambda device: now) == (1000, 4000)
+
+    def captured(work, device):
+        """Replay what was on at the capture, whatever is on later."""
+        then = work()
+        return SimpleNamespace(replay=lambda: then), None
+
+    monkeypatch.setattr(trials, "capture_on_device", captured if graph else None)
+    assert trials.milliseconds("x.cu", HERE, lambda device: now, graph) == (1000, 4000)
     assert now() is None
 
 
@@ -100,7 +109,9 @@ def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch):
 @pytest.mark.parametrize("source", ["lars.cu", APEX, "contrast.cu", "norm.cu"])
 def test_what_is_timed_runs_by_the_twin_on_a_cpu(source):
     """On a CPU no kernel takes the tensors, so the work is the twin's."""
-    config, sizes = paper(64, "model.name=resnet_tiny", "data.augmentation.size=32", "meta.precision=fp32")
-    PATHS[source].trial(config, replace(sizes, local_unlabeled=2, classes_per_batch=2)).work(HERE)()
+    # Fewer keys than a chunk has anchors, as on one GPU.
+    small = ["criterion.unsupervised_batch_size=20", "criterion.supervised_imgs_per_class=2"]
+    tiny = ["model.name=resnet_tiny", "data.augmentation.size=32", "meta.precision=fp32"]
+    PATHS[source].trial(*paper(1, *small, *tiny)).work(HERE)()
     # apex is timed without lars.cu
     assert bool(switches._reasons.get(("lars.cu", HERE))) == (source == APEX)
