@@ -72,8 +72,7 @@ def try_kernels(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) ->
             say({"path": path})
             trial = PATHS[path].trial
             assert trial is not None  # a graph is tried by `try_step`
-            verdict = try_kernel(path, trial(config, arithmetic), device, graph=asked["graph"])
-            say({"path": path, **verdict._asdict()})
+            say({"path": path, **try_kernel(path, trial(config, arithmetic), device)._asdict()})
 
 
 def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:

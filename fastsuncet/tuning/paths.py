@@ -177,17 +177,15 @@ def choose(
     }
     check_int32(resolved(config, paths), arithmetic, paths)  # as if all that is tried would pass
     own = {name: PATHS[name].missing() for name, reason in paths.items() if reason is None and name != GRAPH}
-    graph = paths[GRAPH] is None
     keys = {
-        name: {"path": name, "shapes": trial(config, arithmetic).shapes, "graph": graph, **machine}
+        name: {"path": name, "shapes": trial(config, arithmetic).shapes, **machine}
         for name, reason in own.items()
         if reason is None and (trial := PATHS[name].trial) is not None
     }
     # The first of the ranks with equal keys decides for all of them.
     everywhere = gather_json(keys)
     if everywhere.index(everywhere[place.rank]) == place.rank:
-        request = {"config": config.canonical(), "arithmetic": vars(arithmetic), "graph": graph}
-        request["device"] = place.device.index
+        request = {"config": config.canonical(), "arithmetic": vars(arithmetic), "device": place.device.index}
         own |= _try_kernels(request, keys, stopped)
     for rank, reasons in enumerate(gather_json(own)):
         for name, reason in reasons.items():

@@ -52,15 +52,15 @@ class Verdict(NamedTuple):
     final: bool = True  # False: another try can end otherwise, as after a lack of memory
 
 
-def try_kernel(name: str, trial: Trial, device: torch.device, *, graph: bool = False) -> Verdict:
-    """Prove a kernel on `device` and time it against its twin, with `graph` as replays of CUDA graphs.
+def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
+    """Prove a kernel on `device` and time it against its twin, on the stream of a rank.
 
     Takes seconds, and for BatchNorm about seven times the memory of the largest activations. An illegal access ends
     the process. Waits for the device.
     """
     try:
         reason, final = switches.why_not(name, device, trial.prove), True
-        times = None if reason or trial.work is None else milliseconds(name, device, trial.work, graph)
+        times = None if reason or trial.work is None else milliseconds(name, device, trial.work)
     except torch.OutOfMemoryError:
         reason, times, final = f"the device has too little memory for the trial of {name}", None, False
     finally:
@@ -71,13 +71,13 @@ def try_kernel(name: str, trial: Trial, device: torch.device, *, graph: bool = F
 
 
 def milliseconds(
-    source: str, device: torch.device, prepare: Callable[[torch.device], Callable[[], None]], graph: bool
+    source: str, device: torch.device, prepare: Callable[[torch.device], Callable[[], None]]
 ) -> tuple[float, float]:
     """Return how long the work of `prepare` takes with the kernels of `source` and without, in milliseconds.
 
-    Medians of rounds that take turns, after one that compiles and allocates. With `graph` the work is captured, so
-    that the time of launches does not count, as in a step that is a graph. Waits for the device. The kernels, which
-    were proved before, are on afterwards.
+    Medians of rounds that take turns, after one that compiles and allocates. The time is the GPU's: a small step is
+    launched as one graph, and in a large one the host launches while the GPU computes. Waits for the device. The
+    kernels, which were proved before, are on afterwards.
     """
     work = prepare(device)
     calls, found = [], ([], [])
@@ -85,7 +85,7 @@ def milliseconds(
     for reason in sides:
         switches.switch(source, device, reason)
         work()
-        calls.append(capture_on_device(work, device)[0].replay if graph else work)
+        calls.append(_captured(work, device))
     for _ in range(1 + ROUNDS):
         for reason, call, times in zip(sides, calls, found):
             switches.switch(source, device, reason)
@@ -93,6 +93,16 @@ def milliseconds(
     switches.switch(source, device, None)
     ours, twins = (1e3 * median(times[1:]) for times in found)
     return ours, twins
+
+
+def _captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return `work` as a CUDA graph, or itself where torch cannot capture it."""
+    try:
+        return capture_on_device(work, device)[0].replay
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # torch raises nothing narrower; the launches are then timed too
+        return work
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:

@@ -14,7 +14,7 @@ from fastsuncet.models import fused_batchnorm, norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, parameter_groups
 from fastsuncet.training.cuda_graph import capture_on_device
-from fastsuncet.tuning.paths import GRAPH, PATHS
+from fastsuncet.tuning.paths import PATHS
 from fastsuncet.tuning.trials import try_kernel
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
@@ -61,11 +61,10 @@ def test_every_kernel_agrees_with_its_twin_on_a_runs_own_shapes(config):
     many = config == "in1k_10pct"
     config = load_config(CONFIGS / f"{config}.yaml", words)
     sizes = config.resolve(64 if many else 1, 1_281_167, 1000 if many else 10, 128_000)
-    graph = PATHS[GRAPH].excluded(config, sizes) is None
     with torch.cuda.stream(torch.cuda.Stream()):
         for name, path in PATHS.items():
             if path.trial and not path.excluded(config, sizes) and not path.missing():
-                verdict = try_kernel(name, path.trial(config, sizes), GPU, graph=graph)
+                verdict = try_kernel(name, path.trial(config, sizes), GPU)
                 assert verdict.reason is None, (name, verdict)
     for dtype in norm_kernel.ELEMENTS:
         norm_kernel.prove(GPU, dtypes=[dtype])

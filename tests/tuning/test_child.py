@@ -200,14 +200,14 @@ def test_kernels_are_named_before_they_are_tried(config, arithmetic, monkeypatch
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(child, "work_stream", lambda device: device)
 
-    def tried(path, trial, device, *, graph):
+    def tried(path, trial, device):
         if path == "contrast.cu":
             raise SystemExit
         return Verdict(None, (1.0, 2.0))
 
     monkeypatch.setattr(child, "try_kernel", tried)
     said: list[dict] = []
-    request = asked(config, arithmetic) | {"try": ["lars.cu", "contrast.cu"], "device": 0, "graph": True}
+    request = asked(config, arithmetic) | {"try": ["lars.cu", "contrast.cu"], "device": 0}
     with pytest.raises(SystemExit):
         child.try_kernels(request, said.append)
     passed = {"path": "lars.cu", "reason": None, "milliseconds": (1.0, 2.0), "final": True}

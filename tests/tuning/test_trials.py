@@ -89,8 +89,8 @@ def test_kernel_is_used_if_it_is_right_and_not_slower(monkeypatch, times, reason
     assert verdict.reason == reason and verdict.final == (not isinstance(times, Exception))
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch, graph):
+@pytest.mark.parametrize("captures", [False, True])
+def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch, captures):
     seconds = {None: iter([9, *[1, 2] * 4]), "timed without them": iter([9, *[4, 3] * 4])}
     monkeypatch.setattr(trials, "_seconds", lambda work, device: next(seconds[work()]))
     now = lambda: switches._reasons["x.cu", HERE]  # noqa: E731
@@ -100,9 +100,19 @@ def test_timing_takes_turns_with_the_kernels_and_without(monkeypatch, graph):
         then = work()
         return SimpleNamespace(replay=lambda: then), None
 
-    monkeypatch.setattr(trials, "capture_on_device", captured if graph else None)
-    assert trials.milliseconds("x.cu", HERE, lambda device: now, graph) == (1000, 4000)
+    if captures:
+        monkeypatch.setattr(trials, "capture_on_device", captured)
+    assert trials.milliseconds("x.cu", HERE, lambda device: now) == (1000, 4000)
     assert now() is None
+
+
+def test_lack_of_memory_for_a_graph_is_no_reason_to_time_launches(monkeypatch):
+    def full(work, device):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(trials, "capture_on_device", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        trials.milliseconds("x.cu", HERE, lambda device: lambda: None)
 
 
 @pytest.mark.slow
