@@ -8,6 +8,7 @@ pointer or a struct by value. So Python's values can be packed without a signatu
 that every kernel follows it.
 """
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -114,7 +115,9 @@ class Module:
         """
         if 0 in grid:
             return
-        with torch.cuda.device(self.device):  # another device can be current
+        # To enter a device costs the host time, also where it is current, and a step has hundreds of launches.
+        elsewhere = torch.cuda.current_device() != self.device.index
+        with torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
             stream = torch.cuda.current_stream().cuda_stream
             if kernel not in self.functions:
                 self.functions[kernel] = check(self.driver.cuModuleGetFunction(self.module, kernel.encode()))

@@ -1,7 +1,7 @@
 """BatchNorm by the CUDA kernels of fastsuncet/kernels/norm.cu: its statistics, or all of it with its neighbors.
 
 `own_sums` and `joined_statistics` are for BatchNorm over ranks (sync_batchnorm.py): few launches and an all-reduce.
-`fused_norm` is for fused_batchnorm.py. None has run on a GPU yet; `prove` compares them with PyTorch.
+`fused_norm` is for fused_batchnorm.py. `prove` compares them with PyTorch.
 """
 
 from collections.abc import Sequence

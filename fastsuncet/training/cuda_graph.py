@@ -4,8 +4,8 @@ A graph replays kernels on fixed addresses. So each batch is copied into the gra
 read from the device. Each kind of step (with labels or without, prototypes frozen or not) has a graph of its own. It is
 captured after some steps that ran kernel by kernel, in which libraries choose their algorithms and allocate memory.
 
-No graph has been captured on a GPU yet, so it is tried in another process first (`tuning.paths`). A step that can
-then not be captured is reported once, and the run goes on without a graph.
+A graph is tried in another process first (`tuning.paths`). A step that can then not be captured is reported once, and
+the run goes on without a graph.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, each against its twin: `pytest -m gpu tests/kernels/test_on_the_gpu.py`. Never run yet."""
+"""The kernels on a GPU, each against its twin: `pytest -m gpu tests/kernels/test_on_the_gpu.py`."""
 
 import contextlib
 import copy

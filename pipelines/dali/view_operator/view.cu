@@ -1,7 +1,7 @@
 // Views on a GPU in two launches a batch: the sums of the gray levels for contrast, then color, blur, flip and table.
 //
 // The last bit of the mean gray of an image of more than 65,536 pixels can differ from the CPU's, whose sum is rounded on
-// the way; nothing else differs. Not run on a GPU yet, and not timed.
+// the way; nothing else differs.
 #include "pixel.h"
 
 // The tests compile this source for a CPU and define these words themselves.
