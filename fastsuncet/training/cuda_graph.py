@@ -11,6 +11,7 @@ the run goes on without a graph.
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,10 +130,8 @@ def first_message(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def capture_on_device(
-    step: Callable[[], Tensor], device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Record what `step` would launch, without running it. RuntimeError for what cannot be recorded, such as a sync.
+def capture_on_device(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record what `step` would launch, without running it; return what it returned too. RuntimeError for what cannot be recorded, such as a sync.
 
     It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
     autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`place.join`).
