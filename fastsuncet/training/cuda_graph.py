@@ -131,7 +131,9 @@ def first_message(error: BaseException) -> str:
 
 
 def capture_on_device(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Record what `step` would launch, without running it; return what it returned too. RuntimeError for what cannot be recorded, such as a sync.
+    """Record what `step` would launch, without running it, and return what it returned.
+
+    Raises RuntimeError for what cannot be recorded, such as a sync.
 
     It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
     autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`place.join`).
