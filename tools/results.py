@@ -486,6 +486,14 @@ def show_few_labels(path: Path) -> list[str]:
     ]
     heads = [f"{EVALUATIONS[kind]}, %" for kind in kinds]
     tables.append(table(["", "best checkpoint and evaluation", "top-1, %", *heads], controls))
+    added = []
+    for labels, found in runs.items():
+        either, other = (best(found, name) for name in ALONE.values())
+        alone = {seed: max(top, other[seed]) for seed, top in either.items() if seed in other}
+        gains = [gain(alone, best(found, name, kinds)) for name in trained]
+        added += [[f"{labels} labels", *gains]] if any(gains) else []
+    if added:
+        tables.append(table(["less the better of the labels alone, points", *trained], added))
     costs = [
         [f"{labels} labels: {name}, {EVALUATIONS[kind]}", *saved_cells(found[kind], name)]
         for labels, found in runs.items()
