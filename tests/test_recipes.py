@@ -93,7 +93,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
         "fastsuncet/models/resnet.py": [
             ("class WideResNet(", NETWORK),
             ('"resnet_tiny": 64', '"toy": 8, '),
-            ('"resnet_tiny": TinyResNet', '"toy": Toy, '),
+            ('"resnet_tiny": partial(', '"toy": Toy, '),
         ],
     },
     "sub-command": {"fastsuncet/cli/toy.py": [("", COMMAND)]},

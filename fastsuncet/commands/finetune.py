@@ -31,7 +31,7 @@ from fastsuncet.evaluation.finetuning.job import (
 from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
 from fastsuncet.metrics.results import send_results
-from fastsuncet.models.resnet import build_model
+from fastsuncet.models.flops import network_cost
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 
@@ -98,11 +98,9 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
 
 def require_int32(config: Config, place: Place, encoder: Encoder) -> None:
     """Raise ConfigError for a pass that torch's BatchNorm cannot count on a GPU; `config` is of `resolve_sizes`."""
-    from fastsuncet.tuning import paths, trials  # and with them every kernel
+    from fastsuncet.tuning import paths  # and with it every kernel
 
-    model = build_model(encoder.name, stem=encoder.stem, device="meta")
     images = sizes(config)[0] // (place.world_size * config.finetune.accumulate)
-    shapes = trials.shapes_at_norms(model, [(images, config.data.augmentation.size)])
-    paths.require_int32(
-        "finetune.batch_size", shapes, "Set finetune.accumulate, use more GPUs or a smaller batch"
-    )
+    cost = network_cost(encoder.name, encoder.stem, config.data.augmentation.size)
+    fix = "Set finetune.accumulate, use more GPUs or a smaller batch"
+    paths.require_int32("finetune.batch_size", cost.norm_shapes(images), fix)

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import TIMM
@@ -36,6 +37,11 @@ class NetworkCost:
     cast_parameters: int  # of convolutions and linear layers: autocast copies them to 16 bits
     activations: int  # elements kept for the backward pass, the image among them
     indices: int  # int64 positions kept for the backward pass, by max-pooling
+    norms: frozenset[tuple[int, ...]]  # shapes of the activations that BatchNorm sees
+
+    def norm_shapes(self, images: int) -> set[tuple[int, ...]]:
+        """Return the shapes of the activations that BatchNorm sees in a pass of so many images."""
+        return {(images * first, *rest) for first, *rest in self.norms}
 
 
 @functools.cache
@@ -54,6 +60,10 @@ def network_cost(name: str, stem: str, size: int, *head: Any) -> NetworkCost:
         model._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
+    norms: set[tuple[int, ...]] = set()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(lambda _, inputs: norms.add(tuple(inputs[0].shape)))
 
     def keep(tensor: Tensor) -> Tensor:
         # Means and deviations of channels, the 1-D tensors, do not grow with the batch.
@@ -74,6 +84,7 @@ def network_cost(name: str, stem: str, size: int, *head: Any) -> NetworkCost:
         cast_parameters=sum(p.numel() for module in sixteen_bit for p in module.parameters()),
         activations=sum(t.numel() for t in kept.values() if t.is_floating_point()),
         indices=sum(t.numel() for t in kept.values() if not t.is_floating_point()),
+        norms=frozenset(norms),
     )
 
 

@@ -18,11 +18,11 @@ from fastsuncet.distributed.collectives import world_size
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
 
-# By name: importing both libraries takes seconds, and a run uses one.
-LIBRARIES = ("fastsuncet.models.resnet", "torchvision.models.resnet", "timm.models.resnet")
+# By name: the import of timm takes seconds.
+LIBRARIES = ("fastsuncet.models.resnet", "timm.models.resnet")
 BLOCKS = {(library, name) for library in LIBRARIES for name in ("BasicBlock", "Bottleneck")}
 # They have one ReLU after bn1.
-ENCODERS = {(library, name) for library in LIBRARIES for name in ("ResNet", "TinyResNet", "WideResNet")}
+ENCODERS = {(library, name) for library in LIBRARIES for name in ("ResNet", "WideResNet")}
 
 
 def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:

@@ -9,7 +9,9 @@ The encoder's state_dict has torchvision's names for both libraries, so its weig
 """
 
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,51 +59,74 @@ class Model(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut: torchvision's block, with its keys, without the import of torchvision."""
+    """Two 3 x 3 convolutions and a shortcut: torchvision's block, with its keys and bits."""
 
-    def __init__(self, inputs: int, outputs: int):
+    expansion = 1
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1):
         super().__init__()
-        stride = 1 if inputs == outputs else 2
         self.conv1 = _convolution(inputs, outputs, stride)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = _convolution(outputs, outputs)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample = None
-        if inputs != outputs:
-            shortcut = nn.Conv2d(inputs, outputs, kernel_size=1, stride=2, bias=False)
-            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
+        self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, inputs, S, S) to (B, outputs, S, S), or to half the side where the widths differ."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(x.add_(shortcut))
+        """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y.add_(x if self.downsample is None else self.downsample(x)))
 
 
-class TinyResNet(nn.Module):
-    """Three residual blocks of 16, 32 and 64 channels, each halving the side after the first; 64-wide output.
+class Bottleneck(nn.Module):
+    """A 3 x 3 convolution, with the stride, between two of 1 x 1, and a shortcut: as `BasicBlock`."""
 
-    77,392 parameters with the CIFAR stem: small enough for two CPU cores on 16 x 16 to 32 x 32 images.
+    expansion = 4
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+        super().__init__()
+        narrow = outputs // self.expansion
+        self.conv1 = nn.Conv2d(inputs, narrow, kernel_size=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(narrow)
+        self.conv2 = _convolution(narrow, narrow, stride)
+        self.bn2 = nn.BatchNorm2d(narrow)
+        self.conv3 = nn.Conv2d(narrow, outputs, kernel_size=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _downsample(inputs, outputs, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
+        return self.relu(y.add_(x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Sequential):
+    """torchvision's ResNet, with its keys and bits: maps (B, 3, S, S) to (B, width).
+
+    The import of torchvision takes longer than that of torch. Each stage after the first halves the side and doubles
+    the channels.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, kernel_size=7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool: nn.Module = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
-        self.layer1 = nn.Sequential(BasicBlock(16, 16))
-        self.layer2 = nn.Sequential(BasicBlock(16, 32))
-        self.layer3 = nn.Sequential(BasicBlock(32, 64))
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Identity()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map (B, 3, S, S) to (B, 64)."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.fc(self.avgpool(x).flatten(1))
+    def __init__(self, block: type[BasicBlock | Bottleneck], channels: int, blocks: Sequence[int]):
+        stages, inputs = {}, channels
+        for stage, number in enumerate(blocks):
+            outputs = block.expansion * channels * 2**stage
+            first = block(inputs, outputs, stride=2 if stage else 1)
+            more = (block(outputs, outputs) for _ in range(number - 1))
+            stages[f"layer{stage + 1}"], inputs = nn.Sequential(first, *more), outputs
+        layers: dict[str, nn.Module] = {
+            "conv1": nn.Conv2d(3, channels, kernel_size=7, stride=2, padding=3, bias=False),
+            "bn1": nn.BatchNorm2d(channels),
+            "relu": nn.ReLU(inplace=True),
+            "maxpool": nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+            **stages,
+            "avgpool": nn.AdaptiveAvgPool2d(1),
+            "flatten": nn.Flatten(),
+            "fc": nn.Identity(),
+        }
+        super().__init__(OrderedDict(layers))
 
 
 class WideResNet(nn.Module):
@@ -150,9 +175,24 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
+def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    """Return what a shortcut does that changes shape."""
+    if inputs == outputs and stride == 1:
+        return None
+    shortcut = nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False)
+    return nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
+
+
 # Of h.
 WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "wide_resnet28w2": 128, "resnet_tiny": 64}
-OWN = {"resnet_tiny": TinyResNet, "wide_resnet28w2": WideResNet}  # in neither library
+# In neither library. resnet_tiny has 77,392 parameters with the CIFAR stem: few enough for two CPU cores.
+OWN = {"resnet_tiny": partial(ResNet, BasicBlock, 16, (1, 1, 1)), "wide_resnet28w2": WideResNet}
+NETWORKS = {
+    "resnet50": partial(ResNet, Bottleneck, 64, (3, 4, 6, 3)),
+    "resnet34": partial(ResNet, BasicBlock, 64, (3, 4, 6, 3)),
+    "resnet18": partial(ResNet, BasicBlock, 64, (2, 2, 2, 2)),
+    **OWN,
+}
 
 
 def width_of(name: str) -> int:
@@ -169,17 +209,12 @@ def _encoder(name: str, library: str, stem: str) -> nn.Module:
         from fastsuncet.models import timm_backbone
 
         return timm_backbone.create(name, "meta")
-    if name in OWN:
-        encoder = OWN[name]()
-    elif library == "timm":
+    if library == "timm":
         import timm
 
         encoder = timm.create_model(name, pretrained=False, num_classes=0)
     else:
-        import torchvision  # seconds, and torch._dynamo with it
-
-        encoder = torchvision.models.get_model(name, weights=None)
-        encoder.fc = nn.Identity()
+        encoder = NETWORKS[name]()
     if stem == "cifar" and name != "wide_resnet28w2":  # which has no other
         # No stride and no max-pool: 32 px reach the first block as 32 px, not as 8.
         width = len(encoder.get_parameter("bn1.weight"))
@@ -265,7 +300,7 @@ def build_model(
     """Build the paper's network in float32: encoder `name` from `library`, and its projection head.
 
     name: resnet50 (the paper's), resnet34, resnet18, wide_resnet28w2 (PAWS's for CIFAR-10, whose stem is "cifar"),
-        resnet_tiny (TinyResNet, for tests and the demo), or timm/NAME.
+        resnet_tiny (for tests and the demo), or timm/NAME.
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
     head_batchnorm adds one before the ReLU (paper Appendix H, where L_sup_out did not converge without);

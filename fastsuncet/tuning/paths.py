@@ -23,7 +23,7 @@ does not import this module: only the view operator is compiled there (`choose` 
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -254,7 +254,7 @@ def check_int32(config: Config, arithmetic: Arithmetic, paths: Paths) -> None:
         require_int32("criterion.unsupervised_batch_size", trials.norm_shapes(config, arithmetic), fix, layer)
 
 
-def require_int32(key: str, shapes: Sequence[tuple[int, ...]], fix: str, layer: str = "BatchNorm") -> None:
+def require_int32(key: str, shapes: Iterable[tuple[int, ...]], fix: str, layer: str = "BatchNorm") -> None:
     """Raise ConfigError for the largest of channels-last `shapes` if torch's `layer` cannot count it in 32 bits."""
     largest = max(shapes, key=math.prod, default=(0,))
     count = math.prod(largest)

@@ -5,7 +5,7 @@ of torch that were never tried together.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastsuncet.config import Arithmetic, Config
-from fastsuncet.data.paired_stream import views
 from fastsuncet.kernels import switches
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
+from fastsuncet.models.flops import network_cost
 from fastsuncet.models.fused_batchnorm import FusedNorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARSSettings, lars_apex, lars_kernel
@@ -195,32 +195,16 @@ def _norm_work(
 
 def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]:
     """Return the shapes of the activations that BatchNorm sees on one rank, with labeled images and without."""
-    a, model = arithmetic, model_of(config)
-    sizes = [view.size for view in views(config)] or [config.data.augmentation.size]
-    batches: set[tuple[int, int]] = set()
+    a, m, shapes = arithmetic, config.model, set()
     for supervised in {False, a.supervised_steps > 0}:
         for unlabeled, labeled in a.pieces(supervised):
-            batches |= {
-                (a.large_views * unlabeled + labeled, sizes[0]),
-                (a.small_views * unlabeled, sizes[-1]),
-            }
-    return shapes_at_norms(model, batches)
-
-
-def shapes_at_norms(model: nn.Module, batches: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Return the shapes of the activations at each BatchNorm of `model`, on "meta", for `batches` of (images, side)."""
-    found: set[tuple[int, ...]] = set()
-
-    def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        found.add(tuple(inputs[0].shape))
-
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_forward_pre_hook(keep)
-    for count, size in batches:
-        if count:
-            model(torch.empty(count, 3, size, size, device="meta"))
-    return sorted(found)
+            for images, size in (
+                (a.large_views * unlabeled + labeled, config.data.augmentation.size),
+                (a.small_views * unlabeled, config.swav.small_size),
+            ):
+                if images:
+                    shapes |= network_cost(m.name, m.stem, size, *m.head).norm_shapes(images)
+    return sorted(shapes)
 
 
 def view(config: Config, arithmetic: Arithmetic) -> Trial:

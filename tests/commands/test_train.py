@@ -104,10 +104,16 @@ def test_train_says_that_a_run_was_complete(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_first_steps_import_neither_dynamo_nor_sympy(tmp_path):
-    """Together they take as long as torch itself. torchvision imports them, so DALI makes the views here."""
+    """Together they take as long as torch itself. torchvision imports them, so DALI makes the views here.
+
+    Nor does what decides about BatchNorm's kernels, which a run on a CPU does not ask.
+    """
     pytest.importorskip("nvidia.dali")
-    words = ["train", "digits_demo", *SMALL, "optimization.steps=2", "optimization.warmup=0"]
+    small = (*SMALL, "model.name=resnet18", "criterion.unsupervised_batch_size=8", "checkpoint.export=[]")
+    words = ["train", "digits_demo", *small, "optimization.steps=2", "optimization.warmup=0"]
     code = "import sys; from fastsuncet import cli; assert cli.main(sys.argv[1:]) == 0; "
+    code += "from tests.support.pretended import paper; from fastsuncet.tuning.paths import PATHS; "
+    code += "assert PATHS['norm.cu'].excluded(*paper(1)) is None; "
     code += "print(*(name for name in ('torch._dynamo', 'sympy') if name in sys.modules))"
     program = [sys.executable, "-c", code, *words, f"logging.folder={tmp_path}"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import torchvision
 from torch import nn
 
 from fastsuncet.errors import ConfigError
-from fastsuncet.models.resnet import WIDTHS, BasicBlock, build_model, initialize
+from fastsuncet.models.resnet import WIDTHS, build_model, initialize
 from tests.support.vectors import FOLDER
 
 both = pytest.mark.parametrize("library", ["torchvision", "timm"])
@@ -144,16 +144,21 @@ def test_tiny_network_halves_twice_and_has_three_blocks(size):
     assert count(model.encoder) == 77_392
 
 
-@pytest.mark.parametrize("widths", [(8, 8), (8, 16)])
-def test_tiny_networks_block_is_torchvisions(widths):
-    own, shortcut = BasicBlock(*widths), {}
-    if own.downsample is not None:
-        shortcut = {"stride": 2, "downsample": copy.deepcopy(own.downsample)}
-    theirs = torchvision.models.resnet.BasicBlock(*widths, **shortcut)
-    theirs.load_state_dict(own.state_dict())
-    assert list(own.state_dict()) == list(theirs.state_dict())
-    images = torch.randn(2, 8, 6, 6)
-    assert torch.equal(own(images.clone()), theirs(images.clone()))
+@pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.slow), "resnet18"])
+def test_encoder_gives_the_bits_of_torchvisions(name):
+    """In a training step: outputs, gradients and statistics."""
+    own = build_model(name).encoder
+    with torch.device("meta"):
+        theirs = torchvision.models.get_model(name, weights=None)
+    theirs.fc = nn.Identity()
+    theirs.load_state_dict(copy.deepcopy(own.state_dict()), assign=True)
+    images, found = torch.randn(2, 3, 64, 64), []
+    for encoder in (own, theirs):
+        h = encoder(images)
+        h.square().sum().backward()
+        gradients = {key: p.grad for key, p in encoder.named_parameters()}
+        found.append([h, *gradients.values(), *encoder.state_dict().values()])
+    assert len(found[0]) == len(found[1]) and all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_wide_network_halves_twice_and_normalizes_before_its_convolutions():

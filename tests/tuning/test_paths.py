@@ -16,7 +16,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_apex
-from fastsuncet.tuning import paths, processes, trials, verdicts
+from fastsuncet.tuning import paths, processes, verdicts
 from fastsuncet.tuning.paths import APEX, GRAPH, GRAPH_VIEWS, PATHS, STAYS_OFF, VIEW, describe, resolved
 from fastsuncet.tuning.trials import Verdict
 from pipelines import cuda_compiler
@@ -30,21 +30,9 @@ SLOW = Verdict("slower than PyTorch's operators: 2 ms against 1 ms", (2.0, 1.0))
 FULL = Verdict("the device has too little memory for the trial of norm.cu", None, final=False)
 
 
-def first_norm_shapes(config, sizes):
-    """Return the shapes of a ResNet-50's first BatchNorm: the passes for those of all take seconds."""
-    kinds = {False, sizes.supervised_steps > 0}
-    counts = {sizes.views * u + labeled for kind in kinds for u, labeled in sizes.pieces(kind)}
-    return [(count, 64, 112, 112) for count in sorted(counts) if config.model.name == "resnet50"]
-
-
-def pretend_machine(patch, folder, **machine):
-    pretend(patch, folder, **machine)
-    patch.setattr(trials, "norm_shapes", first_norm_shapes)
-
-
 @pytest.fixture(autouse=True)
 def _one_machine(tmp_path, monkeypatch):
-    pretend_machine(monkeypatch, tmp_path)
+    pretend(monkeypatch, tmp_path)
 
 
 def choose(config, arithmetic, before=None):
@@ -310,7 +298,7 @@ def choose_on_a_rank(rank, world_size, folder):
     place, found = Place(rank, world_size, 0, CARD), {}
     for cards in CARDS:
         with pytest.MonkeyPatch.context() as patch:
-            pretend_machine(patch, Path(folder, cards), card=cards[rank])
+            pretend(patch, Path(folder, cards), card=cards[rank])
             if cards[rank] == "c":
                 patch.setattr(cuda_compiler, "unavailable", lambda: "no NVRTC")
             children = Children(patch, **({"lars_cu": SLOW} if cards[rank] == "b" else {}))
@@ -318,7 +306,7 @@ def choose_on_a_rank(rank, world_size, folder):
             found[cards] = len(children.tried), chosen["lars.cu"], switches._reasons["lars.cu", CARD]
     # A written graph whose trial is ended by a signal to rank 1.
     with pytest.MonkeyPatch.context() as patch:
-        pretend_machine(patch, Path(folder))
+        pretend(patch, Path(folder))
         Children(patch, {"problem": "was stopped, or took too long", "final": False})
         run = paper(world_size * 32, "meta.cuda_graph=true")
         found["stopped"] = paths.choose(*run, place, [128] * 1000, {}, lambda: rank == 1)[GRAPH]
