@@ -173,6 +173,21 @@ def test_contrast_reports_time_memory_operators_and_waits(report_of):
     assert points[1]["peak"] > 4 * points[0]["peak"]
 
 
+def test_contrast_times_graphs_on_a_gpu_and_counts_what_they_launch(monkeypatch):
+    inputs, timed, graph, launched = contrast.inputs, {}, object(), object()
+    captured = iter([(graph, ""), (launched, "it waits")])
+    monkeypatch.setattr(contrast, "inputs", lambda loss, rows, device: inputs(loss, rows))
+    monkeypatch.setattr(harness, "capture_graph", lambda call: next(captured))
+    monkeypatch.setattr(harness, "count_launches", lambda call: 7)
+    monkeypatch.setattr(
+        harness, "time_in_turns", lambda calls, *_: timed.update(calls) or {name: [1.0] for name in calls}
+    )
+    points, notes = contrast.compare("paws", 512, 1, "cuda")
+    assert timed == {contrast.OURS: graph, contrast.AUTHORS: launched}
+    assert notes == [f"paws, N = 512: not as a CUDA graph: {contrast.AUTHORS}: it waits"]
+    assert [point["launches"] for point in points] == [7, 7] and min(p["operators"] for p in points) > 20
+
+
 def test_lars_reports_time_operators_waits_and_bytes(report_of):
     report = report_of("lars", "--device", "cpu")
     rows = {row["name"]: row for row in report["points"]}
@@ -224,17 +239,26 @@ def test_norm_on_ranks_uses_the_statistics_of_all():
 
 
 def test_step_reports_speed_operators_and_waits(report_of, monkeypatch):
-    """Of one network: the graphs of two and the plain step would not fit a card."""
-    build, built = step_bench.build, []
+    """Of one network for each settings, on one stream: two graphs and the plain step would not fit a card."""
+    build, built, read, steps = step_bench.build, [], step_bench.PairedStream.__call__, []
     monkeypatch.setattr(step_bench, "build", lambda *given: built.append(given) or build(*given))
-    report = report_of("step", "digits_demo", "--device", "cpu")
-    assert len(built) == 1
+    monkeypatch.setattr(
+        step_bench.PairedStream, "__call__", lambda self, step: steps.append(step) or read(self, step)
+    )
+    more = "meta.deterministic=false"
+    report = report_of("step", "digits_demo", "--against", more, "--device", "cpu")
+    assert [config.meta.deterministic for config, *_ in built] == [True, False]
+    assert steps == list(range(len(steps)))
     rows = {row["name"]: row for row in report["points"]}
     assert "a step of 256 views" in report["tables"][0]["title"]
     for row in rows.values():
         assert min(row["views_per_second"]) > 0 and min(row["speed_to_fixed"]) > 0
     assert rows[step.FIXED]["speed_to_fixed"] == [1, 1] and rows[step.FIXED]["host_waits"] == 0
     assert 100 < rows[step.FIXED]["operators"] <= 320 and "operators" not in rows[step.END_TO_END]
+    assert rows.keys() - {step.PLAIN} == {
+        f"{name}{suffix}" for name in (step.FIXED, step.END_TO_END) for suffix in ("", f", {more}")
+    }
+    assert rows[f"{step.FIXED}, {more}"]["host_waits"] == 0
     assert report["notes"] == ["met: host waits in a step: 0 (0-0), target at most 0"]
 
 

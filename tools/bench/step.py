@@ -2,14 +2,16 @@
 
 The peer trains the same network on as many views of the same size, in the same precision and memory layout, with
 torch's SGD and the usual cross-entropy over a dense matrix of similarities. It has no SuNCEt. `fastsuncet tune`
-compares our step with itself in other settings, and the case `peers` with lightly.
+compares our step with itself in many settings, --against in one more, and the case `peers` with lightly.
 
 Operators and host waits of a step are counted too. On a GPU, CUDA itself checks that no step waits for the device: if
 one does, the exit code is 1.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -42,34 +44,44 @@ def wait_in(step: Call, device: str) -> list[str]:
 def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     """Time the contenders; name a wait for the device, which is wrong."""
     rounds, steps = (2, 1) if options.quick else (options.rounds, options.steps)
-    config = load_config(options.config, [*options.overrides, f"meta.device={options.device}"])
-    with join(config.meta.device) as place:
-        config, _ = resolve_precision(config, place.device)
-        device = place.device.type
+    settings = {"": []} | ({f", {' '.join(options.against)}": options.against} if options.against else {})
+    configs = {
+        suffix: load_config(options.config, [*options.overrides, *more, f"meta.device={options.device}"])
+        for suffix, more in settings.items()
+    }
+    with join(configs[""].meta.device) as place:
+        configs = {suffix: resolve_precision(config, place.device)[0] for suffix, config in configs.items()}
+        config, device = configs[""], place.device.type
         bench, stream = StepBench.open(config, place)
-        calls = {
-            END_TO_END: bench.ours(stream),
-            FIXED: bench.ours(lambda _: bench.batch),
-            PLAIN: bench.plain(),
-        }
+        benches = [StepBench(each, place, bench.batch, bench.classes) for each in configs.values()]
+        # One count for all: the loader starts anew for a step that does not follow the one before.
+        following = count(bench.batch.step + 1)
+        calls = {}
+        for suffix, each in zip(settings, benches):
+            calls[END_TO_END + suffix] = each.ours(lambda _: stream(next(following)))
+            calls[FIXED + suffix] = each.ours(lambda _: bench.batch)
+        fixed = {name: call for name, call in calls.items() if name.startswith(FIXED)}
+        calls[PLAIN] = bench.plain()
         # Momentum exists after the warm-up, kernels are chosen, and a CUDA graph, where one is asked for, is captured.
         # Batches that were prepared while others had their turns are not part of this turn.
-        ahead = {END_TO_END: config.data.prefetch + 1}
+        ahead = {END_TO_END + suffix: config.data.prefetch + 1 for suffix in settings}
         seconds = harness.time_in_turns(calls, device, rounds, steps, WARMUP + 1, ahead)
         points = harness.points_of(seconds, FIXED)
-        harness.add_counts(points, {name: calls[name] for name in (FIXED, PLAIN)}, device)
-        waits = wait_in(calls[FIXED], device)
+        harness.add_counts(points, {**fixed, PLAIN: calls[PLAIN]}, device)
+        waits = [wait for step in fixed.values() for wait in wait_in(step, device)]
         stream.close()
     views = sum(map(len, bench.batch.views)) + len(bench.batch.labeled)
     for point in points:
         point["views_per_second"] = [views / each for each in point["seconds"]]
         point["speed_to_fixed"] = ratios(seconds[FIXED], point["seconds"])
-    end_to_end, fixed, _ = points
-    notes = [*bench.notes, target("host waits in a step", [fixed["host_waits"]], 0, at_least=False)]
+    counted = [point["host_waits"] for point in points if point["name"] in fixed]
+    notes = [*(note for each in benches for note in each.notes)]
+    notes.append(target("host waits in a step", counted, 0, at_least=False))
     # A CPU makes the pixels itself, so there they always cost time.
-    if device == "cuda":
-        reached = end_to_end["speed_to_fixed"]
-        notes.append(target("end to end, of the speed on a fixed batch", reached, 0.97, at_least=True))
+    for suffix in settings if device == "cuda" else ():
+        reached = ratios(seconds[FIXED + suffix], seconds[END_TO_END + suffix])
+        what = f"end to end, of the speed on a fixed batch{suffix}"
+        notes.append(target(what, reached, 0.97, at_least=True))
     columns = [
         ("", "name", str),
         ("ms a step", "seconds", partial(spread, factor=1e3)),
@@ -82,11 +94,22 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     return {"tables": tables, "points": points, "notes": notes, "wrong": waits, "config": config.canonical()}
 
 
+def add_arguments(add: Callable) -> None:
+    add("--steps", type=int, default=10, help="in a turn (default: %(default)s)")
+    add(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="section.key=value",
+        help="time our step with these settings too, in the same turns",
+    )
+
+
 CASE = harness.Case(
     measure,
     rounds=7,
     quick="two turns of one step",
     device="auto",
     config=True,
-    add_arguments=lambda add: add("--steps", type=int, default=10, help="in a turn (default: %(default)s)"),
+    add_arguments=add_arguments,
 )
