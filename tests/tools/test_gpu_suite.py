@@ -133,14 +133,12 @@ def test_cards_are_named_with_the_driver(monkeypatch):
 
 def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
-    assert names[:4] == ["pixels", "winner", "feed", "imagenet"] and names[-1] == "race"
+    assert names[:4] == ["pixels", "imagenet", "profile", "feed"] and names[-1] == "race"
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
-    options = Options("cuda", False, Path("folder"))
-    winner, plain = (
-        next(p for p in PARTS if p.name == name).command(options) for name in ("winner", "imagenet")
-    )
-    assert set(winner) - set(plain) == set(gpu_suite.FAST) and set(plain) < set(winner)
+    command = PARTS[1].command(Options("cuda", False, Path("folder")))
+    settings = command.index("--against") + 1
+    assert tuple(command[settings : settings + 3]) == gpu_suite.FAST
 
 
 @pytest.mark.parametrize("part", ["pixels", "feed", "decoder", "profile", "race"])
@@ -151,6 +149,74 @@ def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images):
     assert workloads.main(words) == 0
     tables = json.loads(path.read_text())["tables"]
     assert tables and all(table["rows"] for table in tables)
+
+
+def made_up_trace(steps):
+    """Steps of 100 us: two kernels of training, the second launched late, and DALI's kernel, copy and allocation."""
+
+    def event(cat, name, ts, dur, tid=1, **args):
+        return {"ph": "X", "cat": cat, "name": name, "ts": float(ts), "dur": dur, "tid": tid, "args": args}
+
+    events = [event("cuda_runtime", "cudaDeviceSynchronize", 100 * steps - 10, 50), {"ph": "M", "name": "x"}]
+    for i in range(steps):
+        t = 100 * i
+        events += [
+            event("kernel", "second", t + 60, 30, stream=7, correlation=3 * i + 1),
+            event("kernel", "first", t, 40, stream=7, correlation=3 * i),
+            event("kernel", "nchwToNhwcKernel", t + 30, 20, stream=20, correlation=3 * i + 2),
+            event("gpu_memcpy", "Memcpy HtoD", t + 95, 10, stream=20, bytes=2_000_000),
+            event("cuda_runtime", "cudaLaunchKernel", t - 20, 2, correlation=3 * i),
+            event("cuda_runtime", "cudaLaunchKernel", t + 45, 10, correlation=3 * i + 1),
+            event("cuda_runtime", "cudaLaunchKernel", t + 20, 1, tid=2, correlation=3 * i + 2),
+            event("cuda_runtime", "cudaMalloc", t + 50, 40, tid=2, correlation=9999),
+        ]
+    return events
+
+
+def test_where_time_goes_of_a_made_up_trace():
+    found = workloads.where_time_goes(made_up_trace(5), 3, 1)
+    assert found["figures"] == pytest.approx(
+        {
+            "ms a step, median": 0.1,
+            "ms a step, longest": 0.1,
+            "% of the time without a kernel": 20,
+            "% of the time without a kernel of training": 30,
+            # From the end of the first kernel to that of the second one's launch, which is 5 us before its start.
+            "ms a step that training's stream waits for the host's launch": 0.015,
+            "ms a step that a launched kernel of training waits on an idle stream": 0.015,
+            "ms from a launch to its kernel, median": 0.02,
+        }
+    )
+    assert found["work"] == {
+        "kernels of training": pytest.approx([2, 0.07, 0]),
+        "kernels of stream 20": pytest.approx([1, 0.02, 0]),
+        "Memcpy HtoD": pytest.approx([1, 0.01, 2]),
+        "layout conversions, among the kernels": pytest.approx([1, 0.02, 0]),
+    }
+    # Without the synchronization that ends the profile.
+    assert found["calls"] == {
+        "cudaLaunchKernel, training threads": pytest.approx([2, 0.012, 0]),
+        "cudaLaunchKernel, other threads": pytest.approx([1, 0.001, 0]),
+        "cudaMalloc, other threads": pytest.approx([1, 0.04, 0]),
+    }
+    assert found["kernels"]["second"] == pytest.approx([1, 0.03, 0])
+
+
+def test_profile_tables_name_the_kernels_that_differ_most_first():
+    fixed = [e for e in made_up_trace(5) if e.get("args", {}).get("stream") != 20]
+    for e in fixed:
+        e["dur"] = 5 if e["name"] == "second" else e.get("dur")
+    traces = dict(zip(workloads.WAYS, (fixed, made_up_trace(5))))
+    found = {way: workloads.where_time_goes(events, 3, 1) for way, events in traces.items()}
+    tables = {table["title"]: table["rows"] for table in workloads.profile_tables(found)}
+    assert tables["the kernels that differ most, a step"] == [
+        ["second", "0.005 ms, 1.0 x", "0.030 ms, 1.0 x"],
+        ["nchwToNhwcKernel", "", "0.020 ms, 1.0 x"],
+        ["first", "0.040 ms, 1.0 x", "0.040 ms, 1.0 x"],
+    ]
+    assert ["Memcpy HtoD", "", "0.010 ms, 1.0 x, 2.0 MB"] in tables["the GPU's work, a step"]
+    assert tables["the kernels that take longest, a step"][0][0] == "first"
+    assert len(tables["where the time goes"]) == 7
 
 
 def test_feed_counts_the_decoders_of_a_batch(images):

@@ -4,12 +4,14 @@
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     feed      how fast the loader alone is, by operator, JPEG engine and threads, and what decodes
     decoder   whether an image's pixels depend on the other images of its batch, or on its row
-    profile   where the time of our step goes
+    profile   where the time of our step goes, on a fixed batch and end to end
     race      what SimCLR + SuNCEt spends until it has the accuracy of SimCLR, in hours among others
 
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
+import json
+import math
 import os
 import re
 import shutil
@@ -17,14 +19,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from itertools import cycle, product, repeat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from itertools import cycle, pairwise, product, repeat
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch.profiler import ProfilerActivity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
@@ -37,7 +44,6 @@ from fastsuncet.commands.report.tables import methods_tables, saved_table
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP
-from fastsuncet.training.determinism import set_determinism
 from pipelines.backend import LoaderOptions
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES
@@ -49,6 +55,7 @@ from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
 from tools.bench.harness import Report
 from tools.bench.pictures import texture
+from tools.bench.step import END_TO_END, FIXED
 from tools.bench.step_bench import StepBench
 from tools.same_runs import assert_equal_to_the_bit, final_state
 
@@ -183,8 +190,9 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
         loader.close()
         points.append({**settings, "views": 2 * batch * steps / seconds})
         report.save(points=points)  # the next one can end the process
-    decoders = {share: decoders_of(folder, device, batch, share) for share in shares}
-    notes += [f"decoders of a batch at share {share}: {found}" for share, found in decoders.items()]
+    with ThreadPoolExecutor() as pool:
+        decoders = pool.map(partial(decoders_of, folder, device, batch), shares)
+        notes += [f"decoders of a batch at share {share}: {found}" for share, found in zip(shares, decoders)]
     if {0.0, 1.0} <= first.keys():
         apart = (first[0.0].float() - first[1.0].float()).abs().max().item()
         notes.append(
@@ -297,38 +305,179 @@ def resume(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], wrong=wrong, points=points)
 
 
+WAYS = (FIXED, END_TO_END)  # the columns of the part `profile`
+CLOCKS = {
+    "cuda": "ms a step without the profiler, CUDA events",
+    "cpu": "CPU ms a step, all threads of the process",
+    "thread": "CPU ms a step, the thread that starts it",
+}
+
+
 def profile(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Record where the time of our step on a fixed batch goes, what it converts and where the host waits."""
-    steps = 2 if small else 10
-    config = load_config("in1k_10pct", overrides(IMAGENET, folder, device, small))
+    """Record where the time of our step goes, on a fixed batch and end to end. CUDA traces DALI's streams too."""
+    config = load_config(
+        "in1k_10pct", [*overrides(IMAGENET, folder, device, small), "model.fused_batchnorm=true"]
+    )
+    # Batches that were prepared while the profiler started are used up before the steps that count.
+    steps, edge = 2 if small else 10, config.data.prefetch + 1
+    # The CPU's operators are left out on a GPU: to record them slows the host down.
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    trace, found = folder / "trace.json", {}
     with join(config.meta.device) as place:
-        set_determinism(config, place)
         bench, stream = StepBench.open(config, place)
+        calls = (bench.ours(lambda _: bench.batch), bench.ours(lambda step: stream(step + 1)))
+        for way, call in zip(WAYS, calls):
+            for _ in range(WARMUP + 1 + edge):
+                call()
+            clocks = {
+                CLOCKS[clock]: 1e3 * harness.seconds_of(call, clock, steps)
+                for clock in dict.fromkeys((device, "cpu", "thread"))
+            }
+            with torch.profiler.profile(activities=[activity]) as recorded:
+                for _ in range(edge + steps + edge):
+                    call()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+            recorded.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+            found[way] = where_time_goes(events, steps, edge)
+            found[way]["figures"] = clocks | found[way]["figures"]
+            report.save(points=found)  # the next one can end the process
         stream.close()
-        step = bench.ours(lambda _: bench.batch)
-        for _ in range(WARMUP + 1):
-            step()
-        with torch.profiler.profile() as recorded:  # of the CPU and, where there is one, of the GPU
-            for _ in range(steps):
-                step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-    events = recorded.key_averages()
-    layouts = ("nchwtonhwc", "nhwctonchw", "transpose")
-    counts = {"kernels or operators": 0, "layout conversions": 0}
+    return report.finish(profile_tables(found), notes=[f"{steps} steps", *bench.notes], points=found)
+
+
+Tally = dict[str, list[float]]  # name -> how often, ms and MB a step
+LAYOUTS = ("nchwtonhwc", "nhwctonchw", "transpose")
+
+
+def where_time_goes(events: Sequence[Mapping[str, Any]], steps: int, edge: int) -> dict[str, dict]:
+    """Return what the events of a chrome trace say about `steps` steps, with `edge` more before and after them.
+
+    "figures": {name: number}. "work" of the GPU, "calls" of CUDA and "kernels": a Tally each. All are empty without
+    kernels. Training's stream is the one with the most kernel time, and all of its steps have as many kernels.
+    """
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=start_of)
+    if not kernels:
+        return {"figures": {}, "work": {}, "calls": {}, "kernels": {}}
+    streams: Counter[int] = Counter()
+    for kernel in kernels:
+        streams[kernel["args"]["stream"]] += kernel["dur"]
+    ((training, _),) = streams.most_common(1)
+    own = [kernel for kernel in kernels if kernel["args"]["stream"] == training]
+    each = len(own) / (edge + steps + edge)
+    starts = [start_of(own[round(each * step)]) for step in range(edge, edge + steps + 1)]
+    begin, end = starts[0], starts[-1]
+
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launches = {call["args"].get("correlation"): call for call in calls}
+    launched = [launches.get(kernel["args"].get("correlation")) for kernel in own]
+    threads = {launch["tid"] for launch in launched if launch}
+    # Between two kernels the stream first waits for the launch of the second, then for other streams or the GPU.
+    free, late, queued, leads = begin, 0.0, 0.0, []
+    for kernel, launch in zip(own, launched):
+        start = start_of(kernel)
+        if not begin <= start <= end:
+            continue
+        ready = start if launch is None else min(start, end_of(launch))
+        late += max(0.0, ready - free)
+        queued += max(0.0, start - max(ready, free))
+        free = max(free, end_of(kernel))
+        leads += [start - start_of(launch)] if launch else []
+
+    def within(chosen: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return [e for e in chosen if begin <= start_of(e) < end]
+
+    def tally(chosen: Iterable[Mapping[str, Any]], name_of: Callable[[Mapping[str, Any]], str]) -> Tally:
+        sums: Tally = {}
+        for e in within(chosen):
+            total = sums.setdefault(name_of(e), [0, 0, 0])
+            for i, value in enumerate((1, e["dur"] / 1e3, e["args"].get("bytes", 0) / 1e6)):
+                total[i] += value / steps
+        return sums
+
+    def stream_of(kernel: Mapping[str, Any]) -> str:
+        number = kernel["args"]["stream"]
+        return f"kernels of {'training' if number == training else f'stream {number}'}"
+
+    def idle(chosen: Iterable[Mapping[str, Any]]) -> float:
+        return 100 * (1 - covered(within(chosen), end) / (end - begin))
+
+    lengths = [(after - before) / 1e3 for before, after in pairwise(starts)]
+    return {
+        "figures": {
+            "ms a step, median": median(lengths),
+            "ms a step, longest": max(lengths),
+            "% of the time without a kernel": idle(kernels),
+            "% of the time without a kernel of training": idle(own),
+            "ms a step that training's stream waits for the host's launch": late / steps / 1e3,
+            "ms a step that a launched kernel of training waits on an idle stream": queued / steps / 1e3,
+            "ms from a launch to its kernel, median": median(leads) / 1e3 if leads else 0.0,
+        },
+        "work": tally(kernels, stream_of)
+        | tally((e for e in events if e.get("cat") in ("gpu_memcpy", "gpu_memset")), itemgetter("name"))
+        | tally(
+            (e for e in kernels if any(word in e["name"].lower() for word in LAYOUTS)),
+            lambda _: "layout conversions, among the kernels",
+        ),
+        "calls": tally(
+            calls, lambda e: f"{e['name']}, {'training' if e['tid'] in threads else 'other'} threads"
+        ),
+        "kernels": tally(kernels, itemgetter("name")),
+    }
+
+
+def start_of(event: Mapping[str, Any]) -> float:
+    return event["ts"]
+
+
+def end_of(event: Mapping[str, Any]) -> float:
+    return event["ts"] + event["dur"]
+
+
+def covered(events: Iterable[Mapping[str, Any]], end: float) -> float:
+    """Return the microseconds up to `end` in which at least one of the events, ordered by their start, runs."""
+    total, free = 0.0, -math.inf
     for event in events:
-        if event.device_type.name == device.upper():
-            counts["kernels or operators"] += event.count
-            counts["layout conversions"] += event.count * any(word in event.key.lower() for word in layouts)
-        # A copy that is not Async is a wait. One of the waits for the whole device is this profile's own end.
-        if "Synchronize" in event.key or event.key == "cudaMemcpy":
-            counts[event.key] = event.count
-    points = [{"name": name, "count": count / steps} for name, count in counts.items()]
-    columns = [("", "name", str), ("a step", "count", str)]
-    table = harness.table("what it starts, converts and waits for", points, columns)
-    order = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
-    where = events.table(sort_by=order, row_limit=25, max_name_column_width=90)
-    return report.finish([table], notes=[f"{steps} steps", f"```\n{where}\n```"], points=points)
+        total += max(0.0, min(end, end_of(event)) - max(free, start_of(event)))
+        free = max(free, end_of(event))
+    return total
+
+
+def profile_tables(found: Mapping[str, Mapping[str, dict]]) -> list[dict[str, Any]]:
+    """Return the tables on what `where_time_goes` returns for both of WAYS; none without rows."""
+
+    def ms(group: str, way: str, name: str) -> float:
+        return found[way][group].get(name, (0, 0, 0))[1]
+
+    def longest(group: str) -> Callable[[str], float]:
+        return lambda name: -max(ms(group, way, name) for way in WAYS)
+
+    def difference(name: str) -> float:
+        return -abs(ms("kernels", FIXED, name) - ms("kernels", END_TO_END, name))
+
+    def cell(total: Sequence[float]) -> str:
+        times, milliseconds, megabytes = total
+        return f"{milliseconds:.3f} ms, {times:,.1f} x" + (f", {megabytes:,.1f} MB" if megabytes else "")
+
+    def table(
+        title: str, group: str, order: Callable | None, form: Callable, most: int | None = None
+    ) -> dict:
+        names = dict.fromkeys(name for way in WAYS for name in found[way][group])
+        chosen = (sorted(names, key=order) if order else list(names))[:most]
+        points = [{"name": name, **{way: found[way][group].get(name) for way in WAYS}} for name in chosen]
+        # The names of some kernels fill a screen.
+        columns = [("", "name", lambda name: name[:100]), *((way, way, form) for way in WAYS)]
+        return harness.table(title, points, columns)
+
+    tables = [
+        table("where the time goes", "figures", None, "{:,.4g}".format),
+        table("the GPU's work, a step", "work", longest("work"), cell),
+        table("CUDA calls, a step", "calls", longest("calls"), cell),
+        table("the kernels that differ most, a step", "kernels", difference, cell, 10),
+        table("the kernels that take longest, a step", "kernels", longest("kernels"), cell, 15),
+    ]
+    return [each for each in tables if each["rows"]]
 
 
 def race(report: Report, folder: Path, device: str, small: bool) -> int:
