@@ -138,7 +138,7 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     assert workloads.PARTS.keys() <= set(names)
     command = PARTS[1].command(Options("cuda", False, Path("folder")))
     settings = command.index("--against") + 1
-    assert tuple(command[settings : settings + 3]) == gpu_suite.FAST
+    assert tuple(command[settings : settings + 2]) == gpu_suite.FAST
 
 
 @pytest.mark.parametrize("part", ["pixels", "feed", "decoder", "profile", "race"])
