@@ -275,7 +275,7 @@ def _block_on_a_rank(patch, rank):
     patch.setattr(dist, "all_reduce", lambda x, **more: (sent.append(x.nbytes), reduce(x, **more))[1])
     for kind in ("block kernel", "block own", "block mixed", "block joined", "block twin"):
         torch.manual_seed(0)
-        block = BasicBlock(8, 16).to(memory_format=torch.channels_last)
+        block = BasicBlock(8, 16, stride=2).to(memory_format=torch.channels_last)
         for norm in (block.bn2, block.downsample[1]):
             nn.init.normal_(norm.weight)
         by_kernels = kind in ("block kernel", "block own") or (kind == "block mixed" and rank == 1)

@@ -50,6 +50,7 @@ def pretend_a_gpu() -> None:
     """Answer what launcher.py asks torch.cuda, with tensors on the CPU; NVRTC compiles the sources for sm_90."""
     torch.cuda.get_device_capability = lambda device: (9, 0)
     torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=STREAM, synchronize=begin)
     compiled, load = launcher.compiled, launcher.load
 
