@@ -239,16 +239,19 @@ def test_norm_on_ranks_uses_the_statistics_of_all():
 
 
 def test_step_reports_speed_operators_and_waits(report_of, monkeypatch):
-    """Of one network for each settings, on one stream: two graphs and the plain step would not fit a card."""
-    build, built, read, steps = step_bench.build, [], step_bench.PairedStream.__call__, []
+    """Of one network and one stream for each settings: two graphs and the plain step would not fit a card."""
+    build, built, read, steps = step_bench.build, [], step_bench.PairedStream.__call__, {}
     monkeypatch.setattr(step_bench, "build", lambda *given: built.append(given) or build(*given))
-    monkeypatch.setattr(
-        step_bench.PairedStream, "__call__", lambda self, step: steps.append(step) or read(self, step)
-    )
+
+    def recorded(stream, number):
+        steps.setdefault(stream, []).append(number)
+        return read(stream, number)
+
+    monkeypatch.setattr(step_bench.PairedStream, "__call__", recorded)
     more = "meta.deterministic=false"
     report = report_of("step", "digits_demo", "--against", more, "--device", "cpu")
     assert [config.meta.deterministic for config, *_ in built] == [True, False]
-    assert steps == list(range(len(steps)))
+    assert len(steps) == 2 and all(each == list(range(len(each))) for each in steps.values())
     rows = {row["name"]: row for row in report["points"]}
     assert "a step of 256 views" in report["tables"][0]["title"]
     for row in rows.values():

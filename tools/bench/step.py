@@ -11,7 +11,6 @@ one does, the exit code is 1.
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch
 from fastsuncet.config import load_config
 from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP, first_message
-from fastsuncet.training.determinism import resolve_precision
 from tools.bench import harness
 from tools.bench.harness import Call, ratios, spread, target
 from tools.bench.step_bench import StepBench
@@ -45,37 +43,32 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     """Time the contenders; name a wait for the device, which is wrong."""
     rounds, steps = (2, 1) if options.quick else (options.rounds, options.steps)
     settings = {"": []} | ({f", {' '.join(options.against)}": options.against} if options.against else {})
-    configs = {
-        suffix: load_config(options.config, [*options.overrides, *more, f"meta.device={options.device}"])
-        for suffix, more in settings.items()
-    }
-    with join(configs[""].meta.device) as place:
-        configs = {suffix: resolve_precision(config, place.device)[0] for suffix, config in configs.items()}
-        config, device = configs[""], place.device.type
-        bench, stream = StepBench.open(config, place)
-        benches = [StepBench(each, place, bench.batch, bench.classes) for each in configs.values()]
-        # One count for all: the loader starts anew for a step that does not follow the one before.
-        following = count(bench.batch.step + 1)
-        calls = {}
-        for suffix, each in zip(settings, benches):
-            calls[END_TO_END + suffix] = each.ours(lambda _: stream(next(following)))
-            calls[FIXED + suffix] = each.ours(lambda _: bench.batch)
-        fixed = {name: call for name, call in calls.items() if name.startswith(FIXED)}
+    with join(options.device) as place:
+        device, calls, fixed, ahead, opened = place.device.type, {}, {}, {}, []
+        for suffix, more in settings.items():
+            words = [*options.overrides, *more, f"meta.device={options.device}"]
+            # A stream for each: a setting can be one of the loader's.
+            bench, stream = StepBench.open(load_config(options.config, words), place)
+            opened.append((bench, stream))
+            calls[END_TO_END + suffix] = bench.ours(stream)
+            calls[FIXED + suffix] = fixed[FIXED + suffix] = bench.ours(lambda _, bench=bench: bench.batch)
+            # Batches that were prepared while others had their turns are not part of this turn.
+            ahead[END_TO_END + suffix] = bench.config.data.prefetch + 1
+        bench, stream = opened[0]
         calls[PLAIN] = bench.plain()
         # Momentum exists after the warm-up, kernels are chosen, and a CUDA graph, where one is asked for, is captured.
-        # Batches that were prepared while others had their turns are not part of this turn.
-        ahead = {END_TO_END + suffix: config.data.prefetch + 1 for suffix in settings}
         seconds = harness.time_in_turns(calls, device, rounds, steps, WARMUP + 1, ahead)
         points = harness.points_of(seconds, FIXED)
         harness.add_counts(points, {**fixed, PLAIN: calls[PLAIN]}, device)
         waits = [wait for step in fixed.values() for wait in wait_in(step, device)]
-        stream.close()
+        for _, each in opened:
+            each.close()
     views = sum(map(len, bench.batch.views)) + len(bench.batch.labeled)
     for point in points:
         point["views_per_second"] = [views / each for each in point["seconds"]]
         point["speed_to_fixed"] = ratios(seconds[FIXED], point["seconds"])
     counted = [point["host_waits"] for point in points if point["name"] in fixed]
-    notes = [*(note for each in benches for note in each.notes)]
+    notes = [note for each, _ in opened for note in each.notes]
     notes.append(target("host waits in a step", counted, 0, at_least=False))
     # A CPU makes the pixels itself, so there they always cost time.
     for suffix in settings if device == "cuda" else ():
@@ -91,7 +84,13 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     ]
     title = f"a step of {views} views, pixels by {stream.options.backend}, {harness.CLOCK[device]}"
     tables = [harness.table(title, points, columns)]
-    return {"tables": tables, "points": points, "notes": notes, "wrong": waits, "config": config.canonical()}
+    return {
+        "tables": tables,
+        "points": points,
+        "notes": notes,
+        "wrong": waits,
+        "config": bench.config.canonical(),
+    }
 
 
 def add_arguments(add: Callable) -> None:

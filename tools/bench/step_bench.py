@@ -46,8 +46,9 @@ class StepBench:
         return lambda batch: train_step(network, optimizer, batch, 1e-3, method)
 
     def ours(self, batch_of: Callable[[int], Batch]) -> Call:
-        """Return our step on the batches that `batch_of` returns."""
-        update, steps = self._update, itertools.count()
+        """Return our step on the batches that `batch_of` returns, from the one after the first on."""
+        # A loader starts anew for a step that does not follow the one before.
+        update, steps = self._update, itertools.count(self.batch.step + 1)
 
         def step() -> Any:
             # These switches belong to the process, and the other contender sets them differently.

@@ -325,7 +325,7 @@ def profile(report: Report, folder: Path, device: str, small: bool) -> int:
     trace, found = folder / "trace.json", {}
     with join(config.meta.device) as place:
         bench, stream = StepBench.open(config, place)
-        calls = (bench.ours(lambda _: bench.batch), bench.ours(lambda step: stream(step + 1)))
+        calls = (bench.ours(lambda _: bench.batch), bench.ours(stream))
         for way, call in zip(WAYS, calls):
             for _ in range(WARMUP + 1 + edge):
                 call()
