@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prebuilt", action="store_true", help=f"keep it for all users, in {PREBUILT}")
     prebuilt = parser.parse_args(arguments).prebuilt
     try:
-        if (path := kept()) is not None:
+        if (path := kept(prebuilt=prebuilt)) is not None:
             print(f"The view operator was built before: {path}")
             return 0
         start = time.perf_counter()

@@ -48,7 +48,7 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
     """
     if (reason := unavailable()) is not None:
         raise DataError(f"the view operator cannot be built here: {reason}")
-    if (path := kept()) is not None:
+    if (path := kept(prebuilt=prebuilt)) is not None:
         return path
     folder = PREBUILT if prebuilt else code_cache.cache_folder("view_operator")
     try:
@@ -58,7 +58,7 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
             atomic_files.exclusive(folder / ".lock", wait=True),
             tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work,
         ):
-            if (path := kept()) is not None:  # by another process, meanwhile
+            if (path := kept(prebuilt=prebuilt)) is not None:  # by another process, meanwhile
                 return path
             library = Path(work) / library_name()
             code = _compiled(library)
@@ -80,13 +80,16 @@ def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
     return path
 
 
-def kept() -> Path | None:
-    """Return what was built for this DALI and this kind of processor, or None. It is whole, and no other user's."""
+def kept(*, prebuilt: bool = False) -> Path | None:
+    """Return what was built for this DALI and this kind of processor, or None. It is whole, and no other user's.
+
+    `prebuilt`: what is kept in this package, and not in the cache folder.
+    """
     if dali_problem() is not None or folder_problem() is not None:
         return None
     name = library_name()
-    paths = (PREBUILT / name, code_cache.cache_folder("view_operator") / name)
-    return next((path for path in paths if code_cache.read(path) is not None), None)
+    folders = [PREBUILT, *([] if prebuilt else [code_cache.cache_folder("view_operator")])]
+    return next((path for f in folders if code_cache.read(path := f / name) is not None), None)
 
 
 def unavailable() -> str | None:
