@@ -43,6 +43,7 @@ NAMES = ALONE | {
     "suncet": METHOD,
     "switched_off": f"{METHOD}, off after a fifth",
     "cross_entropy": CROSS_ENTROPY,
+    "paws": "PAWS + SuNCEt",
 }
 PAPERS_LR = 0.05  # of fine-tuning on CIFAR-10 (appendix B)
 EVALUATIONS = {
@@ -50,6 +51,7 @@ EVALUATIONS = {
     "linear": "linear classifier, frozen encoder",
     "linear_auto": "linear classifier, strength chosen",
     "finetune_lr0.005": "fine-tuned at lr 0.005",
+    "finetune_linear": "fine-tuned from the linear classifier",
     "own": "its own classifier",
 }
 PAIRS = ((METHOD, BASELINE), (CROSS_ENTROPY, BASELINE), (CROSS_ENTROPY, METHOD), (BASELINE, UNTRAINED))
@@ -63,7 +65,7 @@ class Experiment(NamedTuple):
     decided: dict[str, range]  # evaluation -> the seeds that decide
 
 
-FEW_LABELS = "cifar10-few-labels"
+FEW_LABELS, PHOTOS = "cifar10-few-labels", "clothing-photos"
 EXPERIMENTS = {
     "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 %", {"linear": range(5)}),
     "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 %", {}),
@@ -73,6 +75,7 @@ EXPERIMENTS = {
         {"finetune": range(3), "linear": range(3), "finetune_lr0.005": range(1, 4)},
     ),
     FEW_LABELS: Experiment("CIFAR-10 at 16 pixels", "100 and 500", {}),
+    PHOTOS: Experiment("photos of garments", "100 and 300", {}),
 }
 SEEDS, CHECKPOINTS, HELD_OUT_SEED = 5, 8, 100  # the last: runs that are measured on held-out training images
 NOT_REACHED = 1.5  # counts for r where a seed never has SimCLR's best accuracy
@@ -113,6 +116,8 @@ def collect(runs: Sequence[Path], output: Path) -> None:
 def evaluation(result: Mapping) -> str:
     """Return the key of EVALUATIONS of a result."""
     kind, setting = result["kind"], result["setting"]
+    if kind == "finetune" and setting.get("head") == "linear":
+        return "finetune_linear"
     if kind == "finetune" and setting["lr"] != PAPERS_LR:
         return f"finetune_lr{setting['lr']:g}"
     if kind == "linear" and setting["strength"] != 1:
@@ -287,6 +292,8 @@ def show(path: Path) -> list[str]:
     """Return the tables of a points.csv beside rules.md as Markdown."""
     if path.parent.name == FEW_LABELS:
         return show_few_labels(path)
+    if path.parent.name == PHOTOS:
+        return show_photos(path)
     linear = read(path)[""]["linear"]
     return show_plateau(linear) if PLATEAU in linear.groups else show_paired(path)
 
@@ -337,13 +344,12 @@ def show_unlabeled(held_out: Studies, found: Studies) -> list[str]:
 
     The rule is amendment 2 of docs/results/cifar10-32px/rules.md.
     """
-    rates = {kind: f"{kind.partition('_lr')[2] or PAPERS_LR}" for kind in held_out if "finetune" in kind}
+    rates = {kind: rate_of(kind) for kind in held_out if "finetune" in kind}
     order = sorted(rates, key=lambda kind: float(rates[kind]))
     alone, seeds, rows, ends, lines = [*ALONE.values()], range(3), [], {}, []
-    for name in (*alone, METHOD, CROSS_ENTROPY):
-        shares = {kind: share for kind in order for share in held_out[kind].shares(name).values()}
+    for name, shares in choices({kind: held_out[kind] for kind in order}).items():
         if len(shares) == len(order):
-            chosen = max(shares, key=shares.__getitem__)
+            chosen = top(shares)
             there = found[chosen].shares(name) if chosen in found else {}
             ends[name] = {seed: share for seed, share in there.items() if seed in seeds}
             cells = (f"{100 * share:.2f}" for share in shares.values())
@@ -359,6 +365,76 @@ def show_unlabeled(held_out: Studies, found: Studies) -> list[str]:
         lines.append(f"{ours}, less {base}: {center:+.2f} ± {half:.2f} points. Unlabeled images: **{said}**.")
     head = ["fine-tuned, top-1, %, held-out images, at lr", *(rates[kind] for kind in order)]
     return [table([*head, "chosen", "test images, at the chosen lr"], rows), *lines]
+
+
+def choices(held_out: Studies) -> dict[str, dict[str, float]]:
+    """Return the accuracy of each method's one run on held-out images by each evaluation; methods with one only."""
+    found = {
+        name: {kind: share for kind, study in held_out.items() for share in study.shares(name).values()}
+        for name in NAMES.values()
+    }
+    return {name: shares for name, shares in found.items() if shares}
+
+
+def top(shares: Mapping[str, float]) -> str:
+    """Return the evaluation with the highest accuracy, of several the first."""
+    return max(shares, key=shares.__getitem__)
+
+
+def rate_of(kind: str) -> str:
+    """Return the learning rate of a fine-tuning from zero."""
+    return kind.partition("_lr")[2] or f"{PAPERS_LR}"
+
+
+def show_photos(path: Path) -> list[str]:
+    """Return the choices on held-out photos, the accuracies, and each method less the labels alone: with decisions."""
+    kinds = ("linear_auto", "finetune_linear", "finetune_lr0.005", "finetune_lr0.015", "finetune")
+    held_out = read(path, [HELD_OUT_SEED])["300"]
+    tried = choices({kind: held_out[kind] for kind in kinds})
+    zero = {name: top({kind: each[kind] for kind in kinds[2:]}) for name, each in tried.items()}
+    base = max(ALONE.values(), key=lambda name: max(tried[name].values()))
+    tables, rows, decided, shown = [], [], {}, []
+    for name, each in tried.items():
+        cells = (f"{100 * each[kind]:.2f}" for kind in kinds)
+        rows.append([name, *cells, EVALUATIONS.get(top(each)) or f"fine-tuned at lr {rate_of(top(each))}"])
+    titles = [*(EVALUATIONS[kind] for kind in kinds[:2]), "fine-tuned from zero, at the chosen lr"]
+    heads = [*titles[:2], *(f"from zero at lr {rate_of(kind)}" for kind in kinds[2:]), "best"]
+    tables.append(table(["top-1, %, 341 held-out photos, 300 labels", *heads], rows))
+    for labels, found in sorted(read(path, range(HELD_OUT_SEED)).items(), reverse=True):
+        rows = []
+        for name in tried:
+            measures = (*kinds[:2], zero[name])
+            rows.append(
+                [name, *(with_seeds(found[kind].shares(name) if kind in found else {}) for kind in measures)]
+            )
+        tables.append(table([f"{labels} labels: top-1, %, 713 photos", *titles], rows))
+        for name in tried:
+            if name not in ALONE.values():
+                gains = [
+                    points(found[a].shares(base), found[b].shares(name))
+                    for a, b in [(top(tried[base]), top(tried[name])), *((kind, kind) for kind in kinds[:2])]
+                ]
+                shown.append([f"{labels} labels: {name}", gains])
+                if name in (BASELINE, METHOD):
+                    decided[shown[-1][0]] = p_value(gains[0])
+    corrected, rows = dict(zip(decided, holm([*decided.values()]))), []
+    for what, gains in shown:
+        cells, said = ["{:+.2f} ± {:.2f}".format(*interval(each)) for each in gains], ""
+        if what in corrected:
+            word = decision(*interval(gains[0]))
+            lost = word.startswith("supported") and corrected[what] >= 0.05
+            said = f"**{'undecided' if lost else HELPS[word]}**"
+        rows.append([what, *cells, f"{corrected[what]:.3f}" if said else "", said])
+    heads = ["each by its best on the held-out photos", *titles[:2], "p, Holm", "decision by the rule"]
+    return [*tables, table([f"less {base}, points (95 %)", *heads], rows)]
+
+
+HELPS = {
+    "supported": "helps",
+    "supported, and smaller than one point": "helps, by less than one point",
+    "refuted": "does not help",
+    "undecided": "undecided",
+}
 
 
 def decision_line(study: Study, step: int | None, seeds: range) -> str:
@@ -601,7 +677,7 @@ def show_suggestions(path: Path) -> list[str]:
 def draw(points: Path, path: Path) -> None:
     """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line.
 
-    An evaluation of several checkpoints has a plot of its own, each number of labels a row of them.
+    An evaluation of several checkpoints has a plot of its own, each number of labels a row of them; none, no figure.
     """
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
@@ -615,6 +691,8 @@ def draw(points: Path, path: Path) -> None:
         and BASELINE in found[kind].groups
         and len(found[kind].groups[BASELINE].common("top1")) > 1
     }
+    if not shown:
+        return
     rows, columns = len(every), len(shown) // len(every)
     figure = Figure(figsize=(6.4 if columns == 1 else 9, 4.3 * rows + 0.3), layout="constrained")
     seeds = len(next(iter(shown.values())).curves(BASELINE))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,40 @@ def test_unlabeled_images_are_judged_at_the_rate_that_was_best_on_held_out_image
     center, half = interval(above)
     assert f"less labels alone, cross-entropy: {center:+.2f} ± {half:.2f} points" in shown
     assert f"Unlabeled images: **{said}**." in shown
+
+
+def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_path):
+    """SimCLR is 4 points above the labels alone by its best measure there, SuNCEt is level; other measures mislead."""
+    path = tmp_path / "clothing-photos" / "points.csv"
+    path.parent.mkdir()
+    kinds = ("linear_auto", "finetune_linear", "finetune_lr0.005", "finetune_lr0.015", "finetune")
+    best = {
+        "alone_cross_entropy": ("finetune_lr0.015", 50),
+        "alone_suncet": ("linear_auto", 45),
+        "simclr": ("finetune_linear", 54),
+        "suncet": ("linear_auto", 50),
+    }
+    rows = []
+    for method, (chosen, top1) in best.items():
+        rows += [
+            f"300,{method},{results.HELD_OUT_SEED},{kind},9,9,{top1 if kind == chosen else 30}"
+            for kind in kinds
+        ]
+        for labels, seed, kind in product((100, 300), range(1, 6), kinds):
+            value = top1 + 0.1 * seed * (method == "simclr") if kind == chosen else 20
+            rows.append(f"{labels},{method},{seed},{kind},9,9,{value}")
+    path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
+    choices, many, few, decisions = results.show(path)
+    assert (
+        "| labels alone, cross-entropy | 30.00 | 30.00 | 30.00 | 50.00 | 30.00 | fine-tuned at lr 0.015 |"
+        in choices
+    )
+    alone = "| labels alone, cross-entropy | 20.00, 5 seeds | 20.00, 5 seeds | 50.00, 5 seeds |"
+    assert alone in many and alone in few
+    center, half = interval([4.1, 4.2, 4.3, 4.4, 4.5])
+    for labels in (100, 300):
+        assert f"| {labels} labels: SimCLR | {center:+.2f} ± {half:.2f} | +0.00 ± 0.00 |" in decisions
+    assert decisions.count("| 0.000 | **helps** |") == 2 and decisions.count("**does not help** |") == 2
 
 
 def test_holm_by_hand():
