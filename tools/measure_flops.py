@@ -25,7 +25,7 @@ from tools.bench import harness
 def training_flops(config: Config, *, image_gradient: bool = False) -> int:
     """Return torch's count of one view's forward and backward pass."""
     m, size = config.model, config.data.augmentation.size
-    network = build_model(m.name, m.library, m.stem, *m.head, device="meta")
+    network = build_model(m.name, m.stem, *m.head, device="meta")
     # Two images, because BatchNorm in the head needs more than one.
     images = torch.empty(2, 3, size, size, device="meta", requires_grad=image_gradient)
     with FlopCounterMode(display=False) as counter:
@@ -42,7 +42,7 @@ def network_table(config: Config) -> dict:
         {"name": "GFLOP, forward and backward, torch's count", "count": training_flops(config)},
         {"name": f"GFLOP, {FLOP_PER_MAC} per MAC, as the ledger counts", "count": FLOP_PER_MAC * macs},
     ]
-    title = f"one view: {m.name} from {m.library}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
+    title = f"one view: {m.name}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
     columns = [("", "name", str), ("", "count", lambda count: f"{count / 1e9:.5g}")]
     return harness.table(title, points, columns)
 

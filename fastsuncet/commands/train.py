@@ -196,7 +196,7 @@ def print_plan(config: Config, show_config: bool) -> None:
         notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
     lines = summary(config, Place(0, world_size, 0, device), images, arithmetic, None, why)
     m = config.model
-    model = build_model(m.name, m.library, m.stem, *m.head, device="cpu" if m.init else "meta")
+    model = build_model(m.name, m.stem, *m.head, device="cpu" if m.init else "meta")
     if m.init is not None:
         from fastsuncet.training import initial_weights
 

@@ -132,7 +132,7 @@ RULES: list[Rule] = [
         "is read only with model.init, the file that it is of; remove it or write model.init",
     ),
     (
-        ["model.library", "model.stem"],
+        ["model.stem"],
         lambda v, key: v["model.name"].startswith(TIMM) and changed(v, key),
         "must be %(default)s with model.name: %(model.name)s, which is built as timm builds it",
     ),

@@ -294,8 +294,6 @@ class ModelSection(Section):
 
     name: Backbone = "resnet50"
     """the encoder; timm/NAME: any of timm's networks that maps images to one vector, such as timm/convnext_tiny"""
-    library: Literal["torchvision", "timm"] = "torchvision"
-    """the library whose ResNet is built"""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """cifar: first convolution 3x3, stride 1; no max-pool"""
     init: Text | None = None

@@ -30,7 +30,7 @@ from fastsuncet.models.pretrained_weights import (
     read_weights_of,
     require_fit,
 )
-from fastsuncet.models.resnet import OWN, build_model, width_of
+from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
 from pipelines import atomic_files
@@ -136,27 +136,23 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
 def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     """Load the encoder in `where`: a run's folder (its newest good checkpoint), one checkpoint, or a file of weights.
 
-    A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network. The network
-    of a file is inferred from its shapes, and built by `config.model.library`. The tensors of a projection head and a
-    classifier are kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
-    says (without a `config` any will do); CheckpointError, with keys and shapes, for weights that do not fit.
+    A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network; that of a
+    file is inferred from its shapes. The tensors of a projection head and a classifier are kept. Raises ConfigError for
+    what does not exist and for pixels normalized otherwise than `config` says (without a `config` any will do);
+    CheckpointError, with keys and shapes, for weights that do not fit.
     """
     (found,) = choose(where)
     if found.is_dir():
         return _from_checkpoint(manager.load(found), config)
     if os.path.lexists(record_path(found)):
         return _from_export(found, config)
-    weights = read_weights(found)
-    library = "torchvision" if weights.name in OWN or config is None else config.model.library
-    return _encoder(weights, library, str(found))
+    return _encoder(read_weights(found), str(found))
 
 
-def _encoder(weights: Weights, library: str, source: str, **known: Any) -> Encoder:
+def _encoder(weights: Weights, source: str, **known: Any) -> Encoder:
     # Without memory at first: a record can claim a network far larger than its weights.
-    require_fit(
-        build_model(weights.name, library, weights.stem, device="meta").encoder, weights.encoder, source
-    )
-    module, classifier = build_model(weights.name, library, weights.stem).encoder, None
+    require_fit(build_model(weights.name, weights.stem, device="meta").encoder, weights.encoder, source)
+    module, classifier = build_model(weights.name, weights.stem).encoder, None
     fill(module, weights.encoder, source)
     if weights.classifier is not None:
         classifier = linear_layer(*weights.classifier)
@@ -176,7 +172,7 @@ def _of_run(config: Config, weights: Weights, source: str, cost: Mapping[str, An
     m = config.model
     known |= {key: cost.get(key) for key in ("step", "epoch", "ledger", "method")}
     known |= {"trained": config, "view": evaluation_view(config)}
-    return _encoder(replace(weights, name=m.name, stem=m.stem), m.library, source, **known)
+    return _encoder(replace(weights, name=m.name, stem=m.stem), source, **known)
 
 
 def record_path(weights: Path) -> Path:

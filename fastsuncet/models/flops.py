@@ -53,7 +53,7 @@ def network_cost(name: str, stem: str, size: int, *head: Any) -> NetworkCost:
     and its head have 4.0871 + 0.0045 GMAC at 224 px, 1.2978 + 0.0045 at 32 px with the CIFAR stem. Raises ConfigError
     for a network that does not take this size.
     """
-    model = build_model(name, "torchvision", stem, *head, device="meta")
+    model = build_model(name, stem, *head, device="meta")
     of_timm = name.startswith(TIMM)
     model.eval()  # BatchNorm then takes a single image, and autograd keeps the same
     if not of_timm:

@@ -16,21 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.distributed.collectives import world_size
 from fastsuncet.models import norm_kernel
+from fastsuncet.models.resnet import BasicBlock, Bottleneck, ResNet, WideResNet
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
-
-# By name: the import of timm takes seconds.
-LIBRARIES = ("fastsuncet.models.resnet", "timm.models.resnet")
-BLOCKS = {(library, name) for library in LIBRARIES for name in ("BasicBlock", "Bottleneck")}
-# They have one ReLU after bn1.
-ENCODERS = {(library, name) for library in LIBRARIES for name in ("ResNet", "WideResNet")}
 
 
 def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
     """Fuse the BatchNorms of a ResNet with what follows them; `shared`: with the statistics of all ranks.
 
     Replaces `synchronize`, and must come before DDP. Parameters, buffers and state_dict keys stay the same
-    objects. Takes torchvision's and timm's plain residual blocks; a block with more in it
-    (squeeze-and-excitation, drop path) keeps its form, and only its BatchNorms are replaced.
+    objects. Of other networks than those of resnet.py only the BatchNorms are replaced.
     """
     if isinstance(model, _BatchNorm):
         norm = FusedNorm.take_over(model)
@@ -38,25 +32,12 @@ def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
         return norm
     for name, child in model.named_children():
         setattr(model, name, fuse(child, shared=shared, kernel=kernel))
-    known = type(model).__module__, type(model).__name__
-    if known in BLOCKS:
-        return FusedBlock.take_over(model) if _is_plain(model) else model
-    if known not in ENCODERS:
-        return model  # which can use a ReLU twice
-    for activation in ("relu", "act1"):  # in torchvision and timm
-        norm = getattr(model, "bn1", None)
-        if isinstance(norm, FusedNorm) and isinstance(getattr(model, activation, None), nn.ReLU):
-            norm.relu = True
-            setattr(model, activation, nn.Identity())
+    if isinstance(model, BasicBlock | Bottleneck):
+        return FusedBlock.take_over(model)
+    if isinstance(model, ResNet | WideResNet):  # others can use a ReLU twice
+        cast(FusedNorm, model.bn1).relu = True
+        model.relu = nn.Identity()
     return model
-
-
-def _is_plain(block: nn.Module) -> bool:
-    """Return whether a block has only convolutions, BatchNorms, ReLUs and a shortcut."""
-    return all(
-        name.startswith(("conv", "bn", "downsample")) or isinstance(child, nn.Identity | nn.ReLU)
-        for name, child in block.named_children()
-    )
 
 
 class FusedBlock(nn.Module):

@@ -4,8 +4,8 @@ Shapes: B images of (3, S, S) -> encoder output h (B, width) -> head output z (B
 everything after pre-training (fine-tuning, linear classifier, nearest neighbors) uses h and drops the head.
 Some methods have one more part: cross-entropy a classifier on h, SwAV prototypes on z, PAWS a prediction head on z.
 
-The encoder's state_dict has torchvision's names for both libraries, so its weights load wherever those of a
-`torchvision.models.resnet50` without `fc` do.
+The encoder's state_dict has torchvision's names, so its weights load wherever those of a `torchvision.models.resnet50`
+without `fc` do.
 """
 
 import math
@@ -20,7 +20,6 @@ from torch import nn
 from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
 
-LIBRARIES = ("torchvision", "timm")
 STEMS = ("imagenet", "cifar")
 
 
@@ -185,7 +184,7 @@ def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 # Of h.
 WIDTHS = {"resnet50": 2048, "resnet34": 512, "resnet18": 512, "wide_resnet28w2": 128, "resnet_tiny": 64}
-# In neither library. resnet_tiny has 77,392 parameters with the CIFAR stem: few enough for two CPU cores.
+# Not in torchvision. resnet_tiny has 77,392 parameters with the CIFAR stem: few enough for two CPU cores.
 OWN = {"resnet_tiny": partial(ResNet, BasicBlock, 16, (1, 1, 1)), "wide_resnet28w2": WideResNet}
 NETWORKS = {
     "resnet50": partial(ResNet, Bottleneck, 64, (3, 4, 6, 3)),
@@ -204,17 +203,12 @@ def width_of(name: str) -> int:
     return timm_backbone.width_of(name)
 
 
-def _encoder(name: str, library: str, stem: str) -> nn.Module:
+def _encoder(name: str, stem: str) -> nn.Module:
     if name.startswith(TIMM):
         from fastsuncet.models import timm_backbone
 
         return timm_backbone.create(name, "meta")
-    if library == "timm":
-        import timm
-
-        encoder = timm.create_model(name, pretrained=False, num_classes=0)
-    else:
-        encoder = NETWORKS[name]()
+    encoder = NETWORKS[name]()
     if stem == "cifar" and name != "wide_resnet28w2":  # which has no other
         # No stride and no max-pool: 32 px reach the first block as 32 px, not as 8.
         width = len(encoder.get_parameter("bn1.weight"))
@@ -261,9 +255,8 @@ def initialize(model: nn.Module, seed: int) -> None:
     """Draw every parameter from one generator seeded with `seed`, without the global random state.
 
     The distributions are torchvision's and the authors': Kaiming normal (fan out) for convolutions, PyTorch's
-    default for Linear, gamma 1 and beta 0 everywhere (timm would start the last gamma of each residual branch
-    at 0). The draw depends on the seed and on the order of the modules, which both libraries share: one seed
-    gives the same encoder from either. Raises TypeError for a layer without a rule.
+    default for Linear, gamma 1 and beta 0 everywhere. The draw depends on the seed and on the order of the modules.
+    Raises TypeError for a layer without a rule.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
@@ -283,7 +276,6 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 def build_model(
     name: str = "resnet50",
-    library: str = "torchvision",
     stem: str = "imagenet",
     hidden: int = 2048,
     output: int = 128,
@@ -297,7 +289,7 @@ def build_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """Build the paper's network in float32: encoder `name` from `library`, and its projection head.
+    """Build the paper's network in float32: encoder `name` and its projection head.
 
     name: resnet50 (the paper's), resnet34, resnet18, wide_resnet28w2 (PAWS's for CIFAR-10, whose stem is "cifar"),
         resnet_tiny (for tests and the demo), or timm/NAME.
@@ -311,17 +303,13 @@ def build_model(
     The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
     any device. On the device "meta" there are shapes and no weights, which costs no time and no memory.
 
-    Raises ConfigError for a name, library or stem that does not exist.
+    Raises ConfigError for a name or a stem that does not exist.
     """
     by_timm = name.startswith(TIMM)
     if not by_timm and name not in WIDTHS:
         raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
-    if library not in LIBRARIES:
-        raise ConfigError(f"model.library: {library!r} is not one of {', '.join(LIBRARIES)}")
     if stem not in STEMS:
         raise ConfigError(f"model.stem: {stem!r} is not one of {', '.join(STEMS)}")
-    if name in OWN and library != "torchvision":
-        raise ConfigError(f"model.library: {library} has no {name}; set model.library to torchvision")
     if name == "wide_resnet28w2" and stem != "cifar":
         raise ConfigError(
             f"model.stem: wide_resnet28w2 is for small images, and has no {stem}; set it to cifar"
@@ -331,7 +319,7 @@ def build_model(
     with torch.device("meta"):
         width = width_of(name)
         model = Model(
-            _encoder(name, library, stem),
+            _encoder(name, stem),
             _projection_head(width, hidden, output, head_batchnorm, head_layers),
             width,
             None if classes is None else nn.Linear(width, classes),

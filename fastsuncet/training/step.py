@@ -108,7 +108,7 @@ def build_model(config: Config, classes: int, **options: Any) -> resnet.Model:
     """Return the model of the config's method, which has a classifier of so many `classes` or none."""
     m, instance = config.model, config.criterion.instance
     return resnet.build_model(
-        *(m.name, m.library, m.stem, *m.head),
+        *(m.name, m.stem, *m.head),
         predicts=instance == "paws",
         classes=classes if methods.has_classifier(config) else None,
         prototypes=config.swav.prototypes if instance == "swav" else None,

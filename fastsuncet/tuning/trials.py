@@ -223,4 +223,4 @@ def _prove_view(device: torch.device) -> None:
 def model_of(config: Config) -> nn.Module:
     """Return the config's network without weights."""
     m = config.model
-    return build_model(m.name, m.library, m.stem, *m.head, device="meta")
+    return build_model(m.name, m.stem, *m.head, device="meta")

@@ -69,12 +69,8 @@ def tiny(tmp_path) -> Path:
 
 # ------------------------------------------------------------------------------------------------- round trips
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_export_state_dict_loads_strictly_with_equal_features(exported, tmp_path, library):
+def test_export_state_dict_loads_strictly_with_equal_features(exported):
     model, _, paths = exported
-    if library == "timm":
-        model = save_run(tmp_path / "run", "model.library=timm")
-        paths = {to: export(tmp_path / "run", to) for to in ("torchvision", "timm")}
     for to in ("torchvision", "timm"):
         state = torch.load(paths[to], weights_only=True)
         vision = torchvision.models.resnet18()

@@ -60,7 +60,7 @@ def top(tmp_path_factory) -> Path:
     write_cifar(top / "data" / "cifar10")
     write_voc(top / "data", train=16, val=12, test=14)
     torch.manual_seed(1)
-    torch.save(build_model("resnet_tiny", "torchvision", "imagenet").encoder.state_dict(), top / "tiny.pth")
+    torch.save(build_model("resnet_tiny", "imagenet").encoder.state_dict(), top / "tiny.pth")
     return top
 
 

@@ -25,7 +25,7 @@ def counted(config, arithmetic, supervised: bool) -> int:
     """Return the multiply-adds of a forward pass on one update's views, as torch counts them on the meta device."""
     m, a = config.model, arithmetic
     swav = config.criterion.instance == "swav"
-    model = build_model(m.name, m.library, m.stem, *m.head, device="meta",
+    model = build_model(m.name, m.stem, *m.head, device="meta",
                         prototypes=config.swav.prototypes if swav else None)  # fmt: skip
     shown = [torch.empty(a.local_unlabeled, 3, v.size, v.size, device="meta") for v in views(config)]
     size = config.data.augmentation.size

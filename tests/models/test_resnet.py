@@ -14,8 +14,6 @@ from fastsuncet.errors import ConfigError
 from fastsuncet.models.resnet import WIDTHS, build_model, initialize
 from tests.support.vectors import FOLDER
 
-both = pytest.mark.parametrize("library", ["torchvision", "timm"])
-
 
 def shapes(module):
     return {key: tuple(value.shape) for key, value in module.state_dict().items()}
@@ -25,24 +23,22 @@ def count(module):
     return sum(p.numel() for p in module.parameters())
 
 
-@both
-def test_resnet50_has_the_papers_parameter_counts(library):
-    model = build_model(library=library, device="meta")
+def test_resnet50_has_the_papers_parameter_counts():
+    model = build_model(device="meta")
     assert count(model.encoder) == 23_508_032
     assert count(model) == 27_966_656
-    assert count(build_model(library=library, stem="cifar", device="meta")) == 27_958_976
+    assert count(build_model(stem="cifar", device="meta")) == 27_958_976
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet34", "resnet18"])
-@both
-def test_encoder_loads_into_torchvisions_network(name, library):
+def test_encoder_loads_into_torchvisions_network(name):
     with torch.device("meta"):
         reference = torchvision.models.get_model(name, weights=None)
     expected = {key: shape for key, shape in shapes(reference).items() if not key.startswith("fc.")}
     if name != "resnet18":
-        assert shapes(build_model(name, library, device="meta").encoder) == expected
+        assert shapes(build_model(name, device="meta").encoder) == expected
         return
-    encoder = build_model(name, library).encoder
+    encoder = build_model(name).encoder
     assert shapes(encoder) == expected
     reference.fc = nn.Identity()
     reference.load_state_dict(encoder.state_dict(), assign=True)
@@ -60,14 +56,14 @@ def test_model_keys_are_those_of_the_authors_checkpoints():
 
 
 def test_weights_depend_on_the_seed_alone():
-    """Not on the library, nor on the global random state, which stays as it is."""
+    """Not on the global random state, which stays as it is."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = build_model("resnet18", "torchvision", seed=5).state_dict()
+    first = build_model("resnet18", seed=5).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    second = build_model("resnet18", "timm", seed=5).state_dict()
-    other = build_model("resnet18", "torchvision", seed=6).state_dict()
+    second = build_model("resnet18", seed=5).state_dict()
+    other = build_model("resnet18", seed=6).state_dict()
     assert list(first) == list(second)
     assert all(torch.equal(first[key], second[key]) for key in first)
     drawn = [key for key, value in first.items() if value.dim() > 1 or "head" in key]
@@ -75,16 +71,15 @@ def test_weights_depend_on_the_seed_alone():
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 
 
-@both
-def test_meta_device_has_shapes_and_no_weights(library):
-    meta, weights = (build_model("resnet18", library, device=device) for device in ("meta", "cpu"))
+def test_meta_device_has_shapes_and_no_weights():
+    meta, weights = (build_model("resnet18", device=device) for device in ("meta", "cpu"))
     assert all(p.is_meta for p in (*meta.parameters(), *meta.buffers()))
     assert shapes(meta) == shapes(weights)
 
 
-@pytest.mark.parametrize(("library", "stem"), [("torchvision", "imagenet"), ("timm", "cifar")])
-def test_weights_start_as_the_authors_do(library, stem):
-    model = build_model("resnet50", library, stem)
+@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
+def test_weights_start_as_the_authors_do(stem):
+    model = build_model("resnet50", stem)
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
             deviation = math.sqrt(2 / (module.out_channels * module.kernel_size[0] * module.kernel_size[1]))
@@ -105,11 +100,10 @@ def test_weights_start_as_the_authors_do(library, stem):
                 assert drawn.std().item() == pytest.approx(bound / math.sqrt(3), rel=spread), name
 
 
-@both
 @pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("imagenet", 8)])
-def test_stem_decides_the_side_of_the_first_block(library, stem, side):
+def test_stem_decides_the_side_of_the_first_block(stem, side):
     seen = []
-    model = build_model("resnet18", library, stem, device="meta").eval()
+    model = build_model("resnet18", stem, device="meta").eval()
     model.encoder.layer1.register_forward_pre_hook(lambda _, x: seen.append(tuple(x[0].shape)))
     model(torch.zeros(1, 3, 32, 32, device="meta"))
     assert seen == [(1, 64, side, side)]
@@ -207,9 +201,7 @@ def test_every_parameter_gets_a_gradient(prediction_head):
     ("arguments", "message"),
     [
         ({"name": "resnet51"}, r"model\.name: no network named 'resnet51'; one of resnet50, "),
-        ({"library": "keras"}, r"model\.library: 'keras' is not one of torchvision, timm"),
         ({"stem": "patch"}, r"model\.stem: 'patch' is not one of imagenet, cifar"),
-        ({"name": "resnet_tiny", "library": "timm"}, r"timm has no resnet_tiny; set model\.library to torch"),
     ],
 )
 def test_build_model_refuses_what_does_not_exist(arguments, message):

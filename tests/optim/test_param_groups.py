@@ -1,6 +1,5 @@
 """Which parameters are scaled and decayed, and which are plain SGD."""
 
-import pytest
 from torch import nn
 
 from fastsuncet.models.resnet import build_model
@@ -14,10 +13,9 @@ def test_groups_of_the_paper_scale_and_decay_everything():
     assert "lars" not in group and "weight_decay" not in group
 
 
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_groups_exclusion_finds_the_shortcuts_batchnorm(library):
+def test_groups_exclusion_finds_the_shortcuts_batchnorm():
     """Exclusion goes by the module's type: the shortcut's gamma is not called "bn"."""
-    network = build_model("resnet50", library, head_batchnorm=True, device="meta")
+    network = build_model("resnet50", head_batchnorm=True, device="meta")
     names = {id(p): name for name, p in network.named_parameters()}
     groups = parameter_groups(network, exclude_bias_and_norm=True)
     scaled, plain = ({names[id(p)] for p in group["params"]} for group in groups)

@@ -20,7 +20,7 @@ def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch
     words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
     config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
     m = config.model
-    model = build_model(m.name, m.library, m.stem, 32, 16, classes=classes, seed=3)
+    model = build_model(m.name, m.stem, 32, 16, classes=classes, seed=3)
     model.train()(IMAGES)  # other BatchNorm statistics than the initial ones
     ledger = {"images": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
     meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}

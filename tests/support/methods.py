@@ -77,7 +77,7 @@ def network(config: Config) -> MultiViewModel:
     classes = CLASSES if methods.has_classifier(config) else None
     prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
     _, _, *head = config.model.head
-    model = build_model("resnet_tiny", "torchvision", "cifar", 16, 8, *head, classes=classes, prototypes=prototypes,
+    model = build_model("resnet_tiny", "cifar", 16, 8, *head, classes=classes, prototypes=prototypes,
                         predicts=config.criterion.instance == "paws")  # fmt: skip
     return MultiViewModel(synchronize(model)).double()
 

@@ -24,9 +24,7 @@ def cost_of(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides", [(), ("model.library=timm", "model.head_batchnorm=true", "model.name=resnet18")]
-)
+@pytest.mark.parametrize("overrides", [(), ("model.head_batchnorm=true", "model.name=resnet18")])
 def test_training_flops_are_6_per_mac_with_the_gradient_of_the_images(overrides):
     config = load_config(CONFIGS / "in1k_simclr.yaml", overrides)
     m = config.model

@@ -35,7 +35,7 @@ def weights(tmp_path):
 
 def loaded(config) -> tuple[torch.nn.Module, dict]:
     m = config.model
-    model = build_model(m.name, m.library, m.stem, *m.head)
+    model = build_model(m.name, m.stem, *m.head)
     record = initial_weights.load(config, model, PLACE)
     assert record is not None
     return model, record
@@ -75,7 +75,7 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
         *(f"model.{key}" for key in (*heads, "init_heads=true")),
         f"model.init={tmp_path / 'w.pth'}",
     ]
-    theirs = build_model("resnet_tiny", "torchvision", "imagenet", 24, 8, True, 3, True, seed=5).state_dict()
+    theirs = build_model("resnet_tiny", "imagenet", 24, 8, True, 3, True, seed=5).state_dict()
     found = theirs
     if of == "the authors":  # paws_imgnt_300ep.pth.tar
         named = {

@@ -107,7 +107,7 @@ def test_step_of_paws_is_the_authors_update(tmp_path):
     options = ("paws.prior=uniform", *(f"optimization.{setting}" for setting in settings))
     config = small(tmp_path, "PAWS", *options)
     m, o = config.model, config.optimization
-    model = build_model(m.name, m.library, m.stem, *m.head, predicts=True).double()
+    model = build_model(m.name, m.stem, *m.head, predicts=True).double()
     theirs, buffers = copy.deepcopy(model), {}
     method = StepMethod(config, model, CPU)
     optimizer = build_optimizer(o, model, torch.zeros((), dtype=torch.float64))

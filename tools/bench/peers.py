@@ -70,7 +70,7 @@ def train_lightly(*arguments: Any) -> Iterator[None]:
         view.size, cj_strength=view.strength, gaussian_blur=view.blur, sigmas=view.blur_sigma, normalize=None
     )
     loader = data_loader(str(config.data.root), transform, config.criterion.unsupervised_batch_size)
-    model = build_model(m.name, m.library, m.stem, *m.head).train()
+    model = build_model(m.name, m.stem, *m.head).train()
     loss = NTXentLoss(config.criterion.temperature)
     optimizer = LARS(model.parameters(), 1e-3, rule.momentum, weight_decay=rule.weight_decay)
     for first, second in loader:

@@ -61,7 +61,7 @@ class StepBench:
         """Return the step of a tutorial in our precision and memory layout; its kernels need not be deterministic."""
         m, meta, tau = self.config.model, self.config.meta, self.config.criterion.temperature
         layout = torch.channels_last if meta.channels_last else torch.contiguous_format
-        model = build_model(m.name, m.library, m.stem, *m.head).to(self.place.device, memory_format=layout)
+        model = build_model(m.name, m.stem, *m.head).to(self.place.device, memory_format=layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-6)
         # DALI writes channels-last, and a convolution prefers that of two layouts: NCHW images must be made.
         views = torch.cat([*self.batch.views, self.batch.labeled]).contiguous(memory_format=layout)
