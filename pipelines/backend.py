@@ -40,16 +40,12 @@ class LoaderOptions:
     # auto: the view operator on a CPU where it can be built.
     view_operator: bool | Literal["auto"] = "auto"
     hw_decoder_share: float = 0.0
-    # Memory of a GPU's decoders. grown: as images come; largest: for the largest image of the index, up to
-    # `engine.room_for_buffers`.
-    decoder_buffers: Literal["grown", "largest"] = "grown"
 
     def __post_init__(self) -> None:
         choices = {
             "backend": ("auto", "dali", "torchvision"),
             "device": ("cpu", "gpu"),
             "view_operator": ("auto", True, False),
-            "decoder_buffers": ("grown", "largest"),
         }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:

@@ -50,7 +50,6 @@ FREE_ON_RESUME = (
     "data.changed_images",
     "data.decode_threads",
     "data.prefetch",
-    "data.decoder_buffers",
     "meta.timeout",
     "model.init",  # the checkpoint keeps its sha256
     "model.init_sha256",

@@ -34,11 +34,11 @@ def changed(v: Values, key: str) -> bool:
 READ_ONLY_WITH = [
     ("data.kind", (*FILES, *CIFAR), "data.root"),
     ("data.kind", FILES, "data.train data.index data.pack data.max_megapixels data.changed_images"),
-    ("data.kind", FILES, "data.hw_decoder_share data.decoder_buffers"),
+    ("data.kind", FILES, "data.hw_decoder_share"),
     ("data.kind", ("synthetic",), "data.synthetic"),
     ("data.kind", ("csv",), "data.csv"),
     ("data.kind", CIFAR, "data.download"),
-    ("data.backend", ("auto", "dali"), "data.hw_decoder_share data.decoder_buffers data.view_operator"),
+    ("data.backend", ("auto", "dali"), "data.hw_decoder_share data.view_operator"),
     ("data.split.kind", ("names", "csv"), "data.split.file"),
     ("data.split.kind", ("names",), "data.split.sha256"),
     ("data.split.kind", ("bernoulli",), "data.split.fraction"),

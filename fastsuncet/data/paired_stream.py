@@ -79,7 +79,6 @@ class PairedStream:
             loader_options(config, self.place, streams=len(self._samplers)),
             view_operator=data.view_operator,
             hw_decoder_share=data.hw_decoder_share,
-            decoder_buffers=data.decoder_buffers,
         )
         return Loader(self.plan(role, self.place.rank), options, bad_images=data.bad_images)
 

@@ -42,7 +42,7 @@ OWN = {
 # Keys that no number depends on: paths, how fast pixels are made, what is written.
 FREE = (
     *(f"data.{key}" for key in ("root", "index", "download")),
-    *(f"data.{key}" for key in ("decode_threads", "prefetch", "decoder_buffers")),
+    *(f"data.{key}" for key in ("decode_threads", "prefetch")),
     *("transfer.root", "transfer.download", "logging.", "checkpoint."),
 )
 

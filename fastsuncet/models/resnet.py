@@ -142,7 +142,7 @@ class WideResNet(nn.Module):
         self.layer2 = nn.Sequential(WideBlock(32, 64, stride=2), *(WideBlock(64, 64) for _ in range(3)))
         self.layer3 = nn.Sequential(WideBlock(64, 128, stride=2), *(WideBlock(128, 128) for _ in range(3)))
         self.bn1 = nn.BatchNorm2d(128)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu: nn.Module = nn.ReLU(inplace=True)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Identity()
 

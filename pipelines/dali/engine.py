@@ -16,7 +16,7 @@ import torch
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray, to_torch_type
 from nvidia.dali.tensors import TensorCPU, TensorListCPU
 
-from pipelines.backend import LoaderOptions, processes_here
+from pipelines.backend import LoaderOptions
 from pipelines.dali import graphs
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -71,7 +71,7 @@ class DaliEngine:
             upright=index.upright,
             view_operator=options.view_operator,
             images_stream=stream,
-            decoder=decoder_options(index.sizes, options),
+            decoder={"hw_decoder_load": options.hw_decoder_share} if options.device == "gpu" else {},
             batch_size=plan.batch,
             num_threads=options.threads,
             prefetch_queue_depth=options.prefetch,
@@ -272,47 +272,6 @@ class DaliDecoder:
             )
         (pixels,) = self._pipeline.run()
         return [(height, width) for height, width, _channels in pixels.shape()]
-
-
-PADDING = 16 << 20  # bytes of GPU memory that DALI 2.4 reserves for its decoder by default
-
-
-def decoder_options(sizes: np.ndarray, options: LoaderOptions) -> dict[str, float]:
-    """Return options of DALI's image decoder on a GPU; none on a CPU.
-
-    `sizes` is int (N, 2), heights and widths. Grown buffers have DALI's default sizes; largest ones have room for the
-    largest image at the start, but at most `room_for_buffers`. A decoder whose buffers are too small stops to grow them
-    when a larger image comes. DALI's own examples reserve memory for ImageNet; the gain has not been measured here.
-    """
-    if options.device != "gpu":
-        return {}
-    chosen: dict[str, float] = {"hw_decoder_load": options.hw_decoder_share}
-    if options.decoder_buffers == "grown" or not sizes.size:
-        return chosen
-    most = room_for_buffers(options.device_id, options.threads)
-    height, width = sizes.max(0).tolist()
-    # 16-bit coefficients of three full planes, the most that a JPEG of this size has, and never less than DALI's
-    # default.
-    wanted = 6 * int(sizes.prod(1, dtype=np.int64).max())
-    coefficients = max(min(wanted, most, 2**31 - 1), PADDING)
-    chosen |= {"device_memory_padding": coefficients, "host_memory_padding": coefficients}
-    # DALI refuses these on a card without a hardware decoder (NVIDIA/DALI issue 3704).
-    if options.hw_decoder_share and wanted <= most:
-        chosen |= {"preallocate_height_hint": height, "preallocate_width_hint": width}
-    return chosen
-
-
-def room_for_buffers(device_id: int, threads: int) -> int:
-    """Return the bytes that one buffer of a decoder can have: all of a stream's take a twentieth of what is free.
-
-    DALI keeps one buffer on the GPU and two in pinned host memory for each thread, and one set more. For the largest
-    image of ImageNet, 38 megapixels, 16 threads of two streams would reserve 7.8 GB and 15.5 GB.
-    """
-    on_gpu, _ = torch.cuda.mem_get_info(device_id)
-    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
-    available = 1024 * int(meminfo.partition("MemAvailable:")[2].split()[0])
-    on_host = available // processes_here()
-    return min(on_gpu, on_host // 2) // 20 // (threads + 1)
 
 
 def placement(device: str, device_id: int) -> dict[str, Any]:

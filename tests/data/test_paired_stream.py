@@ -46,11 +46,11 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
 
 def test_config_sets_trainings_decoder_and_never_an_evaluations(tmp_path):
     labeled = ("criterion.classes_per_batch=2", "criterion.supervised_imgs_per_class=2")
-    decoder = ("data.hw_decoder_share=0.5", "data.decoder_buffers=largest")
-    config = color_config(write_colors(tmp_path), *labeled, *decoder, "criterion.supervised_epochs=all")
+    decoder = "data.hw_decoder_share=0.5"
+    config = color_config(write_colors(tmp_path), *labeled, decoder, "criterion.supervised_epochs=all")
     images = open_images(config, ALONE, validation=False)
     arithmetic = config.resolve(1, *images.counts())
     with closing(PairedStream(config, images.train, images.split.indices, arithmetic, ALONE)) as stream:
         options = [loader.options for loader in stream._loaders.values()]
-    assert [(each.hw_decoder_share, each.decoder_buffers) for each in options] == [(0.5, "largest")] * 2
+    assert [each.hw_decoder_share for each in options] == [0.5] * 2
     assert loader_options(config, ALONE).hw_decoder_share == 0

@@ -396,7 +396,6 @@ def test_loader_without_a_gpu_raises_one_clear_error(index, reader, monkeypatch)
         ({"prefetch": 0}, "prefetch must be 1 or more"),
         ({"hw_decoder_share": 1.5}, "hw_decoder_share must be from 0 to 1, not 1.5"),
         ({"hw_decoder_share": -0.1}, "from 0 to 1"),
-        ({"decoder_buffers": "large"}, "decoder_buffers must be one of grown, largest"),
     ],
 )
 def test_loader_options_refuse_values_that_do_not_exist(options, words):

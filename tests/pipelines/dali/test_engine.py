@@ -19,14 +19,11 @@ from nvidia.dali.plugin.pytorch import feed_ndarray
 from pipelines.backend import LoaderOptions
 from pipelines.dali import engine
 from pipelines.dali.engine import (
-    PADDING,
     READERS,
     DaliEngine,
     FilePaths,
     PackedImages,
     PixelsInMemory,
-    decoder_options,
-    room_for_buffers,
 )
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -41,41 +38,6 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 def engine_on(device: str, plan, draws=None) -> DaliEngine:
     options = LoaderOptions(device=device, threads=2, prefetch=1, view_operator=False)
     return DaliEngine(plan, options, draws=draws or plan, first_step=0)
-
-
-def test_decoder_options_follow_the_largest_image_within_limits(monkeypatch):
-    sizes = np.array([[3000, 10], [2000, 2500]], np.int32)
-    hints = {"preallocate_height_hint": 3000, "preallocate_width_hint": 2500}
-
-    def padded(count: int) -> dict:
-        return dict.fromkeys(("device_memory_padding", "host_memory_padding"), count)
-
-    def chosen(device="gpu", share=0.0, buffers="largest", room=2**40, sizes=sizes) -> dict:
-        monkeypatch.setattr(engine, "room_for_buffers", lambda device_id, threads: room)
-        options = LoaderOptions(device=device, hw_decoder_share=share, decoder_buffers=buffers)
-        return decoder_options(np.asarray(sizes, np.int32), options)
-
-    assert chosen(device="cpu", share=0.5) == {}
-    assert chosen(buffers="grown") == {"hw_decoder_load": 0.0}
-    assert chosen() == {"hw_decoder_load": 0.0, **padded(6 * 2000 * 2500)}
-    assert chosen(share=0.5) == {"hw_decoder_load": 0.5, **padded(6 * 2000 * 2500), **hints}
-    assert chosen(share=0.5, room=20_000_000) == {"hw_decoder_load": 0.5, **padded(20_000_000)}
-    assert chosen(sizes=[[40, 40]]) == {"hw_decoder_load": 0.0, **padded(PADDING)}
-    assert chosen(sizes=[[30_000, 40_000]]) == {"hw_decoder_load": 0.0, **padded(2**31 - 1)}
-    assert chosen(sizes=[[9000, 9000]], room=5) == {"hw_decoder_load": 0.0, **padded(PADDING)}
-
-
-@pytest.mark.parametrize(
-    ("gpu_gb", "host_gb", "ranks", "expected"), [(80, 512, 1, 80), (80, 128, 1, 64), (80, 512, 8, 32)]
-)
-def test_decoder_buffers_of_a_stream_take_a_twentieth_of_what_is_free(
-    gpu_gb, host_gb, ranks, expected, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu_gb * 10**9, 96 * 10**9))
-    meminfo = f"MemTotal: 9 kB\nMemFree: 7 kB\nMemAvailable:   {host_gb * 10**9 // 1024} kB\nBuffers: 1 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: meminfo)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert room_for_buffers(0, threads=7) == pytest.approx(expected * 10**9 / 20 / 8, rel=1e-6)
 
 
 def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
