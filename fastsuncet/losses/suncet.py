@@ -41,7 +41,7 @@ def suncet(
         keys: "attached" or "detached", whether gradient reaches rows also as keys; see below.
         average: "sample", the mean over anchors (equation 2), or "class", the mean in each class and then
             over classes (Listing 2). They differ only where classes have different numbers of rows.
-        chunk_size: anchors at a time, the price in memory; None for 128, on CUDA 1,024. Changes no result
+        chunk_size: anchors at a time, the price in memory; None for 128, on CUDA 4,096. Changes no result
             beyond rounding.
 
     Returns:
