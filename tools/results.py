@@ -388,45 +388,47 @@ def rate_of(kind: str) -> str:
 
 def show_photos(path: Path) -> list[str]:
     """Return the choices on held-out photos, the accuracies, and each method less the labels alone: with decisions."""
-    kinds = ("linear_auto", "finetune_linear", "finetune_lr0.005", "finetune_lr0.015", "finetune")
-    held_out = read(path, [HELD_OUT_SEED])["300"]
-    tried = choices({kind: held_out[kind] for kind in kinds})
-    zero = {name: top({kind: each[kind] for kind in kinds[2:]}) for name, each in tried.items()}
-    base = max(ALONE.values(), key=lambda name: max(tried[name].values()))
-    tables, rows, decided, shown = [], [], {}, []
+    both, zero = ("linear_auto", "finetune_linear"), ("finetune_lr0.005", "finetune_lr0.015", "finetune")
+    held_out, measured = read(path, [HELD_OUT_SEED])["300"], read(path, range(HELD_OUT_SEED))
+    tried = choices({kind: held_out[kind] for kind in (*both, *zero)})
+    best = {name: top(each) for name, each in tried.items()}
+    base = max(ALONE.values(), key=lambda name: tried[name][best[name]])
+
+    def shares(labels: str, name: str, kind: str) -> Shares:
+        found = measured.get(labels, {})
+        return found[kind].shares(name) if kind in found else {}
+
+    rows = []
     for name, each in tried.items():
-        cells = (f"{100 * each[kind]:.2f}" for kind in kinds)
-        rows.append([name, *cells, EVALUATIONS.get(top(each)) or f"fine-tuned at lr {rate_of(top(each))}"])
-    titles = [*(EVALUATIONS[kind] for kind in kinds[:2]), "fine-tuned from zero, at the chosen lr"]
-    heads = [*titles[:2], *(f"from zero at lr {rate_of(kind)}" for kind in kinds[2:]), "best"]
-    tables.append(table(["top-1, %, 341 held-out photos, 300 labels", *heads], rows))
-    for labels, found in sorted(read(path, range(HELD_OUT_SEED)).items(), reverse=True):
-        rows = []
-        for name in tried:
-            measures = (*kinds[:2], zero[name])
-            rows.append(
-                [name, *(with_seeds(found[kind].shares(name) if kind in found else {}) for kind in measures)]
-            )
-        tables.append(table([f"{labels} labels: top-1, %, 713 photos", *titles], rows))
-        for name in tried:
+        cells = (f"{100 * share:.2f}" for share in each.values())
+        rows.append([name, *cells, EVALUATIONS.get(best[name]) or f"fine-tuned at lr {rate_of(best[name])}"])
+    titles = [EVALUATIONS[kind] for kind in both]
+    heads = [*titles, *(f"from zero at lr {rate_of(kind)}" for kind in zero), "best"]
+    tables = [table(["top-1, %, 341 held-out photos, 300 labels", *heads], rows)]
+    rows, decided = [], {}
+    for labels in ("300", "100"):
+        ends = []
+        for name, each in tried.items():
+            kinds = (*both, top({kind: each[kind] for kind in zero}))
+            ends.append([name, *(with_seeds(shares(labels, name, kind)) for kind in kinds)])
             if name not in ALONE.values():
-                gains = [
-                    points(found[a].shares(base), found[b].shares(name))
-                    for a, b in [(top(tried[base]), top(tried[name])), *((kind, kind) for kind in kinds[:2])]
-                ]
-                shown.append([f"{labels} labels: {name}", gains])
+                pairs = [(best[base], best[name]), *zip(both, both)]
+                found = [(shares(labels, base, less), shares(labels, name, more)) for less, more in pairs]
+                rows.append([f"{labels} labels: {name}", *(gain(*each) for each in found)])
                 if name in (BASELINE, METHOD):
-                    decided[shown[-1][0]] = p_value(gains[0])
-    corrected, rows = dict(zip(decided, holm([*decided.values()]))), []
-    for what, gains in shown:
-        cells, said = ["{:+.2f} ± {:.2f}".format(*interval(each)) for each in gains], ""
-        if what in corrected:
-            word = decision(*interval(gains[0]))
-            lost = word.startswith("supported") and corrected[what] >= 0.05
-            said = f"**{'undecided' if lost else HELPS[word]}**"
-        rows.append([what, *cells, f"{corrected[what]:.3f}" if said else "", said])
-    heads = ["each by its best on the held-out photos", *titles[:2], "p, Holm", "decision by the rule"]
-    return [*tables, table([f"less {base}, points (95 %)", *heads], rows)]
+                    decided[rows[-1][0]] = points(*found[0])
+        heads = [*titles, "fine-tuned from zero, at the chosen lr"]
+        tables.append(table([f"{labels} labels: top-1, %, 713 photos", *heads], ends))
+    heads = ["each by its best on the held-out photos", *titles]
+    tables.append(table([f"less {base}, points (95 %)", *heads], rows))
+    if (ready := min(map(len, decided.values()))) < SEEDS:
+        return [*tables, f"Decisions: none yet, {ready} of {SEEDS} draws."]
+    rows = []
+    for (what, each), p in zip(decided.items(), holm([p_value(each) for each in decided.values()])):
+        word = decision(*interval(each))
+        said = "undecided" if word.startswith("supported") and p >= 0.05 else HELPS[word]
+        rows.append([what, f"{p:.3f}", f"**{said}**"])
+    return [*tables, table(["pre-training on one's own photos", "p, Holm", "decision by the rule"], rows)]
 
 
 HELPS = {

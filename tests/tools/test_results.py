@@ -227,7 +227,7 @@ def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_p
             value = top1 + 0.1 * seed * (method == "simclr") if kind == chosen else 20
             rows.append(f"{labels},{method},{seed},{kind},9,9,{value}")
     path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
-    choices, many, few, decisions = results.show(path)
+    choices, many, few, gains, decisions = results.show(path)
     assert (
         "| labels alone, cross-entropy | 30.00 | 30.00 | 30.00 | 50.00 | 30.00 | fine-tuned at lr 0.015 |"
         in choices
@@ -236,8 +236,12 @@ def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_p
     assert alone in many and alone in few
     center, half = interval([4.1, 4.2, 4.3, 4.4, 4.5])
     for labels in (100, 300):
-        assert f"| {labels} labels: SimCLR | {center:+.2f} ± {half:.2f} | +0.00 ± 0.00 |" in decisions
+        assert f"| {labels} labels: SimCLR | {center:+.2f} ± {half:.2f} | +0.00 ± 0.00 |" in gains
     assert decisions.count("| 0.000 | **helps** |") == 2 and decisions.count("**does not help** |") == 2
+    path.write_text(
+        "\n".join([",".join(results.COLUMNS), *(row for row in rows if ",suncet,5," not in row)]) + "\n"
+    )
+    assert results.show(path)[-1] == "Decisions: none yet, 4 of 5 draws."
 
 
 def test_holm_by_hand():
