@@ -39,9 +39,8 @@ mutants: $(READY)  ## break a copy of the code in many places, one at a time, an
 	$(BIN)/python tools/mutations.py
 
 results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
-	@for points in docs/results/*/points.csv; do folder=$$(dirname $$points); if [ -e $$folder/rules.md ]; \
-	  then $(BIN)/python tools/results.py show $$points --figure $$folder/accuracy.png; \
-	  else $(BIN)/python tools/results.py small $$points; fi || exit 1; echo; done
+	@for points in docs/results/*/points.csv; do \
+	  $(BIN)/python tools/results.py show $$points --figure $$(dirname $$points)/accuracy.png || exit 1; echo; done
 	@$(BIN)/python tools/results.py runs docs/results/clothing-paws/accuracies.csv
 	@$(BIN)/python tools/results.py suggestions docs/results/suggestions/accuracies.csv
 	@$(BIN)/python tools/results.py demo docs/demo

@@ -2,14 +2,13 @@
 
     python tools/results.py collect RUN_FOLDER ... --output docs/results/NAME/points.csv   # from runs to points
     python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
-    python tools/results.py small docs/results/NAME/points.csv  # from the points of `fastsuncet report` to the tables
     python tools/results.py runs docs/results/NAME/accuracies.csv   # from single runs to their table
     python tools/results.py suggestions docs/results/suggestions/accuracies.csv
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
 A run folder is named EXPERIMENT-METHOD-seedN. `collect` keeps the other points of its file, so that each run can be
-collected when it ends. `make results` runs `show` for each experiment with rules, `small` for the others, and the rest;
-a test compares the output with the pages.
+collected when it ends. `make results` runs `show` for each experiment, and the rest; a test compares the output with
+the pages.
 """
 
 import argparse
@@ -174,16 +173,10 @@ def studies(curves: Sequence[Curve]) -> dict[str, dict[str, Study]]:
 
 
 def read(path: Path, seeds: Sequence[int] | None = None) -> dict[str, dict[str, Study]]:
-    """Return the studies of a points.csv: of `collect`, or of `fastsuncet report`, whose accuracies are from 0 to 1.
-
-    `seeds`: without the runs of others.
-    """
-    rows, scale = rows_of(path), 100
-    if path.read_text(encoding="utf-8").startswith("run,"):
-        rows, scale = rows_of(path, [{"updates": "step"}.get(column, column) for column in COLUMNS]), 1
-    points, rows = defaultdict(list), [row for row in rows if seeds is None or int(row[2]) in seeds]
+    """Return the studies of a points.csv of `collect`; `seeds`: without the runs of others."""
+    points, rows = defaultdict(list), [row for row in rows_of(path) if seeds is None or int(row[2]) in seeds]
     for labels, method, seed, kind, updates, cost, top1 in sorted(rows, key=lambda r: int(r[4])):
-        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / scale})
+        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / 100})
         points[Measurement(kind, labels), (NAMES | ENDING).get(method, method), int(seed)].append(point)
     return studies(
         [
@@ -607,23 +600,6 @@ def show_few_labels(path: Path) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- other tables
-def show_small(path: Path) -> list[str]:
-    """Return the tables of fine-tuned accuracies, and of compute until the baseline's, as Markdown."""
-    ends, shares = [], []
-    for labels, found in read(path).items():
-        study = found["finetune"]
-        base, *others = (group.common("top1")[-1] for group in study.groups.values())
-        _, *names = study.groups
-        ends.append([labels, BASELINE, "100", percent(base.metrics["top1"], unit=""), ""])
-        for name, ours in zip(names, others):
-            flops = f"{100 * ours.costs['petaflops'] / base.costs['petaflops']:.0f}"
-            paired = gain(study.shares(BASELINE), study.shares(name), digits=1)
-            ends.append(["", name, flops, percent(ours.metrics["top1"], unit=""), paired])
-            shares.append([labels, name, *saved_cells(study, name)])
-    head = ["labels", "method", "FLOPs, % of SimCLR's", "top-1, %, fine-tuned", DIFFERENCE]
-    return [table(head, ends), table(["labels", "method", *UNTIL], shares)]
-
-
 def show_demo(folder: Path) -> list[str]:
     """Return the tables of what `fastsuncet demo` wrote: README's, of all checkpoints, of each seed."""
     curves = []
@@ -724,10 +700,7 @@ def draw(points: Path, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-SHOWN = {
-    part.__name__.removeprefix("show_"): part
-    for part in (show, show_small, show_runs, show_suggestions, show_demo)
-}
+SHOWN = {part.__name__.removeprefix("show_"): part for part in (show, show_runs, show_suggestions, show_demo)}
 
 
 def main() -> None:

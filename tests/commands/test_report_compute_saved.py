@@ -1,8 +1,6 @@
 """Compute saved: crossings by hand, properties of the rule, and the paper's own percentages."""
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,9 +9,7 @@ from hypothesis import strategies as st
 from fastsuncet.commands.report import paper
 from fastsuncet.commands.report.compute_saved import Saving, cell, crossing, savings
 from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point, arrange, join_lengths
-from fastsuncet.commands.report.tables import methods_tables, saved_plain
 from fastsuncet.config import load_config
-from fastsuncet.metrics.writer import csv_table
 from fastsuncet.models.flops import network_cost, petaflops, run_macs
 
 MEASUREMENT = Measurement("finetune", "10 % labels")
@@ -148,30 +144,6 @@ def test_join_lengths_keeps_seeds_apart_and_single_runs_whole():
     assert [(curve.seed, len(curve.points)) for curve in joined] == [(0, 5), (1, 5), (0, 2)]
     assert joined[0].run == "SimCLR-1000-0" and LENGTHS[0] not in dict(joined[0].settings)
     assert joined[2] == runs[-1]
-
-
-# ------------------------------------------------------------------------------------------- committed numbers
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
-
-
-@pytest.mark.parametrize("folder", ["digits", "cifar10-small"])
-def test_report_reproduces_the_committed_tables_from_their_points(folder):
-    runs: dict[tuple, list[Point]] = {}
-    with open(RESULTS / folder / "points.csv", newline="") as stream:
-        for r in csv.DictReader(stream):
-            costs = {c: float(r[c]) for c in ("epochs", "petaflops", "hours") if r[c]}
-            metrics = {m: float(r[m]) for m in ("top1", "top5")}
-            key = (r["run"], r["method"], int(r["seed"]), r["evaluation"], r["labels"])
-            costs["updates"] = int(r["updates"])
-            runs.setdefault(key, []).append(Point(int(r["step"]), costs, metrics))
-    curves = [
-        Curve(run, method, seed, Measurement(*what), tuple(points), method != "SimCLR")
-        for (run, method, seed, *what), points in runs.items()
-    ]
-    panels = arrange(curves)
-    found = [s for panel in panels for s in savings(panel, "top1")]
-    for name, (head, rows) in (("table", methods_tables(panels, "top1")[1]), ("saved", saved_plain(found))):
-        assert csv_table([head, *rows]) == (RESULTS / folder / f"{name}.csv").read_bytes()
 
 
 # ---------------------------------------------------------------------------------------------- the paper's
