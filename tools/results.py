@@ -488,17 +488,20 @@ def costs_until(study: Study, name: str) -> dict[int | None, tuple[float, bool]]
 
 def show_plateau(study: Study) -> list[str]:
     """Return the table of a plateau's experiment as Markdown, and the decision."""
-    rows, costs = [], {name: costs_until(study, name) for name in (FIXED, PLATEAU)}
-    for name in ENDING.values():
+    rows, costs = [], {name: costs_until(study, name) for name in study.groups if name != BASELINE}
+    for name in (*ALONE.values(), *ENDING.values()):
+        if name not in study.groups:
+            continue
         spent = study.whole(name).values()
         flops = f"{mean(spent):.5f} ({min(spent):.5f} to {max(spent):.5f})"
         rows.append([name, str(study.end(name)), flops, accuracy(study.shares(name)), ""])
         if name != BASELINE:
             shares, there = zip(*costs[name].values())
             rows[-1][-1] = f"{percent(shares, 0)}; {sum(there)} of {len(there)} seeds reached it"
-    fixed, plateau = ({seed: share for seed, (share, _) in found.items()} for found in costs.values())
+    ended = [costs[name] for name in (FIXED, PLATEAU)]
+    fixed, plateau = ({seed: share for seed, (share, _) in found.items()} for found in ended)
     center, half = interval(points(fixed, plateau))
-    most = all(2 * sum(there for _, there in found.values()) > len(found) for found in costs.values())
+    most = all(2 * sum(there for _, there in found.values()) > len(found) for found in ended)
     base, ends, later = (study.shares(name) for name in ENDING.values())
     whole, part = (mean(study.whole(name).values()) for name in (BASELINE, FIXED))
     return [
