@@ -16,7 +16,9 @@ SIZES = (224, 160, 128, 96, 64, 48, 32)  # of a view, in pixels
 SMALL = 40  # images of fewer pixels have the networks' stem for small images, and no published weights
 SHARP = 64  # views of at most as many pixels are not blurred: sigma, up to 2 pixels, is meant for 224
 FEW_PASSES = 100  # fewer passes over the images than this are too few for a contrastive loss
-FEW_IMAGES = 1_000  # fewer images than this give a contrastive loss too little to compare
+FEW_IMAGES = (
+    10_000  # 3,068 photos were too few for a contrastive loss to be ahead, 50,000 images enough (RESULTS.md)
+)
 MANY_IMAGES = 100_000
 FEW_LABELS = 20  # of a class: SuNCEt is ahead of cross-entropy with 10, behind it with 50
 MANY_LABELS = 0.5  # share of the images from which on the other images are left out
