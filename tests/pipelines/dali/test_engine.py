@@ -40,6 +40,34 @@ def engine_on(device: str, plan, draws=None) -> DaliEngine:
     return DaliEngine(plan, options, draws=draws or plan, first_step=0)
 
 
+class Asked(Exception):
+    """Ends the building of an engine where its graph would be built."""
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "expected"),
+    [("cpu", 0.5, {}), ("gpu", 0.0, {"hw_decoder_load": 0.0}), ("gpu", 0.5, {"hw_decoder_load": 0.5})],
+)
+def test_decoder_has_the_share_of_a_gpus_engine_and_no_option_on_a_cpu(
+    index, monkeypatch, device, share, expected
+):
+    asked = {}
+
+    def views(*_, **options):
+        asked.update(options)
+        raise Asked
+
+    monkeypatch.setattr("pipelines.dali.engine.graphs.views", views)
+    monkeypatch.setattr("pipelines.dali.engine.side_stream", lambda device_id: None)
+    plan, options = (
+        unlabeled(index),
+        LoaderOptions(device=device, hw_decoder_share=share, view_operator=False),
+    )
+    with pytest.raises(Asked):
+        DaliEngine(plan, options, draws=plan, first_step=0)
+    assert asked["decoder"] == expected
+
+
 def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
     names = ["a", "a much longer name.jpg", os.fsdecode("deep/er/é 図.png".encode()), "b.jpg", "a"]
     sizes = np.ones((len(names), 2), np.int32)
