@@ -9,18 +9,14 @@ import torch
 from fastsuncet import nt_xent
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.models import norm_kernel
 from fastsuncet.optim import LARS, lars_kernel
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
-from tests.support.ranks import run_ranks
 from tools.bench import (
     contrast,
     data_loader,
     harness,
     lars,
-    layers,
-    norm,
     peers,
     pixels,
     run,
@@ -29,7 +25,6 @@ from tools.bench import (
     step_bench,
 )
 from tools.bench.dispatch_counter import Counter
-from tools.bench.layers import LayerShape, NormLayer
 from tools.bench.step_bench import dense_nt_xent
 
 pytestmark = pytest.mark.slow
@@ -39,8 +34,6 @@ HERE = Place(0, 1, 0, torch.device("cpu"))
 @pytest.fixture
 def report_of(tmp_path, capsys, monkeypatch):
     """Run a case with --quick and return its JSON, after comparing it with what was printed."""
-    # It takes half a minute for three shapes of a layer.
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
 
     def report(case, *more, code=0):
         path = tmp_path / "report.json"
@@ -113,30 +106,6 @@ def test_lars_contenders_share_gradients_and_the_counter_has_the_bytes_of_arithm
     assert counter.peak < 0.2 * 4 * count  # no copy of the network
 
 
-@pytest.mark.parametrize("kind", layers.PASSES)
-@pytest.mark.parametrize("name", norm.CONTENDERS)
-def test_norm_contender_has_the_values_and_gradients_of_float32(name, kind, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    shape = LayerShape(kind, 16, 5)
-    with on_the_host(norm_kernel):
-        found = norm.CONTENDERS[name](NormLayer(shape, 3, HERE))()
-    expected = layers.operators(NormLayer(shape, 3, HERE, torch.float32))()
-    assert len(found) == len(expected) == 4 + (kind == "add")
-    assert [t.shape for t in found] == [t.shape for t in expected]
-    assert layers.difference(found, expected) < norm.TOLERANCE
-
-
-def test_resnet50_has_53_layers_of_11_million_activations():
-    shapes = layers.resnet50_shapes()
-    assert sum(shape.layers for shape in shapes) == 53 and len(shapes) == 16
-    assert sum(shape.layers for shape in shapes if shape.kind == "add") == 16
-    assert sum(shape.layers * shape.channels * shape.size**2 for shape in shapes) == 11_113_984
-    assert shapes[0].layers * shapes[0].moved(1) == max(shape.layers * shape.moved(1) for shape in shapes)
-    # 16 bits: forward 2 + 2 + 2 bytes, backward 4 + 4 + 2; the residual is read once and its gradient written once.
-    assert LayerShape("relu", 8, 2).moved(3) == 16 * 3 * 8 * 4
-    assert LayerShape("add", 8, 2).moved(3) == 20 * 3 * 8 * 4
-
-
 def test_dense_nt_xent_is_our_loss_and_lightlys():
     z = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
     ours = nt_xent(z, 0.2)
@@ -197,45 +166,6 @@ def test_lars_reports_time_operators_waits_and_bytes(report_of):
     first, *targets = report["notes"]
     assert first == "no 'fastsuncet kernel': it needs a CUDA device" and len(targets) == 3
     assert targets[1].startswith("met: dispatched operators: 2") and "target at most 30" in targets[1]
-
-
-def doubled(layer):
-    return lambda: [2 * t for t in layers.operators(layer)()]
-
-
-def test_norm_reports_contenders_and_returns_1_if_our_kernels_are_wrong(report_of, monkeypatch):
-    monkeypatch.setitem(norm.CONTENDERS, norm.OURS, doubled)
-    monkeypatch.setitem(norm.CONTENDERS, "failing", lambda layer: lambda: 1 / 0)
-    monkeypatch.setattr(harness, "kernel_problem", lambda *_: "")
-    report = report_of("norm", "--device", "cpu", code=1)
-    rows = {row["name"]: row for row in report["points"]}
-    assert rows.keys() == {norm.OPERATORS, norm.COMPILED, norm.LIMIT}
-    assert rows[norm.OPERATORS]["time_to_ours"] == [1, 1] and min(rows[norm.LIMIT]["time_to_limit"]) == 1
-    first, *_ = report["notes"]
-    assert first.startswith(f"{norm.OURS}: WRONG: 100.") and first in report["wrong"]
-    assert "failing: failed: ZeroDivisionError: division by zero" in report["notes"]
-    assert report["tables"][0]["title"].startswith("5 layers")
-
-
-def test_norm_counts_each_layer_as_often_as_the_network_has_it(monkeypatch):
-    monkeypatch.setattr(harness, "time_in_turns", lambda calls, *_: {name: [2.0, 4.0] for name in calls})
-    monkeypatch.setattr(norm, "CONTENDERS", {norm.OPERATORS: layers.operators})
-    seconds, notes = norm.time_layer(LayerShape("relu", 8, 3, layers=3), 2, HERE, 2)
-    assert seconds == {norm.OPERATORS: [6.0, 12.0], norm.LIMIT: [6.0, 12.0]} and notes == {}
-
-
-def _time_a_layer_on_a_rank(rank, world_size):
-    norm.CONTENDERS.pop(norm.COMPILED)
-    harness.kernel_problem = lambda *_: ""
-    with on_the_host(norm_kernel):
-        place = Place(rank, world_size, rank, torch.device("cpu"))
-        seconds, notes = norm.time_layer(LayerShape("add", 8, 2), 2, place, 2)
-    return sorted(seconds), notes
-
-
-def test_norm_on_ranks_uses_the_statistics_of_all():
-    names, notes = run_ranks(_time_a_layer_on_a_rank, 2)[1]
-    assert names == sorted([norm.OPERATORS, norm.OURS, norm.LIMIT]) and not notes
 
 
 def test_step_reports_speed_operators_and_waits(report_of, monkeypatch):

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -133,7 +132,7 @@ def test_cards_are_named_with_the_driver(monkeypatch):
 
 def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
-    assert names[:4] == ["pixels", "imagenet", "profile", "feed"] and names[-1] == "race"
+    assert names[:4] == ["pixels", "imagenet", "profile", "feed"]
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
     command = PARTS[1].command(Options("cuda", False, Path("folder")))
@@ -141,7 +140,7 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     assert tuple(command[settings : settings + 2]) == gpu_suite.FAST
 
 
-@pytest.mark.parametrize("part", ["pixels", "feed", "decoder", "profile", "race"])
+@pytest.mark.parametrize("part", ["pixels", "feed", "profile"])
 def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images):
     torch.set_num_threads(1)
     path = tmp_path / "found.json"
@@ -219,40 +218,11 @@ def test_profile_tables_name_the_kernels_that_differ_most_first():
     assert len(tables["where the time goes"]) == 7
 
 
-def test_feed_counts_the_decoders_of_a_batch(images):
-    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-    assert workloads.decoders_of(images, "cpu", 8, 0.0) == "libjpeg_turbo_decoder 8"
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generated")
     workloads.generate_images(folder, small=True)
     return folder
-
-
-def test_decoder_finds_pixels_that_depend_on_neighbors_and_not_on_the_row(images, monkeypatch, tmp_path):
-    """A decoder that treats the largest half of a batch differently, as one does that shares a batch out by area."""
-
-    class Loader:
-        def __init__(self, plan, options):
-            self.index, self.plan, self.mixed = plan.index, plan, 0 < options.hw_decoder_share < 1
-
-        def __call__(self, step):
-            rows = self.plan.sampler.rows(step, 0)
-            area = self.index.sizes[rows].prod(1)
-            other = 0.5 * self.mixed * (area > np.median(area))
-            return [torch.from_numpy(rows + other)[:, None, None, None]]
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(workloads, "Loader", Loader)
-    report = harness.Report("x", tmp_path / "found.json")
-    assert workloads.decoder(report, images, "cuda", small=True) == 0
-    found = {point["share"]: point for point in report.content["points"]}
-    assert found[0.5]["neighbors"] > 0 and found[0.5]["rows"] == 0 and found[0.5]["largest"] == 0.5
-    assert report.content["notes"][0].endswith("at these shares: 0.0, 1.0")
 
 
 def test_resume_compares_two_runs_and_returns_1_if_they_differ(images, monkeypatch, capsys):
@@ -287,15 +257,3 @@ def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_pa
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "test_every_kernel_agrees" in done.stdout
-
-
-def test_drawn_digits_can_be_learned():
-    generator = np.random.default_rng(0)
-    labels = np.repeat(np.arange(10), 24)
-    pixels = np.stack([np.asarray(workloads.draw_digit(str(digit), generator)) for digit in labels]).astype(
-        float
-    )
-    assert pixels.shape == (240, 32, 32, 3)
-    means = np.stack([pixels[labels == digit].mean(0) for digit in range(10)])
-    nearest = ((pixels[:, None] - means) ** 2).sum((2, 3, 4)).argmin(1)
-    assert np.mean(nearest == labels) > 0.3  # 0.1 by chance; a mean of pixels reaches 0.4

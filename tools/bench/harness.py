@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.kernels.switches import Proof, why_not
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.versions import installed, versions
 from pipelines import atomic_files
@@ -145,12 +144,6 @@ def capture_graph(call: Call) -> tuple[Call, str]:
     except (RuntimeError, AssertionError) as error:
         return call, first_message(error)
     return graph.replay, ""
-
-
-@cache
-def kernel_problem(source: str, device: torch.device, proof: Proof) -> str:
-    """Return why our kernels of `source` cannot be timed on a device, "" if they can. Waits for the device."""
-    return "it needs a CUDA device" if device.type != "cuda" else why_not(source, device, proof) or ""
 
 
 # Figures and tables

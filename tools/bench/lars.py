@@ -16,6 +16,7 @@ from timm.optim import Lars
 from torch import Tensor
 
 from fastsuncet.distributed.place import pick_device
+from fastsuncet.kernels.switches import why_not
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, lars_apex
 from fastsuncet.optim.lars_kernel import prove
@@ -65,7 +66,7 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     device = pick_device(options.device, 0).type
     torch.set_num_threads(1)
     params = parameters("resnet18" if options.quick else "resnet50", device)
-    problem = harness.kernel_problem("lars.cu", params[0].device, prove)
+    problem = why_not("lars.cu", params[0].device, prove) if device == "cuda" else "it needs a CUDA device"
     notes = [f"no {KERNEL!r}: {problem}"] if problem else []
     calls, count = contenders(params, kernel=not problem), sum(p.numel() for p in params)
     # The dispatcher does not see our own kernel.

@@ -19,7 +19,6 @@ CASES = {
     "pixels": "SimCLR's views from JPEG files, against torchvision's DataLoader",
     "contrast": "SuNCEt, NT-Xent and PAWS, against their authors' dense forms",
     "lars": "a LARS step, against timm's",
-    "norm": "BatchNorm with residual and ReLU: torch, torch.compile and our kernels",
     "step": "the training step, against a plain PyTorch one",
     "peers": "SimCLR end to end, against lightly",
     "start": "from the command to the first step, against another commit",

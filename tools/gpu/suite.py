@@ -12,9 +12,9 @@ folder of PYTHONPATH; `fastsuncet doctor` says what is missing. If DALI cannot r
 does, and the report says so. The view operator needs a compiler and DALI's headers, or is built elsewhere with the
 same DALI: python -m pipelines.dali.view_operator --prebuilt.
 
-Where a machine is lent for minutes: --minutes 4 --only imagenet profile feed norm; then --only tests lars losses; then
---only resume decoder cifar; then --only ladder, which compares as many settings as it has time for; then --only race.
-Each call needs a PREFIX of its own. A process needs ten seconds until its first kernel.
+Where a machine is lent for minutes: --minutes 4 --only imagenet profile feed; then --only tests lars losses; then
+--only resume cifar; then --only ladder, which compares as many settings as it has time for, on every GPU. Each call
+needs a PREFIX of its own. A process needs ten seconds until its first kernel.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
 else 1.
@@ -37,7 +37,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-import torch
 
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.tuning.processes import last_error, limited, run_while
@@ -138,15 +137,8 @@ def tune(options: Options) -> list[str]:
     return ["-m", "fastsuncet", "tune", "in1k_10pct", *options.overrides(IMAGENET), *limits]
 
 
-def ranks(options: Options) -> list[str]:
-    """Return the command that times BatchNorm on every GPU, or on two processes of a CPU."""
-    count = torch.cuda.device_count() if options.device == "cuda" else 2
-    return ["-m", "torch.distributed.run", f"--nproc-per-node={count}", *NORM(options)]
-
-
 # What a run has, without the trials that find it, and what is likely faster.
 AS_A_RUN, FAST = "model.fused_batchnorm=true", ("meta.cuda_graph=true", "meta.deterministic=false")
-NORM = bench("norm", "--most", "6", "--rounds", "3")
 PARTS = (
     Part("pixels", 1, "DALI on this device", workload("pixels")),
     Part(
@@ -160,13 +152,9 @@ PARTS = (
     Part("tests", 3.5, "the tests that need a GPU", gpu_tests, reports=False),
     Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
     Part("ladder", 8, "what makes a run faster: fastsuncet tune", tune, reports=False),
-    Part("norm", 1.5, "BatchNorm, residual and ReLU", NORM),
-    Part("decoder", 2, "the hardware JPEG decoder, by its share", workload("decoder")),
     Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
     Part("lars", 1, "a LARS step", bench("lars", "--rounds", "9")),
     Part("losses", 1, "SuNCEt, NT-Xent and PAWS", bench("contrast", "--rows", "1024", "8192")),
-    Part("ranks", 2, "BatchNorm over ranks, on two GPUs or more", ranks),
-    Part("race", 5, "SimCLR and SimCLR + SuNCEt to the same accuracy", workload("race")),
 )
 PIXELS, *CHOSEN = PARTS  # every report begins with the first
 
@@ -239,11 +227,8 @@ def suite(
             left, found = end - time.perf_counter(), folder / f"{part.name}.json"
             # The limits are for a GPU machine; a rehearsal shares a CPU with other work.
             seconds = min(left, 60 * part.limit * (3 if small else 1))
-            missing = "no time" if left < 5 else ""
-            if part.name == "ranks" and device == "cuda" and torch.cuda.device_count() < 2:
-                missing = "one GPU"
-            if missing:
-                record = {"status": f"left out: {missing}", "seconds": 0.0}
+            if left < 5:
+                record = {"status": "left out: no time", "seconds": 0.0}
             else:
                 command = part.command(Options(device, small, folder, seconds / 60))
                 record = run_part(part, command, seconds, found)

@@ -2,54 +2,42 @@
 
     pixels    DALI reads a batch on the device
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
-    feed      how fast the loader alone is, by operator, JPEG engine and threads, and what decodes
-    decoder   whether an image's pixels depend on the other images of its batch, or on its row
+    feed      how fast the loader alone is, by operator, JPEG engine and threads
     profile   where the time of our step goes, on a fixed batch and end to end
-    race      what SimCLR + SuNCEt spends until it has the accuracy of SimCLR, in hours among others
 
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
 import json
 import math
-import os
-import re
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 from itertools import cycle, pairwise, product, repeat
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch.profiler import ProfilerActivity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.commands import train
 from fastsuncet.commands.ranks import as_rank
-from fastsuncet.commands.report.compute_saved import savings
-from fastsuncet.commands.report.curves import KNN, arrange
-from fastsuncet.commands.report.reading import read_runs
-from fastsuncet.commands.report.tables import methods_tables, saved_table
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP
 from pipelines.backend import LoaderOptions
 from pipelines.data_errors import DataError
-from pipelines.datasets.cifar import CLASSES
 from pipelines.datasets.folders import image_folder
 from pipelines.loader import Loader
-from pipelines.sampling.augmentation import Augmentation, Center
+from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
@@ -59,19 +47,17 @@ from tools.bench.step import END_TO_END, FIXED
 from tools.bench.step_bench import StepBench
 from tools.same_runs import assert_equal_to_the_bit, final_state
 
-ROOT = Path(__file__).resolve().parents[2]
-DIGIT_SIDE = 32
 NO_DALI = "no_dali"  # a file beside the images, where DALI cannot read them
 # Settings of a config, and the further ones of a rehearsal. The paper's step on generated pictures, 512 views a GPU:
 IMAGENET = (
-    "data.train=pictures data.validation=null data.split.kind=all data.split.file=null "
-    "criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8 "
-    "evaluation.knn_every_epochs=null optimization.warmup=0",
+    "data.split.file=null criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8 "
+    "optimization.warmup=0",
     "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 "
     "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2",
 )
-# A ResNet-50 with the CIFAR stem on drawn digits of 32 pixels:
+# A ResNet-50 with the CIFAR stem at 32 pixels:
 CIFAR = (
+    "data.split.fraction=null data.augmentation.size=32 "
     "model.name=resnet50 model.stem=cifar model.hidden=2048 model.output=128 "
     "criterion.unsupervised_batch_size=512 criterion.supervised_imgs_per_class=10 "
     "meta.precision=bf16 meta.threads=null optimization.warmup=0",
@@ -79,11 +65,14 @@ CIFAR = (
     "criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2",
 )
 RESUME = (
-    "optimization.steps=10 optimization.warmup=0 evaluation.knn_every_epochs=null "
+    "data.split.fraction=null optimization.steps=10 optimization.warmup=0 "
     "checkpoint.every=5 checkpoint.every_epochs=null checkpoint.keep=9",
-    "",
+    "criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2",
 )
-RACE = ("checkpoint.every=null evaluation.knn_every_epochs=2 optimization.warmup=1", "optimization.steps=30")
+PICTURES = (
+    "data.kind=image_folder data.train=pictures data.validation=null data.split.kind=all "
+    "evaluation.knn_every_epochs=null"
+)
 
 
 def backend(folder: Path) -> str:
@@ -92,51 +81,25 @@ def backend(folder: Path) -> str:
 
 
 def overrides(settings: tuple[str, str], folder: Path, device: str, small: bool) -> list[str]:
-    """Return the changes of configs/in1k_10pct.yaml (IMAGENET) or configs/digits_*.yaml (all others)."""
-    words = [backend(folder), f"meta.device={device}", f"logging.folder={folder}/runs"]
-    if settings is IMAGENET:
-        words.append(f"data.root={folder}")
-    else:
-        words += ["data.kind=cifar10", "data.augmentation.size=32", f"data.root={folder}/digits"]
-    return words + settings[0].split() + (settings[1].split() if small else [])
+    """Return the changes of configs/in1k_10pct.yaml (IMAGENET) or configs/digits_demo.yaml (the others)."""
+    words = [backend(folder), f"meta.device={device}", f"logging.folder={folder}/runs", f"data.root={folder}"]
+    return [*words, *f"{PICTURES} {settings[0]} {settings[1] if small else ''}".split()]
 
 
 def generate_images(folder: Path, small: bool) -> None:
-    """Write JPEGs of ImageNet's usual size to folder/pictures, and digits laid out as CIFAR-10 to folder/digits."""
+    """Write JPEGs of ImageNet's usual size to folder/pictures, in 20 classes."""
     height, width, count = (60, 80, 40) if small else (375, 500, 520)
     paths = [folder / "pictures" / f"class_{number % 20:02}" / f"{number:03}.jpg" for number in range(count)]
     with ProcessPoolExecutor() as pool:
         # Of several heights, because the hardware decoder sorts a batch by area.
         heights = cycle(range(height, height + 20))
         list(pool.map(write_picture, paths, range(count), heights, repeat(width)))
-    generator = np.random.default_rng(0)
-    for part, count in (("train", 144), ("test", 36)):
-        for digit, name in enumerate(CLASSES["cifar10"]):
-            place = folder / "digits" / part / name
-            place.mkdir(parents=True)
-            for number in range(count):
-                draw_digit(str(digit), generator).save(place / f"{number:03}.png")
 
 
 def write_picture(path: Path, number: int, height: int, width: int) -> None:
     """Write a JPEG with roughly the detail of a photograph."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(texture(number, height, width)).save(path, quality=92)
-
-
-def draw_digit(digit: str, generator: np.random.Generator) -> Image.Image:
-    """Return a digit in bright ink on dark noise, slightly turned, moved, stretched and faded."""
-    ink = Image.new("L", (10, 11))
-    ImageDraw.Draw(ink).text((2, 0), digit, fill=255, font=ImageFont.load_default_imagefont())
-    size = generator.integers(20, 33, size=2)
-    ink = ink.resize((int(size[0]), int(size[1])), Image.Resampling.BILINEAR)
-    page = Image.new("L", (DIGIT_SIDE, DIGIT_SIDE))
-    left, top = generator.integers(-3, 4, size=2) + (DIGIT_SIDE - size) // 2
-    page.paste(ink, (int(left), int(top)))
-    page = page.rotate(generator.uniform(-15, 15), Image.Resampling.BILINEAR)
-    noise = generator.normal(0, 12, (DIGIT_SIDE, DIGIT_SIDE))
-    levels = np.asarray(page) * generator.uniform(0.6, 1.0) + noise
-    return Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8)).convert("RGB")
 
 
 def pixels(report: Report, folder: Path, device: str, small: bool) -> int:
@@ -165,7 +128,7 @@ def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
 
 
 def feed(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Time the loader without a network, and count which of nvImageCodec's decoders the images of a batch go to."""
+    """Time the loader without a network, by the settings that it could have."""
     gpu = device == "cuda"
     batch, steps = (8, 2) if small else (256, 12)
     threads, shares = ((8, 16), (0.0, 0.65, 1.0)) if gpu else ((1, 2), (0.0,))
@@ -190,9 +153,6 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
         loader.close()
         points.append({**settings, "views": 2 * batch * steps / seconds})
         report.save(points=points)  # the next one can end the process
-    with ThreadPoolExecutor() as pool:
-        decoders = pool.map(partial(decoders_of, folder, device, batch), shares)
-        notes += [f"decoders of a batch at share {share}: {found}" for share, found in zip(shares, decoders)]
     if {0.0, 1.0} <= first.keys():
         apart = (first[0.0].float() - first[1.0].float()).abs().max().item()
         notes.append(
@@ -206,69 +166,6 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
     ]
     title = f"the loader alone, two views of 224 pixels, batches of {batch}, {steps} steps after three"
     return report.finish([harness.table(title, points, columns)], notes=notes, points=points)
-
-
-# Level 4 of nvImageCodec's log has a line for each image that a decoder takes.
-DECODE = (
-    "from tools.gpu.workloads import *; open_feed(Path({!r}), {!r}, {}, hw_decoder_share={}, prefetch=1)(0)"
-)
-
-
-def decoders_of(folder: Path, device: str, batch: int, share: float) -> str:
-    """Return how many images of a first batch each decoder takes, as nvImageCodec logs it in a process of its own."""
-    environment = {**os.environ, "DALI_NVIMGCODEC_LOG_LEVEL": "4"}
-    code = DECODE.format(str(folder), device, batch, share)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
-    found = Counter(re.findall(r"\d+: (\w+) process #", done.stdout + done.stderr))
-    return ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "the log names none"
-
-
-def decoder(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Compare images among smaller and larger neighbors and in other rows, by the hardware JPEG decoder's share.
-
-    The decoder sorts a batch by chroma subsampling and area before it shares it out. Where the pixels differ, a run has
-    other pixels on another number of GPUs (data.hw_decoder_share).
-    """
-    index = image_folder(folder / "pictures")
-    by_area = np.argsort(index.sizes.prod(1), kind="stable")
-    third = min(128, len(by_area) // 3)
-    smallest, largest = by_area[:third], by_area[-third:]
-    compared = by_area[(len(by_area) - third) // 2 :][:third]
-    among_small = np.concatenate([compared, smallest])
-    batches = (among_small, np.concatenate([compared, largest]), among_small[::-1])
-
-    class Chosen(UnlabeledSampler):
-        def rows(self, step: int, rank: int) -> np.ndarray:
-            return batches[step % 3]
-
-    # Nothing random, because the draws of a view depend on its row.
-    plan = Plan(index, Chosen(len(index), 2 * third, 1, 0), (Center(),), seed=0, role="decoder")
-    points = []
-    for share in (0.0, 0.25, 0.5, 0.65, 0.8, 0.9, 1.0) if device == "cuda" else (0.0,):
-        where = "gpu" if device == "cuda" else "cpu"
-        loader = Loader(plan, LoaderOptions(device=where, backend="dali", hw_decoder_share=share))
-        (here,), (elsewhere,), (back,) = loader(0), loader(1), loader(2)
-        changes = [
-            (here[:third] - other[:third]).abs().amax((1, 2, 3)).cpu() for other in (elsewhere, back.flip(0))
-        ]
-        loader.close()
-        counts = {name: int((each > 0).sum()) for name, each in zip(("neighbors", "rows"), changes)}
-        points.append({"share": share, **counts, "largest": float(torch.stack(changes).max())})
-        report.save(points=points)  # the next share can end the process
-    columns = [
-        ("share", "share", str),
-        ("differ among other neighbors", "neighbors", str),
-        ("differ in other rows", "rows", str),
-        ("largest difference, of 1", "largest", "{:.4f}".format),
-    ]
-    table = harness.table(f"{third} images of a batch of {2 * third}", points, columns)
-    equal = [str(point["share"]) for point in points if not point["largest"]]
-    note = f"the pixels of an image depend on nothing else at these shares: {', '.join(equal) or 'none'}"
-    # Runs rely on it at the default share.
-    wrong = ["at share 0 pixels depend on neighbors or rows"] if points[0]["largest"] else []
-    return report.finish([table], notes=[note], wrong=wrong)
 
 
 def train_to_end(config: Config) -> None:
@@ -480,25 +377,7 @@ def profile_tables(found: Mapping[str, Mapping[str, dict]]) -> list[dict[str, An
     return [each for each in tables if each["rows"]]
 
 
-def race(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Train both methods on the digits: what does SimCLR + SuNCEt spend until it has the accuracy of SimCLR?"""
-    configs = [
-        load_config(name, overrides(RACE, folder, device, small)) for name in ("digits_simclr", "digits_demo")
-    ]
-    for config in configs:
-        train_to_end(config)
-    curves, _ = read_runs([config.run_folder for config in configs])
-    panels = arrange(curves)
-    ends, _ = methods_tables(panels, KNN)
-    saved = saved_table([saving for panel in panels for saving in savings(panel, KNN)])
-    tables = [
-        {"title": title, "head": head, "rows": rows}
-        for title, (head, rows) in (("drawn digits, at the end", ends), ("until SimCLR's accuracy", saved))
-    ]
-    return report.finish(tables)
-
-
-PARTS = {part.__name__: part for part in (pixels, feed, resume, decoder, profile, race)}
+PARTS = {part.__name__: part for part in (pixels, feed, resume, profile)}
 
 
 def main(arguments: list[str] | None = None) -> int:
