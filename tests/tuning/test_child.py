@@ -4,19 +4,21 @@ import contextlib
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from fastsuncet.config import Config, load_config
+from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.models import norm_kernel
+from fastsuncet.models import norm_kernel, resnet
 from fastsuncet.tuning import child
 from fastsuncet.tuning.child import Bench
 from fastsuncet.tuning.trials import Verdict
 from tests.support.emulated_norm import emulated
-from tests.support.runs import CONFIGS, small_config
+from tests.support.pretended import paper
+from tests.support.runs import small_config
 
 pytestmark = pytest.mark.slow
 
@@ -63,12 +65,14 @@ def test_problem_is_a_difference_beyond_rounding(bench, config, monkeypatch, val
     ],
 )
 def test_problem_of_a_resnet50_is_more_than_its_own_rounding(monkeypatch, precision, fault, problem):
-    """The arithmetic of norm.cu, right and wrong, in all layers."""
-    words = ["data.root=none", "data.split.file=none", "data.augmentation.size=32", "meta.device=cpu"]
-    words += [f"meta.precision={precision}", "model.fused_batchnorm=false"]
-    config = load_config(CONFIGS / "in1k_10pct.yaml", words)
-    sizes = replace(config.resolve(1, 1_281_167, 1000, 128_000), local_unlabeled=6)
-    sizes = replace(sizes, classes_per_batch=4, global_images_per_class=2)
+    """The arithmetic of norm.cu, right and wrong, in all layers; 24 channels, because bf16 takes long on a CPU."""
+    monkeypatch.setitem(
+        resnet.NETWORKS, "resnet50", partial(resnet.ResNet, resnet.Bottleneck, 24, (3, 4, 6, 3))
+    )
+    monkeypatch.setitem(resnet.WIDTHS, "resnet50", 32 * 24)
+    words = ["data.augmentation.size=32", f"meta.precision={precision}", "model.hidden=256"]
+    config, sizes = paper(1, *words, "meta.device=cpu", "model.fused_batchnorm=false")
+    sizes = replace(sizes, local_unlabeled=6, classes_per_batch=4, global_images_per_class=2)
     monkeypatch.setattr(norm_kernel, "usable", lambda *_: True)
     monkeypatch.setattr(norm_kernel, "fused_norm", emulated(fault))
     bench = Bench(Place(0, 1, 0, torch.device("cpu")), sizes, [128] * 1000)
