@@ -26,8 +26,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train SimCLR and SimCLR + SuNCEt on real digits, under 5 minutes on two cores
 	$(BIN)/fastsuncet demo
 
-# Two workers with one thread each: most tests are small, and torch's own threads would compete for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# One thread for each worker: most tests are small, and torch's own threads would compete for the cores. Three workers on
+# two cores: a quarter of their time they wait for processes that they started.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test: $(READY)  ## the whole test suite, CPU only
 	$(PYTEST) --durations=20
