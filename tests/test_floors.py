@@ -63,7 +63,7 @@ SOURCES = {
 def test_imports_go_down():
     wrong = []
     for module, path in SOURCES.items():
-        if module == "fastsuncet":  # its names are imported on first use: tests/commands/test_api.py
+        if module == "fastsuncet":  # its names are imported on first use: tests/commands/test_train.py
             continue
         here = folder_of(module)
         for other in imports(path):

@@ -14,11 +14,6 @@ from fastsuncet.config.shipped import shipped
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", "fastsuncet", "pipelines")
-SYNTHETIC = (
-    *("data.kind=synthetic", "data.root=null", "data.synthetic.classes=20", "data.synthetic.images=4000"),
-    *("data.split.kind=all", "data.split.file=null", "optimization.epochs=12"),
-    *("criterion.unsupervised_batch_size=2000", "criterion.supervised_imgs_per_class=8"),
-)
 pytestmark = pytest.mark.slow
 
 
@@ -56,8 +51,8 @@ def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
     commands = [
         ["configs"],
         ["configs", "in1k_10pct"],
-        ["train", "in1k_10pct", "--dry-run", *SYNTHETIC],
-        ["demo", "optimization.steps=60", "optimization.warmup=1"],
+        ["train", "digits_demo", "--dry-run"],
+        ["demo", "optimization.steps=2", "optimization.warmup=0"],
         ["export", trained, "--to", "torchvision"],
         ["embed", f"{trained}/export/torchvision.pth", "photos", "--output", "photos.npz"],
     ]

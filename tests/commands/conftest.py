@@ -5,6 +5,8 @@ from pathlib import Path
 import PIL.Image
 import pytest
 
+from fastsuncet.evaluation import confusion
+from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.exports import save_run
 
 COLORS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
@@ -15,6 +17,29 @@ def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_ARRAY_TASK_ID", "FASTSUNCET_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_confusion_matrix():
+    """Draw only the first one, which takes most of a second: tests/evaluation/test_confusion.py draws all kinds."""
+    drawn, draw = [], confusion.confusion_picture
+
+    def first(*given) -> bytes:
+        drawn.extend([] if drawn else [draw(*given)])
+        return drawn[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(confusion, "confusion_picture", first)
+        yield
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """One Chromium for all pages: a test sets the size of its window."""
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    with Chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -50,9 +75,13 @@ def run(tmp_path, picture, labels) -> Path:
             picture(tmp_path / "photos" / f"part{i % 2}" / f"{color}{i}.png", color, 7 + i)
     labels()
     data = [f"data.root={tmp_path / 'mine'}", f"data.csv={tmp_path / 'labels.csv'}", "data.train=null"]
+    data += [
+        "data.backend=torchvision",
+        "data.decode_threads=1",
+    ]  # DALI begins in more time than these images take
     kind = ["data.kind=csv", "data.split.kind=csv", "data.split.file=null", "data.split.sha256=null"]
     alone = ["data.validation=null", "evaluation.knn_every_epochs=null", "evaluation.knn_k=3"]
-    tiny = ["model.name=resnet_tiny", "data.augmentation.size=32"]
+    tiny = ["model.name=resnet_tiny", "data.augmentation.size=32", "linear.strength=0.1"]
     save_run(tmp_path / "run", *tiny, *data, *kind, *alone)
     (tmp_path / "run" / "learned.csv").write_text("file,label\n")  # none of them
     return tmp_path / "run"

@@ -1,10 +1,7 @@
-"""The public names of `import fastsuncet`: they exist, work together, and cost nothing before they are used."""
+"""The public names of `import fastsuncet`: they exist and work together."""
 
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -22,24 +19,7 @@ from pipelines.data_errors import DataError
 from tests.support.pictures import write_images
 from tests.support.runs import small_config
 
-ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        ("fastsuncet", "fastsuncet.config pipelines torch numpy pydantic yaml"),
-        # The first six took as long as torch itself. A network of torchvision or timm imports its own library.
-        ("fastsuncet.commands.train", "torch._dynamo torchvision timm nvidia sklearn matplotlib "
-         "fastsuncet.commands.export fastsuncet.evaluation"),
-    ],
-)  # fmt: skip
-def test_import_leaves_out_what_is_slow_and_needed_later(module, absent):
-    code = f"import sys, {module}; print(*(name for name in sys.argv[1:] if name in sys.modules))"
-    words = [sys.executable, "-c", code, *absent.split()]
-    assert subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "\n"
 
 
 def test_every_public_name_exists():

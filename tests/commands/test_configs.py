@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fastsuncet import cli
-from fastsuncet.commands.sweep.runs import expand
+from fastsuncet.commands.sweep import runs
 from fastsuncet.commands.sweep.spec import read_sweep
-from fastsuncet.config import load_config
+from fastsuncet.config import Config, load_config
 from fastsuncet.config.shipped import shipped
 
 NAMES = list(shipped())
@@ -22,16 +22,24 @@ def test_configs_lists_every_file_with_its_first_comment(capsys):
     assert main.endswith("  ImageNet, SimCLR + SuNCEt with 10 % of the labels: the paper's main result.")
 
 
+def configs_of(sweep: str) -> list[Config]:
+    return [job.config for run in runs.expand(read_sweep(sweep)) for job in run.jobs]
+
+
+def diagonal(*values: list) -> list[list]:
+    """Return each value at least once, where a product has all combinations: 2,000 configs take many seconds."""
+    return [[each[min(i, len(each) - 1)] for each in values] for i in range(max(map(len, values), default=1))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_configs_copy_means_the_same_in_another_folder(name):
+def test_configs_copy_means_the_same_in_another_folder(name, monkeypatch):
+    """tests/test_paper.py loads every config of the paper's sweeps."""
+    monkeypatch.setattr(runs, "product", diagonal)
     file = Path(name).name + ".yaml"
     assert cli.main(["configs", name, "--copy"]) == 0
     if re.search(r"(?m)^commands:", Path(file).read_text()):
-        of_copy, of_original = (
-            [[job.config for job in run.jobs] for run in expand(read_sweep(each))] for each in (file, name)
-        )
-        assert of_copy == of_original
+        assert configs_of(file) == configs_of(name) != []
     else:
         assert load_config(file) == load_config(name)
 

@@ -31,7 +31,14 @@ QUICK = (
     *("finetune.head=zero", "finetune.batch_size=64", "finetune.epochs=3", "finetune.crop_scale=[0.5,1.0]"),
 )
 LINEAR = ("finetune.head=linear", "finetune.epochs=1", "finetune.batch_size=4096", "linear.strength=0.1")
+FEW = "data.split.fraction=0.03"
 TAG = "bernoulli0.1-step_00000010"
+
+
+@pytest.fixture(autouse=True)
+def _few_batches(monkeypatch):
+    """Take new statistics from two batches: the images are most of the work of these tests."""
+    monkeypatch.setattr(frozen, "BATCHES", 2)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +140,7 @@ def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, tm
     assert "finetune.epochs: 3 there, 4 now" in error and "finetune.lr: 0.0125 there, 0.5 now" in error
     assert "finetune.write_tag=" in error
     assert {path: path.stat().st_mtime_ns for path in files} == before
-    assert run(runs, "finetune.lr=0.5", "finetune.write_tag=fast") == 0
+    assert run(runs, "finetune.lr=0.5", "finetune.epochs=1", "finetune.write_tag=fast") == 0
     assert sorted(record["setting"]["lr"] for record in results(runs)) == [0.0125, 0.5]
     assert folder(runs, "fast").is_dir()
 
@@ -185,25 +192,31 @@ def test_finetune_of_a_young_encoder_is_no_worse_than_the_linear_classifier(runs
     ]
 
 
-@pytest.mark.parametrize("at", [0, 3])
 def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
-    runs, tmp_path, monkeypatch, capsys, at
+    runs, tmp_path, monkeypatch, capsys
 ):
+    """Stopped in the first update and in the last."""
     monkeypatch.setattr(job, "LEAST_UPDATES", 4)
-    whole = Path(shutil.copytree(runs, tmp_path / "whole"))
-    assert run(whole, *LINEAR) == 0
-    with interrupted_at(FineTuningStream, at, terminate):
-        assert run(runs, *LINEAR) == 75
-    assert "the same command continues" in capsys.readouterr().err and results(runs) == []
-    assert run(runs, *LINEAR, "finetune.momentum=0.8") == 5, "a stopped one refuses as a finished one"
-    assert run(runs, *LINEAR) == 0
-    assert results(runs) == results(whole)
-    ours, theirs = (manager.load_newest(folder(top) / "checkpoints") for top in (runs, whole))
-    assert all(torch.equal(x, theirs.model[name]) for name, x in ours.model.items())
+    words, tops = (*LINEAR, FEW), [Path(shutil.copytree(runs, tmp_path / name)) for name in ("0", "3")]
+    assert run(runs, *words) == 0
+    whole, tag = results(runs), TAG.replace("0.1", "0.03")
+    for top in tops:
+        with interrupted_at(FineTuningStream, int(top.name), terminate):
+            assert run(top, *words) == 75
+        assert "the same command continues" in capsys.readouterr().err and results(top) == []
+        assert run(top, *words, "finetune.momentum=0.8") == 5, "a stopped one refuses as a finished one"
+        assert run(top, *words) == 0
+        assert results(top) == whole
+        ours, theirs = (manager.load_newest(folder(each, tag) / "checkpoints") for each in (top, runs))
+        assert all(torch.equal(x, theirs.model[name]) for name, x in ours.model.items())
 
 
 def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(runs, monkeypatch, capsys):
-    fit, kept = job.fit, runs / "digits_demo" / "checkpoints"
+    fit, kept, words = (
+        job.fit,
+        runs / "digits_demo" / "checkpoints",
+        ("--every-checkpoint", "finetune.epochs=1"),
+    )
 
     def training_goes_on(*arguments, **more):
         (kept / "step_00000010").rename(runs / "step_00000010")
@@ -211,11 +224,11 @@ def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(run
 
     with monkeypatch.context() as patch:
         patch.setattr(job, "fit", training_goes_on)
-        assert run(runs, "--every-checkpoint") == 0
+        assert run(runs, *words) == 0
     assert [record["encoder"]["step"] for record in results(runs)] == [9]
     assert "step_00000010: skipped, deleted by checkpoint.keep" in capsys.readouterr().out
     (runs / "step_00000010").rename(kept / "step_00000010")
-    assert run(runs, "--every-checkpoint") == 0
+    assert run(runs, *words) == 0
     assert {path.name for path in folder(runs).parent.iterdir()} == {"bernoulli0.1-step_00000009", TAG}
     out = capsys.readouterr().out
     assert out.count("(done before)") == 1
@@ -229,10 +242,11 @@ def test_finetune_of_a_file_of_weights_is_named_after_it_and_saves_twenty_times(
     torch.save(weights, tmp_path / "their weights.pth")
     saved, save = [], manager.save
     monkeypatch.setattr(manager, "save", lambda *a, **more: saved.append(a[1]) or save(*a, **more))
-    epochs = ("finetune.epochs=30", "finetune.batch_size=160")
-    assert run(runs, "--encoder", str(tmp_path / "their weights.pth"), *epochs) == 0
+    words = ("finetune.epochs=30", "finetune.batch_size=20", "data.split.fraction=null")
+    words += ("data.split.kind=stratified", "data.split.images=20", "--encoder")
+    assert run(runs, *words, str(tmp_path / "their weights.pth")) == 0
     assert saved == [*range(2, 31, 2)], "30 updates in 30 epochs"
-    assert folder(runs, "bernoulli0.1-their_weights").is_dir()
+    assert folder(runs, "stratified20-their_weights").is_dir()
     (record,) = results(runs)
     assert record["encoder"] == {"step": None, "epoch": None, "method": None, "ledger": None}
 
@@ -285,7 +299,7 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
 
 
 def on_rank(rank: int, world_size: int, runs: str) -> int:
-    return run(Path(runs), "finetune.batch_size=60")
+    return run(Path(runs), "finetune.batch_size=60", "finetune.epochs=1")
 
 
 def test_finetune_on_three_ranks_counts_every_image_once(runs):

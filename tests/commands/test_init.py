@@ -1,4 +1,4 @@
-"""`fastsuncet init`: its rules on 32 situations, folders of every kind, and bad input."""
+"""`fastsuncet init`: its rules on many situations, folders of every kind, and bad input."""
 
 from pathlib import Path
 from unittest import mock
@@ -13,13 +13,14 @@ from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import timm_backbone
+from fastsuncet.models.resnet import build_model
 from tests.support.archives import tar_of
 from tests.support.exports import save_run
 from tests.support.pictures import write_image, write_images
 
 TIMM = Weights("timm")
 CPU = Machine("cpu", "CPU", 1, 16e9, 4, 1e11)
-SLOW, BIG = Machine("cpu", "CPU", 1, 4e9, 1, 1e10), Machine("cpu", "CPU", 1, 256e9, 64, 2e12)
+SLOW = Machine("cpu", "CPU", 1, 4e9, 1, 1e10)
 GPU = Machine("cuda", "GPU of 24 GB", 1, 24e9, 16, 2e13)
 H200, EIGHT = Machine("cuda", "H200", 1, 141e9, 16, 1e14), Machine("cuda", "H200", 8, 141e9, 128, 1e14)
 
@@ -28,27 +29,21 @@ SITUATIONS = [
     ("csv 12 4 2 800", CPU, 1, None, "alone"),
     ("csv 12 4 2 800", EIGHT, 1, TIMM, "alone"),
     ("images 12 0 0 800", SLOW, 0.1, None, "SimCLR, without"),
-    ("images 12 0 0 800", EIGHT, 0.1, None, "SimCLR, without"),
-    ("csv 60 60 3 4000", CPU, 1, TIMM, "alone"),
     ("image_folder 100 100 10 500", GPU, 1, TIMM, "alone"),
     ("csv 150 2 2 224", SLOW, 0.2, None, "alone"),
     ("csv 500 40 20 224", CPU, 1, TIMM, "alone"),
     ("csv 2000 100 10 224", CPU, 0.5, None, "alone"),
-    ("csv 2000 100 10 224", CPU, 0.5, TIMM, "alone"),
     ("csv 2000 100 10 224", H200, 1, None, "alone"),
     ("csv 20000 260 10 224", H200, 4, None, "SimCLR + cross"),
     ("csv 20000 250 10 224", H200, 4, None, "SimCLR + SuNCEt"),
     ("csv 3068 300 10 224", SLOW, 0.2, None, "alone"),
-    ("csv 3068 300 10 3000", CPU, 10, TIMM, "alone"),
     ("csv 3068 0 0 3000", CPU, 10, None, "SimCLR, without"),
     ("image_folder 5000 5000 5 64", CPU, 2, None, "alone"),
     ("image_folder 5000 5000 5 28", CPU, 2, TIMM, "alone"),
     ("csv 10000 30 30 300", GPU, 4, None, "SimCLR + SuNCEt"),
     ("csv 10000 900 30 300", GPU, 4, TIMM, "SimCLR + cross"),
     ("csv 50000 500 10 32", GPU, 4, None, "SimCLR + cross"),
-    ("csv 50000 500 10 32", BIG, 48, None, "SimCLR + cross"),
     ("csv 50000 500 10 32", SLOW, 1, TIMM, "alone"),
-    ("images 50000 0 0 32", SLOW, 1, None, "SimCLR, without"),
     ("images 80000 0 0 500", EIGHT, 8, TIMM, "SimCLR, without"),
     ("csv 99999 1000 500 500", EIGHT, 8, TIMM, "SimCLR + SuNCEt"),
     ("csv 250000 2000 1000 500", EIGHT, 24, None, "SimCLR + SuNCEt"),
@@ -251,6 +246,7 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
 def test_machine_times_a_step(monkeypatch, room, passes):
     monkeypatch.setattr(survey.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(survey, "STEP_SECONDS", room)
+    monkeypatch.setattr(survey, "build_model", lambda name: build_model("resnet_tiny"))
     began = mock.Mock(side_effect=torch.autocast)
     monkeypatch.setattr(survey.torch, "autocast", began)
     found = survey.machine()

@@ -33,7 +33,6 @@ from fastsuncet.evaluation.finetuning import job
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.metrics.results import read_results
 from pipelines.data_errors import BadImage, DataError
-from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.exports import save_run
 from tests.support.pictures import write_image
 
@@ -244,7 +243,7 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
     tune = ["finetune", "mine.yaml", "logging.write_tag=run", "finetune.epochs=1", "finetune.lr=0.001"]
     tune += ["finetune.head=linear"]
-    fit, calls, stop_at = job.fit, [], 4
+    fit, calls, stop_at = job.fit, [], 3
 
     def watched(task, left_out, *more):
         """Note the images that a network learns from and those that judge it."""
@@ -256,12 +255,12 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
 
     monkeypatch.setattr(job, "fit", watched)
     assert cli.main(tune) == 130
-    assert [name for name, *_ in calls[1:]] == ["1", "2", "3"] and not read_results(run)
+    assert [name for name, *_ in calls[1:]] == ["1", "2"] and not read_results(run)
     stop_at = None
     (run / "learned.csv").write_text((run.parent / "labels.csv").read_text())
     assert cli.main(tune) == 0
     (run / "learned.csv").write_text("file,label\n")
-    every, folds = calls[4][1], calls[5:]
+    every, folds = calls[3][1], calls[4:]
     assert len(every) == 18 == sum(len(left_out) for _, _, left_out in folds)
     for _, learned, left_out in folds:
         assert not learned & left_out and learned < every and left_out < every
@@ -371,17 +370,14 @@ def test_thumbnail_shows_what_the_network_sees(tmp_path):
     assert shown[:35].max() < 10 and shown[45:].min() > 90 and shown[45:].max() < 110
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_predict_page_fits_a_phone(tmp_path, picture):
+def test_predict_page_fits_a_phone(tmp_path, picture, browser):
     picture(tmp_path / "a.png", "red", 0)
     found = [Prediction("a.png", f"a class {i}", 0.6, "another", 0.3) for i in range(30)]
     page = prediction_page.prediction_page(found, tmp_path, ["expected     60 % right"])
     (tmp_path / "page.html").write_text(page)
-    with Chromium(tmp_path) as browser:
-        browser.window(390, 844)
-        browser.open(tmp_path / "page.html")
-        assert browser.run("[document.documentElement.scrollWidth, document.images.length]") == [390, 30]
+    browser.window(390, 844)
+    browser.open(tmp_path / "page.html")
+    assert browser.run("[document.documentElement.scrollWidth, document.images.length]") == [390, 30]
 
 
 def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):

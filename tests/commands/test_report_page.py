@@ -9,10 +9,9 @@ import pytest
 from PIL import Image
 
 from fastsuncet.cli import main
-from fastsuncet.commands.report import page
+from fastsuncet.commands.report import figures, page
 from fastsuncet.commands.report.figures import draw_lines
 from fastsuncet.config import load_config
-from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.reports import make_run, result
 from tests.support.runs import Killed, kill
 
@@ -63,6 +62,12 @@ def run(tmp_path) -> Path:
     return run
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """Leave the curves out, which take most of a page's time."""
+    monkeypatch.setattr(figures, "draw_lines", lambda *_: "<svg></svg>")
+
+
 SHOWN = (
     *(EVIL, "<img src=x onerror=alert(1)>", "SimCLR + SuNCEt", "62.50% at update 20", "42.5", "25.0%"),
     *("losses", "gradient norms", "RankMe", "optimization.warmup"),
@@ -72,7 +77,7 @@ SHOWN = (
 )
 
 
-def test_page_of_a_folder_whose_name_is_not_utf_8(run):
+def test_page_of_a_folder_whose_name_is_not_utf_8(run, plain):
     named = run.rename(run.parent / os.fsdecode(b"run\xff"))
     assert "<h1>run?</h1>" in page.write_page(named).read_text(encoding="utf-8")
 
@@ -86,6 +91,9 @@ def test_page_holds_everything_and_fetches_nothing(run):
     assert f"{run}/checkpoints/step_00000020" in found.text
     assert f"fastsuncet predict '{run}' FOLDER" in found.text
     assert "representation has collapsed" not in found.text
+
+
+def test_page_names_a_collapse_and_labels_that_were_learned(run, plain):
     write_lines(run, {"step": 20, "kind": "knn", **TRAIN, **KNN, "rankme": 1.01})
     assert "representation has collapsed" in page.as_html(run) and "has learned from" not in page.as_html(run)
     path = next((run / "results").glob("*.json"))
@@ -93,7 +101,7 @@ def test_page_holds_everything_and_fetches_nothing(run):
     assert page.as_html(run).count("(too high: on labels that the network has learned from)") == 1
 
 
-def test_page_does_not_name_the_command_that_wrote_it(run):
+def test_page_does_not_name_the_command_that_wrote_it(run, plain):
     config = run / "config.yaml"
     values = {"data.validation": None, "evaluation.knn_every_epochs": None}
     config.write_text(load_config(config).with_values(values).to_yaml())
@@ -102,21 +110,17 @@ def test_page_does_not_name_the_command_that_wrote_it(run):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_page_fits_a_phone_and_a_dark_screen(run, tmp_path):
+def test_page_fits_a_phone_and_a_dark_screen(run, browser):
     page.write_page(run)
-    with Chromium(tmp_path) as browser:
-        browser.window(390, dark=True)
-        browser.open(run / page.NAME)
-        assert browser.run("document.documentElement.scrollWidth") <= 390
-        narrow = (
-            "Math.min(...[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width))"
-        )
-        assert browser.run(narrow) > 340, "a curve has the whole width"
-        assert "invert" in browser.run("getComputedStyle(document.querySelector('svg')).filter")
-        browser.window(1280)
-        assert browser.run(narrow) > 340 and browser.run("document.documentElement.scrollWidth") <= 1280
-        assert browser.run("getComputedStyle(document.querySelector('svg')).filter") == "none"
+    browser.window(390, dark=True)
+    browser.open(run / page.NAME)
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    narrow = "Math.min(...[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width))"
+    assert browser.run(narrow) > 340, "a curve has the whole width"
+    assert "invert" in browser.run("getComputedStyle(document.querySelector('svg')).filter")
+    browser.window(1280)
+    assert browser.run(narrow) > 340 and browser.run("document.documentElement.scrollWidth") <= 1280
+    assert browser.run("getComputedStyle(document.querySelector('svg')).filter") == "none"
 
 
 def test_page_killed_while_it_is_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -160,8 +164,7 @@ def test_curve_of_one_point_has_its_update_once():
     ] * 3
 
 
-@pytest.mark.slow
-def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, capsys):
+def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plain, capsys):
     lines = (run / "metrics.jsonl").read_text()
     waited = []
 
@@ -190,7 +193,7 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, caps
         (["--page", "RUN"], 0, ""),
     ],
 )
-def test_page_command(run, words, code, said, capsys):
+def test_page_command(run, plain, words, code, said, capsys):
     assert main(["report", *(str(run) if word == "RUN" else word for word in words)]) == code
     output = capsys.readouterr()
     assert said in output.err and (code or output.out.endswith(f"wrote {run / page.NAME}\n"))

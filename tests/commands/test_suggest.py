@@ -12,7 +12,6 @@ import fastsuncet
 from fastsuncet import cli
 from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.evaluation.suggestions import typical
-from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.pictures import write_image
 
 
@@ -30,8 +29,7 @@ def test_typical_takes_the_center_of_each_cluster_without_a_label():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path):
+def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
     """In Chromium, as a person does it: guesses, a new class, undo, skip, the page opened again, the saved file."""
     names = ["a.png", 'b,"<script>.png', "c.png"]
     for i in range(3):
@@ -40,39 +38,39 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path):
     paths = [tmp_path / f"{i}.png" for i in range(3)]
     (tmp_path / "next.html").write_text(labeling_page(names, paths, ["cat", "dog"], guesses))
 
-    with Chromium(tmp_path) as browser:
+    browser.window(800)
 
-        def shown() -> list[str]:
-            """Return the progress, the picture's name and the buttons of classes."""
-            return browser.run(
-                "[...document.querySelectorAll('#progress, #name, #classes button')].map(x => x.textContent)"
-            )
+    def shown() -> list[str]:
+        """Return the progress, the picture's name and the buttons of classes."""
+        return browser.run(
+            "[...document.querySelectorAll('#progress, #name, #classes button')].map(x => x.textContent)"
+        )
 
+    browser.open(tmp_path / "next.html")
+    assert shown() == ["0 of 3 labeled", "a.png", "1cat39%", "2dog61%"]
+    assert browser.run("document.getElementById('picture').naturalWidth") == 60
+    browser.press("2")
+    browser.press("1")
+    browser.press("u")
+    assert shown() == ["1 of 3 labeled", names[1], "1cat100%", "2dog0%"]
+    browser.press("z")
+    browser.click("#classes button")
+    browser.click("#new")
+    for key in "bird, small2":  # a digit here is no class
+        browser.press(key)
+    browser.press("Enter")
+    assert shown()[0] == "all 3 labeled: save them" and shown()[-1] == "3bird, small2"
+    # Chromium gives what a page stored to the next page a moment later: once in 300 times that page came first.
+    for _ in range(20):
         browser.open(tmp_path / "next.html")
-        assert shown() == ["0 of 3 labeled", "a.png", "1cat39%", "2dog61%"]
-        assert browser.run("document.getElementById('picture').naturalWidth") == 60
-        browser.press("2")
-        browser.press("1")
-        browser.press("u")
-        assert shown() == ["1 of 3 labeled", names[1], "1cat100%", "2dog0%"]
-        browser.press("z")
-        browser.click("#classes button")
-        browser.click("#new")
-        for key in "bird, small2":  # a digit here is no class
-            browser.press(key)
-        browser.press("Enter")
-        assert shown()[0] == "all 3 labeled: save them" and shown()[-1] == "3bird, small2"
-        # Chromium gives what a page stored to the next page a moment later: once in 300 times that page came first.
-        for _ in range(20):
-            browser.open(tmp_path / "next.html")
-            if shown()[0] != "0 of 3 labeled":
-                break
-            time.sleep(0.1)
-        assert shown()[0] == "all 3 labeled: save them", "the browser remembers"
-        browser.click("#save")
-        saved = browser.download("new-labels.csv")
-        browser.window(390, 844)
-        assert browser.run("document.documentElement.scrollWidth") == 390, "nothing is cut on a phone"
+        if shown()[0] != "0 of 3 labeled":
+            break
+        time.sleep(0.1)
+    assert shown()[0] == "all 3 labeled: save them", "the browser remembers"
+    browser.click("#save")
+    saved = browser.download("new-labels.csv")
+    browser.window(390, 844)
+    assert browser.run("document.documentElement.scrollWidth") == 390, "nothing is cut on a phone"
     assert saved == 'file,label\na.png,dog\nc.png,cat\n"b,""<script>.png","bird, small2"\n'
 
 

@@ -63,10 +63,14 @@ def states() -> list[str]:
     return [job_state(job).text for run in expanded(TWO) for job in run.jobs]
 
 
-# ------------------------------------------------------------------------------------------------- with real processes
+# -------------------------------------------------------------------------------------------------- with real commands
 def test_sweep_trains_and_evaluates_once(capfd, monkeypatch):
-    """What is done is skipped until something that its numbers depend on changes or a result is lost."""
+    """What is done is skipped until something that its numbers depend on changes or a result is lost.
+
+    The commands run in this process: tests/commands/test_sweep_child.py starts others.
+    """
     command = ["sweep", "two.yaml", "--only", "*0.5"]
+    monkeypatch.setattr(Children, "run", lambda self, arguments: cli.main(list(arguments)))
     written(TWO.replace("[train, evaluate knn]", "[train]"))
     assert cli.main(command) == 0
     assert json.loads(Path("runs", SECOND, "status.json").read_text())["state"] == "done"

@@ -52,6 +52,13 @@ def test_children_exit_codes_without_a_signal(monkeypatch, code, ends):
         assert children.requested is None
 
 
+@pytest.mark.slow
+def test_children_run_this_program(capfd):
+    with Children() as children:
+        assert children.run(["version"]) == 0
+    assert capfd.readouterr().out.startswith("fastsuncet ")
+
+
 def test_children_get_sigterm_when_their_parent_is_killed(monkeypatch):
     code = "signal.signal(signal.SIGTERM, lambda *_: os._exit(pathlib.Path('ended').touch() or 0)); " + READY
     with scripted(monkeypatch, code) as children:

@@ -102,24 +102,6 @@ def test_train_says_that_a_run_was_complete(tmp_path, capsys):
     assert len((config.run_folder / "learned.csv").read_text().split()) == 161
 
 
-@pytest.mark.slow
-def test_first_steps_import_neither_dynamo_nor_sympy(tmp_path):
-    """Together they take as long as torch itself. torchvision imports them, so DALI makes the views here.
-
-    Nor does what decides about BatchNorm's kernels, which a run on a CPU does not ask.
-    """
-    pytest.importorskip("nvidia.dali")
-    small = (*SMALL, "model.name=resnet18", "criterion.unsupervised_batch_size=8", "checkpoint.export=[]")
-    words = ["train", "digits_demo", *small, "optimization.steps=2", "optimization.warmup=0"]
-    code = "import sys; from fastsuncet import cli; assert cli.main(sys.argv[1:]) == 0; "
-    code += "from tests.support.pretended import paper; from fastsuncet.tuning.paths import PATHS; "
-    code += "assert PATHS['norm.cu'].excluded(*paper(1)) is None; "
-    code += "print(*(name for name in ('torch._dynamo', 'sympy') if name in sys.modules))"
-    program = [sys.executable, "-c", code, *words, f"logging.folder={tmp_path}"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n\n")
-
-
 AUDIT = """
 import json, os, sys
 seen = set()
@@ -131,32 +113,46 @@ def hook(event, arguments):
 
 
 sys.addaudithook(hook)
+import fastsuncet
+early = {"fastsuncet.config", "pipelines", "torch", "numpy", "pydantic", "yaml"} & set(sys.modules)
+import fastsuncet.commands.train
+early |= {"torch._dynamo", "torchvision", "timm", "nvidia", "sklearn", "matplotlib"} & set(sys.modules)
+early |= {"fastsuncet.commands.export", "fastsuncet.evaluation"} & set(sys.modules)
 from fastsuncet import cli
-code = cli.main(sys.argv[1:])
-print("\\n" + json.dumps(sorted(seen)))
-sys.exit(code)
+assert cli.main(sys.argv[1:]) == 0
+read = sorted(path for path in seen if not os.path.isdir(path))
+from fastsuncet.tuning.paths import PATHS
+from tests.support.pretended import paper
+assert PATHS["norm.cu"].excluded(*paper(1)) is None
+print("\\n" + json.dumps([sorted(early), sorted({"torch._dynamo", "sympy"} & set(sys.modules)), read]))
 """
 
 
 @pytest.mark.slow
-def test_start_reads_nothing_that_could_change_the_experiment(tmp_path):
-    """Besides programs and the system, only the files of the run's own folder; the digits are in a package."""
+def test_start_imports_and_reads_only_what_it_needs(tmp_path):
+    """The first six libraries took as long as torch itself, and so do Dynamo and SymPy.
+
+    torchvision imports those two, so DALI makes the views. What decides about BatchNorm's kernels, which a run on a CPU
+    does not ask, needs neither. Besides programs and the system, a run reads only the files of its own folder; the
+    digits are in a package.
+    """
+    pytest.importorskip("nvidia.dali")
+    small = (*SMALL, "model.name=resnet18", "criterion.unsupervised_batch_size=8", "checkpoint.export=[]")
     # Without the view operator, which is compiled for minutes in an empty home.
-    quick = ("data.backend=torchvision", "optimization.steps=2", "optimization.warmup=0")
-    words = ["train", "digits_demo", *SMALL, *quick, f"logging.folder={tmp_path / 'runs'}"]
+    quick = ("data.view_operator=false", "optimization.steps=2", "optimization.warmup=0")
+    words = ["train", "digits_demo", *small, *quick, f"logging.folder={tmp_path / 'runs'}"]
     environment = {k: v for k, v in os.environ.items() if k not in ("FASTSUNCET_CACHE", "XDG_CACHE_HOME")}
     (temporary := tmp_path / "temporary").mkdir()
     environment |= {"HOME": str(tmp_path), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-c", AUDIT, *words]
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    seen = [path for path in json.loads(done.stdout.splitlines()[-1]) if not os.path.isdir(path)]
-    programs = tuple(
-        {sys.prefix, sys.base_prefix, str(ROOT), *("/usr", "/lib", "/etc", "/proc", "/sys", "/dev")}
-    )
+    early, late, read = json.loads(done.stdout.splitlines()[-1])
+    assert early == late == []
+    folders = (sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/lib", "/etc", "/proc", "/sys", "/dev")
     own = str(tmp_path / "runs")
     # The folder of the test can be in /dev/shm.
-    seen = [path for path in seen if path.startswith(str(tmp_path)) or not path.startswith(programs)]
-    seen = [path for path in seen if not path.startswith(str(temporary))]
+    read = [path for path in read if path.startswith(str(tmp_path)) or not path.startswith(folders)]
+    read = [path for path in read if not path.startswith(str(temporary))]
     # An editable installation looks for a file of that name.
-    assert [path for path in seen if not path.startswith(own) and not path.endswith("path_hook__")] == []
-    assert any(path.startswith(own) for path in seen)
+    assert [path for path in read if not path.startswith(own) and not path.endswith("path_hook__")] == []
+    assert any(path.startswith(own) for path in read)
