@@ -6,6 +6,7 @@ import PIL.Image
 import pytest
 
 from fastsuncet.evaluation import confusion
+from fastsuncet.evaluation.finetuning import frozen
 from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.exports import save_run
 
@@ -20,8 +21,11 @@ def _empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="package")
-def _one_confusion_matrix():
-    """Draw only the first one, which takes most of a second: tests/evaluation/test_confusion.py draws all kinds."""
+def _less_work():
+    """Draw only the first confusion matrix, which takes most of a second, and take statistics from two batches.
+
+    tests/evaluation/test_confusion.py draws all kinds.
+    """
     drawn, draw = [], confusion.confusion_picture
 
     def first(*given) -> bytes:
@@ -30,6 +34,7 @@ def _one_confusion_matrix():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(confusion, "confusion_picture", first)
+        patch.setattr(frozen, "BATCHES", 2)
         yield
 
 

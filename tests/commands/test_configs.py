@@ -36,10 +36,17 @@ def diagonal(*values: list) -> list[list]:
 def test_configs_copy_means_the_same_in_another_folder(name, monkeypatch):
     """tests/test_paper.py loads every config of the paper's sweeps."""
     monkeypatch.setattr(runs, "product", diagonal)
-    file = Path(name).name + ".yaml"
+    file, cases = Path(name).name + ".yaml", runs._cases
     assert cli.main(["configs", name, "--copy"]) == 0
     if re.search(r"(?m)^commands:", Path(file).read_text()):
-        assert configs_of(file) == configs_of(name) != []
+        of_original = configs_of(name)
+        # A copy has other lines of a base only: one case without such a line is enough.
+        monkeypatch.setattr(
+            runs,
+            "_cases",
+            lambda group: [x for i, x in enumerate(cases(group)) if not i or "base" in x.settings],
+        )
+        assert set(configs_of(file)) <= set(of_original)
     else:
         assert load_config(file) == load_config(name)
 

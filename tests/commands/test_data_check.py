@@ -12,6 +12,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data.image_files import index_path
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index_file import load_index
+from tests.support.pictures import cut_short
 
 CONFIG = """\
 data: {kind: image_folder, root: images, backend: torchvision}
@@ -42,10 +43,6 @@ def run(folder, capsys):
         return capsys.readouterr().out.replace(f"{folder}/", "").splitlines()
 
     return lines
-
-
-def cut_short(path):
-    path.write_bytes(path.read_bytes()[:-400])
 
 
 def test_data_check_counts_good_images_and_keeps_the_index_of_a_run(folder, run):

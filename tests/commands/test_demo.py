@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastsuncet.commands.demo import CONFIGS as NAMES
 from fastsuncet.commands.demo import demo, table, verdict
 from fastsuncet.commands.report.curves import Curve, Measurement, Point
-from fastsuncet.config import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +68,3 @@ def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys
     for name in ("demo_seed3.png", "views.png"):
         pixels = np.asarray(Image.open(folder / name).convert("L"))
         assert pixels.std() > 10, f"{name} is blank"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_demo_configs_show_256_views_an_update(name):
-    assert load_config(name).resolve(1, 1442, 10).samples(0) == 256

@@ -35,12 +35,6 @@ FEW = "data.split.fraction=0.03"
 TAG = "bernoulli0.1-step_00000010"
 
 
-@pytest.fixture(autouse=True)
-def _few_batches(monkeypatch):
-    """Take new statistics from two batches: the images are most of the work of these tests."""
-    monkeypatch.setattr(frozen, "BATCHES", 2)
-
-
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory) -> Path:
     """A folder of runs with one of ten steps, saved at 9 and 10."""
