@@ -12,7 +12,7 @@ from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import in_float32
-from tests.support.runs import CONFIGS, small_config
+from tests.support.runs import CONFIGS, tiny_config
 
 LABELS_ALONE = [
     *("criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.supervised_epochs=all"),
@@ -59,7 +59,7 @@ def small(folder, method: str, *overrides: str) -> Config:
     options = METHODS[method]
     if LABELS_ALONE[0] in options:
         options = [*options, "optimization.warmup=0"]
-    return small_config(folder, *options, *overrides)
+    return tiny_config(folder, *options, *overrides)
 
 
 def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

@@ -19,6 +19,21 @@ PRELOADED = [
 ]
 
 
+def start_forked(function: Callable[..., Any], *arguments: Any) -> multiprocessing.Process:
+    """Start `function(*arguments)`, of a module, in a process forked from a server that has everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def started_by_an_agent(rank: int, port: int) -> None:
+    """Set the variables of one of two ranks whose agent, the test, holds the store at `port`."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
 def _rank_main(rank: int, world_size: int, folder: str, function: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))

@@ -33,6 +33,11 @@ SMALL = (
     "meta.threads=1",
 )
 
+TINY = (
+    *("data.kind=synthetic", "data.root=null", "data.synthetic.images=146", "data.synthetic.size=8"),
+    *("data.split.fraction=0.5", "criterion.unsupervised_batch_size=36", "checkpoint.export=[]"),
+)
+
 
 class Killed(BaseException):
     """Stands for kill -9: no handler runs and nothing is saved on the way out."""
@@ -64,6 +69,11 @@ def interrupted_at(stream: type, step: int, how: Callable[[], None]) -> Iterator
 def small_config(folder: Path, *overrides: str) -> Config:
     """Return the demo's config, cut to ten steps, with its run in `folder`."""
     return load_config(CONFIGS / "digits_demo.yaml", [*SMALL, f"logging.folder={folder}", *overrides])
+
+
+def tiny_config(folder: Path, *overrides: str) -> Config:
+    """Return small_config with a tenth of its images, which are synthetic, and without an export."""
+    return small_config(folder, *TINY, *overrides)
 
 
 def train(config: Config, *, stop_at: int | None = None, rank: int | None = None) -> dict[int, str]:

@@ -23,7 +23,7 @@ from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, c
 from tests.support import runs
 from tests.support.methods import small
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
+from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, tiny_config, train
 
 pytestmark = pytest.mark.slow
 
@@ -65,12 +65,14 @@ def graphs(monkeypatch):
         ("PAWS", "lars", 1),
     ],
 )
-def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, graphs, method, optimizer, captured):
+def test_replayed_run_is_the_plain_run_to_the_bit(tmp_path, monkeypatch, graphs, method, optimizer, captured):
     """Through the switch-off of supervision and SwAV's frozen prototypes."""
-    # Eight steps of twelve, with SwAV four of them with frozen prototypes; PAWS needs the labels.
-    epochs = f"criterion.supervised_epochs={'all' if method == 'PAWS' else 2}"
+    monkeypatch.setattr(cuda_graph, "WARMUP", 1)
+    # Four steps of six, with SwAV two of them with frozen prototypes; PAWS needs the labels.
+    epochs = f"criterion.supervised_epochs={'all' if method == 'PAWS' else 1}"
     lr = f"optimization.lr={0.5 if optimizer == 'lars' else 0.01}"
-    options = (epochs, "optimization.steps=12", lr, f"optimization.optimizer={optimizer}")
+    options = [epochs, "optimization.steps=6", lr, f"optimization.optimizer={optimizer}"]
+    options += ["swav.freeze_steps=2"] * ("SwAV" in method)
     plain, graph = (small(tmp_path / name, method, *options) for name in ("plain", "graph"))
     train(plain)
     assert graphs == []
@@ -93,14 +95,14 @@ def test_no_graph_is_alive_when_the_process_group_ends(tmp_path, monkeypatch, gr
                 alive.append([graph() for graph in graphs])
 
     monkeypatch.setattr(runs, "as_rank", watched)
-    train(small_config(tmp_path, "meta.cuda_graph=true"), stop_at=stop_at)
+    train(tiny_config(tmp_path, "meta.cuda_graph=true"), stop_at=stop_at)
     assert alive == [[None]]
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("graph")
-    config = small_config(folder)
+    config = tiny_config(folder)
     with as_rank(config) as place:
         return start(config, place, folder)[0].task
 
@@ -181,7 +183,7 @@ def weights_around_a_refusal(rank, world_size, folder):
     """Return the weights after some steps, whose capture is refused in the middle of backward or not tried."""
     found = []
     for graphs in (False, True):
-        config = small_config(Path(folder) / str(graphs))
+        config = tiny_config(Path(folder) / str(graphs))
         config.run_folder.mkdir(parents=True, exist_ok=True)
         place = Place(rank, world_size, rank, torch.device("cpu"))
         task = start(config, place, config.run_folder)[0].task

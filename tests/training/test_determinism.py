@@ -12,7 +12,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.training import determinism
 from fastsuncet.training.determinism import resolve_precision, set_determinism
-from tests.support.runs import CONFIGS, small_config, train
+from tests.support.runs import CONFIGS, tiny_config, train
 
 CARD = Place(0, 1, 0, torch.device("cuda", 0))
 AUTO = "meta.precision=auto"
@@ -116,7 +116,7 @@ def test_precision_auto_is_one_that_all_ranks_compute(monkeypatch):
 @pytest.mark.slow
 def test_precision_that_was_chosen_is_kept_and_refused_on_other_hardware(tmp_path, monkeypatch, capfd):
     """Kept in config.yaml, in the first metrics line and in the checkpoint."""
-    config = small_config(tmp_path, AUTO, "optimization.steps=2", "optimization.warmup=0")
+    config = tiny_config(tmp_path, AUTO, "optimization.steps=2", "optimization.warmup=0")
     pretend(monkeypatch, cpu=False)
     train(config)
     assert "fp32 (auto: this CPU has neither AVX512_BF16 nor AMX)" in capfd.readouterr().out
@@ -133,4 +133,4 @@ def test_precision_that_was_chosen_is_kept_and_refused_on_other_hardware(tmp_pat
         CheckpointError, match=r"meta.precision: 'fp32' in the checkpoint, 'bf16' now \(auto chooses"
     ):
         train(config)
-    train(small_config(tmp_path, "meta.precision=fp32", "optimization.steps=2", "optimization.warmup=0"))
+    train(tiny_config(tmp_path, "meta.precision=fp32", "optimization.steps=2", "optimization.warmup=0"))

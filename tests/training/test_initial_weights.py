@@ -20,7 +20,7 @@ from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import build_model, projection_head_of
 from fastsuncet.training import initial_weights
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
+from tests.support.runs import assert_equal_to_the_bit, final_state, tiny_config, train
 
 PLACE = Place(0, 1, 0, torch.device("cpu"))
 
@@ -42,7 +42,7 @@ def loaded(config) -> tuple[torch.nn.Module, dict]:
 
 
 def test_initial_weights_fill_the_encoder_and_leave_the_head(tmp_path, weights):
-    config = small_config(tmp_path, f"model.init={weights}")
+    config = tiny_config(tmp_path, f"model.init={weights}")
     model, record = loaded(config)
     theirs, drawn = build_model("resnet_tiny", seed=5), build_model("resnet_tiny", hidden=config.model.hidden)
     assert_equal_to_the_bit(dict(model.encoder.state_dict()), dict(theirs.encoder.state_dict()))
@@ -52,7 +52,7 @@ def test_initial_weights_fill_the_encoder_and_leave_the_head(tmp_path, weights):
 
 
 def on_a_rank(rank: int, world_size: int, folder, weights) -> dict:
-    config = small_config(folder, f"model.init={weights if rank == 0 else folder / 'only rank 0 reads it'}")
+    config = tiny_config(folder, f"model.init={weights if rank == 0 else folder / 'only rank 0 reads it'}")
     model = build_model("resnet_tiny").to(memory_format=torch.channels_last)
     initial_weights.load(config, model, Place(rank, world_size, rank, torch.device("cpu")))
     return dict(model.encoder.state_dict())
@@ -90,7 +90,7 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
         } <= named.keys()
         found = {"encoder": {f"module.{key}": x for key, x in named.items()}, "epoch": 300}
     torch.save(found, tmp_path / "w.pth")
-    model, record = loaded(small_config(tmp_path, *words))
+    model, record = loaded(tiny_config(tmp_path, *words))
     assert_equal_to_the_bit(dict(model.state_dict()), dict(theirs))
     assert record["note"].startswith("encoder and heads from") and "not loaded" not in record["note"]
     assert record["note"].count("drawn") == 0
@@ -103,7 +103,7 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
     assert projection_head_of(encoder.head | {last: torch.zeros(3, 5)}) is None
     torch.save({key: x for key, x in theirs.items() if key.startswith("encoder")}, tmp_path / "w.pth")
     with pytest.raises(ConfigErrors, match=r"does\s+not\s+hold\s+the\s+heads"):
-        loaded(small_config(tmp_path, *words))
+        loaded(tiny_config(tmp_path, *words))
 
 
 @pytest.mark.slow
@@ -117,13 +117,13 @@ def test_initial_weights_of_torchvision_say_what_is_not_loaded(tmp_path):
     network = torchvision.models.resnet18(num_classes=7)
     torch.save(network.state_dict(), tmp_path / "resnet18.pth")
     words = ["model.name=resnet18", "model.stem=imagenet", f"model.init={tmp_path / 'resnet18.pth'}"]
-    model, record = loaded(small_config(tmp_path, *words))
+    model, record = loaded(tiny_config(tmp_path, *words))
     assert torch.equal(model.encoder.conv1.weight, network.conv1.weight)
     assert "not loaded: the classifier of 7 classes and any projection head" in record["note"]
     with pytest.raises(
         ConfigErrors, match=r"holds\s+a\s+resnet18,\s+stem\s+imagenet;\s+model\.name\s+is\s+resnet_tiny"
     ):
-        loaded(small_config(tmp_path, words[-1]))
+        loaded(tiny_config(tmp_path, words[-1]))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "timm/test_vit"])
@@ -132,7 +132,7 @@ def test_initial_weights_published_by_timm(tmp_path, monkeypatch, name):
     network = timm.create_model(name.removeprefix("timm/"), num_classes=0)
     given = mock.Mock(return_value=network)
     words = [f"model.name={name}", "model.stem=imagenet", "model.init=timm", "data.augmentation.size=32"]
-    config = small_config(tmp_path, *words)
+    config = tiny_config(tmp_path, *words)
     with monkeypatch.context() as patch:
         patch.setattr(timm, "create_model", given)
         tensors, about = timm_backbone.published(name)
@@ -143,7 +143,7 @@ def test_initial_weights_published_by_timm(tmp_path, monkeypatch, name):
     assert record["path"] == "timm" and "timm's published weights" in record["note"]
     assert f"they were trained with data.augmentation.mean {about['mean']}" in record["note"]
     with pytest.raises(ConfigErrors, match=r"is\s+not\s+the\s+sha256\s+of"):
-        loaded(small_config(tmp_path, *words, f"model.init_sha256={'a' * 64}"))
+        loaded(tiny_config(tmp_path, *words, f"model.init_sha256={'a' * 64}"))
 
 
 def test_initial_weights_of_timm_without_a_network(monkeypatch):
@@ -158,44 +158,44 @@ def test_initial_weights_of_timm_without_a_network(monkeypatch):
 
 def test_initial_weights_refuse_a_wrong_path_or_sha256(tmp_path, weights):
     with pytest.raises(ConfigErrors, match=r"is\s+no\s+file\s+of\s+weights"):
-        loaded(small_config(tmp_path, f"model.init={tmp_path / 'nothing'}"))
+        loaded(tiny_config(tmp_path, f"model.init={tmp_path / 'nothing'}"))
     with pytest.raises(ConfigErrors, match=r"is\s+not\s+the\s+sha256\s+of"):
-        loaded(small_config(tmp_path, f"model.init={weights}", f"model.init_sha256={'a' * 64}"))
+        loaded(tiny_config(tmp_path, f"model.init={weights}", f"model.init_sha256={'a' * 64}"))
     with open(tmp_path / "huge.pth", "wb") as file:
         file.truncate(50 << 30)
     with pytest.raises(CheckpointError, match=r"huge\.pth has 54 GB, and files of weights have at most 21"):
-        loaded(small_config(tmp_path, f"model.init={tmp_path / 'huge.pth'}"))
+        loaded(tiny_config(tmp_path, f"model.init={tmp_path / 'huge.pth'}"))
     with pytest.raises(ConfigErrors, match=r"is\s+read\s+only\s+with\s+model\.init"):
-        small_config(tmp_path, f"model.init_sha256={'a' * 64}")
+        tiny_config(tmp_path, f"model.init_sha256={'a' * 64}")
 
 
 @pytest.mark.slow
 def test_initial_weights_of_a_run_are_read_once(tmp_path, weights, capsys):
     """A resume needs no file and ends with the same bits; a run and its export can be started from."""
     words = [f"model.init={weights}"]
-    whole, stopped = (small_config(tmp_path / name, *words) for name in ("whole", "stopped"))
+    whole, stopped = (tiny_config(tmp_path / name, *words) for name in ("whole", "stopped"))
     print_plan(whole, show_config=False)
     assert "\ninit     encoder from" in capsys.readouterr().out
     train(whole)
     train(stopped, stop_at=4)
     weights.rename(tmp_path / "elsewhere.safetensors")
     with pytest.raises(CheckpointError, match="this run was started from"):
-        train(small_config(tmp_path / "stopped"))
+        train(tiny_config(tmp_path / "stopped"))
     train(stopped)
     assert_equal_to_the_bit(final_state(stopped), final_state(whole))
     meta = manager.load_newest(whole.run_folder / "checkpoints").meta
     assert meta["init"]["path"] == str(weights)
     begun = manager.load_newest(whole.run_folder / "checkpoints").model
     for source in (whole.run_folder, export(whole.run_folder, "torchvision")):
-        model, _ = loaded(small_config(tmp_path, f"model.init={source}"))
+        model, _ = loaded(tiny_config(tmp_path, f"model.init={source}"))
         assert torch.equal(model.encoder.conv1.weight, begun["encoder.conv1.weight"])
 
 
 def test_initial_weights_check_refuses_other_weights_on_resume(tmp_path, weights):
     begun = {"init": {"path": str(weights), "sha256": "a" * 64, "note": ""}}
-    initial_weights.check(small_config(tmp_path, f"model.init={weights}"), begun)
+    initial_weights.check(tiny_config(tmp_path, f"model.init={weights}"), begun)
     moved = [f"model.init={tmp_path / 'moved'}"]
-    initial_weights.check(small_config(tmp_path, *moved, f"model.init_sha256={'a' * 64}"), begun)
+    initial_weights.check(tiny_config(tmp_path, *moved, f"model.init_sha256={'a' * 64}"), begun)
     for words, meta, said in (
         ([], begun, "was started from .*, and model.init is None now"),
         (moved, {"init": None}, "was started without model.init, and model.init is .*moved now"),
@@ -203,4 +203,4 @@ def test_initial_weights_check_refuses_other_weights_on_resume(tmp_path, weights
         ([*moved, f"model.init_sha256={'b' * 64}"], begun, "from weights with the sha256 a+, and"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            initial_weights.check(small_config(tmp_path, *words), meta)
+            initial_weights.check(tiny_config(tmp_path, *words), meta)
