@@ -2,7 +2,6 @@
 
 import json
 import linecache
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,8 +18,8 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed import heartbeat
 from fastsuncet.distributed.heartbeat import Heartbeat
 from fastsuncet.distributed.signals import SignalFlag
-from tests.support.ranks import PRELOADED
-from tests.support.runs import CONFIGS, SMALL, small_config
+from tests.support.ranks import start_forked, started_by_an_agent
+from tests.support.runs import CONFIGS, SMALL, TINY, tiny_config
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def hearts(monkeypatch):
     for number in range(2):
         monkeypatch.setattr(heartbeat, "rank", lambda number=number: number)
         said, ended = [], []
-        found.append((Heartbeat(2.0, SignalFlag(), said.append, ended.append), said, ended))
+        found.append((Heartbeat(1.5, SignalFlag(), said.append, ended.append), said, ended))
     return found
 
 
@@ -68,7 +67,7 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
         with other:
             other.at(6, "trains")
             one.at(6, "trains")
-            time.sleep(1)
+            time.sleep(0.5)
         wait_for_end(ended)
     assert "waiting for rank 1 (no sign of life; last seen where it trains after step 6" in said[-1]
 
@@ -87,7 +86,7 @@ def test_heartbeat_after_a_signal_says_that_nothing_can_be_saved(hearts):
 @pytest.mark.slow
 def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
     with hearts[0][0], hearts[1][0]:
-        for step in range(50):
+        for step in range(40):
             for heart, _, _ in hearts:
                 heart.at(step, "trains")
             time.sleep(0.05)
@@ -130,7 +129,7 @@ def test_end_hung_ends_the_process_where_the_disk_hangs_too(monkeypatch, capsys)
 
 
 # ------------------------------------------------------------------------------------------------- real ranks
-TIMEOUT = 8
+TIMEOUT = 5
 
 
 def stop_process() -> None:
@@ -139,9 +138,7 @@ def stop_process() -> None:
 
 def rank_main(rank: int, folder: str, port: int, how: str) -> None:
     """Train as the command does; rank 1 hangs at step 5."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    # The test's process holds the store, as torchrun's agent does.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    started_by_an_agent(rank, port)
     os.dup2(os.open(f"{folder}/output {rank}", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     Heartbeat.period, read = 0.5, PairedStream.__call__
@@ -152,7 +149,7 @@ def rank_main(rank: int, folder: str, port: int, how: str) -> None:
         return read(stream, step, supervised)
 
     PairedStream.__call__ = reading
-    overrides = [*SMALL, f"logging.folder={folder}", f"meta.timeout={TIMEOUT}", "meta.device=cpu"]
+    overrides = [*SMALL, *TINY, f"logging.folder={folder}", f"meta.timeout={TIMEOUT}", "meta.device=cpu"]
     sys.exit(main(["train", str(CONFIGS / "digits_demo.yaml"), *overrides]))
 
 
@@ -164,17 +161,12 @@ WHERE = {
 
 @pytest.mark.slow
 def test_hung_rank_ends_the_job_with_124_and_its_name(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     jobs = {}
     for how in WHERE:  # both jobs wait for their time-out at the same time
         (tmp_path / how).mkdir()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         words = (str(tmp_path / how), store.port, how)
-        ranks = [context.Process(target=rank_main, args=(rank, *words)) for rank in (0, 1)]
-        for process in ranks:
-            process.start()
-        jobs[how] = (store, ranks)
+        jobs[how] = (store, [start_forked(rank_main, rank, *words) for rank in (0, 1)])
     for how, (_, ranks) in jobs.items():
         ranks[0].join(120)
         if how == "stopped":
@@ -185,6 +177,6 @@ def test_hung_rank_ends_the_job_with_124_and_its_name(tmp_path):
         assert [process.exitcode for process in ranks] == codes, output
         error = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
         assert f"waiting for rank 1 ({WHERE[how]}" in error and "meta.timeout" in error
-        status = json.loads((small_config(tmp_path / how).run_folder / "status.json").read_text())
+        status = json.loads((tiny_config(tmp_path / how).run_folder / "status.json").read_text())
         assert (status["state"], status["exit_code"]) == ("failed", 124)
         assert "waiting for rank 1" in status["message"]

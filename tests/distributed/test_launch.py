@@ -8,11 +8,13 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fastsuncet import cli
 from fastsuncet.distributed import launch, place
 from fastsuncet.distributed.place import (
     PORT,
@@ -25,8 +27,9 @@ from fastsuncet.distributed.place import (
 from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import ConfigError, HungError
 from pipelines import atomic_files
-from tests.support.ranks import PRELOADED
-from tests.support.runs import CONFIGS, SMALL
+from pipelines.data_errors import DataError
+from tests.support.ranks import start_forked, started_by_an_agent
+from tests.support.runs import CONFIGS, SMALL, TINY
 from tests.support.scripts import shadow
 
 pytestmark = pytest.mark.slow
@@ -164,8 +167,8 @@ def test_job_exit_code_is_the_causes_and_not_its_consequences(failures, code):
 # --------------------------------------------------------------------------------------- real processes, real agent
 
 
-def _agent(folder: str, arguments: list[str], stand_in: str | None) -> None:
-    """Run `launch.start_ranks` for two ranks in this process; the text of `stand_in` replaces our command line."""
+def _agent(folder: str, arguments: list[str], stand_in: str | None, ranks: int) -> None:
+    """Run `launch.start_ranks` for some ranks in this process; the text of `stand_in` replaces our command line."""
     os.chdir(folder)
     os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     if stand_in is not None:
@@ -173,19 +176,23 @@ def _agent(folder: str, arguments: list[str], stand_in: str | None) -> None:
         launch.cli_command = lambda: [sys.executable, "-c", program]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-    torch.cuda.device_count = lambda: 2
+    torch.cuda.device_count = lambda: ranks
     sys.exit(launch.start_ranks(arguments, Path("status.json")))
 
 
-def job_of_two(
-    folder: Path, stand_in: str | None = None, arguments: tuple[str, ...] = ("train", "x.yaml")
+def started_job(
+    folder: Path, stand_in: str | None = None, *arguments: str, ranks: int = 2
 ) -> multiprocessing.Process:
-    """Start the agent in `folder`, forked from a server that has imported torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_agent, args=(str(folder), list(arguments), stand_in))
-    process.start()
-    return process
+    """Start the agent in `folder`."""
+    folder.mkdir(exist_ok=True)
+    return start_forked(_agent, str(folder), list(arguments), stand_in, ranks)
+
+
+def exit_code(process: multiprocessing.Process, folder: Path) -> int | None:
+    """Wait for the end of a job, and show what it said on its errors where a comparison fails."""
+    process.join(240)
+    print((folder / "errors").read_text()[-2000:])
+    return process.exitcode
 
 
 def wait_for(process: multiprocessing.Process, *files: Path) -> None:
@@ -195,54 +202,62 @@ def wait_for(process: multiprocessing.Process, *files: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("first", "other", "code"),
-    [
+def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(tmp_path):
+    cases = (
         # Both at the same moment: 1 is what a rank returns whose connection to another broke.
         ("sys.exit(3)", "sys.exit(1)", 3),
         # The other one waits in a collective until the agent ends it by SIGTERM.
         ("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)", 137),
-    ],
-)
-def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(first, other, code, tmp_path):
-    process = job_of_two(tmp_path, f"if os.environ['RANK'] == '1': {first}\n{other}")
-    process.join(120)
-    assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
+    )
+    jobs = [
+        (
+            tmp_path / first,
+            code,
+            started_job(tmp_path / first, f"if os.environ['RANK'] == '1': {first}\n{other}"),
+        )
+        for first, other, code in cases
+    ]
+    for folder, code, process in jobs:
+        assert exit_code(process, folder) == code
 
 
 PREEMPTED, DONE, FAILED = (f'{{"exit_code": {code}}}' for code in (75, 0, 5))
+STATUSES = [  # what an earlier job wrote, what this one writes, the code of this one
+    ("", "", 143),
+    ("", '{"exit_code": null}', 143),  # it was still running
+    ("", '{"exit_code": 1}', 143),  # a connection to a rank that was killed
+    ("", PREEMPTED, 75),
+    ("", DONE, 0),
+    ("", FAILED, 5),  # as where the encoder of a complete run cannot be exported
+    (DONE, None, 143),  # of another job
+    (FAILED, None, 143),
+    (PREEMPTED, None, 75),  # the same command still continues it
+]
 
 
-@pytest.mark.parametrize(
-    ("earlier", "status", "code"),
-    [
-        ("", "", 143),
-        ("", '{"exit_code": null}', 143),  # it was still running
-        ("", '{"exit_code": 1}', 143),  # a connection to a rank that was killed
-        ("", PREEMPTED, 75),
-        ("", DONE, 0),
-        ("", FAILED, 5),  # as where the encoder of a complete run cannot be exported
-        (DONE, None, 143),  # of another job
-        (FAILED, None, 143),
-        (PREEMPTED, None, 75),  # the same command still continues it
-    ],
-)
-def test_start_ranks_on_sigterm_returns_the_code_that_the_run_wrote(tmp_path, earlier, status, code):
+def test_start_ranks_on_sigterm_returns_the_code_that_the_run_wrote(tmp_path):
     """Ranks that were killed before they had saved must not look like a saved run, nor a complete run like them."""
-    (tmp_path / "status.json").write_text(earlier)
-    process = job_of_two(tmp_path, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
-    wait_for(process, tmp_path / "0", tmp_path / "1")
-    if status is not None:
-        (tmp_path / "status.json").write_text(status)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(120)
-    assert process.exitcode == code, (tmp_path / "errors").read_text()[-2000:]
+    jobs = []
+    for number, (earlier, status, code) in enumerate(STATUSES):  # all wait at the same time
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "status.json").write_text(earlier)
+        process = started_job(folder, "open(os.environ['RANK'], 'w').close(); time.sleep(60)")
+        jobs.append((folder, status, code, process))
+    for folder, status, _, process in jobs:
+        wait_for(process, folder / "0", folder / "1")
+        if status is not None:
+            (folder / "status.json").write_text(status)
+        os.kill(process.pid, signal.SIGTERM)
+    for folder, _, code, process in jobs:
+        assert exit_code(process, folder) == code
 
 
 SAVING = """
 def save(*_):
     open(f"saving {os.environ['RANK']}", "w").close()
-    time.sleep(1.5)
+    while not os.path.exists("repeated"):
+        time.sleep(0.05)
     open("status.json", "w").write('{"exit_code": 75}')
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
@@ -251,18 +266,21 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("name", [name for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if name in STOP_SIGNALS])
-def test_start_ranks_ignores_a_repeated_signal_while_the_ranks_save(name, tmp_path):
+def test_start_ranks_ignores_a_repeated_signal_while_the_ranks_save(tmp_path):
     """Under nohup SIGHUP stops nothing, and is left out."""
-    process = job_of_two(tmp_path, SAVING)
+    names = [name for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if name in STOP_SIGNALS]
+    jobs = {name: started_job(tmp_path / name, SAVING) for name in names}
     for files in (("0", "1"), ("saving 0", "saving 1")):
-        wait_for(process, *(tmp_path / file for file in files))
-        os.kill(process.pid, signal.Signals[name])
+        for name, process in jobs.items():
+            wait_for(process, *(tmp_path / name / file for file in files))
+            os.kill(process.pid, signal.Signals[name])
     for _ in range(3):
-        time.sleep(0.3)
-        os.kill(process.pid, signal.Signals[name])
-    process.join(120)
-    assert process.exitcode == 75, (tmp_path / "errors").read_text()[-2000:]
+        time.sleep(0.2)
+        for name, process in jobs.items():
+            os.kill(process.pid, signal.Signals[name])
+    for name, process in jobs.items():
+        (tmp_path / name / "repeated").touch()
+        assert exit_code(process, tmp_path / name) == 75
 
 
 RANK = """
@@ -282,7 +300,7 @@ sys.exit(cli.main())
 
 
 def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
-    process = job_of_two(tmp_path, RANK)
+    process = started_job(tmp_path, RANK)
     wait_for(process, tmp_path / "0", tmp_path / "1")
     process.kill()
     saved = [tmp_path / "saved 0", tmp_path / "saved 1"]
@@ -295,47 +313,62 @@ def test_ranks_whose_agent_was_killed_save_and_end(tmp_path):
 def test_rank_whose_agent_was_killed_before_it_came_ends(monkeypatch):
     """The kernel sends no SIGTERM to a rank that asks for it after its agent's end."""
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)}
-    del agents
-    for name, value in {**rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(place, "CONNECT", timedelta(seconds=1))
-    with pytest.raises(HungError, match="nothing answers at MASTER_ADDR"), join("cpu"):
-        pass
+    refused = pytest.raises(HungError, match="nothing answers at MASTER_ADDR")
+    with mock.patch.dict(os.environ), refused:
+        started_by_an_agent(1, agents.port)
+        del agents
+        with join("cpu"):
+            pass
 
 
-FAILS = """
-import atexit
-from fastsuncet import cli
-from fastsuncet.distributed.place import join
-from pipelines.data_errors import DataError
-def fail(arguments):
-    with join("cpu") as place:
-        if place.first:
-            time.sleep(60)
-        atexit.register(os.abort)  # as the group's threads can do at the interpreter's end
-        raise {error}("damaged: " + 50_000 * "x" + " end")
-cli._dispatch = fail
-sys.exit(cli.main())
+def _fail_in_a_group(rank: int, port: int, folder: str, error: type[Exception]) -> None:
+    """Be a rank whose command fails while the other one waits, and whose end is aborted by the group's threads."""
+    started_by_an_agent(rank, port)
+    os.dup2(os.open(f"{folder}/errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.argv = ["fastsuncet", "train"]
+
+    def fail(arguments: list[str]) -> int:
+        with join("cpu") as place:
+            if place.first:
+                time.sleep(60)
+            raise error("damaged: " + 50_000 * "x" + " end")
+
+    cli._dispatch = fail
+    cli.main()
+    os.abort()
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError, 3), (ZeroDivisionError, 1)])
+def test_rank_that_fails_in_its_group_ends_with_its_code_and_whole_message(tmp_path, error, code):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other, failed = (
+        start_forked(_fail_in_a_group, rank, store.port, str(tmp_path), error) for rank in (0, 1)
+    )
+    assert exit_code(failed, tmp_path) == code
+    other.kill()
+    assert "damaged: " + 50_000 * "x" + " end\n" in (tmp_path / "errors").read_text()
+
+
+WRONG = """
+from fastsuncet.cli import main
+sys.argv += ["optimization.lr=-1"] * (os.environ["RANK"] == "1")
+sys.exit(main())
 """
 
 
-@pytest.mark.parametrize(("error", "code"), [("DataError", 3), ("ZeroDivisionError", 1)])
-def test_rank_that_fails_in_its_group_ends_with_its_code_and_whole_message(tmp_path, error, code):
-    process = job_of_two(tmp_path, FAILS.replace("{error}", error))
-    process.join(120)
-    said = (tmp_path / "errors").read_text()
-    assert process.exitcode == code, said[-2000:]
-    assert "damaged: " + 50_000 * "x" + " end\n" in said
+def test_start_ranks_ends_a_job_whose_config_is_wrong_on_one_rank_only(tmp_path):
+    """The other rank waits for all to start; the agent ends it once this one has left."""
+    process = started_job(tmp_path, WRONG, "train", "digits_demo", f"logging.folder={tmp_path / 'runs'}")
+    assert exit_code(process, tmp_path) == 2
+    assert "optimization.lr" in (said := (tmp_path / "errors").read_text()) and "must be" in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_start_ranks_trains_in_a_folder_with_packages_of_our_names(tmp_path):
     shadow(tmp_path, "fastsuncet", "pipelines", "yaml.py")
-    sizes = ["criterion.unsupervised_batch_size=16", "optimization.warmup=0", "optimization.steps=2"]
-    words = [*SMALL, *sizes, "data.backend=torchvision", f"logging.folder={tmp_path}"]
-    arguments = ["train", str(CONFIGS / "digits_demo.yaml"), *words]
-    process = job_of_two(tmp_path, None, tuple(arguments))
-    process.join(240)
-    assert process.exitcode == 0, (tmp_path / "errors").read_text()[-2000:]
+    words = [*SMALL, *TINY, "optimization.warmup=0", "optimization.steps=2", f"logging.folder={tmp_path}"]
+    config = str(CONFIGS / "digits_demo.yaml")
+    assert exit_code(started_job(tmp_path, None, "train", config, *words, ranks=1), tmp_path) == 0
     (status,) = tmp_path.glob("*/status.json")
-    assert {"state": "done", "step": 2, "world_size": 2}.items() <= atomic_files.read_object(status).items()
+    assert {"state": "done", "step": 2}.items() <= atomic_files.read_object(status).items()
