@@ -197,25 +197,15 @@ def test_sup_con_has_its_authors_numbers():
     assert two_views.item() == pytest.approx(float(arrays["supcon_2view_HEAD_tau0.1_loss"]), rel=3e-6)
 
 
-# --------------------------------------------------------------------------------------------------- invariance
+# ------------------------------------------------------------------------------------------------------- labels
 @given(batches, temperatures, st.randoms(use_true_random=False), st.sampled_from(LABELED))
-def test_row_order_class_names_and_lengths_do_not_matter(batch, temperature, random, name):
+def test_class_names_do_not_matter(batch, temperature, random, name):
     z, labels = batch
-    loss, grad = run(name, z, labels, temperature)
-    order = torch.tensor(random.sample(range(len(z)), len(z)))
-    moved_loss, moved_grad = run(name, z[order], labels[order], temperature)
-    torch.testing.assert_close(moved_loss, loss, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(moved_grad, grad[order], rtol=1e-9, atol=1e-9 / temperature)
-
     names = sorted(set(labels.tolist()))
     large = [INT64.min, INT64.min + 1, -(2**53) - 1, -(2**53), -1, 0, 2**31, 2**53, 2**53 + 1]
     new_names = random.sample(large + [INT64.max - k for k in range(10)], len(names))
     renamed = torch.tensor([new_names[names.index(each)] for each in labels.tolist()])
-    assert torch.equal(run(name, z, renamed, temperature)[0], loss)
-
-    longer_loss, longer_grad = run(name, 7 * z, labels, temperature)
-    torch.testing.assert_close(longer_loss, loss, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(7 * longer_grad, grad, rtol=1e-9, atol=1e-9 / temperature)
+    assert torch.equal(run(name, z, renamed, temperature)[0], run(name, z, labels, temperature)[0])
 
 
 @pytest.mark.filterwarnings("error")

@@ -104,28 +104,13 @@ def test_paws_in_float32_is_near_float64():
     assert_near([x.double() for x in found], expected, 2e-5)
 
 
-@pytest.mark.parametrize("case", ["supports", "classes", "lengths", "dtype", "columns"])
-def test_paws_does_not_depend_on(case):
-    """Not on the order of the supports, the names of the classes, the lengths of rows, the dtype of labels, columns."""
-    anchors, supports, labels, targets, of_targets = batch_of()
-    expected = run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS)
-    columns = None
-    order = torch.randperm(SUPPORTS, generator=torch.Generator().manual_seed(0))
-    if case == "supports":
-        supports, labels, of_targets = supports[order], labels[order], of_targets[order]
-    elif case == "classes":
-        names = {each: -(2**62) + 977 * i % 11 for i, each in enumerate(sorted(set(labels.tolist())))}
-        labels = torch.tensor([names[each] for each in labels.tolist()])
-    elif case == "lengths":
-        targets, of_targets = 3 * targets, of_targets / 7
-    elif case == "dtype":
-        labels = labels.unique(return_inverse=True)[1].to(torch.uint8)
-    else:
-        columns = len(labels.unique()) + 3
-    found = list(run(paws, anchors, supports, labels, targets, of_targets, views=VIEWS, classes=columns))
-    if case == "supports":
-        found[3] = found[3][order.argsort()]
-    assert_near(found, expected)
+def test_paws_does_not_depend_on_the_dtype_of_labels_or_the_number_of_columns():
+    anchors, supports, labels, *targets = batch_of()
+    expected = run(paws, anchors, supports, labels, *targets, views=VIEWS)
+    small = labels.unique(return_inverse=True)[1].to(torch.uint8)
+    assert_near(run(paws, anchors, supports, small, *targets, views=VIEWS), expected)
+    columns = len(labels.unique()) + 3
+    assert_near(run(paws, anchors, supports, labels, *targets, views=VIEWS, classes=columns), expected)
 
 
 def test_paws_refuses_more_classes_than_columns():
