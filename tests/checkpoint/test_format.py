@@ -228,7 +228,7 @@ plain = st.recursive(
     lambda inner: (
         st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner)
     ),
-    max_leaves=20,
+    max_leaves=10,
 )
 
 

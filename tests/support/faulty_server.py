@@ -1,4 +1,4 @@
-"""Write and read on a file server that is slow and wrong: for each line of faults, print a line of outcomes.
+"""Write and read on a file server that is slow and wrong: for a line of faults of a writer, print a line of outcomes.
 
     LD_PRELOAD=faulty_files.so python -m tests.support.faulty_server FOLDER
 
@@ -29,7 +29,6 @@ def use(folder: Path, fault: dict[str, str]) -> None:
 def outcome(folder: Path, name: str, fault: dict[str, str]) -> dict:
     """Write 2 after 1 and read it, all on the faulty server; then look at what is there, on a sound one."""
     writer = WRITERS[name]
-    writer.write(folder, 1)
     use(folder, fault)
     try:
         writer.write(folder, 2)
@@ -52,9 +51,13 @@ if __name__ == "__main__":
     images()
     place = Path(sys.argv[1], "files")
     for line in sys.stdin:
+        faults = json.loads(line)
+        before = place.with_name(f"before {faults[0]['writer']}")
+        before.mkdir()
+        WRITERS[faults[0]["writer"]].write(before, 1)
         outcomes = []
-        for fault in json.loads(line):
-            place.mkdir()
+        for fault in faults:
+            shutil.copytree(before, place)
             outcomes.append(outcome(place, fault.pop("writer"), fault))
             shutil.rmtree(place)
         print(json.dumps(outcomes), flush=True)

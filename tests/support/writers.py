@@ -20,6 +20,7 @@ from fastsuncet.commands import embed, export, folder_pass, predict
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.models.resnet import build_model
 from pipelines import code_cache
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
@@ -34,6 +35,7 @@ from tests.support.pictures import write_pictures
 REFUSALS = (FastSuncetError, DataError, OSError)
 
 CLASSES = tuple("abcd")
+build_once = functools.cache(build_model)
 SCRATCH = tempfile.TemporaryDirectory()  # of the test process, removed at its end
 
 
@@ -105,7 +107,9 @@ def write_export(path: Path, number: int) -> None:
 
 def read_export(path: Path) -> int | None:
     record = path / "fastsuncet.json" if path.is_dir() else path.with_suffix(".json")
-    return load_encoder(path).step if path.exists() and record.exists() else None
+    # To build the network takes longer than to read it.
+    with mock.patch("fastsuncet.evaluation.encoder.build_model", build_once):
+        return load_encoder(path).step if path.exists() and record.exists() else None
 
 
 def write_rows(output: Path, number: int) -> None:
