@@ -37,12 +37,6 @@ PROFILES = {
 both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def with_gradient(values, gradient, dtype=torch.float32):
-    p = nn.Parameter(torch.as_tensor(values, dtype=dtype).clone())
-    p.grad = torch.as_tensor(gradient, dtype=dtype) + torch.zeros_like(p)
-    return p
-
-
 def all_equal(found, expected):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -270,7 +264,8 @@ def test_lars_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tole
 
 @both
 def test_lars_float16_norms_do_not_overflow(implementation):
-    p = with_gradient(torch.full((600, 600), 200.0), 150.0, torch.float16)  # |w| = 120,000 > 65,504
+    p = nn.Parameter(torch.full((600, 600), 200.0, dtype=torch.float16))  # |w| = 120,000 > 65,504
+    p.grad = torch.full_like(p, 150.0)
     LARS([p], 10.0, implementation=implementation).step()
     assert torch.all(p == 198)  # a step of 10 x 0.001 x 200, whatever the gradient's length
 
