@@ -118,15 +118,6 @@ def test_paws_refuses_more_classes_than_columns():
         paws(*batch_of(), views=VIEWS, classes=5)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_paws_with_one_class_is_zero(smoothing):
-    anchors, supports, labels, *targets = batch_of()
-    inputs = (anchors, supports, torch.full_like(labels, -3), *targets)
-    found = run(paws, *inputs, views=VIEWS, smoothing=smoothing)
-    for each in found:
-        torch.testing.assert_close(each, torch.zeros_like(each), rtol=0, atol=1e-12)
-
-
 def test_paws_me_max_is_lowest_where_the_mean_is_the_prior():
     """Four views of one class and two of another: me-max is -log 2 with the prior 2 to 1, and higher with 1 to 2."""
     supports, labels = torch.eye(2, dtype=F64), torch.tensor([5, 9])

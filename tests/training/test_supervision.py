@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastsuncet.training.supervision import PlateauRule
 
@@ -86,14 +84,3 @@ def test_plateau_of_simple_curves(name):
     """It needs two spans. One odd epoch changes nothing, and one that is not finite is left out."""
     means, epochs, end = CURVES_BY_HAND[name]
     assert ends_after(means, epochs) == end
-
-
-@given(st.lists(st.floats(0.01, 5), max_size=40), st.integers(1, 8), st.integers(0, 40), st.floats(0.001, 1))
-def test_plateau_rule_continues_from_its_means(means, epochs, stopped, gain):
-    whole, first, second = (PlateauRule(epochs, gain) for _ in range(3))
-    decisions = [whole.add(mean) for mean in means]
-    for mean in means[:stopped]:
-        first.add(mean)
-    second.means = json.loads(json.dumps(first.means))
-    assert [second.add(mean) for mean in means[stopped:]] == decisions[stopped:]
-    assert second.means == whole.means
