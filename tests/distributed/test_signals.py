@@ -82,20 +82,6 @@ print(f"saved after {signals.requested}", flush=True)
 sys.stdin.readline()  # what comes after a save: status.json, the end of the interpreter
 sys.exit(75)
 """
-HANG_UPS = {"terminal": signal.SIG_DFL, "nohup": signal.SIG_IGN}
-
-
-def started(hang_up: str = "terminal") -> subprocess.Popen:
-    """Return a process that waits for a signal; it was started from a terminal or under nohup."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, HANG_UPS[hang_up]),
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
 
 
 def answer(process: subprocess.Popen) -> str:
@@ -105,25 +91,30 @@ def answer(process: subprocess.Popen) -> str:
     return process.stdout.readline()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_signal_flag_ignores_repeated_signals_until_the_process_has_ended(name):
-    process = started()
-    process.send_signal(signal.Signals[name])
+@pytest.mark.parametrize(
+    ("hang_up", "sent", "heard"),
+    [
+        (signal.SIG_DFL, ["SIGTERM"], "SIGTERM"),
+        (signal.SIG_DFL, ["SIGHUP"], "SIGHUP"),
+        (signal.SIG_IGN, ["SIGHUP", "SIGUSR1"], "SIGUSR1"),  # under nohup
+    ],
+)
+def test_signal_flag_ignores_repeated_signals_until_the_process_has_ended(hang_up, sent, heard):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),
+    )
+    assert process.stdout.readline() == "ready\n"
+    for each in sent:
+        process.send_signal(signal.Signals[each])
     assert process.stdout.readline() == "saving\n"
     for repeated in STOP_SIGNALS:
         process.send_signal(signal.Signals[repeated])
-    assert answer(process) == f"saved after {name}\n"
+    assert answer(process) == f"saved after {heard}\n"
     for repeated in STOP_SIGNALS:
         process.send_signal(signal.Signals[repeated])
-    process.communicate("\n", timeout=60)
-    assert process.returncode == 75
-
-
-def test_signal_flag_under_nohup_does_not_hear_sighup():
-    process = started("nohup")
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGUSR1)
-    assert process.stdout.readline() == "saving\n"
-    assert answer(process) == "saved after SIGUSR1\n"
     process.communicate("\n", timeout=60)
     assert process.returncode == 75
