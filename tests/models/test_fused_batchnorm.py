@@ -18,6 +18,7 @@ from fastsuncet.models.resnet import BasicBlock, build_model
 from fastsuncet.models.sync_batchnorm import from_sums, sums_of, synchronize
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import HostModule, on_the_host
+from tests.support.networks import narrow_resnet50
 from tests.support.ranks import run_ranks
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -169,7 +170,8 @@ def test_kernels_round_to_bfloat16_as_pytorch_does(host):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet_tiny", "resnet50"])
-def test_fused_network_is_the_same_network(name):
+def test_fused_network_is_the_same_network(name, monkeypatch):
+    narrow_resnet50(monkeypatch, 8)
     stem = "cifar" if name == "resnet_tiny" else "imagenet"
     network = build_model(name, stem=stem, hidden=8, output=4, head_batchnorm=True)
     parameters, keys = list(network.parameters()), list(network.state_dict())

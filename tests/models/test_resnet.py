@@ -30,22 +30,6 @@ def test_resnet50_has_the_papers_parameter_counts():
     assert count(build_model(stem="cifar", device="meta")) == 27_958_976
 
 
-@pytest.mark.parametrize("name", ["resnet50", "resnet34", "resnet18"])
-def test_encoder_loads_into_torchvisions_network(name):
-    with torch.device("meta"):
-        reference = torchvision.models.get_model(name, weights=None)
-    expected = {key: shape for key, shape in shapes(reference).items() if not key.startswith("fc.")}
-    if name != "resnet18":
-        assert shapes(build_model(name, device="meta").encoder) == expected
-        return
-    encoder = build_model(name).encoder
-    assert shapes(encoder) == expected
-    reference.fc = nn.Identity()
-    reference.load_state_dict(encoder.state_dict(), assign=True)
-    images = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(encoder.eval()(images), reference.eval()(images), rtol=1e-5, atol=1e-6)
-
-
 def test_model_keys_are_those_of_the_authors_checkpoints():
     path = FOLDER / "state_dict_keys_v0.json"
     if not path.exists():
@@ -138,9 +122,10 @@ def test_tiny_network_halves_twice_and_has_three_blocks(size):
     assert count(model.encoder) == 77_392
 
 
-@pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.slow), "resnet18"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet50", "resnet34", "resnet18"])
 def test_encoder_gives_the_bits_of_torchvisions(name):
-    """In a training step: outputs, gradients and statistics."""
+    """In a training step: outputs, gradients and statistics. Its state_dict loads into torchvision's network."""
     own = build_model(name).encoder
     with torch.device("meta"):
         theirs = torchvision.models.get_model(name, weights=None)

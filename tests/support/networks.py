@@ -1,7 +1,12 @@
-"""A small network, and gradients for it without a loss."""
+"""Small networks, and gradients without a loss."""
 
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
+
+from fastsuncet.models import resnet
 
 
 def tiny_network(dtype=torch.float32, memory_format=torch.contiguous_format):
@@ -10,6 +15,13 @@ def tiny_network(dtype=torch.float32, memory_format=torch.contiguous_format):
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(16, 5)
     )
     return network.to(dtype=dtype, memory_format=memory_format)
+
+
+def narrow_resnet50(patch: pytest.MonkeyPatch, channels: int) -> None:
+    """Let `resnet50` have so many channels in its first layer in place of 64."""
+    narrow = partial(resnet.ResNet, resnet.Bottleneck, channels, (3, 4, 6, 3))
+    patch.setitem(resnet.NETWORKS, "resnet50", narrow)
+    patch.setitem(resnet.WIDTHS, "resnet50", 32 * channels)
 
 
 def give_gradients(network, seed, scale=1.0):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,11 +11,12 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.models import norm_kernel, resnet
+from fastsuncet.models import norm_kernel
 from fastsuncet.tuning import child
 from fastsuncet.tuning.child import Bench
 from fastsuncet.tuning.trials import Verdict
 from tests.support.emulated_norm import emulated
+from tests.support.networks import narrow_resnet50
 from tests.support.pretended import paper
 from tests.support.runs import small_config
 
@@ -66,10 +66,7 @@ def test_problem_is_a_difference_beyond_rounding(bench, config, monkeypatch, val
 )
 def test_problem_of_a_resnet50_is_more_than_its_own_rounding(monkeypatch, precision, fault, problem):
     """The arithmetic of norm.cu, right and wrong, in all layers; 24 channels, because bf16 takes long on a CPU."""
-    monkeypatch.setitem(
-        resnet.NETWORKS, "resnet50", partial(resnet.ResNet, resnet.Bottleneck, 24, (3, 4, 6, 3))
-    )
-    monkeypatch.setitem(resnet.WIDTHS, "resnet50", 32 * 24)
+    narrow_resnet50(monkeypatch, 24)
     words = ["data.augmentation.size=32", f"meta.precision={precision}", "model.hidden=256"]
     config, sizes = paper(1, *words, "meta.device=cpu", "model.fused_batchnorm=false")
     sizes = replace(sizes, local_unlabeled=6, classes_per_batch=4, global_images_per_class=2)
