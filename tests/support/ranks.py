@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -70,3 +71,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
             ]
             raise AssertionError("\n".join(reports) or str(error)) from error
         return [torch.load(f"{folder}/result_{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process still runs some time after it was killed."""
+    status, ends = Path(f"/proc/{pid}/status"), time.monotonic() + 10
+    # A dead one that its new parent has not collected yet is a zombie.
+    while status.exists() and "zombie" not in status.read_text():
+        if time.monotonic() > ends:
+            return True
+        time.sleep(0.05)
+    return False

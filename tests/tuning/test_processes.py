@@ -3,13 +3,12 @@
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from fastsuncet.tuning import processes
 from fastsuncet.tuning.chooser import Rung
-from tests.support.ranks import run_ranks
+from tests.support.ranks import is_alive, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -26,16 +25,6 @@ def child(monkeypatch, code: str, seconds: float = 20, stopped=lambda: False) ->
     command = lambda request, report: [sys.executable, "-c", code, str(request), str(report)]  # noqa: E731
     monkeypatch.setattr(processes, "child_command", command)
     return processes.run_child({"sides": {}}, os.environ, processes.limited(seconds, stopped))
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process still runs some time after it was killed."""
-    status, ends = Path(f"/proc/{pid}/status"), time.monotonic() + 10
-    while status.exists() and "zombie" not in status.read_text():
-        if time.monotonic() > ends:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_run_child_returns_the_whole_lines_of_its_report(monkeypatch):
