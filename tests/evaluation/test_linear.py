@@ -97,10 +97,10 @@ def test_choose_strength_of_many_or_few_labels(monkeypatch):
     labels = torch.arange(30) % 5
     features = drawn(30, 5) + 5 * torch.eye(5)[labels]
     monkeypatch.setattr(module, "MANY", 29)
-    assert choose_strength(features, labels, 5) in STRENGTHS
-    assert choose_strength(features[:3], labels[:3], 5) in STRENGTHS
-    assert choose_strength(features[:1], labels[:1], 5) == 1, "no fold can tell"
-    assert choose_strength(features[:5], labels[:5], 5) == 1, "one label of each class"
+    monkeypatch.setattr(module, "STRENGTHS", (1e-5, 0.1))
+    assert choose_strength(features, labels, 5) == 0.1
+    for few in (1, 3, 5):  # no fold can tell
+        assert choose_strength(features[:few], labels[:few], 5) == 1
 
 
 @pytest.mark.parametrize("n", [5, 97, 200])

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet.evaluation import npi as module
-from fastsuncet.evaluation.npi import npi, npi_probabilities
-from fastsuncet.models.resnet import build_model
-from tests.support.colors import ALONE
+from fastsuncet.evaluation.npi import npi_probabilities
 from tests.support.vectors import load_vectors
 
 
@@ -64,11 +62,3 @@ def test_npi_probabilities_ignore_order_and_scale_of_supports(n, classes, seed):
     order = torch.randperm(n, generator=generator)
     q = npi_probabilities(7 * queries, 0.1 * supports[order], labels[order], classes, 0.1)
     torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-6)
-
-
-def test_npi_counts_all_images_and_records_its_setting(colors):
-    config, images = colors
-    measured = npi(build_model("resnet_tiny", seed=1).encoder, images, config, ALONE)
-    assert measured.images == 11
-    assert 11 * measured.metrics["top1"] == pytest.approx(round(11 * measured.metrics["top1"]))
-    assert measured.setting == {"temperature": 0.1, "views": 1, "seed": 0}
