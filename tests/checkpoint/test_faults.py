@@ -270,12 +270,7 @@ def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(tmp_path, capsy
             assert not list(folder.rglob(".tmp-*"))
         require_next(name, folder, number)
         fatal += 1
-    advised = name in (
-        "checkpoint",
-        "index",
-        "pack",
-        *ROWS,
-    )  # the others get their advice from their command
+    advised = name in ("checkpoint", "index", "pack", *ROWS)  # the others get their advice from their command
     assert outcomes - {"saved", "saved, and something said"} == {f"refused: True, {advised}"}
     assert name in ROWS or (before == (1, 2)) == ("saved, and something said" in outcomes)
     assert len(outcomes) > 1

@@ -153,10 +153,7 @@ def rank_main(rank: int, folder: str, port: int, how: str) -> None:
     sys.exit(main(["train", str(CONFIGS / "digits_demo.yaml"), *overrides]))
 
 
-WHERE = {
-    "asleep": "reads images after step 5, in reading, test_heartbeat.py",
-    "stopped": "no sign of life",
-}
+WHERE = {"asleep": "reads images after step 5, in reading, test_heartbeat.py", "stopped": "no sign of life"}
 
 
 @pytest.mark.slow

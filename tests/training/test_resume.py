@@ -30,7 +30,8 @@ from tests.support.runs import (
 
 pytestmark = pytest.mark.slow
 PARTS = ("straight", "stopped")
-EVALUATED = "evaluation.knn_every_epochs=1"
+SEVEN = "optimization.steps=7"
+EVALUATED = (SEVEN, "evaluation.knn_every_epochs=1")
 
 
 def test_run_stopped_by_a_signal_continues_to_the_same_bits(undisturbed, tmp_path):
@@ -130,23 +131,23 @@ def test_signal_during_the_start_stops_before_the_first_step(tmp_path, monkeypat
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """Return the final state of a run with an evaluation each epoch, after steps 4, 8 and 10."""
-    config = tiny_config(tmp_path_factory.mktemp("evaluated"), EVALUATED)
+    """Return the final state of a run with an evaluation each epoch, after steps 4 and 7."""
+    config = tiny_config(tmp_path_factory.mktemp("evaluated"), *EVALUATED)
     train(config)
     return final_state(config)
 
 
 def test_stop_skips_an_evaluation_and_the_continued_run_does_it_first(evaluated, tmp_path):
     """Or none, where there are no evaluations now."""
-    stopped = tiny_config(tmp_path / "stopped", EVALUATED)
+    stopped = tiny_config(tmp_path / "stopped", *EVALUATED)
     train(stopped, stop_at=3)
     assert [line["kind"] for line in metrics(stopped.run_folder)] == ["train"]
-    without = tiny_config(tmp_path / "without")
+    without = tiny_config(tmp_path / "without", SEVEN)
     shutil.copytree(stopped.run_folder, without.run_folder)
     train(stopped)
     assert_equal_to_the_bit(final_state(stopped), evaluated)
     train(without)
-    assert saved_steps(without)[-1:] == [10] and evaluations(without) == []
+    assert saved_steps(without)[-1:] == [7] and evaluations(without) == []
 
 
 def in_next_evaluation(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
@@ -166,7 +167,7 @@ def evaluations(config) -> list[int]:
 
 
 def stopped_in_an_evaluation(config, rank: int = 0, last: int = 0) -> list:
-    """Stop by a signal to the rank `last` in the first of three evaluations, and continue."""
+    """Stop by a signal to the rank `last` in the first of two evaluations, and continue."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
             in_next_evaluation(patch, terminate)
@@ -177,13 +178,13 @@ def stopped_in_an_evaluation(config, rank: int = 0, last: int = 0) -> list:
     return [*row, evaluations(config)]
 
 
-ROW = [[4], [], [4, 8, 10]]
+ROW = [[4], [], [4, 7]]
 
 
 # No checkpoint is due with that evaluation; one is.
 @pytest.mark.parametrize("every", [3, 4])
 def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(every, evaluated, tmp_path):
-    config = tiny_config(tmp_path, EVALUATED, f"checkpoint.every={every}")
+    config = tiny_config(tmp_path, *EVALUATED, f"checkpoint.every={every}")
     assert stopped_in_an_evaluation(config) == ROW
     assert_equal_to_the_bit(final_state(config), evaluated)
 
@@ -194,7 +195,7 @@ def saved_steps(config) -> list[int]:
 
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, evaluated, tmp_path, monkeypatch):
-    killed, write = tiny_config(tmp_path, EVALUATED, "checkpoint.every=4"), MetricsWriter.write
+    killed, write = tiny_config(tmp_path, *EVALUATED, "checkpoint.every=4"), MetricsWriter.write
 
     def written(writer, record, kind="train"):
         shown = write(writer, record, kind)
@@ -215,7 +216,6 @@ def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, evaluate
 
 
 # ------------------------------------------------------------------------------------------------- on several ranks
-SEVEN = "optimization.steps=7"
 # On two ranks: BatchNorm in each rank, and over pieces of both. Over ranks: in the evaluation's run, and on three. The
 # step of a stop, and the rank that gets the signal.
 KINDS = {"model.sync_batchnorm=false": (1, 1), "criterion.micro_batch=30": (5, 0)}
@@ -252,7 +252,7 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
     }
     with pytest.raises(CheckpointError, match=r"processes \(2 instead of 1\) this is another run"):
         train(of_one["per_rank"])
-    straight, stopped = (tiny_config(Path(folder, EVALUATED, part), EVALUATED) for part in PARTS)
+    straight, stopped = (tiny_config(Path(folder, "knn", part), *EVALUATED) for part in PARTS)
     train(straight)
     return {
         "same": same,
@@ -276,9 +276,9 @@ def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
     assert [rank["evaluation"] for rank in ranks] == [ROW, ROW]
     assert [rank["of one"] for rank in ranks] == [list(range(3, 10))] * 2
     assert run_ranks(on_three_ranks, 3, str(tmp_path)) == [True] * 3
-    runs = [*((folder, name, SEVEN) for name in KINDS), (tmp_path, THREE, SEVEN), (folder, EVALUATED)]
-    for top, *words in runs:
-        straight, stopped = (final_state(tiny_config(top / words[0] / part, *words)) for part in PARTS)
+    runs = [*((folder / name, name, SEVEN) for name in KINDS), (tmp_path / THREE, THREE, SEVEN)]
+    for top, *words in [*runs, (folder / "knn", *EVALUATED)]:
+        straight, stopped = (final_state(tiny_config(top / part, *words)) for part in PARTS)
         assert_equal_to_the_bit(stopped, straight)
 
     for name, (overrides, changed) in SIZES.items():
