@@ -140,12 +140,3 @@ def test_nobody_is_told_to_install_fastsuncet_from_the_registry():
     for path in [*PAGES, *sources, *(ROOT / "docs").rglob("*.md")]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pip install[^.\n]*\bfastsuncet\b|fastsuncet\[", text), path
-
-
-def test_trust_page_names_tests_that_exist():
-    rows = re.findall(
-        r"`(tests/[\w/]+\.py)`[\s,(]+`(test_\w+)`", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    )
-    assert rows
-    for path, name in rows:
-        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"

@@ -43,6 +43,18 @@ def test_negative_plus_view_is_white(backend):
     (view,), (negative,) = (opened(unlabeled(digits(), augmentations=a), backend)(0) for a in given)
     torch.testing.assert_close(view + negative, torch.ones_like(view))
 """
+TRAIN_TEST = """
+from fastsuncet.cli import main
+
+
+def test_toys_train(tmp_path, capsys):
+    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
+    changes = ["optimization.steps=2", "optimization.warmup=0", "evaluation.knn_every_epochs=null"]
+    words = [*toys, *changes, "logging.log_every=1", f"logging.folder={tmp_path}"]
+    assert main(["train", "digits_demo", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "SimCLR + Toy" in shown and "toy=" in shown
+"""
 COMMAND = '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n'
 TERM = '    "toy": Term("Toy", partial(contrast, "toy")),\n'
 DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes))[::4]'
@@ -116,6 +128,7 @@ def copy(tmp_path_factory) -> Path:
     for part in ("fastsuncet", "pipelines", "tests", "configs", "tools"):
         shutil.copytree(ROOT / part, folder / part)  # with what is compiled
     shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "tests" / "test_toys.py").write_text(TRAIN_TEST)
     for file, edits in (each for recipe in RECIPES.values() for each in recipe.items()):
         path = folder / file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -145,18 +158,14 @@ def test_recipes_sub_command_runs(copy):
 
 
 @pytest.mark.slow
-def test_recipes_loss_and_augmentation_are_compared_with_their_twins(copy):
+def test_recipes_loss_augmentation_and_network_agree_and_train(copy):
     draws = "tests/pipelines/sampling/test_augmentation.py"  # its rows, also where ranks cut the batch
-    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py", draws)
-    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined"
+    tests = (
+        "tests/training/test_methods.py",
+        "tests/pipelines/test_negative.py",
+        draws,
+        "tests/test_toys.py",
+    )
+    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined or toys"
     run_tests = run(copy, "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
-    assert len(run_tests.split()[0]) == 5
-
-
-@pytest.mark.slow
-def test_recipes_loss_augmentation_and_network_train(copy):
-    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
-    changes = [*toys, "optimization.steps=2", "optimization.warmup=0", "logging.log_every=1"]
-    changes.append("evaluation.knn_every_epochs=null")
-    shown = run(copy, "fastsuncet", "train", "digits_demo", *changes, f"logging.folder={copy}/runs")
-    assert "SimCLR + Toy" in shown and "toy=" in shown
+    assert len(run_tests.split()[0]) == 6
