@@ -17,6 +17,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from statistics import mean, stdev
@@ -36,14 +37,19 @@ COLUMNS = ("labels", "method", "seed", "evaluation", "updates", "petaflops", "to
 BASELINE, METHOD = "SimCLR", "SimCLR + SuNCEt"
 CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
 ALONE = {"alone_cross_entropy": "labels alone, cross-entropy", "alone_suncet": "labels alone, SuNCEt"}
-NAMES = ALONE | {
-    "untrained": UNTRAINED,
-    "simclr": BASELINE,
-    "suncet": METHOD,
-    "switched_off": f"{METHOD}, off after a fifth",
-    "cross_entropy": CROSS_ENTROPY,
-    "paws": "PAWS + SuNCEt",
-}
+PEERS = {"lightly": "lightly-train's SimCLR", "timm": "timm's parts on the labels alone"}
+NAMES = (
+    ALONE
+    | PEERS
+    | {
+        "untrained": UNTRAINED,
+        "simclr": BASELINE,
+        "suncet": METHOD,
+        "switched_off": f"{METHOD}, off after a fifth",
+        "cross_entropy": CROSS_ENTROPY,
+        "paws": "PAWS + SuNCEt",
+    }
+)
 PAPERS_LR = 0.05  # of fine-tuning on CIFAR-10 (appendix B)
 EVALUATIONS = {
     "finetune": f"fine-tuned at lr {PAPERS_LR}",
@@ -413,6 +419,14 @@ def show_photos(path: Path) -> list[str]:
         tables.append(table([f"{labels} labels: top-1, %, 713 photos", *heads], ends))
     heads = ["each by its best on the held-out photos", *titles]
     tables.append(table([f"less {base}, points (95 %)", *heads], rows))
+    kinds, rows = (*both, "own"), []
+    for (name, ours), labels in product(zip(PEERS.values(), (BASELINE, base)), ("300", "100")):
+        found = [shares(labels, name, kind) for kind in kinds]
+        less = [shares(labels, ours, best[base] if kind == "own" else kind) for kind in kinds]
+        if any(found):
+            rows.append([f"{labels} labels: {name}", *map(with_seeds, found)])
+            rows.append([f"less {ours}, points (95 %)", *map(gain, less, found)])
+    tables += [table(["top-1, %, 713 photos", *(EVALUATIONS[kind] for kind in kinds)], rows)] if rows else []
     if (ready := min(map(len, decided.values()))) < SEEDS:
         return [*tables, f"Decisions: none yet, {ready} of {SEEDS} draws."]
     rows = []
