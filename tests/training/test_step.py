@@ -61,7 +61,7 @@ def test_first_passes_of_ddp_have_the_shape_of_a_step_where_it_compiles(tmp_path
         return (labeled,)
 
     monkeypatch.setattr("fastsuncet.distributed.ddp.parallel", lambda *_, blank_pass, **__: blank_pass(seen))
-    sizes = config.resolve(2, 1000, 10)
+    sizes = config.resolve(2, 146, 10)
     build(config, Place(0, 2, 0, CPU), 10, range(1, 11), sizes)
     assert sizes.local_unlabeled > 2 < sizes.local_labeled
     assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [1, 1, 2]]
