@@ -38,7 +38,7 @@ from fastsuncet.tuning.trials import try_kernel
 
 WINDOWS = 4  # timed without a pause between them
 SECONDS = 0.5  # of timed steps in a window: short, because other work on the machine comes and goes
-FACTOR = 10  # emulated kernels that were right differed by up to 8 times (a ResNet-50 of 16 channels, float32)
+FACTOR = 10  # emulated kernels that were right differed by up to 8 times (a narrow ResNet-50, float32)
 FLOOR = 1e-6  # of a distance: float32 rounds its sums by less
 PIXEL_LIMIT = 0.02  # of the size of the pixels: decoders of a GPU round to other levels
 PROOF_IMAGES, PROOF_VIEWS = 32, 128  # of a rank: a proof in two precisions would not fit with a whole batch
