@@ -248,11 +248,14 @@ def test_lars_follows_the_formula(implementation, monkeypatch):
     [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
 )
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_lars_foreach_equals_the_reference_in_every_dtype_and_layout(dtype, tolerance, memory_format):
+@pytest.mark.parametrize("nesterov", [True, False])  # False takes the CPU's own branch
+def test_lars_foreach_equals_the_reference_in_every_dtype_and_layout(
+    dtype, tolerance, memory_format, nesterov
+):
     networks = [tiny_network(dtype, memory_format) for _ in IMPLEMENTATIONS]
     for network, implementation in zip(networks, IMPLEMENTATIONS):
         groups = parameter_groups(network, exclude_bias_and_norm=True)
-        settings = LARSSettings(weight_decay=1e-2, nesterov=True)
+        settings = LARSSettings(weight_decay=1e-2, nesterov=nesterov)
         optimizer = LARS(groups, 0.2, **asdict(settings), implementation=implementation)
         for seed in range(3):
             give_gradients(network, seed)
