@@ -80,10 +80,8 @@ def run(tmp_path, picture, labels) -> Path:
             picture(tmp_path / "photos" / f"part{i % 2}" / f"{color}{i}.png", color, 7 + i)
     labels()
     data = [f"data.root={tmp_path / 'mine'}", f"data.csv={tmp_path / 'labels.csv'}", "data.train=null"]
-    data += [
-        "data.backend=torchvision",
-        "data.decode_threads=1",
-    ]  # DALI begins in more time than these images take
+    # DALI begins in more time than these images take.
+    data += ["data.backend=torchvision", "data.decode_threads=1"]
     kind = ["data.kind=csv", "data.split.kind=csv", "data.split.file=null", "data.split.sha256=null"]
     alone = ["data.validation=null", "evaluation.knn_every_epochs=null", "evaluation.knn_k=3"]
     tiny = ["model.name=resnet_tiny", "data.augmentation.size=32", "linear.strength=0.1"]

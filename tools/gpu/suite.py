@@ -37,7 +37,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.tuning.processes import last_error, limited, run_while
 from pipelines.cuda_compiler import driver_version
