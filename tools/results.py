@@ -66,20 +66,20 @@ class Experiment(NamedTuple):
     """What its rules.md says."""
 
     title: str
-    labels: str  # their share
+    labels: str  # how many
     decided: dict[str, range]  # evaluation -> the seeds that decide
 
 
 FEW_LABELS, PHOTOS = "cifar10-few-labels", "clothing-photos"
 EXPERIMENTS = {
-    "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 %", {"linear": range(5)}),
-    "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 %", {}),
+    "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 % of the labels", {"linear": range(5)}),
+    "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 % of the labels", {}),
     "cifar10-32px": Experiment(
         "CIFAR-10 at 32 pixels",
-        "2 %",
+        "2 % of the labels",
         {"finetune": range(3), "linear": range(3), "finetune_lr0.005": range(1, 4)},
     ),
-    FEW_LABELS: Experiment("CIFAR-10 at 16 pixels", "100 and 500", {}),
+    FEW_LABELS: Experiment("CIFAR-10 at 16 pixels", "100 and 500 labels", {}),
 }
 SEEDS, CHECKPOINTS, HELD_OUT_SEED = 5, 8, 100  # the last: runs that are measured on held-out training images
 NOT_REACHED = 1.5  # counts for r where a seed never has SimCLR's best accuracy
@@ -518,6 +518,7 @@ def show_plateau(study: Study) -> list[str]:
     center, half = interval(points(fixed, plateau))
     most = all(2 * sum(there for _, there in found.values()) > len(found) for found in ended)
     base, ends, later = (study.shares(name) for name in ENDING.values())
+    alone = study.shares(ALONE["alone_cross_entropy"])
     whole, part = (mean(study.whole(name).values()) for name in (BASELINE, FIXED))
     return [
         table(["method", "updates", "petaFLOPs", "top-1, %, last checkpoint", UNTIL[0]], rows),
@@ -525,6 +526,8 @@ def show_plateau(study: Study) -> list[str]:
         f"with {100 * part / whole:.0f} % of its FLOPs.",
         f"Plateau against fixed end, paired (95 %): FLOPs {center:+.1f} ± {half:.1f} points of SimCLR's, "
         f"accuracy {gain(ends, later)} points.",
+        f"Less labels alone, cross-entropy, paired (95 %): fixed end {gain(alone, ends)} points, "
+        f"plateau {gain(alone, later)} points.",
         f"Decision by the rule: **{decision_on_cost(center, half, most_arrived=most)}**.",
     ]
 
@@ -628,20 +631,23 @@ def show_demo(folder: Path) -> list[str]:
             found = tuple(Point(step, {"petaflops": cost}, {"top1": top1}) for step, cost, top1 in rows)
             curves.append(Curve("", method, seed, Measurement("linear", ""), found, method != BASELINE))
     study = studies(curves)[""]["linear"]
-    rows, readme, seeds = [], [], []
-    for a, b in zip(*(study.groups[name].common("top1") for name in (BASELINE, METHOD))):
-        means = [percent(p.metrics["top1"], unit="") for p in (a, b)]
-        rows.append([f"{a.step}", f"{1e6 * a.costs['petaflops']:.1f}", *means])
-        readme = [[name, percent(p.metrics["top1"])] for name, p in ((BASELINE, a), (METHOD, b))]
-        head = f"after {a.step} updates, {1e6 * a.costs['petaflops']:.0f} gigaFLOPs"
+    names, rows, seeds = (ALONE["alone_cross_entropy"], BASELINE, METHOD), [], []
+    ends: tuple[Point, ...] = ()
+    for ends in zip(*(study.groups[name].common("top1") for name in names)):
+        means = (percent(p.metrics["top1"], unit="") for p in ends)
+        rows.append([f"{ends[-1].step}", f"{1e6 * ends[-1].costs['petaflops']:.1f}", *means])
+    readme = [
+        [name, f"{1e6 * p.costs['petaflops']:.0f}", percent(p.metrics["top1"])] for name, p in zip(names, ends)
+    ]
     for seed in study.shares(BASELINE):
-        last = [f"{100 * study.shares(name)[seed]:.1f}" for name in (BASELINE, METHOD)]
-        own = [s for s in savings(study.panel, "top1") if s.seed == seed]
+        last = [f"{100 * study.shares(name)[seed]:.1f}" for name in names]
+        own = [s for s in savings(study.panel, "top1") if s.seed == seed and s.method == METHOD]
         seeds.append([str(seed), *last, *(percent([s.shares[1]], 0) if s.shares else "never" for s in own)])
+    head = [f"after {ends[-1].step} updates", "gigaFLOPs"]
     return [
-        table([head, "accuracy of a linear classifier on the labeled 10 %"], readme),
-        table(["updates", "gigaFLOPs", f"{BASELINE}, %", f"{METHOD}, %"], rows),
-        table(["seed", f"{BASELINE}, last", f"{METHOD}, last", *UNTIL], seeds),
+        table([*head, "accuracy of a linear classifier on the labeled 10 %"], readme),
+        table(["updates", "gigaFLOPs of the last two", *(f"{name}, %" for name in names)], rows),
+        table(["seed", *(f"{name}, last" for name in names), *UNTIL], seeds),
     ]
 
 
@@ -674,14 +680,15 @@ def draw(points: Path, path: Path) -> None:
     """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line.
 
     An evaluation of several checkpoints has a plot of its own, each number of labels a row of them; none, no figure.
+    The labels alone, which cost a fraction of the others, are a horizontal line at their best checkpoints.
     """
     from matplotlib.figure import Figure
     from matplotlib.transforms import ScaledTranslation
 
     every = read(points, range(HELD_OUT_SEED))
     shown = {
-        f"{labels} labels, {EVALUATIONS[kind]}" if labels else EVALUATIONS[kind]: found[kind]
-        for labels, found in every.items()
+        f"{count} labels, {EVALUATIONS[kind]}" if count else EVALUATIONS[kind]: found[kind]
+        for count, found in every.items()
         for kind in EVALUATIONS
         if kind in found
         and BASELINE in found[kind].groups
@@ -689,11 +696,14 @@ def draw(points: Path, path: Path) -> None:
     }
     if not shown:
         return
-    title, share, _ = EXPERIMENTS[points.parent.name]
+    title, labels, _ = EXPERIMENTS[points.parent.name]
     rows, columns = len(every), len(shown) // len(every)
-    figure = Figure(figsize=(6.4 if columns == 1 else 9, 4.3 * rows + 0.3), layout="constrained")
+    figure = Figure(
+        figsize=(6.4 if columns == 1 else 9, 4.3 * rows + (0.9 if columns == 1 else 0.3)),
+        layout="constrained",
+    )
     seeds = len(next(iter(shown.values())).curves(BASELINE))
-    figure.suptitle(f"{title}, {share} of the labels, paired seeds: {seeds}", size=11)
+    figure.suptitle(f"{title}, {labels}, paired seeds: {seeds}", size=11)
     for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
         names = [name for name in study.groups if name != UNTRAINED and name not in ALONE.values()]
         for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, ("-", "--", ":"))):
@@ -709,13 +719,21 @@ def draw(points: Path, path: Path) -> None:
             axes.errorbar(x, means, yerr=halves, label=name, transform=aside, **style)
             for sign in (-1, 1):  # the limits of the axes follow only what is drawn in its own place
                 axes.update_datalim([(c, m + sign * half) for c, m, half in zip(x, means, halves)])
+        for name, dashes in zip(ALONE.values(), ("--", ":")):
+            if name in study.groups:
+                tops = [
+                    max(top) for top in zip(*(p.metrics["top1"] for p in study.groups[name].common("top1")))
+                ]
+                axes.axhline(
+                    100 * mean(tops), color="0.4", lw=1.2, ls=dashes, label=f"{name}, best checkpoint"
+                )
         axes.autoscale_view()
         axes.set_title(heading, size=10)
         axes.set(xlabel="pre-training compute, teraFLOPs (6 x MAC a view)", ylabel="test accuracy, %")
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     lines = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=1 + columns)
+    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=1 if columns == 1 else 3)
     figure.savefig(path, dpi=150)
 
 

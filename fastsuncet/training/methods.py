@@ -166,5 +166,6 @@ def terms(config: Config) -> tuple[str, str]:
 
 
 def name(config: Config) -> str:
-    """Return the method as the paper writes it: "SimCLR + SuNCEt"."""
-    return " + ".join(TERMS[term].title for term in terms(config) if term != "none")
+    """Return the method as the paper writes it: "SimCLR + SuNCEt", or "labels alone, SuNCEt"."""
+    titles = " + ".join(TERMS[term].title for term in terms(config) if term != "none")
+    return f"labels alone, {titles}" if config.criterion.instance == "none" else titles

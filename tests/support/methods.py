@@ -38,8 +38,8 @@ METHODS = {
         f"SimCLR + {methods.TERMS[loss].title}": [f"criterion.supervision={loss}"]
         for loss in get_args(Contrast)
     },
-    "SuNCEt": LABELS_ALONE,
-    "L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
+    "labels alone, SuNCEt": LABELS_ALONE,
+    "labels alone, L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
     "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
     "SwAV + SuNCEt": SWAV,
     "PAWS": [*PAWS, "paws.prior=labels", "criterion.supervised_views=2"],

@@ -127,7 +127,7 @@ def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method, on_two_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "SuNCEt", "SwAV + SuNCEt", "PAWS"])
+@pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "labels alone, SuNCEt", "SwAV + SuNCEt", "PAWS"])
 def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
     whole, parts = (small(tmp_path / name, method, "optimization.steps=7") for name in ("whole", "parts"))
     train(whole)
@@ -135,7 +135,7 @@ def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, m
     train(parts)
     assert_equal_to_the_bit(final_state(parts), final_state(whole))
     last = metrics(whole.run_folder, "train")[-1]
-    if method == "SuNCEt":  # an epoch is a pass over the 70 labeled images, 40 an update
+    if method == "labels alone, SuNCEt":  # an epoch is a pass over the 70 labeled images, 40 an update
         assert "nt_xent" not in last and last["suncet"] > 0
         assert (last["images"], last["epoch"]) == (7 * 40, 7 / (70 // 40))
 
