@@ -60,7 +60,10 @@ def test_results_pair_seeds_where_a_method_lacks_one(tmp_path):
         (ROOT / "docs" / "results" / "cifar10-plateau" / "points.csv").read_text().splitlines(keepends=True)
     )
     path, shown = tmp_path / "points.csv", []
-    for dropped in (["fixed,0,"], ["fixed,0,", "plateau,0,"]):
+    for dropped in (
+        ["fixed,0,", "alone_cross_entropy,0,"],
+        ["fixed,0,", "plateau,0,", "alone_cross_entropy,0,"],
+    ):
         path.write_text("".join(line for line in lines if not any(each in line for each in dropped)))
         shown.append(re.findall(INTERVAL, "".join(results.show(path))))
     assert shown[0] == shown[1] and shown[0]
