@@ -268,13 +268,11 @@ class Report:
         *,
         notes: Sequence[str] = (),
         wrong: Sequence[str] = (),
-        quiet: bool = False,
         **found: Any,
     ) -> int:
         """Save and print everything, as Markdown; return 1 if something computes wrong results, else 0."""
         self.save(tables=list(tables), notes=list(notes), wrong=list(wrong), **found)
-        if not quiet:
-            print(*lines_of(self.content), sep="\n", flush=True)
+        print(*lines_of(self.content), sep="\n", flush=True)
         return 1 if wrong else 0
 
 

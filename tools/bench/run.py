@@ -6,7 +6,6 @@ python tools/bench/run.py CASE --help
 
 import argparse
 import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -44,11 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.prog += f" {asked.case}"
     case.add_arguments(parser.add_argument)
     options = parser.parse_intermixed_args(asked.words)
-    # Under torchrun all ranks measure, and the first one reports.
-    writes = int(os.environ.get("RANK", "0")) == 0
-    report = harness.Report(asked.case, options.json if writes else None)
-    found = case.measure(options, report)
-    return report.finish(**found, quiet=not writes)
+    report = harness.Report(asked.case, options.json)
+    return report.finish(**case.measure(options, report))
 
 
 if __name__ == "__main__":
