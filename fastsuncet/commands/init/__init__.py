@@ -82,8 +82,10 @@ def make(
     for line in found.described:
         say_line(line)
     machine = machine or survey.machine()
-    speed = f"{machine.macs_per_second / 1e9:,.0f} GMAC a second in a timed step"
-    say_line(f"{'machine':<9}{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB; {speed}")
+    rate = machine.macs_per_second / 1e9
+    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"  # a busy machine has less than 1
+    machine_line = f"{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB"
+    say_line(f"{'machine':<9}{machine_line}; {speed} GMAC a second in a timed step")
     start, why = survey.weights(weights, machine.device == "cuda")
     if labels is not None and start is not None and (kept := held_out_of(typed_path(start.init))):
         found = replace(found, survey=replace(found.survey, validation=str(kept)))
