@@ -65,7 +65,13 @@ EVALUATIONS = {
     "finetune_linear": "fine-tuned from the linear classifier",
     "own": "its own classifier",
 }
-PAIRS = ((METHOD, BASELINE), (CROSS_ENTROPY, BASELINE), (CROSS_ENTROPY, METHOD), (BASELINE, UNTRAINED))
+WITH_LABELS = [METHODS[key] for key in ("suncet", "cross_entropy", "switched_off", "paws")]
+PAIRS = (
+    *((name, BASELINE) for name in WITH_LABELS),
+    *((name, METHOD) for name in WITH_LABELS[1:]),
+    (BASELINE, UNTRAINED),
+    *((name, control) for name in WITH_LABELS for control in ALONE.values()),
+)
 
 
 class Experiment(NamedTuple):
@@ -499,10 +505,9 @@ def absolute(found: Studies, names: Sequence[str] = tuple(NAMES.values())) -> st
 
 
 def differences(found: Studies) -> str:
-    """Return the table of the paired differences of PAIRS, and of each method less the labels alone, of all seeds."""
-    alone = [(ours, base) for ours in (METHOD, CROSS_ENTROPY) for base in ALONE.values()]
+    """Return the table of the paired differences of PAIRS, of all seeds."""
     rows = []
-    for ours, base in (*PAIRS, *alone):
+    for ours, base in PAIRS:
         row = []
         for study in found.values():
             less, more = study.shares(base), study.shares(ours)
