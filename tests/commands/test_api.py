@@ -1,5 +1,6 @@
 """The public names of `import fastsuncet`: they exist and work together."""
 
+import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,16 +32,18 @@ def test_every_public_name_exists():
 
 
 @pytest.mark.slow
-def test_train_that_is_interrupted_restores_the_signal_handlers(tmp_path, monkeypatch):
+def test_train_interrupted_at_its_start_saves_nothing_and_restores_the_handlers(tmp_path, monkeypatch):
     def interrupted(*_, **__):
         signal.raise_signal(signal.SIGINT)
         return opened(*_, **__)
 
     handlers, opened = [signal.getsignal(each) for each in SIGNALS], train_command.open_images
     monkeypatch.setattr(train_command, "open_images", interrupted)
-    with pytest.raises(Preempted, match="SIGINT"):
-        fastsuncet.train(small_config(tmp_path))
+    with pytest.raises(Preempted, match="SIGINT: stopped before the first step"):
+        fastsuncet.train(config := small_config(tmp_path))
     assert [signal.getsignal(each) for each in SIGNALS] == handlers
+    assert json.loads((config.run_folder / "status.json").read_text())["state"] == "preempted"
+    assert not (config.run_folder / "checkpoints").exists()
 
 
 @pytest.mark.slow
@@ -56,19 +59,14 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     files = [folder / f"{i:02}.png" for i in range(12)]
     for file, image in zip(files, pixels):
         PIL.Image.fromarray(image).save(file)
-    small = (
-        "data.validation=null",
-        "evaluation.knn_every_epochs=null",
-        "optimization.steps=2",
-        "data.split.kind=all",
-    )
+    small = ("data.validation=null", "data.split.kind=all", "optimization.steps=2")
     small += ("criterion.unsupervised_batch_size=4", "criterion.classes_per_batch=2", "checkpoint.export=[]")
     small += ("criterion.supervised_imgs_per_class=2", "data.split.fraction=null", "optimization.warmup=0")
     weights = []
-    for name, images, given in (
-        ("array", pixels, labels),
-        ("files", files, labels),
-        ("mapping", dict(zip(map(str, files), labels)), None),
+    for name, images, given, other in (
+        ("array", pixels, labels, pixels[::-1]),
+        ("files", files, labels, [*files[:10], *files[:-3:-1]]),
+        ("mapping", dict(zip(map(str, files), labels)), None, dict(zip(files, labels[::-1]))),
     ):
         config = small_config(tmp_path / name, *small)
         run = fastsuncet.train(config, images, given)
@@ -80,13 +78,8 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
             PIL.Image.fromarray(pixels[2]).save(larger, compress_level=0)
         assert fastsuncet.train(config, images, given) == run
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        other = {
-            "array": pixels[::-1],
-            "files": [*files[:10], *files[:-3:-1]],
-            "mapping": dict(zip(files, labels[::-1])),
-        }
         with pytest.raises((CheckpointError, DataError), match=r"logging\.write_tag"):
-            fastsuncet.train(config, other[name], given)
+            fastsuncet.train(config, other, given)
         assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for other in weights[1:]:
         assert all(torch.equal(value, other[key]) for key, value in weights[0].items())
@@ -97,9 +90,8 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     assert fastsuncet.embed(encoder, pixels)[0] == [str(i) for i in range(12)]
     assert np.array_equal(rows, fastsuncet.embed(encoder, pixels)[1])
     assert np.array_equal(rows, fastsuncet.embed(encoder, folder)[1])
-    assert fastsuncet.embed(run, iter(files))[0] == names and np.array_equal(
-        rows, fastsuncet.embed(run, files)[1]
-    )
+    again, found = fastsuncet.embed(run, iter(files))
+    assert again == names and np.array_equal(rows, found)
     found = [fastsuncet.predict(run, images) for images in (folder, files, dict.fromkeys(files), pixels)]
     assert (run / "learned.csv").read_text().count("\n") == 1 + 8 and len(found[0]) == 12
     assert all([each[1:] for each in other] == [each[1:] for each in found[0]] for other in found)

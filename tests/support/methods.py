@@ -3,6 +3,7 @@
 from typing import get_args
 
 import torch
+import torch.nn.functional as F
 
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.schema import Contrast
@@ -12,24 +13,18 @@ from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel
 from fastsuncet.training.step import in_float32
+from tests.support import dense_losses
 from tests.support.runs import CONFIGS, tiny_config
 
 LABELS_ALONE = [
-    *("criterion.instance=none", "criterion.unsupervised_batch_size=0", "criterion.supervised_epochs=all"),
+    "criterion.instance=none",
+    "criterion.unsupervised_batch_size=0",
+    "criterion.supervised_epochs=all",
 ]
-SWAV = [
-    *("criterion.instance=swav", "swav.prototypes=12", "swav.small_crops=3", "swav.small_size=8"),
-    "swav.freeze_steps=4",
-]
-PAWS = [
-    *(
-        "criterion.instance=paws",
-        "criterion.supervised_epochs=all",
-        "swav.small_crops=3",
-        "swav.small_size=8",
-    ),
-    *("model.prediction_head=true", "model.head_batchnorm=true", "model.head_layers=3"),
-]
+SMALL_CROPS = ["swav.small_crops=3", "swav.small_size=8"]
+SWAV = ["criterion.instance=swav", "swav.prototypes=12", "swav.freeze_steps=4", *SMALL_CROPS]
+PAWS = ["criterion.instance=paws", "criterion.supervised_epochs=all"]
+PAWS_HEADS = ["model.prediction_head=true", "model.head_batchnorm=true", "model.head_layers=3"]
 METHODS = {
     "SimCLR": ["criterion.supervised_epochs=0"],
     "SimCLR + cross-entropy": ["criterion.supervision=cross_entropy"],
@@ -42,8 +37,8 @@ METHODS = {
     "labels alone, L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
     "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
     "SwAV + SuNCEt": SWAV,
-    "PAWS": [*PAWS, "paws.prior=labels", "criterion.supervised_views=2"],
-    "PAWS + SuNCEt": [*PAWS[:2], "criterion.supervision=suncet", "swav.small_crops=0"],
+    "PAWS": [*PAWS, *PAWS_HEADS, *SMALL_CROPS, "paws.prior=labels", "criterion.supervised_views=2"],
+    "PAWS + SuNCEt": [*PAWS, "criterion.supervision=suncet", "swav.small_crops=0"],
 }
 U, CLASSES, PER_CLASS = 4, 3, 4  # images over all ranks
 PER_CLASS_IN_ALL = torch.tensor([4.0, 1.0, 5.0], dtype=torch.float64)  # labeled images of the data set
@@ -88,3 +83,33 @@ def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled,
     sum(losses).backward()
     gradients = {name.removeprefix("module."): p.grad for name, p in network.named_parameters()}
     return torch.stack([loss.detach() for loss in losses]), gradients
+
+
+def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> torch.Tensor:
+    """Return the two losses as the paper writes them, dense, by autograd, from one pass per resolution."""
+    model, c = network.model, config.criterion
+    h = model.encoder(torch.cat([*views[:2], labeled]))
+    large = sum(map(len, views[:2]))
+    small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []
+    instance = supervised = h.new_zeros(())
+    if c.instance == "paws":  # each resolution passes through the heads by itself
+        z, z_small = model.head(h), [model.head(rows) for rows in small]
+        predicted, z_labeled = model.predictor(z), z[large:]
+        anchors = torch.cat([predicted[:large], *map(model.predictor, z_small)])
+        swapped = torch.cat([z[large // 2 : large], z[: large // 2]])
+        prior = PER_CLASS_IN_ALL[labels] if config.paws.prior == "labels" else None
+        options = {"views": len(views), "temperature": TAU, "prior": prior}
+        instance = sum(dense_losses.paws(anchors, predicted[large:], labels, swapped, z_labeled, **options))
+    else:
+        z = model.head(torch.cat([h[:large], *small, h[large:]]))
+        z, z_labeled = z.split([sum(map(len, views)), len(labeled)])
+    if c.instance == "nt_xent":
+        instance = dense_losses.nt_xent(z, TAU)
+    elif c.instance == "swav":
+        scores = F.normalize(z) @ model.prototypes.weight.T
+        instance = dense_losses.swav(scores, TAU, crops=len(views))
+    if c.supervised and c.supervision == "cross_entropy":
+        supervised = F.cross_entropy(model.classifier(h[large:]), labels)
+    elif c.supervised and c.supervision != "none":
+        supervised = getattr(dense_losses, c.supervision)(z_labeled, labels, TAU)
+    return torch.stack([instance, supervised])

@@ -19,6 +19,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import build_model, projection_head_of
 from fastsuncet.training import initial_weights
+from tests.support.methods import PAWS, PAWS_HEADS
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, tiny_config, train
 
@@ -68,13 +69,8 @@ AUTHORS = {
 
 @pytest.mark.parametrize("of", ["the authors", "this project"])
 def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
-    heads = ("head_batchnorm=true", "head_layers=3", "prediction_head=true", "hidden=24", "output=8")
-    paws = ("criterion.instance=paws", "criterion.supervised_epochs=all", "swav.small_size=8")
-    words = [
-        *paws,
-        *(f"model.{key}" for key in (*heads, "init_heads=true")),
-        f"model.init={tmp_path / 'w.pth'}",
-    ]
+    words = [*PAWS, *PAWS_HEADS, "swav.small_size=8", "model.hidden=24", "model.output=8"]
+    words += ["model.init_heads=true", f"model.init={tmp_path / 'w.pth'}"]
     theirs = build_model("resnet_tiny", "imagenet", 24, 8, True, 3, True, seed=5).state_dict()
     found = theirs
     if of == "the authors":  # paws_imgnt_300ep.pth.tar
@@ -96,9 +92,7 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
     assert record["note"].count("drawn") == 0
     encoder = load_encoder(tmp_path / "w.pth")
     head = projection_head_of(encoder.head)
-    assert {key: x.shape for key, x in head.state_dict().items()} == {
-        key: x.shape for key, x in encoder.head.items()
-    }
+    head.load_state_dict(encoder.head)
     last = max(key for key, x in encoder.head.items() if x.ndim == 2)
     assert projection_head_of(encoder.head | {last: torch.zeros(3, 5)}) is None
     torch.save({key: x for key, x in theirs.items() if key.startswith("encoder")}, tmp_path / "w.pth")
@@ -120,9 +114,7 @@ def test_initial_weights_of_torchvision_say_what_is_not_loaded(tmp_path):
     model, record = loaded(tiny_config(tmp_path, *words))
     assert torch.equal(model.encoder.conv1.weight, network.conv1.weight)
     assert "not loaded: the classifier of 7 classes and any projection head" in record["note"]
-    with pytest.raises(
-        ConfigErrors, match=r"holds\s+a\s+resnet18,\s+stem\s+imagenet;\s+model\.name\s+is\s+resnet_tiny"
-    ):
+    with pytest.raises(ConfigErrors, match=r"holds\s+a\s+resnet18,\s+stem\s+imagenet;\s+model\.name"):
         loaded(tiny_config(tmp_path, words[-1]))
 
 
@@ -148,9 +140,7 @@ def test_initial_weights_published_by_timm(tmp_path, monkeypatch, name):
 
 def test_initial_weights_of_timm_without_a_network(monkeypatch):
     monkeypatch.setattr(timm, "create_model", mock.Mock(side_effect=OSError("no route to host\nmore")))
-    with pytest.raises(
-        ConfigError, match=r"resnet18 cannot be downloaded .*OSError: no route to host\nConnect"
-    ):
+    with pytest.raises(ConfigError, match=r"resnet18 cannot be downloaded .*no route to host\nConnect"):
         timm_backbone.published("resnet18")
     with pytest.raises(ConfigError, match="no published weights of resnet_tiny"):
         timm_backbone.published("resnet_tiny")

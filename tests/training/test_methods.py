@@ -5,21 +5,18 @@ from typing import get_args
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
 from fastsuncet.config.schema import CriterionSection
 from fastsuncet.training import methods
-from fastsuncet.training.multi_view_model import MultiViewModel
-from tests.support import dense_losses
 from tests.support.methods import (
     METHODS,
-    PER_CLASS_IN_ALL,
     TAU,
     U,
     config_of,
+    dense,
     images,
     loss_and_gradients,
     network,
@@ -36,36 +33,6 @@ def test_methods_every_loss_of_the_schema_is_compared_here():
         getattr(config_of(method).criterion, key) for method in METHODS for key in ("instance", "supervision")
     }
     assert names == compared == set(methods.TERMS)
-
-
-def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> torch.Tensor:
-    """Return the two losses as the paper writes them, dense, by autograd, from one pass per resolution."""
-    model, c = network.model, config.criterion
-    h = model.encoder(torch.cat([*views[:2], labeled]))
-    large = sum(map(len, views[:2]))
-    small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []
-    instance = supervised = h.new_zeros(())
-    if c.instance == "paws":  # each resolution passes through the heads by itself
-        z, z_small = model.head(h), [model.head(rows) for rows in small]
-        predicted, z_labeled = model.predictor(z), z[large:]
-        anchors = torch.cat([predicted[:large], *map(model.predictor, z_small)])
-        swapped = torch.cat([z[U : 2 * U], z[:U]])
-        prior = PER_CLASS_IN_ALL[labels] if config.paws.prior == "labels" else None
-        options = {"views": len(views), "temperature": TAU, "prior": prior}
-        instance = sum(dense_losses.paws(anchors, predicted[large:], labels, swapped, z_labeled, **options))
-    else:
-        z = model.head(torch.cat([h[:large], *small, h[large:]]))
-        z, z_labeled = z.split([sum(map(len, views)), len(labeled)])
-    if c.instance == "nt_xent":
-        instance = dense_losses.nt_xent(z, TAU)
-    elif c.instance == "swav":
-        scores = F.normalize(z) @ model.prototypes.weight.T
-        instance = dense_losses.swav(scores, TAU, crops=len(views))
-    if c.supervised and c.supervision == "cross_entropy":
-        supervised = F.cross_entropy(model.classifier(h[large:]), labels)
-    elif c.supervised and c.supervision != "none":
-        supervised = getattr(dense_losses, c.supervision)(z_labeled, labels, TAU)
-    return torch.stack([instance, supervised])
 
 
 @pytest.mark.parametrize("labeled", [0, 3])
@@ -127,7 +94,9 @@ def test_two_ranks_learn_what_one_learns_from_the_joined_batch(method, on_two_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["SimCLR + cross-entropy", "labels alone, SuNCEt", "SwAV + SuNCEt", "PAWS"])
+@pytest.mark.parametrize(
+    "method", ["SimCLR + cross-entropy", "labels alone, SuNCEt", "SwAV + SuNCEt", "PAWS"]
+)
 def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
     whole, parts = (small(tmp_path / name, method, "optimization.steps=7") for name in ("whole", "parts"))
     train(whole)

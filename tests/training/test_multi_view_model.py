@@ -79,9 +79,8 @@ def on_a_rank(rank: int, world_size: int) -> dict:
         config = config_of(method)
         views, labeled, labels = images(config)
         *views, labeled, labels = (x.chunk(world_size)[rank] for x in (*views, labeled, labels))
-        ddp = DistributedDataParallel(
-            in_pieces(config, most_of(config) // 2 + 1, batchnorm), static_graph=True
-        )
+        pieces = in_pieces(config, most_of(config) // 2 + 1, batchnorm)
+        ddp = DistributedDataParallel(pieces, static_graph=True)
         sent: list[int] = []
         ddp.register_comm_hook(sent, send)
         losses = loss_and_gradients(config, ddp, views, labeled, labels)

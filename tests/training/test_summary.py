@@ -94,11 +94,8 @@ SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", 
     ],
 )
 def test_tf32_note_is_there_where_losses_are_not_in_float32(device, precision, products, method, note):
-    asked = (
-        f"meta.precision={precision}",
-        *((f"criterion.products={products}",) if products else ()),
-        *method,
-    )
+    asked = [f"meta.precision={precision}", *method]
+    asked += [f"criterion.products={products}"] if products else []
     config = load_config(CONFIGS / "digits_demo.yaml", asked)
     assert summary.tf32_note(config, Place(0, 1, 0, torch.device(device))) == note
 
