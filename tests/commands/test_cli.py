@@ -54,15 +54,11 @@ def python(code: str, **options) -> subprocess.CompletedProcess:
 
 
 # ------------------------------------------------------------------------------------------------ as a process
+FOLDER_DATA = "data.kind=image_folder"
 MISSING = {
-    "data.root": ("data.kind=image_folder", "data.root=/nowhere/images"),
+    "data.root": (FOLDER_DATA, "data.root=/nowhere/images"),
     "data.csv": ("data.kind=csv", "data.root=.", "data.csv=labels.csv"),
-    "data.split.file": (
-        "data.kind=image_folder",
-        "data.root=.",
-        "data.split.kind=names",
-        "data.split.file=ten.txt",
-    ),
+    "data.split.file": (FOLDER_DATA, "data.root=.", "data.split.kind=names", "data.split.file=ten.txt"),
 }
 
 
@@ -205,14 +201,11 @@ def test_help_of_a_group_lists_its_commands(capsys):
 def test_help_examples_run(trainer, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Config, "require_data", lambda config, **_: None)  # /data/imagenet
-    text = Parser("train").epilog
-    lines = [
-        line.strip().split("    ")[0] for line in text.splitlines() if line.startswith("  fastsuncet train ")
-    ]
+    lines = [line for line in Parser("train").epilog.splitlines() if line.startswith("  fastsuncet train ")]
     assert len(lines) >= 4
     for line in lines:
         if "my.yaml" not in line:
-            assert cli.main(shlex.split(line)[1:]) == 0
+            assert cli.main(shlex.split(line.strip().split("    ")[0])[1:]) == 0
 
 
 def test_help_exit_codes_are_those_of_the_errors():
@@ -238,15 +231,13 @@ def test_every_path_of_a_command_line_takes_a_tilde():
 
 # ------------------------------------------------------------------------------------------------------ how it ends
 def os_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number), "runs/x/meta.json")
+    return OSError(number, os.strerror(number), FILE)
 
 
-FOLDER = "runs/x/meta.json. Check the owner and mode of the folder, or choose another folder"
-LOST = (
-    "runs/x/meta.json. The disk, the file server or its mount failed: see the system's log (dmesg), or choose another "
-    "folder"
-)
-FULL = "No space left on device: runs/x/meta.json. Free some disk space, or choose another folder"
+FILE, MOVE = "runs/x/meta.json", "or choose another folder"
+FOLDER = f"{FILE}. Check the owner and mode of the folder, {MOVE}"
+LOST = f"{FILE}. The disk, the file server or its mount failed: see the system's log (dmesg), {MOVE}"
+FULL = f"No space left on device: {FILE}. Free some disk space, {MOVE}"
 
 
 @pytest.mark.parametrize(

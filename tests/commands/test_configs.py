@@ -41,11 +41,8 @@ def test_configs_copy_means_the_same_in_another_folder(name, monkeypatch):
     if re.search(r"(?m)^commands:", Path(file).read_text()):
         of_original = configs_of(name)
         # A copy has other lines of a base only: one case without such a line is enough.
-        monkeypatch.setattr(
-            runs,
-            "_cases",
-            lambda group: [x for i, x in enumerate(cases(group)) if not i or "base" in x.settings],
-        )
+        few = lambda group: [x for i, x in enumerate(cases(group)) if not i or "base" in x.settings]  # noqa: E731
+        monkeypatch.setattr(runs, "_cases", few)
         assert set(configs_of(file)) <= set(of_original)
     else:
         assert load_config(file) == load_config(name)
@@ -68,11 +65,8 @@ def test_configs_unknown_name_suggests_the_nearest(capsys):
 @pytest.mark.slow
 def test_configs_name_stands_for_its_run_in_export_and_embed(capsys):
     """A folder of this name wins: it can be a run."""
-    for words in (
-        ["export", "digits_demo", "--to", "torchvision"],
-        ["embed", "digits_demo", ".", "--output", "a.npz"],
-    ):
-        assert cli.main(words) != 0
+    for words in ("export digits_demo --to torchvision", "embed digits_demo . --output a.npz"):
+        assert cli.main(words.split()) != 0
         assert "runs/digits_demo" in capsys.readouterr().err
     Path("digits_demo").mkdir()
     assert cli.main(["export", "digits_demo", "--to", "torchvision"]) != 0

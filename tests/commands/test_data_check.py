@@ -82,15 +82,6 @@ def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run
     assert len(run("data.validation=null")) == 2
 
 
-def test_data_check_compares_the_labels_of_a_csv_with_its_images(folder, run):
-    (folder / "labels.csv").write_text("file,label\ncat/0.jpg,tabby\ndog/9.jpg,husky\n")
-    overrides = ("data.kind=csv", "data.csv=labels.csv", "data.train=train", "data.validation=null")
-    with pytest.raises(DataError, match=r"line 3: no image dog/9\.jpg"):
-        run(*overrides)
-    (folder / "labels.csv").write_text("file,label\ncat/0.jpg,tabby\n")
-    assert run(*overrides)[0] == "images/train: 6 images decoded with PIL, all good"
-
-
 def test_data_check_names_copies_of_an_image_with_different_labels(folder, run):
     """In class folders and in a CSV; an unlabeled copy, one with the same label and a bad one are none."""
     train = folder / "images/train"

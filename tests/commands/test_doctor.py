@@ -13,6 +13,7 @@ import torch
 from fastsuncet.cli import doctor as page
 from fastsuncet.cli.doctor import Finding, doctor
 from pipelines import backend, cuda_compiler
+from pipelines.dali.view_operator import build
 
 
 @pytest.fixture
@@ -116,9 +117,6 @@ def test_room_is_a_problem_where_a_run_needs_it(look, size, gpus, wanted, monkey
 
 
 def test_what_is_missing_comes_with_its_command(monkeypatch):
-    from pipelines import backend, cuda_compiler
-    from pipelines.dali.view_operator import build
-
     def fails():
         raise cuda_compiler.KernelError("NVRTC: libnvrtc.so.13 was not found")
 

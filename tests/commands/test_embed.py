@@ -22,6 +22,7 @@ from fastsuncet.evaluation.features import outputs
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
+from tests.support.checkpoints import HARMS as FILE_HARMS
 from tests.support.colors import ALONE
 
 pytestmark = pytest.mark.slow
@@ -83,17 +84,6 @@ def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, mon
     np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
 
 
-def pipe(state: Path) -> None:
-    state.unlink()
-    os.mkfifo(state)
-
-
-def flip_bit(rows: Path) -> None:
-    content = bytearray(rows.read_bytes())
-    content[500] ^= 1
-    rows.write_bytes(content)
-
-
 def other_state(**values):
     return lambda state: state.write_text(json.dumps(json.loads(state.read_bytes()) | values))
 
@@ -109,10 +99,8 @@ HARMS = {
     "a list": ("state.json", lambda path: path.write_bytes(b"[]")),
     "deep": ("state.json", lambda path: path.write_bytes(b"[" * 100_000)),
     "text": ("state.json", lambda path: path.write_bytes(b'{"identity": 1, "done": "12"}')),
-    "pipe": ("state.json", pipe),
-    "bit": ("rows", flip_bit),
-    "short": ("rows", lambda path: os.truncate(path, 1000)),
-    "gone": ("rows", Path.unlink),
+    "pipe": ("state.json", FILE_HARMS["pipe"]),
+    **{how: ("rows", FILE_HARMS[how]) for how in ("flipped", "half", "missing")},
 }
 
 

@@ -1,13 +1,13 @@
 """`fastsuncet evaluate`: what it prints, what it writes, and its exit codes."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import Image
 
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
@@ -16,6 +16,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
+from tests.support.colors import write_colors
 from tests.support.runs import CONFIGS, small_config
 from tests.support.trackers import tensorboard
 
@@ -121,33 +122,26 @@ def test_evaluate_accuracy_needs_a_classifier(folder, capsys):
     assert code == 2 and "step_00000020 has no classifier" in err and "fastsuncet finetune" in err
 
 
-def write_pictures(folder):
-    """Two classes of three training images each, two lists of four of them, and two validation sets."""
-    for part, first in (("train", 0), ("val", 0), ("val2", 5)):
-        for label in "ab":
-            (folder / part / label).mkdir(parents=True)
-            for i in range(first, first + 3):
-                Image.new("RGB", (16, 16), (20 * i, 30, 40)).save(folder / part / label / f"{i}.png")
-    (folder / "a.txt").write_text("a/0.png\na/1.png\nb/0.png\nb/1.png\n")
-    (folder / "b.txt").write_text("a/0.png\na/2.png\nb/0.png\nb/1.png\n")
-    (folder / "c.yaml").write_text(
-        f"data: {{kind: image_folder, root: {folder}, decode_threads: 1, backend: torchvision,\n"
-        f"  split: {{kind: names, file: {folder / 'a.txt'}}}, augmentation: {{size: 16, blur: 0.0}}}}\n"
-        "criterion: {temperature: 0.1, unsupervised_batch_size: 6}\n"
-        f"optimization: {{epochs: 1, lr: 1.0}}\nlogging: {{folder: {folder / 'runs'}}}\nmeta: {{device: cpu}}\n"
-    )
+def colors_config(folder) -> list[str]:
+    """Write images of three colors, two lists of four of them, and two folders to validate on; return a config."""
+    write_colors(folder)
+    shutil.copytree(folder / "val", folder / "val2")
+    (folder / "val2" / "r" / "0.png").rename(folder / "val2" / "r" / "9.png")
+    for name, second in (("a", 1), ("b", 2)):
+        (folder / f"{name}.txt").write_text(f"r/0.png\nr/{second}.png\ng/0.png\nb/0.png\n")
+    words = ["data.backend=torchvision", "data.split.kind=names", f"data.split.file={folder}/a.txt"]
+    return [str(folder / "colors.yaml"), *words, "meta.device=cpu"]
 
 
 def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, capsys, tmp_path):
-    """As many labels and as many images: only their names differ. Two classes have no top 5."""
-    write_pictures(tmp_path)
-    command = ["evaluate", "knn", str(tmp_path / "c.yaml"), f"--encoder={folder / 'tiny.pth'}"]
+    """As many labels and as many images: only their names differ. Three classes have no top 5."""
+    command = ["evaluate", "knn", *colors_config(tmp_path), f"--encoder={folder / 'tiny.pth'}"]
     others = [f"data.split.file={tmp_path}/b.txt", "data.validation=val2"]
     others += [f"data.augmentation.{key}=[0.5,0.5,0.5]" for key in ("mean", "std")]
     for words in ([], *([other] for other in others), []):
         assert cli.main([*command, *words]) == 0
     assert "top 5" not in capsys.readouterr().out
-    found = read_results(tmp_path / "runs" / "c")
+    found = read_results(tmp_path / "runs" / "colors")
     assert len(found) == 1 + len(others)
     assert all(each["metrics"].keys() == {"top1", "top1_weighted"} for each in found)
 
@@ -165,12 +159,11 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, caps
 )
 def test_evaluate_refuses_wrong_input_and_writes_nothing(folder, capsys, tmp_path, words, code, said):
     """Further faults are in tests/evaluation (encoder, scoring) and tests/pipelines/datasets (images, labels)."""
-    write_pictures(tmp_path)
     words, said = (x.replace("FOLDER", str(folder)).replace("DATA", str(tmp_path)) for x in (words, said))
-    given = cli.main(["evaluate", "npi", str(tmp_path / "c.yaml"), *words.split()])
+    given = cli.main(["evaluate", "npi", *colors_config(tmp_path), *words.split()])
     out, err = capsys.readouterr()
     assert (given, out) == (code, "") and said in " ".join(err.split())
-    assert not (tmp_path / "runs" / "c").exists()
+    assert not (tmp_path / "runs" / "colors").exists()
 
 
 def test_evaluate_reports_a_fit_that_did_not_converge(folder, capsys):
@@ -200,11 +193,7 @@ def test_evaluate_of_left_out_labels_says_what_they_cannot_tell(run, labels, cap
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
     command = ["evaluate", "knn", "mine.yaml", "logging.write_tag=run"]
     # Labels that mean nothing are not recognized, although each is among the images that are learned from.
-    names = [
-        f"{color}{i}.png,{'ab'[(6 * c + i) % 2]}"
-        for c, color in enumerate(("red", "green", "blue"))
-        for i in range(6)
-    ]
+    names = [f"{color}{i}.png,{'ab'[i % 2]}" for color in ("red", "green", "blue") for i in range(6)]
     labels(text="\n".join(["file,label", *names]))
     (run / "learned.csv").write_text((run.parent / "labels.csv").read_text())
     assert cli.main(command) == 0 and "has learned from these labels" in capsys.readouterr().out

@@ -186,10 +186,8 @@ def test_finetune_of_a_young_encoder_is_no_worse_than_the_linear_classifier(runs
     ]
 
 
-def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
-    runs, tmp_path, monkeypatch, capsys
-):
-    """Stopped in the first update and in the last."""
+def test_finetune_stopped_ends_with_the_same_result(runs, tmp_path, monkeypatch, capsys):
+    """From the linear classifier; stopped in the first update and in the last."""
     monkeypatch.setattr(job, "LEAST_UPDATES", 4)
     words, tops = (*LINEAR, FEW), [Path(shutil.copytree(runs, tmp_path / name)) for name in ("0", "3")]
     assert run(runs, *words) == 0
@@ -206,11 +204,8 @@ def test_finetune_from_the_linear_classifier_stopped_ends_with_the_same_result(
 
 
 def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(runs, monkeypatch, capsys):
-    fit, kept, words = (
-        job.fit,
-        runs / "digits_demo" / "checkpoints",
-        ("--every-checkpoint", "finetune.epochs=1"),
-    )
+    fit, kept = job.fit, runs / "digits_demo" / "checkpoints"
+    words = ("--every-checkpoint", "finetune.epochs=1")
 
     def training_goes_on(*arguments, **more):
         (kept / "step_00000010").rename(runs / "step_00000010")
@@ -245,19 +240,14 @@ def test_finetune_of_a_file_of_weights_is_named_after_it_and_saves_twenty_times(
     assert record["encoder"] == {"step": None, "epoch": None, "method": None, "ledger": None}
 
 
-UNLABELED = (
-    *("data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0"),
-    *("criterion.classes_per_batch=0", "criterion.supervised_imgs_per_class=0"),
-)
-
-
 def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(runs, capsys, tmp_path):
+    unlabeled = ("data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0")
     pictures = ("data.kind=image_folder", f"data.root={tmp_path}", "data.validation=held out")
     write_pictures(tmp_path / "train", count=8)
     for code, message, *more in (
         (2, "160 labeled images do not fill a batch of 4,096: at most 160", "finetune.batch_size=4096"),
         (2, "3 passes each (finetune.accumulate): a multiple of 3 can", "finetune.accumulate=3"),
-        (2, "fine-tuning learns from labeled training images", *UNLABELED),
+        (2, "fine-tuning learns from labeled training images", *unlabeled),
         (3, "held out", *pictures),
         (3, "no labeled image to fine-tune on", "data.split.fraction=1e-9"),
     ):
@@ -280,10 +270,8 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
         *("criterion.classes_per_batch=2", "criterion.unsupervised_batch_size=4", "finetune.batch_size=4"),
     )
     assert run(runs, *options, "data.validation=val") == 0
-    unlabeled = (
-        "1 of 3 classes have no labeled image (class_1): their 2 validation images will count as wrong"
-    )
-    assert unlabeled in capsys.readouterr().out
+    said = "1 of 3 classes have no labeled image (class_1): their 2 validation images will count"
+    assert said in capsys.readouterr().out
     (record,) = results(runs)
     assert list(record["metrics"]) == ["top1"] and record["images"] == 5
     assert folder(runs, "some-step_00000010").is_dir()

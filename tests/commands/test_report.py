@@ -46,9 +46,8 @@ def runs(seeds):
     """The seeds with every kind of result, a run of other settings, a new one."""
     folder, (simclr_0, simclr_1, *ours) = Path("runs"), seeds
     short = make_run(folder, "short", 0.75, overrides=("criterion.supervised_epochs=1",))
-    new = make_run(
-        folder, "new", seed=7, suncet=False, overrides=("data.split.kind=none", "data.split.fraction=null")
-    )
+    unlabeled = ("data.split.kind=none", "data.split.fraction=null")
+    new = make_run(folder, "new", seed=7, suncet=False, overrides=unlabeled)
     # An encoder of another run keeps its run; one of a run that is gone, and a file, are runs of their own.
     result(ours[1], 40, 0.65, home=simclr_1)
     result(ours[1], 40, 0.66, home=folder / "gone")
@@ -91,7 +90,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
     assert {path.suffix for path in Path("one").iterdir()} == {".md", ".csv", ".png", ".svg"}
     draw = reports._draw  # the second time one panel, which stands for all
     monkeypatch.setattr(
-        reports, "_draw", lambda panels, metrics, *_: draw(panels[:1], metrics, [], False, Path("two"))
+        reports, "_draw", lambda panels, which, *_: draw(panels[:1], which, [], False, Path("two"))
     )
     report(seeds, Path("two"), figures=["imagenet-10pct"])
     same = [path for path in Path("two").iterdir() if path.name != "report.md"]
@@ -150,11 +149,7 @@ def test_read_runs_recognizes_a_run_that_was_moved():
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):
     for words, code, said in (
-        (
-            [RUNS[0], "--metric", "map11"],
-            2,
-            "nothing here was measured by --metric map11; there is knn, rankme, top1",
-        ),
+        ([RUNS[0], "--metric", "map11"], 2, "measured by --metric map11; there is knn, rankme, top1"),
         (["nowhere"], 3, "nowhere does not exist"),
         (["runs"], 3, "holds no config.yaml"),
         (["runs/empty"], 3, "nothing was evaluated yet"),

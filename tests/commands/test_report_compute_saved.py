@@ -228,9 +228,8 @@ def test_claims_explain_the_percentages_at_1_percent_labels():
 
 def test_paper_points_have_a_source_and_a_value_or_a_note():
     points = paper.load()
-    assert {p.row for p in points} == set(range(1, 31)), (
-        "every experiment of the paper, and PAWS's two tables"
-    )
+    # Every experiment of the paper, and PAWS's two tables.
+    assert {p.row for p in points} == set(range(1, 31))
     assert all(p.source for p in points)
     assert all(p.note for p in points if p.value is None)
     drawn = [p for p in points if p.drawn]

@@ -183,19 +183,15 @@ def test_sweep_ends_with_the_exit_code_of_a_failure(script, capsys, codes, keep_
 
 def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, capsys):
     """A good checkpoint without a result is measured."""
-    text = TWO.replace(
-        "[train, evaluate knn]", "{train: , evaluate knn: {every_checkpoint: true}, evaluate linear: }"
-    )
-    run = expanded(text)[0]
+    commands = "{train: , evaluate knn: {every_checkpoint: true}, evaluate linear: }"
+    run = expanded(TWO.replace("[train, evaluate knn]", commands))[0]
     checkpoints = run.folder / "checkpoints"
     (checkpoints / "step_00000001").mkdir(parents=True)
+    said = f"{FIRST}: evaluate knn is done but for step_00000001, damaged in {checkpoints}: "
     for _ in range(2):
         assert sweep("two.yaml") == 5
         printed = capsys.readouterr().out
-        assert (
-            printed.count(f"{FIRST}: evaluate knn is done but for step_00000001, damaged in {checkpoints}: ")
-            == 1
-        )
+        assert printed.count(said) == 1
         assert "6 commands: 1 to do" in printed
         commands = ("train", "evaluate knn", "evaluate linear")
         assert script.ran == [f"{command} {run}" for run in (FIRST, SECOND) for command in commands]
@@ -221,10 +217,8 @@ def test_sweep_refuses_a_folder_with_other_settings_and_torchrun(script, monkeyp
     (folder / "config.yaml").write_text(job.config.to_yaml().replace("lr: 1.0", "lr: 2.0"))
     with pytest.raises(ConfigError) as refused:
         sweep("two.yaml")
-    assert str(refused.value) == (
-        f"runs/{SECOND} holds a run with optimization.lr: 2.0, and this one has 1.0. Rename the sweep, or move that "
-        "folder away"
-    )
+    said = f"runs/{SECOND} holds a run with optimization.lr: 2.0, and this one has 1.0. Rename the sweep, or"
+    assert str(refused.value) == f"{said} move that folder away"
     (folder / "config.yaml").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
         sweep("two.yaml")

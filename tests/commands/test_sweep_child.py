@@ -17,11 +17,9 @@ READY = "pathlib.Path('ready').touch(); time.sleep(60)"
 
 def scripted(monkeypatch, code: str) -> Children:
     """Return Children that run `code` instead of fastsuncet."""
+    script = [sys.executable, "-c", f"import os, signal, sys, time, pathlib\n{code}"]
     popen = subprocess.Popen
-    text = f"import os, signal, sys, time, pathlib\n{code}"
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", text], **options)
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen(script, **options))
     return Children()
 
 
@@ -76,7 +74,8 @@ def test_children_get_sigterm_when_their_parent_is_killed(monkeypatch):
 
 
 EXIT = "signal.signal(signal.{}, lambda *_: sys.exit({})); " + READY
-NOHUP = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+NOHUP = pytest.mark.skipif(IGNORED, reason="started under nohup, which ignores SIGHUP")
 
 
 @pytest.mark.slow
@@ -87,13 +86,7 @@ NOHUP = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         pytest.param(EXIT.format("SIGTERM", 75), signal.SIGTERM, 75, id="saves"),
         pytest.param(EXIT.format("SIGTERM", 5), signal.SIGTERM, 5, id="cannot-save"),
         pytest.param(EXIT.format("SIGTERM", 0), signal.SIGTERM, 0, id="was-done"),
-        pytest.param(
-            EXIT.format("SIGHUP", 75),
-            signal.SIGHUP,
-            75,
-            id="closed-terminal",
-            marks=pytest.mark.skipif(NOHUP, reason="started under nohup, which ignores SIGHUP"),
-        ),
+        pytest.param(EXIT.format("SIGHUP", 75), signal.SIGHUP, 75, id="closed-terminal", marks=NOHUP),
     ],
 )
 def test_children_pass_signals_on(monkeypatch, code, number, ends):

@@ -25,9 +25,8 @@ def test_sweep_wrong_file(case):
     digits = f"{ROOT}/configs/digits_demo.yaml"
     with pytest.raises(ConfigErrors) as refused:
         expanded(case.text.replace("digits.yaml", digits))
-    case._replace(problems=[(p[0].replace("digits.yaml", digits), *p[1:]) for p in case.problems]).check(
-        refused.value
-    )
+    problems = [(place.replace("digits.yaml", digits), *rest) for place, *rest in case.problems]
+    case._replace(problems=problems).check(refused.value)
 
 
 def test_sweep_reports_all_configs_at_once():
@@ -87,9 +86,7 @@ def test_sweep_overrides():
     assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
     assert runs[0].folder == Path("elsewhere/two-fraction0.1")
     for override in ("data.split.fraction=1", "data.split={fraction: 1}"):
-        with pytest.raises(
-            ConfigErrors, match="varies in this sweep; leave it out, or choose runs with --only"
-        ):
+        with pytest.raises(ConfigErrors, match="varies in this sweep; leave it out, or choose runs with"):
             expanded(TWO, override)
 
 

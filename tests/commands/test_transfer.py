@@ -26,16 +26,9 @@ from tests.support.voc import write_voc
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "transfer.datasets=[cifar10]",
-    "transfer.steps=5",
-    "transfer.batch_size=16",
-    "transfer.learning_rates=[0.01,0.1,0.03]",
-    "transfer.weight_decays=[0.001]",
-    "transfer.validation=0.25",
-    "transfer.size=16",
-    "transfer.resize=16",
-    "data.backend=torchvision",
-    "data.decode_threads=1",
+    *("transfer.datasets=[cifar10]", "transfer.learning_rates=[0.01,0.1,0.03]", "transfer.steps=5"),
+    *("transfer.weight_decays=[0.001]", "transfer.validation=0.25", "transfer.batch_size=16"),
+    *("transfer.size=16", "transfer.resize=16", "data.backend=torchvision", "data.decode_threads=1"),
     "meta.device=cpu",
 )
 TEST_IMAGES = 23  # two ranks cannot share them evenly
@@ -187,9 +180,7 @@ def test_transfer_stopped_anywhere_continues_to_the_bit(whole, top, tmp_path, mo
     assert capsys.readouterr().out.count("    done before") == done
     if how is terminate:
         again = 1 if read == 6 else 0  # an evaluation that is stopped begins again
-        assert len(before) + len(after) == 4 * 6 + again, (
-            "batches were read twice: a stopped cell began again"
-        )
+        assert len(before) + len(after) == 4 * 6 + again, "a stopped cell began again"
     assert records_of(tmp_path) == records_of(whole)
     ours, theirs = read_results(tmp_path / "digits_demo"), read_results(whole / "digits_demo")
     for result in (*ours, *theirs):

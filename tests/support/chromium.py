@@ -1,6 +1,5 @@
 """Drive a page in Chromium by its debugging protocol, over a pipe. Needs no library and no network."""
 
-import base64
 import json
 import os
 import select
@@ -12,16 +11,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # The profile is new: no first run, nothing fetched or sent.
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--remote-debugging-pipe",
-]
+FLAGS = ["headless", "no-sandbox", "disable-gpu", "remote-debugging-pipe", "no-first-run", "disable-sync"]
+FLAGS += ["disable-background-networking", "disable-component-update"]
 SECONDS = 60  # for an answer
 
 
@@ -33,7 +24,7 @@ class Chromium:
         (read, self.into), (self.out, write) = os.pipe(), os.pipe()
         # Chromium reads from 3 and writes to 4.
         shell = ["sh", "-c", f'exec "$@" 3</dev/fd/{read} 4>/dev/fd/{write}', "sh", CHROMIUM]
-        options = [*FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        options = [*(f"--{flag}" for flag in FLAGS), f"--user-data-dir={folder / 'profile'}", "about:blank"]
         with open(folder / "chromium.log", "wb") as log:
             self.process = subprocess.Popen([*shell, *options], pass_fds=(read, write), stderr=log)
         os.close(read)
@@ -118,8 +109,3 @@ class Chromium:
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, **phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, *, whole: bool = False) -> bytes:
-        """Return the window, or the whole page, as a PNG."""
-        shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(shot["data"])

@@ -10,7 +10,7 @@ LABELS = {"kind": "bernoulli", "fraction": 0.1, "count": 160}
 
 def result(
     run: Path,
-    step: int,
+    step,
     top1: float,
     *,
     kind="finetune",
