@@ -79,9 +79,7 @@ def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config,
     assert [path.name for path in choose(tmp_path, every=True)] == ["step_00000010", "step_00000030"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "step_00000020" in line
-    assert load_encoder(tmp_path, config).step == 30, (
-        "the newest good one, where `latest` names a damaged one"
-    )
+    assert load_encoder(tmp_path, config).step == 30  # `latest` names the damaged one
     with pytest.raises(ConfigError, match=r"step 20\. It has 10, 30"):
         choose(tmp_path, step=20)
 
@@ -135,13 +133,7 @@ def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("", "module.", "encoder.", "module.encoder.", "module.encoder_q."),
-        *(" in state_dict", "module. in state_dict", "encoder. in model", "module. in encoder"),
-    ],
-)
+@pytest.mark.parametrize("how", ["", "module.encoder_q.", "module. in state_dict", "encoder. in model"])
 def test_load_encoder_finds_the_weights_in_any_wrapping(tmp_path, config, how):
     network = trained("resnet_tiny", "cifar").encoder
     torch.save(wrapped(network.state_dict(), how), tmp_path / "weights.pth")
@@ -229,13 +221,10 @@ def changed(change):
 # What the file holds instead of a ResNet-18's state -> what the message says.
 SPOILED = {
     "another depth": (plus("layer3.2.conv1.weight", 256, 256, 3, 3), r"2-2-3-2 blocks of two.*resnet50"),
-    "another width": (
-        plus("layer1.0.conv1.weight", 128, 64, 3, 3),
-        r"layer1\.0\.conv1\.weight is \(128, 64, 3, 3\), expected \(64, 64, 3, 3\)",
-    ),
+    "another width": (plus("layer1.0.conv1.weight", 8, 64, 3, 3), r"conv1\.weight is \(8, .*expected \(64, "),
     "another family": (
-        lambda s: torchvision.models.squeezenet1_1().state_dict(),
-        r"holds no ResNet.*features\.0\.weight",
+        lambda s: {"features.0.weight": torch.ones(8, 3, 3, 3)},
+        r"no ResNet.*features\.0\.weight",
     ),
     "missing keys": (lambda s: without(s, "layer4.1.conv1"), r"missing: layer4\.1\.conv1\.weight"),
     "a stage too few": (lambda s: without(s, "layer4"), "2-2-2 blocks"),
@@ -245,15 +234,12 @@ SPOILED = {
     "not a number": (changed(lambda x: x * float("nan")), r"not finite.*bn1\.weight"),
     "no values": (changed(lambda x: x.to("meta")), r"bn1\.weight \(without values"),
     "sparse": (changed(torch.Tensor.to_sparse), r"bn1\.weight \(torch\.sparse_coo\)"),
-    "quantized": (
-        changed(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
-        r"bn1\.weight \(quantized\)",
-    ),
+    "quantized": (changed(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), r"\(quantized\)"),
     "complex": (changed(lambda x: x * 1j), r"bn1\.weight \(torch\.complex64\)"),
     "int8": (changed(lambda x: x.to(torch.int8)), r"bn1\.weight \(torch\.int8\)"),
     "expanded": (
         changed(lambda x: torch.ones(1).expand(1 << 36)),
-        r"bn1\.weight \(expanded from fewer values to 274\.9 GB\)",
+        r"\(expanded from fewer values to 274\.9 GB",
     ),
     "two networks": (
         lambda s: wrapped(s, "encoder_q.") | wrapped(s, "encoder_k."),
@@ -275,9 +261,8 @@ def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     assert str(tmp_path / "weights.pth") in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["no values", "sparse", "quantized", "complex", "int8", "expanded"])
-def test_read_weights_of_a_timm_network_refuses_what_is_no_weight(tmp_path, what):
-    spoil, said = SPOILED[what]
+def test_read_weights_of_a_timm_network_refuses_what_is_no_weight(tmp_path):
+    spoil, said = SPOILED["sparse"]
     state = build_model("timm/test_resnet").encoder.state_dict()
     torch.save(spoil(dict(state)), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=said):

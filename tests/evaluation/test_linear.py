@@ -85,10 +85,8 @@ def test_choose_strength_agrees_with_scikit_learn(n, noise):
     features = drawn(n, 30) * noise + 5 * torch.eye(30)[labels]
     pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=10_000, tol=1e-6))
     grid = {"logisticregression__C": STRENGTHS}
-    oracle = GridSearchCV(pipeline, grid, cv=PredefinedSplit(folds(labels).numpy())).fit(
-        features.numpy(), labels.numpy()
-    )
-    best = oracle.best_params_["logisticregression__C"]
+    oracle = GridSearchCV(pipeline, grid, cv=PredefinedSplit(folds(labels).numpy()))
+    best = oracle.fit(features.numpy(), labels.numpy()).best_params_["logisticregression__C"]
     assert STRENGTHS[0] < best < STRENGTHS[-1]
     assert choose_strength(features, labels, 5) == best
 
@@ -117,11 +115,8 @@ def test_choose_strength_is_shared_by_ranks(monkeypatch):
     features[:, 0] += labels
     alone, fit = choose_strength(features, labels, 3), fit_linear
     fitted, parts = [], []
-    monkeypatch.setattr(
-        module,
-        "fit_linear",
-        lambda *x, strength, **o: fitted.append(strength) or fit(*x, strength=strength, **o),
-    )
+    noted = lambda *x, strength, **o: fitted.append(strength) or fit(*x, strength=strength, **o)  # noqa: E731
+    monkeypatch.setattr(module, "fit_linear", noted)
     monkeypatch.setattr(module, "sum_over_ranks", lambda right: parts.append(right) or right)
     monkeypatch.setattr(module, "world_size", lambda: 3)
     for number in range(3):

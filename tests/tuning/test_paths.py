@@ -63,11 +63,7 @@ def test_paths_table_is_that_of_the_docs():
         ("meta.compile=true", "norm.cu", "meta.compile makes its own"),
         ("model.name=timm/test_vit", "norm.cu", "the network has no BatchNorm"),
         ("model.fused_batchnorm=false", "norm.cu", None),  # statistics over ranks
-        (
-            "model.fused_batchnorm=false model.sync_batchnorm=false",
-            "norm.cu",
-            "model.fused_batchnorm is false",
-        ),
+        ("model.fused_batchnorm=false model.sync_batchnorm=false", "norm.cu", "fused_batchnorm is false"),
         # The head's activations are rows of channels in any memory format.
         ("meta.channels_last=false model.head_batchnorm=true", "norm.cu", None),
         ("meta.channels_last=false", "norm.cu", "meta.channels_last is false"),
@@ -90,11 +86,10 @@ def test_path_is_excluded_by_the_config_with_its_reason(words, path, reason):
 def test_choose_tries_each_path_once_for_a_machine_and_shapes(monkeypatch, capsys):
     children = Children(monkeypatch)
     config, sizes = paper(64)
-    assert used(choose(config, sizes)) == [*KERNELS, GRAPH] and children.tried == [KERNELS, GRAPH]
+    choose(config, sizes)
     assert "speed: tries lars.cu, contrast.cu, norm.cu" in capsys.readouterr().out
-    fast = resolved(config, choose(config, sizes))
-    assert (fast.model.fused_batchnorm, fast.meta.cuda_graph) == (True, True) and fast.written == config
-    assert len(children.tried) == 2 and capsys.readouterr().out == ""
+    choose(config, sizes)
+    assert children.tried == [KERNELS, GRAPH] and capsys.readouterr().out == ""
     # Other shapes, another card, another program.
     choose(*paper(64, "criterion.unsupervised_batch_size=1408"))
     assert children.tried[2:] == [["contrast.cu", "norm.cu"], GRAPH]
@@ -224,9 +219,7 @@ def test_batch_that_overflows_batchnorms_index_is_refused():
         paths.check_int32(*fits)
     # torch's takes the place of kernels that are not used.
     for each, found in ((config, {}), (fused, {"norm.cu": "no NVRTC"})):
-        with pytest.raises(
-            ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views at most"
-        ):
+        with pytest.raises(ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views"):
             paths.check_int32(each, many, found)
 
 
@@ -254,7 +247,7 @@ def test_step_that_no_card_holds_is_refused_before_any_trial(monkeypatch, tmp_pa
     children = Children(monkeypatch)
     pretend(monkeypatch, tmp_path, memory=141 * 10**9)
     with pytest.raises(
-        ConfigErrors, match=r"about 364 GB, and the GPU has 141 GB\. Set\s+criterion.micro_batch=512"
+        ConfigErrors, match=r"364 GB, and the GPU has 141 GB\. Set\s+criterion.micro_batch=512"
     ):
         choose(*paper(1))
     assert children.tried == []
@@ -281,7 +274,8 @@ def test_paper_starts_processes_on_its_first_start_only(monkeypatch, tmp_path, c
         assert used(found) == KERNELS + [GRAPH] * (graph is None) and found[GRAPH] == graph
     fast = resolved(config, found)
     line = f"lars.cu, contrast.cu, norm.cu{'' if graph else ', CUDA graph'}; not apex: "
-    assert describe(fast, found).startswith(line) and fast.model.fused_batchnorm is True
+    assert describe(fast, found).startswith(line) and fast.written == config
+    assert (fast.model.fused_batchnorm, fast.meta.cuda_graph) == (True, graph is None)
 
 
 # ------------------------------------------------------------------------------------------------------ the ranks
@@ -313,23 +307,13 @@ def choose_on_a_rank(rank, world_size, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    return run_ranks(choose_on_a_rank, 2, str(tmp_path_factory.mktemp("ranks")))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cards", CARDS)
-def test_kernel_that_one_rank_cannot_use_is_used_by_none(on_two_ranks, cards):
-    """The first rank of each kind of card tries it."""
-    tried, reason = CARDS[cards]
-    assert [found[cards] for found in on_two_ranks] == [(count, reason, reason) for count in tried]
-
-
-@pytest.mark.slow
-def test_stop_of_one_rank_is_no_failed_graph_on_another(on_two_ranks):
-    """Both ranks go on to the place where a run stops."""
-    assert [found["stopped"] for found in on_two_ranks] == ["was stopped, or took too long"] * 2
+def test_kernel_that_one_rank_cannot_use_is_used_by_none(tmp_path):
+    """The first rank of each kind of card tries it. After a stop of one rank both go on to where a run stops."""
+    ranks = run_ranks(choose_on_a_rank, 2, str(tmp_path))
+    for cards, (tried, reason) in CARDS.items():
+        assert [found[cards] for found in ranks] == [(count, reason, reason) for count in tried], cards
+    assert [found["stopped"] for found in ranks] == ["was stopped, or took too long"] * 2
 
 
 # ------------------------------------------------------------------------------------------- what follows from it

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from fastsuncet.tuning import verdicts
 from fastsuncet.tuning.trials import Verdict
 from pipelines import cuda_compiler
+from tests.support.checkpoints import HARMS
 from tests.support.pretended import pretend
 
 
@@ -57,17 +57,12 @@ def link(file):
     file.symlink_to(file.with_suffix(".other"))
 
 
-def fifo(file):
-    file.unlink()
-    os.mkfifo(file)
-
-
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
         (lambda file: file.chmod(0o620), "other users can write it (mode 620)"),
         (link, "symbolic links"),
-        (fifo, "not a regular file"),
+        (HARMS["pipe"], "not a regular file"),
         (lambda file: file.write_bytes(file.read_bytes() + b" " * verdicts.LIMIT), "bytes; at most 65,536"),
         (lambda file: file.write_bytes(file.read_bytes()[:-9]), "delimiter"),
         (lambda file: file.write_bytes(b"[]"), "list indices"),

@@ -1,7 +1,6 @@
 """Fine-tuning: against a float64 oracle, in passes, on ranks, stopped, killed, refused."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,15 +52,10 @@ def pictures(count: int, *, seed: int = 0, several: bool = False) -> ImageIndex:
     labels = np.arange(count) % CLASSES
     pixels = draws.integers(0, 90, (count, 8, 8, 3))
     pixels[np.arange(count), :, :, labels] += 120
-    return ImageIndex(
-        root=None,
-        files=[f"{i}" for i in range(count)],
-        labels=labels.astype(np.int64),
-        classes=("red", "green", "blue"),
-        sizes=np.full((count, 2), 8, np.int32),
-        pixels=pixels.astype(np.uint8),
-        presence=np.where(labels[:, None] == np.arange(CLASSES), 1, -1).astype(np.int8) if several else None,
-    )
+    presence = np.where(labels[:, None] == np.arange(CLASSES), 1, -1).astype(np.int8) if several else None
+    names, classes = list(map(str, range(count))), ("red", "green", "blue")
+    arrays = {"pixels": pixels.astype(np.uint8), "presence": presence}
+    return ImageIndex(None, names, labels, classes, np.full((count, 2), 8, np.int32), **arrays)
 
 
 def encoder_of(module: nn.Module, width: int) -> Encoder:
@@ -88,14 +82,7 @@ def config_in(folder: Path, **values) -> Config:
     return with_sizes(config, **own | values)
 
 
-def run(
-    folder: Path,
-    steps: int = 6,
-    encoder: Encoder | None = None,
-    place: Place = ALONE,
-    train: ImageIndex | None = None,
-    **values,
-) -> SimpleNamespace:
+def run(folder: Path, steps=6, encoder=None, place=ALONE, train=None, **values) -> SimpleNamespace:
     """Fine-tune on 40 of 45 images, evaluate on 10 others."""
     torch.set_num_threads(1)
     options = {"steps": steps, "bn_momentum": values.pop("bn_momentum", None)}
@@ -168,10 +155,8 @@ def test_stream_shows_each_image_once_an_epoch_in_its_own_color(tmp_path):
     index.pixels[:] = [10, 200, 90]
     config = config_in(tmp_path, batch_size=40)
     images, labels = FineTuningStream(index, np.arange(40), config, ALONE)(3, 0)
-    color, mean, std = (
-        torch.tensor(x).view(1, 3, 1, 1) for x in ([10 / 255, 200 / 255, 90 / 255], MEAN, STD)
-    )
-    torch.testing.assert_close(images, ((color - mean) / std).expand(40, 3, 8, 8), rtol=0, atol=2e-3)
+    color = (torch.tensor([10, 200, 90]) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    torch.testing.assert_close(images, color.view(3, 1, 1).expand(40, 3, 8, 8), rtol=0, atol=2e-3)
     assert sorted(labels.tolist()) == sorted(index.labels[:40].tolist())
 
 
@@ -201,11 +186,10 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("passes", [2, 3])
-def test_update_in_passes_is_the_update_in_one(tmp_path, passes):
+def test_update_in_passes_is_the_update_in_one(tmp_path):
     whole = run(tmp_path / "1")
-    parts = run(tmp_path / "2", accumulate=passes)
-    assert_close(weights(tmp_path / "1"), weights(tmp_path / "2"))
+    parts = run(tmp_path / "3", accumulate=3)
+    assert_close(weights(tmp_path / "1"), weights(tmp_path / "3"))
     torch.testing.assert_close(parts.logits, whole.logits, rtol=1e-4, atol=1e-5)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
 
@@ -238,9 +222,7 @@ def test_three_ranks_equal_one_and_evaluate_ten_images_once(tmp_path):
     ranks = run_ranks(on_rank, 3, str(tmp_path), "plain", (1,))
     alone = run(tmp_path / "alone", 4)
     for found in ranks:
-        assert found["logits"].shape == (10, CLASSES), (
-            "an image is missing, or one that filled up a rank counts"
-        )
+        assert found["logits"].shape == (10, CLASSES)  # none of those that fill up a rank
         assert torch.equal(found["logits"], ranks[0]["logits"])
         torch.testing.assert_close(found["logits"], alone.logits, rtol=1e-4, atol=1e-5)
         assert found["images"] == 48 and found["loss"] == pytest.approx(alone.loss, rel=1e-5)
@@ -305,9 +287,7 @@ def test_fit_keeps_the_last_network_only_with_the_cost_of_its_pre_training(whole
 def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path):
     run(tmp_path)
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file())
-    with pytest.raises(
-        CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  finetune.momentum: 0\.9 there, 0\.8"
-    ):
+    with pytest.raises(CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  finetune\.momentum: 0\.9 there"):
         run(tmp_path, lr=0.2, momentum=0.8)
     other = plain_encoder()
     with torch.no_grad():
@@ -321,11 +301,9 @@ def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path
 
 
 def test_fit_with_a_loss_not_finite_saves_nothing_and_names_images(tmp_path):
-    with pytest.raises(
-        NumericalError, match=r"cross_entropy is not a finite number at step \d+ on rank 0"
-    ) as error:
+    said = r"cross_entropy is not a finite number at step \d+ on rank 0(?s:.*)The 12 images of that loss"
+    with pytest.raises(NumericalError, match=said):
         run(tmp_path, lr=1e38)
-    assert "The 12 images of that loss" in str(error.value)
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
@@ -348,13 +326,9 @@ def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
 
 def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
     """The default batch on one GPU: a ResNet-18 has 51 GB of activations there, which a card of 80 GB holds."""
-    config = config_in(tmp_path, batch_size=4096)
-    augmentation = replace(config.data.augmentation, size=224)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"augmentation": augmentation})})
-    place, encoder = (
-        Place(0, 1, 0, torch.device("cuda", 0)),
-        Encoder(nn.Identity(), 512, "resnet18", "imagenet", "here"),
-    )
+    config = config_in(tmp_path, batch_size=4096).with_values({"data.augmentation.size": 224})
+    place = Place(0, 1, 0, torch.device("cuda", 0))
+    encoder = Encoder(nn.Identity(), 512, "resnet18", "imagenet", "here")
     text = r"finetune\.batch_size.*\(4096, 64, 112, 112\).*2,674 views at most\. Set finetune\.accumulate"
     with pytest.raises(ConfigError, match=text):
         require_int32(config, place, encoder)

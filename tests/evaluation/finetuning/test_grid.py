@@ -43,9 +43,7 @@ def test_weight_decay_is_divided_by_the_learning_rate():
 
 
 def test_batchnorm_momentum_is_simclrs_in_torchs_convention():
-    assert batchnorm_momentum(45_000, 256) == pytest.approx(
-        10 / (45_000 / 256)
-    )  # s = 175.8: 1 - 10/s is 0.943
+    assert batchnorm_momentum(45_000, 256) == pytest.approx(2560 / 45_000)  # s = 175.8: 1 - 10/s is 0.943
     assert batchnorm_momentum(2_501, 256) == pytest.approx(0.1)  # s = 9.8: 0.9 is more
 
 
