@@ -96,7 +96,9 @@ def table(*curves: Curve) -> list[str]:
     """Return a line for each checkpoint: the accuracy of every method and what it cost."""
     lines = [f"{'updates':>8}" + "".join(f"  {curve.method:>28}" for curve in curves)]
     for points in zip(*(curve.points for curve in curves)):
-        cells = (f"{100 * p.metrics['top1']:.1f}% {1e6 * p.costs['petaflops']:6.1f} gigaFLOPs" for p in points)
+        cells = (
+            f"{100 * p.metrics['top1']:.1f}% {1e6 * p.costs['petaflops']:6.1f} gigaFLOPs" for p in points
+        )
         lines.append(f"{points[0].step:>8}" + "".join(f"  {cell:>28}" for cell in cells))
     return lines
 
