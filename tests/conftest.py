@@ -28,6 +28,15 @@ def pytest_configure():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
+def pytest_runtest_setup(item):
+    """Skip the tests that need a GPU where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+
+
 @pytest.fixture(autouse=True)
 def _signal_handlers():
     """Restore the handlers after a test: what was asked to stop ignores further signals from then on."""

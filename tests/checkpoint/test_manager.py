@@ -236,7 +236,6 @@ def test_save_without_room_names_what_helps(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu  # here and not with the other tensors: a bare GPU machine can lack what that file imports
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_save_of_tensors_on_a_gpu_gives_the_same_bits_on_the_cpu(tmp_path):
     weight = torch.randn(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
     save(tmp_path, 1, model={"x": weight, "h": weight.half()}, state={"x": weight.bfloat16()})

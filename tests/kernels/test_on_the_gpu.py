@@ -22,10 +22,7 @@ from tests.support.networks import give_gradients
 from tests.support.runs import CONFIGS
 from tools.bench import lars, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 # Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
 # branch of 2.13 and before that of 2.14).

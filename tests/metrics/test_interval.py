@@ -78,7 +78,6 @@ def test_data_timer_on_a_cpu_is_the_hosts_clock(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_data_timer_on_a_gpu_sees_a_slow_loader_and_no_fast_one():
     device = torch.device("cuda")
     timer, loader = DataTimer(device), torch.cuda.Stream()

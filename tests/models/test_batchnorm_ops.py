@@ -173,7 +173,6 @@ def test_cuda_passes_are_for_a_gpu_and_float32_weights():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
 def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout, affine, dtype, monkeypatch):

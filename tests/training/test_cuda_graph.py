@@ -299,7 +299,6 @@ def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_replayed_run_on_a_gpu_is_the_plain_run_to_the_bit(tmp_path, capfd, precision):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn, which is not here")

@@ -7,6 +7,7 @@ import threading
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,21 +19,13 @@ from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from pipelines.backend import LoaderOptions
 from pipelines.dali import engine
-from pipelines.dali.engine import (
-    READERS,
-    DaliEngine,
-    FilePaths,
-    PackedImages,
-    PixelsInMemory,
-)
+from pipelines.dali.engine import READERS, DaliEngine, FilePaths, PackedImages, PixelsInMemory
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import ViewParams, draw_view
 from pipelines.sampling.step_plan import BatchDraws
 from tests.support.streams import SMALL, assert_same, opened, unlabeled
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def engine_on(device: str, plan, draws=None) -> DaliEngine:
@@ -48,24 +41,14 @@ class Asked(Exception):
     ("device", "share", "expected"),
     [("cpu", 0.5, {}), ("gpu", 0.0, {"hw_decoder_load": 0.0}), ("gpu", 0.5, {"hw_decoder_load": 0.5})],
 )
-def test_decoder_has_the_share_of_a_gpus_engine_and_no_option_on_a_cpu(
-    index, monkeypatch, device, share, expected
-):
-    asked = {}
-
-    def views(*_, **options):
-        asked.update(options)
-        raise Asked
-
-    monkeypatch.setattr("pipelines.dali.engine.graphs.views", views)
-    monkeypatch.setattr("pipelines.dali.engine.side_stream", lambda device_id: None)
-    plan, options = (
-        unlabeled(index),
-        LoaderOptions(device=device, hw_decoder_share=share, view_operator=False),
-    )
+def test_decoder_has_the_share_on_a_gpu_and_no_option_on_a_cpu(index, monkeypatch, device, share, expected):
+    views = mock.Mock(side_effect=Asked)
+    monkeypatch.setattr(engine.graphs, "views", views)
+    monkeypatch.setattr(engine, "side_stream", lambda device_id: None)
+    options = LoaderOptions(device=device, hw_decoder_share=share, view_operator=False)
     with pytest.raises(Asked):
-        DaliEngine(plan, options, draws=plan, first_step=0)
-    assert asked["decoder"] == expected
+        DaliEngine(unlabeled(index), options, draws=unlabeled(index), first_step=0)
+    assert views.call_args.kwargs["decoder"] == expected
 
 
 def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
@@ -80,11 +63,8 @@ def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
 def test_packed_images_are_read_in_threads_one_iteration_ahead(index, tmp_path, monkeypatch):
     """Each read waits until as many wait as there are readers: a single thread would wait for ever."""
     write_pack(index, tmp_path / "pack")
-    pack, pread, steps = (
-        open_pack(tmp_path / "pack").pack,
-        os.pread,
-        [np.arange(READERS), np.arange(READERS)[::-1]],
-    )
+    pack, pread = open_pack(tmp_path / "pack").pack, os.pread
+    steps = [np.arange(READERS), np.arange(READERS)[::-1]]
     together = threading.Barrier(READERS)
 
     def read_together(*arguments):
@@ -97,10 +77,9 @@ def test_packed_images_are_read_in_threads_one_iteration_ahead(index, tmp_path, 
     images = PackedImages(pack, lambda step: next(iter(steps[step:])))
     first = images(0)
     assert all(reads_ahead.acquire(timeout=20) for _ in range(2 * READERS))  # those of iteration 1 as well
-    for found, wanted in ((first, steps[0]), (images(1), steps[1])):
-        assert [np.asarray(image).tobytes() for image in found] == [
-            index.path(i).read_bytes() for i in wanted
-        ]
+    for found, wanted in zip((first, images(1)), steps):
+        content = [index.path(i).read_bytes() for i in wanted]
+        assert [np.asarray(image).tobytes() for image in found] == content
     with pytest.raises(StopIteration):
         images(2)
 
@@ -117,9 +96,8 @@ def test_engine_opens_a_batch_of_more_files_than_the_soft_limit(index, monkeypat
     assert_same(views, opened(plan, "dali")(0))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    with pytest.raises(
-        DataError, match=r"a batch of 24 images .* may open 64: raise the hard limit .* to 560"
-    ):
+    said = r"a batch of 24 images .* may open 64: raise the hard limit .* to 560"
+    with pytest.raises(DataError, match=said):
         opened(plan, "dali")(0)
 
 
@@ -149,16 +127,15 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
         yield
         calls.append("on training")
 
-    training, run = Stream(name="training"), Pipeline.run
-    monkeypatch.setattr(
-        Pipeline, "run", lambda self, stream=None: calls.append(f"run on {stream.name}") or run(self)
-    )
+    def noted(text, result=lambda _: None):
+        return lambda self, stream=None: calls.append(f"{text} {stream.name}") or result(self)
+
+    training = Stream(name="training")
+    monkeypatch.setattr(Pipeline, "run", noted("run on", Pipeline.run))
+    monkeypatch.setattr(torch.Tensor, "record_stream", noted("kept for"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.cuda, "Event", dict)
     monkeypatch.setattr(torch.cuda, "stream", current)
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda view, stream: calls.append(f"kept for {stream.name}")
-    )
     monkeypatch.setattr(engine, "feed_ndarray", copied)
     made = engine_on("cpu", unlabeled(index, augmentations=(SMALL,)))
     made._stream = Stream(name="side")
@@ -178,7 +155,6 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
 
 
 @pytest.mark.gpu
-@gpu
 def test_pixels_in_memory_are_gathered_without_waiting_for_training():
     pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
     stored, wanted = PixelsInMemory(pixels, LoaderOptions(device="gpu")), np.array([7, 0, 7])
@@ -194,7 +170,6 @@ def test_pixels_in_memory_are_gathered_without_waiting_for_training():
 
 
 @pytest.mark.gpu
-@gpu
 def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
     view = draw_view(SMALL, index.sizes[:1], seed=0, step=0, role="", first_row=0)
     rows = 24
@@ -205,7 +180,6 @@ def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
 
 
 @pytest.mark.gpu
-@gpu
 def test_engine_on_a_gpu_stays_within_two_steps_of_training_and_keeps_its_pixels(index):
     plan = unlabeled(index)
     beside, alone = (engine_on("gpu", plan) for _ in range(2))

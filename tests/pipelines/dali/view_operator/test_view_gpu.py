@@ -17,7 +17,6 @@ from tests.support.view_operator import needs_view_operator
 NO_NVRTC = cuda_compiler.unavailable()
 needs_nvrtc = pytest.mark.skipif(NO_NVRTC is not None, reason=f"no NVRTC: {NO_NVRTC}")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the last test runs on it")
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 # Below and above a square of the kernels (32), and above two; the radii fit them.
 SHAPES = [(1, 1), (3, 5), (32, 32), (33, 31), (70, 40), (5, 66), (41, 65)]
@@ -75,7 +74,7 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bit
     images, weights, draws = batch(blocks)
     element = np.uint32 if bits == 32 else np.uint16
     table = np.random.default_rng(0).permutation(256 * 3).astype(element)
-    made = {}
+    levels, made = table.ctypes.data_as(ctypes.c_void_p), {}
     for of_kernels in (False, True):
         made[of_kernels] = [np.full(image.shape, 999, element) for image in images]
         views = (View * len(images))(
@@ -86,12 +85,10 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads, bit
         )
         if of_kernels:
             sums = (ctypes.c_ulonglong * len(views))()
-            library.by_kernels(
-                views, sums, len(views), table.ctypes.data_as(ctypes.c_void_p), bits, blocks, threads
-            )
+            library.by_kernels(views, sums, len(views), levels, bits, blocks, threads)
             assert 0 < sum(draw["contrast"] != 1 for draw in draws) == np.count_nonzero(sums)
         else:
-            library.by_loops(views, len(views), table.ctypes.data_as(ctypes.c_void_p), bits)
+            library.by_loops(views, len(views), levels, bits)
     for ours, theirs in zip(made[True], made[False]):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -117,9 +114,8 @@ def test_kernels_contract_no_product_and_divide_exactly():
 
 
 def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
-    with pytest.raises(
-        DataError, match=r"up to 65 pixels wide.*asks for 67: set data.view_operator to false"
-    ):
+    said = r"up to 65 pixels wide.*asks for 67: set data.view_operator to false"
+    with pytest.raises(DataError, match=said):
         build.kernels(67, 0)
 
 
@@ -131,7 +127,6 @@ def test_choose_view_operator_on_a_gpu_that_is_absent_says_so(view_operator):
 
 
 @pytest.mark.gpu
-@gpu
 @needs_view_operator
 def test_view_operator_on_a_gpu_makes_dalis_cpu_values_to_the_bit(view_operator):
     from pipelines.dali.view_operator.check_equal import both, random_batch, require_equal
@@ -143,7 +138,6 @@ def test_view_operator_on_a_gpu_makes_dalis_cpu_values_to_the_bit(view_operator)
 
 
 @pytest.mark.gpu
-@gpu
 @needs_view_operator
 def test_view_operator_on_a_gpu_sums_more_pixels_than_a_float_counts(view_operator):
     """Above 65,536 pixels the CPU's sum of the gray levels is rounded on the way: one level, where a mean is close."""
