@@ -1,13 +1,14 @@
 """The files of one checkpoint: every bit comes back, what could not is refused, and nothing forged is run."""
 
+import contextlib
 import enum
 import hashlib
 import io
 import json
 import os
 import pickle
-import shlex
 from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import STATE, encode, meta_sha256, plain_state
 from fastsuncet.errors import CheckpointError
+from tests.support.archives import Trap
 from tests.support.checkpoints import newest, save
 
 
@@ -68,55 +70,34 @@ def test_format_meta_refuses_what_json_cannot_hold(tmp_path, value, error):
     assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 
 
-class Gadget:
-    """Pickled, this is a command; unpickled without weights_only, the command is run."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {shlex.quote(str(self.marker))}",)
-
-
 @pytest.mark.parametrize("name", ["train_state.pt", "model.safetensors"])
-@pytest.mark.parametrize("form", ["torch.save", "pickle"])
-def test_format_runs_no_code_of_a_forged_checkpoint(tmp_path, monkeypatch, name, form):
+@pytest.mark.parametrize("dump", [torch.save, partial(pickle.dump, protocol=2)], ids=["torch.save", "pickle"])
+def test_format_runs_no_code_of_a_forged_checkpoint(tmp_path, monkeypatch, name, dump):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # what many projects tell their users to set
-    marker, run = tmp_path / "executed", tmp_path / "run"
-    save(run, 1)
-    path = save(run, 2)
-    if form == "torch.save":
-        torch.save({"state": Gadget(marker)}, tmp_path / "forged")
-    else:
-        (tmp_path / "forged").write_bytes(pickle.dumps({"state": Gadget(marker)}, protocol=2))
-    forge(path, name, (tmp_path / "forged").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    ran, forged = Path("RAN"), io.BytesIO()
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    dump({"state": Trap()}, forged)
+    forge(path, name, forged.getvalue())
     with pytest.raises(CheckpointError, match=r"not made by fastsuncet; nothing in it was run") as caught:
         manager.load(path)
     assert "weights_only=False" not in str(caught.value)  # torch's own advice
-    step, lines = newest(run)
-    assert step == 1
-    assert str(path) in lines[0]
-    assert not marker.exists()
-    if form == "torch.save":
-        torch.load(tmp_path / "forged", weights_only=False)
-    else:
-        pickle.loads((tmp_path / "forged").read_bytes())
-    assert marker.exists()  # the gadget works where nothing stops it
-    torch.save([1, 2], tmp_path / "no dict")
-    forge(path, "train_state.pt", (tmp_path / "no dict").read_bytes())
+    step, lines = newest(tmp_path)
+    assert step == 1 and str(path) in lines[0] and not ran.exists()
+    with contextlib.suppress(RuntimeError):  # a pickle is no file of torch's, which comes out once it has run
+        torch.load(io.BytesIO(forged.getvalue()), weights_only=False)
+    assert ran.exists()  # the trap works where nothing stops it
+    no_dict = io.BytesIO()
+    torch.save([1, 2], no_dict)
+    forge(path, "train_state.pt", no_dict.getvalue())
     with pytest.raises(CheckpointError, match="not made by fastsuncet"):
         manager.load(path)
 
 
 WRONG_META = (
-    *(
-        "[]",
-        "3",
-        "null",
-        "[" * 100_000,
-        '{"sha256": {}}',
-        "1" * 5000,
-    ),  # its text, or a change whose hash fits
+    # Its text, or a change whose hash fits.
+    *("[]", "3", "null", "[" * 100_000, '{"sha256": {}}', "1" * 5000),
     lambda meta: meta.pop("step"),
     lambda meta: meta.pop("files"),
     lambda meta: meta.update(files={"model.safetensors": 3, "train_state.pt": []}),
@@ -153,17 +134,16 @@ def test_format_notices_a_flipped_bit_anywhere_in_meta(tmp_path):
     path = save(tmp_path, 2)
     meta = manager.load(path).meta
     content = (path / "meta.json").read_bytes()
-    noticed = 0
+    passed = 0
     indices = range(0, len(content), 3)
     for index in indices:
         flipped = bytearray(content)
         flipped[index] ^= 1 << index % 7
         (path / "meta.json").write_bytes(flipped)
-        try:
+        with contextlib.suppress(CheckpointError):
             assert manager.load(path).meta == meta
-        except CheckpointError:
-            noticed += 1
-    assert noticed > 0.7 * len(indices)
+            passed += 1
+    assert passed < 0.3 * len(indices)
 
 
 def test_format_that_is_newer_is_refused_and_no_older_one_used(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
-"""Tar files that tests write."""
+"""Tar files, forged pickles and changed .npz files that tests write."""
 
 import io
+import os
 import tarfile
 from pathlib import Path
 
@@ -20,6 +21,13 @@ def tar_of(
                 setattr(member, key, value)
             tar.addfile(member, io.BytesIO(content))
     return path
+
+
+class Trap:
+    """Pickled, this is a command; whatever unpickles it unguarded runs the command, which writes the file RAN."""
+
+    def __reduce__(self):
+        return os.system, ("touch RAN",)
 
 
 def rewritten(path: Path, **changes) -> Path:

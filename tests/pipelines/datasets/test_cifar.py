@@ -17,7 +17,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import CLASSES, cifar
-from tests.support.archives import tar_of
+from tests.support.archives import Trap, tar_of
 from tests.support.pictures import write_image
 from tests.support.runs import CONFIGS
 
@@ -92,11 +92,6 @@ def test_cifar_authors_files(published, tmp_path, flat):
         assert index.classes == CLASSES[published.kind]
 
 
-class Trap:
-    def __reduce__(self):
-        return os.system, ("touch RAN",)
-
-
 @pytest.mark.parametrize("harm", ["missing", "changed", "cut short", "hostile"])
 def test_cifar_refuses_other_files_unopened(published, tmp_path, monkeypatch, harm):
     monkeypatch.chdir(tmp_path)
@@ -128,9 +123,8 @@ def test_cifar_unpacks_an_archive_without_download(published, tmp_path):
 def test_cifar_refuses_another_archive_unopened(published, tmp_path):
     path = tmp_path / published.torchvision.filename
     tar_of(path, ("../escaped", b"!"), mode="w:gz")
-    with pytest.raises(
-        DataError, match=rf"{path.name} is not CIFAR-100?'s archive: its MD5 is not .*Delete it"
-    ):
+    said = rf"{path.name} is not CIFAR-100?'s archive: its MD5 is not .*Delete it"
+    with pytest.raises(DataError, match=said):
         cifar(published.kind, tmp_path)
     assert os.listdir(tmp_path) == [path.name]
 

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.in_memory import digits, resident
-from pipelines.datasets.index import with_classes
+from pipelines.datasets.index import class_numbers, with_classes
 from tests.support.pictures import cut_short, texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
@@ -51,17 +52,12 @@ def test_with_classes_gives_validation_the_training_numbers(tmp_path):
     index = image_folder(write_images(tmp_path, "b/1.jpg", "c/1.jpg"))
     numbered = with_classes(index, ("a", "b", "c"))
     assert numbered.classes == ("a", "b", "c") and numbered.labels.tolist() == [1, 2]
-    with pytest.raises(DataError, match=r"1 classes that no training image has: c"):
-        with_classes(index, ("a", "b"))
-
-
-def test_image_folder_keeps_unusable_images_as_bad(tmp_path):
-    write_images(tmp_path, "a/1.jpg", "a/4.jpg")
-    (tmp_path / "a" / "2.jpg").write_bytes(b"<html>")
-    (tmp_path / "a" / "3.jpg").symlink_to(tmp_path / "a" / "gone.jpg")
-    index = image_folder(tmp_path)
-    assert list(index.bad) == [1, 2] and index.bad[2] == "no such file"
-    assert index.sizes[1:3].tolist() == [[0, 0], [0, 0]]
+    # Numbers, as of shards with KEY.cls, are those of the folders in order, where there are as many.
+    numbered = with_classes(index, class_numbers(2))
+    assert numbered.classes == class_numbers(2) and numbered.labels.tolist() == [0, 1]
+    for classes, unknown in ((("a", "b"), "c"), (class_numbers(1), "b, c")):
+        with pytest.raises(DataError, match=f"classes that no training image has: {unknown}$"):
+            with_classes(index, classes)
 
 
 def test_image_folder_says_what_is_wrong_with_a_folder(tmp_path):
@@ -123,13 +119,11 @@ def scanned(tmp_path):
 
 
 def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
-    seen, stamps = [], image_headers.file_stamps
-    monkeypatch.setattr(
-        image_headers, "file_stamps", lambda root, names: seen.extend(names) or stamps(root, names)
-    )
+    stamps = mock.Mock(wraps=image_headers.file_stamps)
+    monkeypatch.setattr(image_headers, "file_stamps", stamps)
     monkeypatch.setattr(folders, "_listed", None)
     monkeypatch.setattr(folders, "SAMPLE", 2)
-    assert look_again(scanned) == (scanned, 0) and len(seen) == 2
+    assert look_again(scanned) == (scanned, 0) and len(stamps.call_args.args[1]) == 2
     assert scanned.folders.names[:] == ["", "cat", "cat/deep", "dog"]
 
 
@@ -180,13 +174,8 @@ def test_look_again_compares_all_files_where_one_of_the_sample_differs(scanned, 
 
 def test_image_folder_names_a_folder_without_access(tmp_path, monkeypatch):
     write_images(tmp_path, "a/1.jpg")
-    scandir = os.scandir
-
-    def refused(folder):  # the tests can run as root, to whom nothing is refused
-        if Path(folder) == tmp_path / "a":
-            raise PermissionError(13, "Permission denied")
-        return scandir(folder)
-
+    # The tests can run as root, to whom nothing is refused.
+    refused = mock.Mock(side_effect=[os.scandir(tmp_path), PermissionError(13, "Permission denied")])
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(DataError, match=r"cannot list .*a: Permission denied"):
         image_folder(tmp_path)
@@ -196,9 +185,11 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
     root = write_images(tmp_path / "root", "a/1.jpg")
     outside = write_images(tmp_path / "root-2", "a/1.jpg")  # a name that begins as the root's does
     (root / "a" / "2.jpg").symlink_to(root / "a" / "1.jpg")
+    (root / "a" / "4.jpg").symlink_to(root / "a" / "gone.jpg")
     (tmp_path / "link").symlink_to(root)  # the root itself can be a link
     for folder in (root, tmp_path / "link"):
-        assert list(image_folder(folder).files) == ["a/1.jpg", "a/2.jpg"]
+        index = image_folder(folder)
+        assert list(index.files) == ["a/1.jpg", "a/2.jpg", "a/4.jpg"] and index.bad == {2: "no such file"}
     link = root / "a" / "3.jpg"
     link.symlink_to(outside / "a" / "1.jpg")
     with pytest.raises(DataError, match=r"3.jpg is a link that leads out of"):

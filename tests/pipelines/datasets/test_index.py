@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipelines import atomic_files
-from pipelines.data_errors import BadImage, DataError
+from pipelines.data_errors import DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.string_table import Names, leaves_root
-from tests.support.archives import rewritten
+from tests.support.archives import Trap, rewritten
 from tests.support.pictures import encoded, unusable_files, write_image
 
 letters = st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])
@@ -62,12 +62,6 @@ def test_names_behave_like_the_list_they_were_made_of(names):
     for outside in (len(names), -len(names) - 1):
         with pytest.raises(IndexError):
             packed[outside]
-
-
-def test_names_find_gives_positions_or_minus_one():
-    names = Names.of(["b", "a", "d", "c"])
-    assert names.find(["c", "x", "b", "c"]).tolist() == [3, -1, 0, 3]
-    assert names.find([]).shape == (0,)
 
 
 def test_names_refuse_what_cannot_be_a_line():
@@ -111,13 +105,9 @@ def test_read_headers_gives_sizes_as_stored_and_reasons(tmp_path):
 
 def test_read_headers_of_jpegs_agree_with_pil(tmp_path, monkeypatch):
     """Each kind of JPEG, and each with bytes exchanged, has the size that PIL finds, unless PIL refuses it."""
-    image, segments = Image.fromarray(np.zeros((5, 7, 3), np.uint8)), {"exif": b"Exif\0\0" + bytes(9000)}
-    kinds = {
-        "plain": {},
-        "progressive": {"progressive": True},
-        "long": segments,
-        "icc": {"icc_profile": bytes(90_000)},
-    }
+    image = Image.fromarray(np.zeros((5, 7, 3), np.uint8))
+    kinds = {"plain": {}, "progressive": {"progressive": True}, "icc": {"icc_profile": bytes(90_000)}}
+    kinds["long"] = {"exif": b"Exif\0\0" + bytes(9000)}
     files = {name: encoded(image, "JPEG", **options) for name, options in kinds.items()}
     files |= {mode: encoded(image.convert(mode), "JPEG") for mode in ("L", "CMYK")}
     calls = []
@@ -167,13 +157,9 @@ def test_read_headers_of_many_chunks_land_in_their_rows(tmp_path, monkeypatch):
 # -- the index
 
 
-def test_index_has_names_and_paths_but_not_in_memory(index, folder):
-    assert [index.name(i) for i in range(4)] == ["cat/a.jpg", "cat/b.png", "dog/a.jpg", "dog/c.jpg"]
-    assert len(index) == 4 and index.path(3) == folder / "dog" / "c.jpg"
-    in_memory = small_index(root=None, pixels=np.zeros((2, 6, 8, 3), np.uint8))
-    assert in_memory.name(1) == "b.jpg"
+def test_index_in_memory_has_no_paths():
     with pytest.raises(DataError, match="held in memory"):
-        in_memory.path(1)
+        small_index(root=None, pixels=np.zeros((2, 6, 8, 3), np.uint8)).path(1)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +204,6 @@ def test_fingerprint_covers_what_decides_a_run():
     assert len({small_index(**change).fingerprint() for change in changed} | {base}) == len(changed) + 1
 
 
-def test_require_good_names_all_bad_images():
-    index = small_index(bad={1: "cut off"})
-    index.require_good(1)
-    with pytest.raises(BadImage) as error:
-        index.require_good()
-    assert error.value.files == [("somewhere/b.jpg", "cut off")]
-
-
 # -- on disk
 
 
@@ -242,11 +220,7 @@ def test_load_index_gives_what_was_saved(index, tmp_path):
     assert loaded.fingerprint() == index.fingerprint()
     assert loaded.root == index.root and loaded.bad == {1: "why so"}
     assert loaded.stamps.tolist() == index.stamps.tolist()
-    assert loaded.folders.names[:] == index.folders.names[:] and set(loaded.folders.names) == {
-        "",
-        "cat",
-        "dog",
-    }
+    assert loaded.folders.names[:] == index.folders.names[:] == ["", "cat", "dog"]
     assert loaded.folders.times.tolist() == index.folders.times.tolist()
     assert os.listdir(tmp_path / "new") == ["index.npz"]
 
@@ -254,9 +228,8 @@ def test_load_index_gives_what_was_saved(index, tmp_path):
 def test_load_index_follows_moved_data(kept, folder, tmp_path):
     moved = folder.rename(tmp_path / "moved")
     assert load_index(kept, root=moved).path(0).exists()
-    with pytest.raises(
-        DataError, match=r"4 of the 4 files .*found under .*images: cat/a.jpg, cat/b.png, dog/a.jpg, \.\.\."
-    ):
+    gone = r"4 of the 4 files .*found under .*images: cat/a.jpg, cat/b.png, dog/a.jpg, \.\.\."
+    with pytest.raises(DataError, match=gone):
         load_index(kept)
     assert len(load_index(kept, refresh=False)) == 4
 
@@ -309,9 +282,8 @@ def test_a_modification_time_of_any_year_is_kept(index, kept, folder):
 def test_within_makes_large_images_bad():
     index = small_index(sizes=np.array([[9999, 9999], [6, 9]], np.int32))
     assert index.within(100) is index
-    assert (
-        "takes 300 MB decoded (9999 x 9999)" in index.notes()[0] and "data.max_megapixels" in index.notes()[0]
-    )
+    (note,) = index.notes()
+    assert "takes 300 MB decoded (9999 x 9999)" in note and "data.max_megapixels" in note
     small = index.within(50)
     assert small.bad == {0: "9999 x 9999 pixels, more than data.max_megapixels (50)"} and small.notes() == []
     assert small.sizes.tolist() == [[0, 0], [6, 9]] and small.contents() == index.within(50).contents()
@@ -340,15 +312,13 @@ def test_save_index_refuses_data_in_memory(tmp_path):
 @pytest.mark.parametrize("locks", [True, False])
 def test_two_writers_of_one_file_leave_the_content_of_the_last(tmp_path, monkeypatch, locks):
     """Processes in two containers can have the same number, and a file system can have no locks."""
+    path = tmp_path / "file"
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_lock)
-    with (
-        atomic_files.replacing(tmp_path / "file") as first,
-        atomic_files.replacing(tmp_path / "file") as second,
-    ):
+    with atomic_files.replacing(path) as first, atomic_files.replacing(path) as second:
         first.write(b"first")
         second.write(b"second, which ends before")
-    assert (tmp_path / "file").read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
+    assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
 
 
 def test_next_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path, monkeypatch):
@@ -388,12 +358,7 @@ def no_lock(*_) -> None:
 def test_load_index_names_any_damage(kept, index):
     """Bytes exchanged anywhere, in the zip's own tables too, are a message with the remedy or do no harm."""
     whole, draws = kept.read_bytes(), np.random.default_rng(0)
-    broken = [
-        b"",
-        whole[: len(whole) // 2],
-        b"not a zip file at all",
-        whole.replace(b"dog/c.jpg", b"dog/d.jpg"),
-    ]
+    broken = [b"", whole[: len(whole) // 2], b"no zip file", whole.replace(b"dog/c.jpg", b"dog/d.jpg")]
     for _ in range(400):
         damaged = bytearray(whole)
         first = int(draws.integers(len(whole)))
@@ -411,11 +376,6 @@ def test_load_index_names_any_damage(kept, index):
         load_index(kept)
 
 
-class Trap:
-    def __reduce__(self):
-        return (Path.touch, (Path("ran"),))
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -428,6 +388,7 @@ class Trap:
         ({"files": Names.of(["cat/a.jpg"]).lines}, "cannot be used"),
         ({"folders": Names.of(["cat", "../.."]).lines}, "folders do not fit"),
         ({"folders": Names.of(["", "cat", "../.."]).lines}, "leads out"),
+        ({"shards": Names.of(["../a.tar"]).lines}, "'../a.tar' leads out of the data folder"),
         ({"classes": np.array([Trap()], object)}, "cannot be read"),  # a pickle, which is not run
     ],
 )
@@ -435,7 +396,7 @@ def test_load_index_refuses_exchanged_parts(kept, tmp_path, monkeypatch, changes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=said):
         load_index(rewritten(kept, **changes))
-    assert not Path("ran").exists()
+    assert not Path("RAN").exists()
 
 
 @pytest.mark.parametrize("name", ["../secret.jpg", "/etc/passwd", "cat/../../secret.jpg"])

@@ -6,6 +6,7 @@ import re
 import resource
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,14 +14,11 @@ from PIL import Image
 
 from pipelines.data_errors import DataError
 from pipelines.datasets import shards
-from pipelines.datasets.folders import image_folder
-from pipelines.datasets.index import with_classes
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
-from pipelines.datasets.string_table import Names
-from tests.support.archives import rewritten, tar_of
-from tests.support.pictures import encoded, write_image
+from tests.support.archives import tar_of
+from tests.support.pictures import encoded
 
 
 def picture(width: int = 9, kind: str = "JPEG", **options) -> bytes:
@@ -98,28 +96,26 @@ def test_open_pack_names_what_is_missing(folder, tmp_path):
 
 
 def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypatch, capsys):
-    kept, scanned = tmp_path / "kept.npz", []
-    monkeypatch.setattr(
-        "pipelines.datasets.pack.scan_shard", lambda p: scanned.append(p.name) or scan_shard(p)
-    )
+    kept, scan = tmp_path / "kept.npz", mock.Mock(wraps=scan_shard)
+    monkeypatch.setattr("pipelines.datasets.pack.scan_shard", scan)
     first = open_pack(folder, kept=kept)
     again = open_pack(folder, kept=kept)
-    assert scanned == ["a-000.tar", "a-001.tar"]
+    assert scan.call_count == 2
     assert again.fingerprint() == first.fingerprint() and again.bad == first.bad
     assert again.content(2) == first.content(2) and again.root == folder
     time = (folder / "a-000.tar").stat().st_mtime_ns
     os.utime(folder / "a-000.tar", ns=(time, time + 1))
     open_pack(folder, kept=kept)
     tar_of(folder / "a-002.tar", ("6.jpg", picture()))
-    assert len(open_pack(folder, kept=kept)) == 6 and len(scanned) == 7
+    assert len(open_pack(folder, kept=kept)) == 6 and scan.call_count == 7
     open_pack(folder, kept=kept)
-    assert len(scanned) == 7
+    assert scan.call_count == 7
     open_pack(folder, kept=kept, scan=True)  # as `data check` does
-    assert len(scanned) == 10
+    assert scan.call_count == 10
     kept.write_bytes(b"damaged")
     assert len(open_pack(folder, kept=kept)) == 6
     kept.chmod(0o666)
-    assert len(open_pack(folder, kept=kept)) == 6 and len(scanned) == 16
+    assert len(open_pack(folder, kept=kept)) == 6 and scan.call_count == 16
     assert "is made anew, because other users can write it" in capsys.readouterr().out
 
 
@@ -130,18 +126,6 @@ def test_open_pack_finds_a_size_behind_a_long_header(tmp_path):
     assert open_pack(tmp_path / "a.tar").sizes.tolist() == [[7, 30]]
 
 
-def test_validation_folders_take_the_numbers_of_shards(folder, tmp_path):
-    """Numbers in KEY.cls are those of the class folders in order, as long as there are as many."""
-    train = open_pack(folder)
-    for name in ("n01", "n02", "n03"):
-        write_image(tmp_path / "val" / name / "1.jpg")
-    validation = with_classes(image_folder(tmp_path / "val"), train.classes)
-    assert validation.classes == train.classes and validation.labels.tolist() == [0, 1, 2]
-    write_image(tmp_path / "val" / "n04" / "1.jpg")
-    with pytest.raises(DataError, match="4 classes that no training image has: n01"):
-        with_classes(image_folder(tmp_path / "val"), train.classes)
-
-
 # -- shards that are refused
 
 
@@ -149,11 +133,7 @@ def test_scan_shard_names_a_shard_cut_short_anywhere_or_no_tar(folder):
     path = folder / "a-000.tar"
     whole, end = path.read_bytes(), scan_shard(path).members["offset"][-1]
     lengths = (0, 100, 512, 1024, 1536, end, end + 100, len(whole.rstrip(b"\0")))
-    for content in (
-        *(whole[:length] for length in lengths),
-        b"not a tar at all",
-        gzip.compress(bytes(10240)),
-    ):
+    for content in (*(whole[:length] for length in lengths), b"no tar", gzip.compress(bytes(10240))):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy the pack here again"):
             open_pack(folder)
@@ -166,9 +146,8 @@ def test_scan_shard_names_a_damaged_header(tmp_path, kind):
     content = bytearray(path.read_bytes())
     content[content.index(b"two.jpg")] ^= 1
     path.write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"a\.tar cannot be used: (it is cut short or damaged after byte|bad)"
-    ):
+    said = r"a\.tar cannot be used: (it is cut short or damaged after byte|bad)"
+    with pytest.raises(DataError, match=said):
         scan_shard(path)
 
 
@@ -176,19 +155,15 @@ def lost(content: bytes, at: int, size: int) -> bytes:
     return content[:at] + bytes(size) + content[at + size :]
 
 
+HIDDEN = "seems to end at byte {at:,}, and more follows at byte"
+
+
 @pytest.mark.parametrize(
     ("damaged", "said"),
     [
-        (lambda shard, at: lost(shard, at, 512), "seems to end at byte {at:,}, and more follows at byte"),
-        # The page begins in the image before.
-        (
-            lambda shard, at: lost(shard, at - 300, 812),
-            "seems to end at byte {at:,}, and more follows at byte",
-        ),
-        (
-            lambda shard, at: shard + shard,
-            "more follows at byte 10,240: a lost page, or shards that were joined",
-        ),
+        (lambda shard, at: lost(shard, at, 512), HIDDEN),
+        (lambda shard, at: lost(shard, at - 300, 812), HIDDEN),  # the page begins in the image before
+        (lambda shard, at: shard * 2, "follows at byte 10,240: a lost page, or shards that were joined"),
         (lambda shard, at: shard.rstrip(b"\0") + bytes(1 << 17), "more than any program writes"),
     ],
     ids=["header", "page", "joined", "zeros"],
@@ -255,28 +230,14 @@ def test_scan_shard_ends_on_impossible_sizes(tmp_path, size):
 def test_shards_refuse_members_outside_of_them(folder):
     """The index of a pack is a file like any other."""
     pack = open_pack(folder).pack
-    for key, value in (
-        ("shard", 2),
-        ("offset", -1),
-        ("length", -1),
-        ("offset", 1 << 62),
-        ("length", (1 << 63) - 1),
-    ):
+    outside = [("shard", 2), ("offset", -1), ("length", -1), ("offset", 1 << 62), ("length", (1 << 63) - 1)]
+    for key, value in outside:
         members = pack.members.copy()
         members[key][1] = value
         with pytest.raises(DataError, match="is damaged: an image lies in no shard"):
             Shards(pack.paths, pack.stamps, members)
     with pytest.raises(DataError, match="its tables have different lengths"):
         Shards(pack.paths, pack.stamps[:1], pack.members)
-
-
-def test_load_index_refuses_shards_outside_of_a_pack(folder, tmp_path):
-    save_index(open_pack(folder), tmp_path / "index.npz")
-    assert len(load_index(tmp_path / "index.npz", root=folder)) == 5
-    for name in ("../a.tar", "/etc/passwd"):
-        rewritten(tmp_path / "index.npz", shards=Names.of([name, "b.tar"]).lines)
-        with pytest.raises(DataError, match=f"'{name}' leads out of the data folder"):
-            load_index(tmp_path / "index.npz")
 
 
 def test_shards_behind_links_out_of_their_folder_are_refused(folder, tmp_path):

@@ -55,11 +55,8 @@ def test_presence_is_in_the_fingerprint_and_the_kept_index(tmp_path):
     assert dataclasses.replace(index, presence=other).fingerprint() != index.fingerprint()
     save_index(index, tmp_path / "kept.npz")
     assert np.array_equal(load_index(tmp_path / "kept.npz").presence, index.presence)
-    for wrong, said in (
-        (other.astype(np.int64), "int8"),
-        (other + np.int8(1), "difficult"),
-        (other[1:], "must be"),
-    ):
+    refused = {"int8": other.astype(np.int64), "difficult": other + np.int8(1), "must be": other[1:]}
+    for said, wrong in refused.items():
         with pytest.raises(DataError, match=said):
             dataclasses.replace(index, presence=wrong)
 
@@ -96,9 +93,8 @@ def test_part_of_names_a_line_that_contradicts_trainval(tmp_path):
         part_of(index, "val")
     for name in CLASSES:
         rewrite(tmp_path, f"{name}_train.txt", lambda lines: lines.append("000050 1"))
-    with pytest.raises(
-        DataError, match=r"aeroplane_train.txt names 000050 on line 7, which is not in trainval"
-    ):
+    said = r"aeroplane_train.txt names 000050 on line 7, which is not in trainval"
+    with pytest.raises(DataError, match=said):
         part_of(index, "train")
 
 
