@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 
 CHECKPOINT = r"step_00000002 cannot be used: {}"
 SHARD = r"2/000000\.tar.*(Copy the pack here again|is a link that leads out|dmesg)"
+WEIGHTS = r"(was changed after|holds no checkpoint|cannot be listed|has 54 GB)"
 # The writer of a file, and what is said of damage to it.
 FILES = {
     "step_00000002/model.safetensors": ("checkpoint", CHECKPOINT.format(r"model\.safetensors")),
@@ -20,19 +21,10 @@ FILES = {
     "2/index.npz": ("pack", r"2/index\.npz cannot be read"),
     "2/000000.tar": ("pack", SHARD),
     "kernels/code": ("code", None),
-    "weights.pth": (
-        "export",
-        r"weights\.pth (was changed after|holds no checkpoint|cannot be listed|has 54 GB)",
-    ),
+    "weights.pth": ("export", rf"weights\.pth {WEIGHTS}"),
     "weights.json": ("export", r"weights\.(json is no record|pth holds no ResNet)"),
-    "weights/model.safetensors": (
-        "export folder",
-        r"model\.safetensors (was changed after|holds no checkpoint|cannot be listed|has 54 GB)",
-    ),
-    "weights/fastsuncet.json": (
-        "export folder",
-        r"(fastsuncet\.json is no record|weights holds no checkpoint)",
-    ),
+    "weights/model.safetensors": ("export folder", rf"model\.safetensors {WEIGHTS}"),
+    "weights/fastsuncet.json": ("export folder", r"(fastsuncet\.json is no record|holds no checkpoint)"),
 }
 # What leaves all that is needed: a last line feed, a byte after the end of a zip, the first name in a tar's header, and
 # shards whose own labels and sizes are read where a pack has no index.

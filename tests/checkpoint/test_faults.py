@@ -15,12 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, require_run_folder
-from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from tests.support import faulty_files
@@ -213,18 +210,6 @@ def test_command_on_a_full_disk_ends_with_5_and_continues_on_a_larger_one(
     small_disk("size=8m")
     assert cli.main(words) == 0
     assert names(disk) == {Path(words[-1]).name}
-
-
-def test_disk_that_is_unmounted_under_a_run_ends_it_and_nothing_is_written_below(small_disk):
-    disk = small_disk("size=4m")
-    place = Place(0, 1, 0, torch.device("cpu"))
-    with exclusive_run_folder(disk / "run", place):
-        require_run_folder()
-        subprocess.run(["umount", "-l", str(disk)], check=True)  # what uses it does not hold it
-        with pytest.raises(CheckpointError, match=r"run was removed, moved, replaced or unmounted"):
-            require_run_folder()
-        RunStatus(disk / "run" / "status.json", place).write("failed", 3)
-    assert list(disk.iterdir()) == []
 
 
 def test_limit_on_file_sizes_is_named(tmp_path):

@@ -170,15 +170,10 @@ def test_views_with_multi_crop_are_two_large_and_several_small_crops(method):
 @pytest.mark.slow
 def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
     def train(*overrides: str) -> tuple[int, str]:
-        tiny = (
-            "model.name=resnet_tiny",
-            "data.augmentation.size=16",
-            "checkpoint.every=1",
-            "meta.device=cpu",
-        )
-        epochs = ("optimization.epochs=2", "optimization.steps=null")
+        tiny = ("model.name=resnet_tiny", "data.augmentation.size=16", "meta.device=cpu")
+        two = ("optimization.epochs=2", "optimization.steps=null", "checkpoint.every=1")
         say_once.cache_clear()  # as in a new process
-        code = cli.main(["train", "run.yaml", *tiny, *epochs, *overrides])
+        code = cli.main(["train", "run.yaml", *tiny, *two, *overrides])
         output = capsys.readouterr()
         return code, output.out + output.err
 

@@ -26,15 +26,7 @@ from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan
 from tests.support import faulty_files
 from tests.support.pictures import texture, unusable_files
-from tests.support.streams import (
-    BACKENDS,
-    SMALL,
-    assert_same,
-    evaluation,
-    needs_dali,
-    opened,
-    unlabeled,
-)
+from tests.support.streams import BACKENDS, SMALL, assert_same, evaluation, needs_dali, opened, unlabeled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -239,11 +231,7 @@ def test_loader_replaces_or_names_a_file_cut_short_while_it_is_read(own, tmp_pat
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found = [line for line in ended.stdout.splitlines() if not line.startswith("step")]
-    assert found == [
-        f"bad {bad}",
-        f"replaced ({bad!r}, 'an empty file')",
-        f"named ({bad!r}, 'an empty file')",
-    ]
+    assert found == [f"bad {bad}", *(f"{how} ({bad!r}, 'an empty file')" for how in ("replaced", "named"))]
 
 
 def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index, reader, capfd):
@@ -323,9 +311,7 @@ def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure,
     engine = mock.Mock(run=mock.Mock(side_effect=RuntimeError(f"Error in MIXED operator\n{failure}")))
     loader = opened(plan, bad_images=5)
     loader._start = lambda *_, **__: engine
-    loader._decode = lambda images: [
-        sizes[image] if decoder_works else RuntimeError(failure) for image in images
-    ]
+    loader._decode = lambda images: [sizes[i] if decoder_works else RuntimeError(failure) for i in images]
     with pytest.raises(RuntimeError, match=re.escape(failure)):
         loader(0)
     assert not loader.bad
@@ -342,10 +328,8 @@ def test_evaluation_shows_every_image_once_in_order_and_can_be_repeated(index, r
         assert [tuple(shown.shape) for shown in batches] == [(n, 3, 32, 32) for n in (8, 8, 7)]
         assert all(shown.is_contiguous(memory_format=torch.channels_last) for shown in batches)
     assert_same(*rounds)
-    ((alone,),) = evaluation(
-        index, indices[9:10], reader, 1, 32, 36
-    )  # an image's place in a batch does not count
-    assert torch.equal(alone[0], rounds[0][1][1])
+    ((alone,),) = evaluation(index, indices[9:10], reader, 1, 32, 36)
+    assert torch.equal(alone[0], rounds[0][1][1])  # an image's place in a batch does not count
 
 
 def test_evaluation_shares_no_batch_between_two_decoders(index, monkeypatch):

@@ -167,9 +167,8 @@ def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
     fake_decoder(monkeypatch, lambda paths: [RuntimeError("no memory on the device")] * len(paths))
     for pixels in (verify._BATCH_PIXELS, 2 * 60 * 50):  # whole batches, and less
         monkeypatch.setattr(verify, "_BATCH_PIXELS", pixels)
-        with pytest.raises(
-            DataError, match=r"refuses 3 files in a row that PIL reads.*no memory on the device"
-        ):
+        said = r"refuses 3 files in a row that PIL reads.*no memory on the device"
+        with pytest.raises(DataError, match=said):
             check(image_tree(tmp_path), "torchvision")
     for i in range(3):
         cut_short(tmp_path / f"{i}.jpg")

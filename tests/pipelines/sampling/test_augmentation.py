@@ -98,16 +98,6 @@ def test_draws_of_a_row_do_not_depend_on_its_image_or_on_other_strengths():
         np.testing.assert_array_equal(getattr(one, name), getattr(weaker, name))
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}, {"role": "other"}, {"first_row": 64}])
-def test_draws_depend_on_seed_step_role_and_row(change):
-    sizes = np.full((64, 2), 300)
-    one, other = draw(sizes), draw(sizes, **change)
-    assert not (one.box == other.box).all(1).any()
-    jittered = (one.hue != 0) & (other.hue != 0)
-    assert jittered.sum() > 20 and not (one.hue == other.hue)[jittered].any()
-    assert (one.flip != other.flip).sum() > 12
-
-
 def test_draws_never_change():
     """A change here is a change of every run's images: a resumed run would not be the run that was stopped."""
     first = [0.7859774219623263, 0.256660008725615, 0.9873946516492769]
@@ -121,11 +111,13 @@ def test_draws_never_change():
     expected = [0.262372, 0.41763, 1.52812, -0.071237, 1.776744]
     np.testing.assert_allclose(np.concatenate(drawn), expected, atol=1e-6)
     view = draw(np.full((8, 2), 300), role="unlabeled/view 0")
-    chosen = [
-        "".join(".x"[int(row)] for row in rows)
-        for rows in (view.flip, view.hue != 0, view.gray, view.sigma > 0)
+    drawn = (view.flip, view.hue != 0, view.gray, view.sigma > 0)
+    assert ["".join(".x"[int(row)] for row in rows) for rows in drawn] == [
+        ".x.xxxx.",
+        "xx.x.xxx",
+        ".xx.xxx.",
+        "..x..x.x",
     ]
-    assert chosen == [".x.xxxx.", "xx.x.xxx", ".xx.xxx.", "..x..x.x"]
     view = draw(np.full((3, 2), 300), Augmentation(color_order="random"), role="unlabeled/view 0")
     assert view.order.tolist() == [[2, 3, 0, 1], [1, 0, 2, 3], [1, 3, 0, 2]]
 

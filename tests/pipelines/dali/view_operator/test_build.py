@@ -125,6 +125,10 @@ def compiler(body: str):
     return lambda monkeypatch, tmp_path: monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path, body)))
 
 
+def named(command: str):
+    return lambda monkeypatch, tmp_path: monkeypatch.setenv("CXX", command)
+
+
 def cache(folder: str):
     def move(monkeypatch, tmp_path):
         (tmp_path / "file").write_text("not a folder")
@@ -148,17 +152,11 @@ def without_headers(named: str):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (
-            lambda patch, _: patch.setenv("CXX", "g++ '"),
-            r"no C\+\+ compiler: \$CXX \(g\+\+ '\) was not found",
-        ),
+        (named("g++ '"), r"no C\+\+ compiler: \$CXX \(g\+\+ '\) was not found"),
+        (named("no-such-compiler"), r"here: no C\+\+ compiler: \$CXX \(no-such-c"),
         (without_headers("dali"), "DALI's header dali/core/geom/mat.h was not found"),
         (without_headers(""), "CUDA's headers cuda.h and crt/host_config.h and nv/target were not found"),
         (open_to_others, "other users can write to .*so, and compiled code is executed"),
-        (
-            lambda patch, _: patch.setenv("CXX", "no-such-compiler"),
-            r"here: no C\+\+ compiler: \$CXX \(no-such-c",
-        ),
         (compiler("echo a nuisance >&2; exit 1"), r"does not compile with .*cc:\na nuisance"),
         (compiler(":"), r"does not compile with .*cc:\nit wrote no library"),
         (compiler('echo code > "$out"'), "DALI cannot run it: Failed to load library"),
@@ -204,9 +202,8 @@ def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_pat
 
 
 def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
-    with pytest.raises(
-        DataError, match="true asks for an operator of DALI's, but torchvision reads the images"
-    ):
+    said = "true asks for an operator of DALI's, but torchvision reads the images"
+    with pytest.raises(DataError, match=said):
         opened(unlabeled(index), "torchvision", view_operator=True)
 
 
@@ -231,10 +228,8 @@ def test_blur_keeps_its_sums_in_registers_on_every_processor():
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # The default has no name of its own in g++'s code.
     functions = re.findall(r"^\w*convolve\w*(?:\.(avx\w+|default))?:\n(.*?)\.cfi_endproc", code, re.M | re.S)
-    assert sorted(kind for kind, _ in functions if kind != "default") in (
-        ["", "avx2", "avx512f"],
-        ["avx2", "avx512f"],
-    )
+    kinds = sorted(kind for kind, _ in functions if kind not in ("", "default"))
+    assert kinds == ["avx2", "avx512f"]
     for kind, body in functions:
         register = {"avx512f": "zmm", "avx2": "ymm"}.get(kind, "xmm")
         assert len(re.findall(rf"\bv?addps\b.*%{register}", body)) >= 4, kind
