@@ -120,10 +120,9 @@ def test_validation_that_is_refused_names_its_key(here, validation, said):
 def test_shards_need_no_root_and_no_labels(here, labels):
     content = write_image(here / "one.jpg").read_bytes()
     for i in range(3):
-        members = [
-            (f"{i}{j}.{end}", data) for j in range(2) for end, data in (("jpg", content), ("cls", b"%d" % j))
-        ]
-        tar_of(here / "shards" / f"a-{i}.tar", *members[:: 1 if labels else 2])
+        members = [(f"{i}{j}.jpg", content) for j in range(2)]
+        members += [(f"{i}{j}.cls", b"%d" % j) for j in range(2) if labels]
+        tar_of(here / "shards" / f"a-{i}.tar", *members)
     pack = ("data.root=null", "data.pack=shards/a-{0..1}.tar")
     train = opened(*pack, "data.kind=image_folder").train
     assert train.labels.tolist() == ([0, 1] * 2 if labels else [-1] * 4)

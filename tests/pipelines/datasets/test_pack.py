@@ -35,6 +35,7 @@ each_reader = pytest.mark.parametrize("reader", BACKENDS)
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     monkeypatch.setattr(module, "SHARD_BYTES", 16_000)
+    monkeypatch.setattr(module, "BLOCK", 2)
 
 
 @pytest.fixture

@@ -70,9 +70,8 @@ def test_plan_stand_in_gets_its_own_crop_and_label_and_the_rows_other_draws(inde
 
 
 def one_pass(index, indices=WANTED, batch=3, views=2, **options) -> EvaluationPlan:
-    return EvaluationPlan(
-        index, indices, batch, (CROP,) * views, **{"seed": 5, "role": "supports", **options}
-    )
+    options = {"seed": 5, "role": "supports", **options}
+    return EvaluationPlan(index, indices, batch, (CROP,) * views, **options)
 
 
 def boxes(plan: EvaluationPlan, view: int = 0) -> np.ndarray:

@@ -47,10 +47,6 @@ def cube(step: int, first: int) -> np.ndarray:
     return np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), 3).reshape(len(levels), -1, 3)
 
 
-def random_numbers(seed: int, dtype: str) -> tuple:
-    return *check_equal.random_batch(seed), check_equal.EXACT, dtype
-
-
 def blurred(window: int | str) -> tuple:
     """Images around multiples of the 64 floats that are summed at once, and just wide enough for the window."""
     rng = np.random.default_rng(0)
@@ -91,8 +87,8 @@ def never_drawn(name: str) -> tuple:
 
 
 BATCHES = {
-    "any images and numbers": lambda: random_numbers(1, "float32"),
-    "in half precision": lambda: random_numbers(2, "float16"),
+    "any images and numbers": lambda: check_equal.random_batch(1),
+    "in half precision": lambda: (*check_equal.random_batch(2), check_equal.EXACT, "float16"),
     **{f"blur, window {window}": partial(blurred, window) for window in ("auto", 1, 3, 23)},
     "every seventh level": every_seventh_level,
     "every size": every_size,
