@@ -14,7 +14,7 @@ from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
 from tests.support.scripts import calls, run_script, stand_in
-from tests.support.sweeps import DIGITS, ROOT, TWO, expanded, names
+from tests.support.sweeps import DIGITS, ROOT, TWO, expanded
 
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 
@@ -61,7 +61,7 @@ def test_sweep_reports_all_configs_at_once():
     ],
 )  # fmt: skip
 def test_sweep_names_of_runs(text, expected):
-    assert names(f"{DIGITS}{text}commands: [train]\n") == expected.split()
+    assert [run.name for run in expanded(f"{DIGITS}{text}commands: [train]\n")] == expected.split()
 
 
 def test_sweep_base_of_a_run_and_settings_of_a_command():

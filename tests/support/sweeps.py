@@ -1,4 +1,4 @@
-"""Sweep files that the tests of `sweep` write, and the names of their runs."""
+"""Sweep files that the tests of `sweep` write."""
 
 from pathlib import Path
 
@@ -28,8 +28,3 @@ def written(text: str) -> str:
 def expanded(text: str, *overrides: str) -> list[Run]:
     """Return the runs of the sweep `text`."""
     return expand(read_sweep(written(text)), overrides)
-
-
-def names(text: str) -> list[str]:
-    """Return the names of the runs of the sweep `text`."""
-    return [run.name for run in expanded(text)]
