@@ -10,6 +10,7 @@ import struct
 import sys
 from collections import defaultdict
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -60,16 +61,18 @@ def mlflow(folder: Path) -> Held:
 
 def wandb(folder: Path) -> Held:
     """Return what all offline runs in FOLDER/wandb hold, which `wandb sync` would send as one run."""
-    sys.modules["wandb"].teardown()  # waits for the process that writes
+    package = sys.modules["wandb"]
+    package.teardown()  # waits for the process that writes
+    runs = sorted((folder / "wandb").glob("offline-run-*"))
+    records = package.records if isinstance(package, FakeWandb) else chain.from_iterable(map(_records, runs))
     config, numbers, pictures = {}, defaultdict(list), []
-    for run in sorted((folder / "wandb").glob("offline-run-*")):
-        for update, history, media in _fake_records(run) if (run / "fake").exists() else _records(run):
-            config |= update
-            pictures += media
-            step = history.pop("step", None)
-            for key, value in history.items():
-                if not key.startswith("_") and isinstance(value, (int, float)):
-                    numbers[key].append((step, value))
+    for update, history, media in records:
+        config |= update
+        pictures += media
+        step = history.pop("step", None)
+        for key, value in history.items():
+            if not key.startswith("_") and isinstance(value, (int, float)):
+                numbers[key].append((step, value))
     return {"config": config, "numbers": dict(numbers), "pictures": pictures, "texts": []}
 
 
@@ -94,20 +97,17 @@ def _records(run: Path):
             yield update, history, [each.path for each in record.files.files if "media" in each.path]
 
 
-def _fake_records(run: Path):
-    yield from map(json.loads, (run / "fake").read_text().splitlines())
-
-
 held = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 
 # ------------------------------------------------------------------------------------------------------- stand-ins
 class FakeWandb(ModuleType):
-    """`import wandb`, as far as it is used: offline runs are files, and an online one is not."""
+    """`import wandb`, as far as it is used: all runs are in memory."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
         self.begun: list[dict] = []
+        self.records: list[tuple[dict, dict, list]] = []  # as `_records` reads them
 
     Settings = SimpleNamespace
 
@@ -120,19 +120,14 @@ class FakeWandb(ModuleType):
     def init(self, *, project, name, id, dir, mode, resume, settings):
         assert re.fullmatch(r"[A-Za-z0-9_-]+", id) and Path(dir).is_dir() and resume == "allow"
         self.begun.append({"project": project, "name": name, "id": id, "mode": mode})
-        folder = Path(dir) / "wandb" / f"offline-run-{len(self.begun)}"
-        folder.mkdir(parents=True)
-
-        def write(*record: Any) -> None:
-            with open(folder / "fake", "a") as stream:
-                stream.write(json.dumps(record) + "\n")
 
         def log(values: dict[str, Any]) -> None:
             media = [f"media/{key}" for key, value in values.items() if isinstance(value, self.Image)]
-            write({}, {k: v for k, v in values.items() if isinstance(v, (int, float))}, media)
+            numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+            self.records.append(({}, numbers, media))
 
         def update(values: dict, allow_val_change: bool) -> None:
-            write(values, {}, [])
+            self.records.append((json.loads(json.dumps(values)), {}, []))
 
         config = SimpleNamespace(update=update)
         return SimpleNamespace(

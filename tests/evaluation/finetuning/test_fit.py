@@ -182,9 +182,8 @@ def test_sigmoid_loss_has_no_loss_and_no_gradient_where_presence_is_unknown():
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """Compare weights; running statistics are each rank's own."""
     kept = [name for name in ours if "running" not in name and "tracked" not in name]
-    torch.testing.assert_close(
-        *({name: x[name] for name in kept} for x in (ours, theirs)), rtol=1e-4, atol=1e-6
-    )
+    ours, theirs = ({name: weights[name] for name in kept} for weights in (ours, theirs))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_update_in_passes_is_the_update_in_one(tmp_path):
