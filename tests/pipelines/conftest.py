@@ -1,9 +1,15 @@
-"""Pictures for all streams; no test changes them."""
+"""Pictures for all streams, which no test changes, and the back-ends that read them."""
 
 import pytest
 
 from pipelines.datasets.index import ImageIndex
 from tests.support.pictures import write_pictures
+from tests.support.streams import BACKENDS
+
+
+@pytest.fixture(params=BACKENDS)
+def reader(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="session")

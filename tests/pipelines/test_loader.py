@@ -26,16 +26,11 @@ from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan
 from tests.support import faulty_files
 from tests.support.pictures import texture, unusable_files
-from tests.support.streams import BACKENDS, SMALL, assert_same, evaluation, needs_dali, opened, unlabeled
+from tests.support.streams import SMALL, assert_same, evaluation, needs_dali, opened, unlabeled
 
 ROOT = Path(__file__).resolve().parents[2]
 
 CROPS = (SMALL, SMALL, replace(SMALL, size=16, crop_scale=(0.05, 0.14)))  # as SwAV's
-
-
-@pytest.fixture(params=BACKENDS)
-def reader(request) -> str:
-    return request.param
 
 
 # -- views

@@ -13,11 +13,9 @@ from pipelines.datasets.in_memory import digits
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.verify import check
 from tests.support.pictures import cut_short, encoded, texture, unusable_files, write_image, write_kinds
-from tests.support.streams import BACKENDS, needs_dali
+from tests.support.streams import needs_dali
 
 WIDTH, HEIGHT = 80, 60
-
-both_decoders = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -45,14 +43,13 @@ def fake_decoder(monkeypatch, decode) -> None:
     monkeypatch.setattr(verify, "_decoder", lambda *_: decode)
 
 
-@both_decoders
-def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_path, backend):
+def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_path, reader):
     write_kinds(tmp_path, HEIGHT, WIDTH)
     folder, (good, bad) = tmp_path / "kinds", zoo()
     for name, content in (good | bad).items():
         (folder / name).write_bytes(content)
     index = image_tree(folder)
-    report = check(index, backend)
+    report = check(index, reader)
     reasons = {os.path.basename(path): reason for path, reason in report.bad}
     assert set(reasons) == set(bad)
     assert reasons["half.jpg"] == reasons["unended.jpg"] == "a truncated JPEG: its end is missing"
@@ -65,7 +62,7 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
 
     (folder / "empty.jpg").write_bytes(good["plain.jpg"])
     (folder / "one.jpg").unlink()
-    report = check(index, backend)
+    report = check(index, reader)
     reasons = {os.path.basename(path): reason for path, reason in report.bad}
     assert "empty.jpg" not in reasons and reasons["one.jpg"] == "no such file"
     save_index(report.index, tmp_path / "index.npz")
@@ -73,8 +70,7 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
     assert kept.bad == report.index.bad and kept.fingerprint() == report.index.fingerprint()
 
 
-@both_decoders
-def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, backend, monkeypatch):
+def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, monkeypatch):
     monkeypatch.setattr(verify, "_BATCH", 4)
     monkeypatch.setattr(verify, "_BLOCK", 10)
     for i in range(23):
@@ -82,11 +78,11 @@ def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, backend, m
         if i in (0, 9, 10, 22):
             cut_short(path)
     seen = []
-    report = check(image_tree(tmp_path), backend, progress=lambda *count: seen.append(count))
+    report = check(image_tree(tmp_path), reader, progress=lambda *count: seen.append(count))
     assert report.index.bad == dict.fromkeys([0, 9, 10, 22], "a truncated JPEG: its end is missing")
     sizes = [[0, 0] if i in report.index.bad else [50, 60 + i] for i in range(23)]
     assert report.index.sizes.tolist() == sizes and seen == [(10, 23), (20, 23), (23, 23)]
-    assert report.decoder == ("DALI" if backend == "dali" else "PIL")
+    assert report.decoder == ("DALI" if reader == "dali" else "PIL")
 
 
 @needs_dali

@@ -231,10 +231,9 @@ def test_graph_reads_every_kind_of_file_as_pil_does(tmp_path, height_width, upri
         assert (255 * ours - theirs).abs().max() <= bound + 1e-3, index.name(i)
 
 
-@pytest.mark.parametrize("backend", ["dali", "torchvision"])
-def test_graph_evaluation_view_is_torchvisions_resize_and_center_crop(index, backend):
+def test_graph_evaluation_view_is_torchvisions_resize_and_center_crop(index, reader):
     theirs = v2.Compose([v2.Resize(88), v2.CenterCrop(80)])
-    shown = torch.cat([images for (images,) in evaluation(index, np.arange(len(index)), backend, 5, 80, 88)])
+    shown = torch.cat([images for (images,) in evaluation(index, np.arange(len(index)), reader, 5, 80, 88)])
     for i, ours in enumerate(shown):
         with Image.open(index.path(i)) as image:
             reference = v2.functional.pil_to_tensor(theirs(image.convert("RGB"))).float()

@@ -26,10 +26,9 @@ from pipelines.datasets.shards import scan_shard
 from pipelines.verify import check
 from tests.support.archives import tar_of
 from tests.support.pictures import cut_short, write_kinds, write_pictures
-from tests.support.streams import BACKENDS, assert_same, labeled, opened, unlabeled
+from tests.support.streams import assert_same, labeled, opened, unlabeled
 
 ROOT = Path(__file__).resolve().parents[3]
-each_reader = pytest.mark.parametrize("reader", BACKENDS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,6 @@ def damage(path: Path, offset: int, byte: int = 0x40) -> None:
     path.write_bytes(content)
 
 
-@each_reader
 def test_views_from_a_pack_equal_those_from_files(tmp_path, reader):
     write_pictures(tmp_path / "images", count=12, side=40)
     index = write_kinds(tmp_path / "images", 50, 60)  # color, gray, CMYK, progressive, rotated, PNG
@@ -223,7 +221,6 @@ def test_what_cannot_be_packed_is_named(tmp_path, index):
 # -- damage
 
 
-@each_reader
 def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader):
     good = open_pack(pack)
     assert check(good, reader).bad == []
@@ -234,7 +231,6 @@ def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader
     assert path == f"{pack}/{index.name(8)}" and said in reason
 
 
-@each_reader
 def test_a_damaged_image_is_named_and_replaced_where_allowed(index, pack, reader):
     """A shard that is cut short under the run ends it by name."""
     shard, offset, _ = place(open_pack(pack), 5)
