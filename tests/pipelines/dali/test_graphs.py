@@ -27,7 +27,6 @@ from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, dr
 from pipelines.sampling.step_plan import BatchDraws
 from tests.support.pictures import texture, write_kinds, write_pictures
 from tests.support.streams import evaluation, opened
-from tests.support.view_operator import needs_view_operator
 
 EXACT = Augmentation(size=64, color_order="fixed")
 STILL = replace(EXACT, flip=0, jitter=0, gray=0, blur=0)
@@ -126,7 +125,6 @@ def test_graph_every_operator_is_close_to_torchvisions_and_does_something(index,
         assert name == "crop" or mean(dalis[name], dalis[chosen[name].other]) > 2 * chosen[name].bound, name
 
 
-@needs_view_operator
 @pytest.mark.filterwarnings("error:The external source node")
 def test_graph_by_the_view_operator_has_the_bits_of_dalis_operators(index, dalis, view_operator):
     chosen = cases(index.sizes)
@@ -246,7 +244,7 @@ def test_graph_evaluation_view_is_torchvisions_resize_and_center_crop(index, rea
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", ["files", "bytes", "pixels"])
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_view_operator)])
+@pytest.mark.parametrize("fused", [False, True])
 def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, monkeypatch, stored, fused):
     """An operator must exist for its device, its images must be there, and its arguments and predicates on the CPU.
 

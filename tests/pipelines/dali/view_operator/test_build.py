@@ -16,7 +16,7 @@ from pipelines.dali.view_operator.__main__ import main
 from pipelines.data_errors import DataError
 from tests.support.ranks import run_ranks
 from tests.support.streams import opened, unlabeled
-from tests.support.view_operator import MISSING, needs_view_operator, tiny_compiler
+from tests.support.view_operator import MISSING, tiny_compiler
 
 
 @pytest.fixture
@@ -207,7 +207,6 @@ def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
         opened(unlabeled(index), "torchvision", view_operator=True)
 
 
-@needs_view_operator
 def test_command_builds_once(view_operator, capsys):
     assert main([]) == 0
     assert capsys.readouterr().out == f"The view operator was built before: {view_operator}\n"

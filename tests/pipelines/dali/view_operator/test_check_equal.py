@@ -16,9 +16,8 @@ from pipelines.dali import graphs
 from pipelines.dali.view_operator import check_equal
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
-from tests.support.view_operator import needs_view_operator
 
-pytestmark = [needs_view_operator, pytest.mark.usefixtures("view_operator")]
+pytestmark = pytest.mark.usefixtures("view_operator")
 
 # Times 1 and plus a half it makes 1, but it must be rounded to 0.
 BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))

@@ -12,7 +12,6 @@ from pipelines.dali.view_operator import build, use
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 from tests.support import host_kernels
-from tests.support.view_operator import needs_view_operator
 
 NO_NVRTC = cuda_compiler.unavailable()
 needs_nvrtc = pytest.mark.skipif(NO_NVRTC is not None, reason=f"no NVRTC: {NO_NVRTC}")
@@ -119,7 +118,6 @@ def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
         build.kernels(67, 0)
 
 
-@needs_view_operator
 @no_gpu
 def test_choose_view_operator_on_a_gpu_that_is_absent_says_so(view_operator):
     with pytest.raises(DataError, match="view_operator: true: device gpu was asked for, but no NVIDIA GPU"):
@@ -127,7 +125,6 @@ def test_choose_view_operator_on_a_gpu_that_is_absent_says_so(view_operator):
 
 
 @pytest.mark.gpu
-@needs_view_operator
 def test_view_operator_on_a_gpu_makes_dalis_cpu_values_to_the_bit(view_operator):
     from pipelines.dali.view_operator.check_equal import both, random_batch, require_equal
 
@@ -138,7 +135,6 @@ def test_view_operator_on_a_gpu_makes_dalis_cpu_values_to_the_bit(view_operator)
 
 
 @pytest.mark.gpu
-@needs_view_operator
 def test_view_operator_on_a_gpu_sums_more_pixels_than_a_float_counts(view_operator):
     """Above 65,536 pixels the CPU's sum of the gray levels is rounded on the way: one level, where a mean is close."""
     from pipelines.dali.view_operator.check_equal import both, random_batch
