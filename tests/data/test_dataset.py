@@ -53,13 +53,6 @@ def test_images_are_any_tree_without_labels(here):
     assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
 
 
-def test_csv_labels_images_below_the_root(here):
-    (here / "labels.csv").write_text("file,label\nx/2.png,cat\n")
-    csv = ("data.kind=csv", "data.csv=labels.csv", "data.split.kind=csv")
-    images = opened(*csv)
-    assert images.train.classes == ("cat",) and images.split.indices.tolist() == [1]
-
-
 def labeled_tree(here: Path) -> list[str]:
     """Write ten cats and five dogs, ten and five of them in labels.csv, and three without a label."""
     names = [f"{name}{i}.jpg" for name, count in (("cat", 10), ("dog", 5), ("none", 3)) for i in range(count)]
