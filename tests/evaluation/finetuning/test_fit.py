@@ -213,8 +213,8 @@ def test_update_after_one_that_overflows_is_the_first(tmp_path, monkeypatch):
 def on_rank(rank: int, world_size: int, folder: str, encoder: str, passes: tuple[int, ...]) -> dict:
     place = Place(rank, world_size, rank, ALONE.device)
     for accumulate in passes:
-        module = plain_encoder() if encoder == "plain" else resnet()
-        result = run(Path(folder, str(accumulate)), 4, module, place, accumulate=accumulate)
+        module, steps = (plain_encoder(), 4) if encoder == "plain" else (resnet(), 2)
+        result = run(Path(folder, str(accumulate)), steps, module, place, accumulate=accumulate)
     return {"logits": result.logits, "loss": result.loss, "images": result.ledger.images}
 
 
@@ -230,10 +230,13 @@ def test_three_ranks_equal_one_and_evaluate_ten_images_once(tmp_path):
 
 
 def test_batchnorm_on_two_ranks_is_that_of_two_passes_of_one(tmp_path):
-    """And two ranks in two passes are four passes of one."""
+    """And two ranks in two passes are four passes of one.
+
+    After two updates: from then on a ReLU near 0 can fall on either side, by the rounding of the processor.
+    """
     run_ranks(on_rank, 2, str(tmp_path / "ranks"), "resnet", (1, 2))
     for accumulate in (1, 2, 4):
-        run(tmp_path / str(accumulate), 4, resnet(), accumulate=accumulate)
+        run(tmp_path / str(accumulate), 2, resnet(), accumulate=accumulate)
     one, two, four = (weights(tmp_path / str(accumulate)) for accumulate in (1, 2, 4))
     ours = weights(tmp_path / "ranks" / "1")
     assert_close(ours, two)
