@@ -27,7 +27,7 @@ import yaml
 
 from fastsuncet.commands.report.compute_saved import cell, percent, savings
 from fastsuncet.commands.report.curves import Curve, Measurement, Panel, Point, arrange
-from fastsuncet.commands.report.figures import COLORS, MARKERS
+from fastsuncet.commands.report.figures import COLORS, DASHES, MARKERS
 from fastsuncet.commands.report.tables import markdown
 from fastsuncet.metrics.results import read_results
 from fastsuncet.metrics.writer import csv_table
@@ -737,7 +737,7 @@ def draw(points: Path, path: Path) -> None:
     figure.suptitle(f"{title}, {labels}, paired seeds: {seeds}", size=11)
     for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
         names = [name for name in study.groups if name != UNTRAINED and name not in ALONE.values()]
-        for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, ("-", "--", ":"))):
+        for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, DASHES)):
             checkpoints = study.groups[name].common("top1")
             x = [p.costs["petaflops"] * 1e3 for p in checkpoints]
             tops = [[100 * top for top in p.metrics["top1"]] for p in checkpoints]  # of each seed
