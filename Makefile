@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pipelines.dali.view_operator || true
 	@touch $(READY)
 
-demo: $(READY)  ## train SimCLR, SimCLR + SuNCEt and the labels alone on real digits, about 5 minutes on two cores
+demo: $(READY)  ## train SimCLR, SimCLR + SuNCEt and the labels alone on real digits, in minutes on two cores
 	$(BIN)/fastsuncet demo
 
 # One thread for each worker: most tests are small, and torch's own threads would compete for the cores. Three workers on

@@ -432,19 +432,19 @@ def show_photos(path: Path) -> list[str]:
     heads = ["each by its best on the held-out photos", *titles]
     tables.append(table([f"less {base}, points (95 %)", *heads], rows))
     kinds = (*both, "own")
-    start = f"{base}, {VARIANTS['start']}"
-    others = dict.fromkeys(PEERS.values(), (BASELINE, base)) | {
-        f"{name}, {words}": (name, *(base, start)[: 2 if variant == "start" else 1])
-        for variant, words in VARIANTS.items()
-        for name in (base, BASELINE, METHOD, CROSS_ENTROPY)
-    }
-    for group in (PEERS.values(), *([n for n in others if n.endswith(w)] for w in VARIANTS.values())):
+    start, head = VARIANTS.values()
+    twins = (base, BASELINE, METHOD, CROSS_ENTROPY)
+    for group in (  # each with what it is compared with
+        dict.fromkeys(PEERS.values(), (BASELINE, base)),
+        {f"{name}, {start}": (name, base, f"{base}, {start}") for name in twins},
+        {f"{name}, {head}": (name, base) for name in twins},
+    ):
         rows = []
-        for name, labels in product(group, ("300", "100")):
+        for (name, others), labels in product(group.items(), ("300", "100")):
             if any(found := [shares(labels, name, kind) for kind in kinds]):
                 rows.append([f"{labels} labels: {name}", *map(with_seeds, found)])
                 # Each measure is compared with the same one, or with the best one of the labels alone.
-                for ours in dict.fromkeys(x for x in others[name] if x != name):
+                for ours in dict.fromkeys(x for x in others if x != name):
                     own = [best[base] if ours == base else kind for kind in kinds]
                     cells = [*map(gain, (shares(labels, ours, kind) for kind in own), found)]
                     rows += [[f"less {ours}, points (95 %)", *cells]] if any(cells) else []
@@ -452,7 +452,7 @@ def show_photos(path: Path) -> list[str]:
             [table(["top-1, %, 713 photos", *(EVALUATIONS[kind] for kind in kinds)], rows)] if rows else []
         )
     larger = [
-        points(shares("300", name, kind), shares("300", f"{name}, {VARIANTS['head']}", kind))
+        points(shares("300", name, kind), shares("300", f"{name}, {head}", kind))
         for name, kind in product((BASELINE, METHOD, CROSS_ENTROPY), both)
     ]
     if min(map(len, larger)) == SEEDS:  # what the rules decide on: one number of a draw
@@ -729,10 +729,8 @@ def draw(points: Path, path: Path) -> None:
         return
     title, labels, _ = EXPERIMENTS[points.parent.name]
     rows, columns = len(every), len(shown) // len(every)
-    figure = Figure(
-        figsize=(6.4 if columns == 1 else 9, 4.3 * rows + (0.9 if columns == 1 else 0.3)),
-        layout="constrained",
-    )
+    width, legend, across = (6.4, 0.9, 1) if columns == 1 else (9, 0.3, 3)
+    figure = Figure(figsize=(width, 4.3 * rows + legend), layout="constrained")
     seeds = len(next(iter(shown.values())).curves(BASELINE))
     figure.suptitle(f"{title}, {labels}, paired seeds: {seeds}", size=11)
     for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
@@ -752,19 +750,15 @@ def draw(points: Path, path: Path) -> None:
                 axes.update_datalim([(c, m + sign * half) for c, m, half in zip(x, means, halves)])
         for name, dashes in zip(ALONE.values(), ("--", ":")):
             if name in study.groups:
-                tops = [
-                    max(top) for top in zip(*(p.metrics["top1"] for p in study.groups[name].common("top1")))
-                ]
-                axes.axhline(
-                    100 * mean(tops), color="0.4", lw=1.2, ls=dashes, label=f"{name}, best checkpoint"
-                )
+                top = 100 * mean(best({heading: study}, name, [heading]).values())
+                axes.axhline(top, color="0.4", lw=1.2, ls=dashes, label=f"{name}, best checkpoint")
         axes.autoscale_view()
         axes.set_title(heading, size=10)
         axes.set(xlabel="pre-training compute, teraFLOPs (6 x MAC a view)", ylabel="test accuracy, %")
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     lines = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=1 if columns == 1 else 3)
+    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=across)
     figure.savefig(path, dpi=150)
 
 

@@ -92,7 +92,7 @@ def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> to
     large = sum(map(len, views[:2]))
     small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []
     instance = supervised = h.new_zeros(())
-    if c.instance == "paws":  # each resolution passes through the heads by itself
+    if c.instance == "paws":  # the heads see one resolution at a time
         z, z_small = model.head(h), [model.head(rows) for rows in small]
         predicted, z_labeled = model.predictor(z), z[large:]
         anchors = torch.cat([predicted[:large], *map(model.predictor, z_small)])
