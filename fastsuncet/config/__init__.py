@@ -81,7 +81,7 @@ class Config(Sections):
         A rule between keys is checked where none of its keys is wrong. Of a key that is wrong, and of the one that a
         misspelled key means, nothing more is said.
         """
-        values, found = present_names(document.values), list[Problem]()
+        values, found = document.values, list[Problem]()
         try:
             config = cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
@@ -216,23 +216,13 @@ class Config(Sections):
         `other` is the `canonical` of the run, as its checkpoint keeps it. Keys in FREE_ON_RESUME can differ. A key
         that only one has counts as its default in the other.
         """
-        old, new = DEFAULTS | flat(present_names(other)), DEFAULTS | flat(self.canonical())
+        old, new = DEFAULTS | flat(other), DEFAULTS | flat(self.canonical())
         free = tuple(f"{key}." for key in FREE_ON_RESUME)
         return [
             (key, old.get(key), new.get(key))
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and not f"{key}.".startswith(free)
         ]
-
-
-def present_names(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return values with data.view_operator for its former name, which the runs behind RESULTS.md were written with."""
-    data = values.get("data")
-    if not isinstance(data, dict) or "color_operator" not in data:
-        return values
-    former = data["color_operator"]
-    kept = {key: value for key, value in data.items() if key != "color_operator"}
-    return {**values, "data": {"view_operator": {"graph": False, "plugin": True}.get(former, former), **kept}}
 
 
 def load_config(

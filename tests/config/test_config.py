@@ -32,16 +32,6 @@ def test_config_reads_back_its_yaml_and_json():
     assert "crop_scale: [0.08, 1.0]" in config.to_yaml()
 
 
-def test_config_reads_the_former_name_of_the_view_operator():
-    for former, value in (("auto", "auto"), ("graph", False), ("plugin", True)):
-        config = load(GOOD, f"data.view_operator={json.dumps(value)}")
-        assert load(GOOD, f"data.color_operator={former}") == config
-        values = config.canonical()
-        del values["data"]["view_operator"]
-        values["data"]["color_operator"] = former
-        assert Config.from_values(values) == config and config.changed_keys(values) == []
-
-
 def test_config_from_values_obeys_the_rules():
     with pytest.raises(ConfigErrors, match="must not be above lr"):
         load().with_values({"optimization.start_lr": 9.0})
