@@ -1,7 +1,5 @@
 """The sizes of a run: the paper's numbers of updates, and whatever the sizes, they add up."""
 
-import re
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -74,13 +72,8 @@ ON = "criterion.supervised_epochs="
 ALONE = ("criterion.instance=none", f"{BATCH}0", f"{ON}all")
 STEPS = ("optimization.steps=195", "optimization.warmup=1")
 LEGACY = ("optimization.legacy_schedule=true", "optimization.warmup=50")
-SHARE = (
-    f"{BATCH}1400",
-    f"{EACH}40",
-    f"{ON}1",
-    "criterion.labeled_share=0.01",
-    "criterion.classes_per_batch=10",
-)
+SHARE = (f"{BATCH}1400", f"{EACH}40", "criterion.classes_per_batch=10", f"{ON}50")
+PART = "criterion.labeled_share="
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,10 @@ SHARE = (
         # 128 unlabeled images and 200 labeled ones on each of two processes: a piece has 2 views and 2 labeled images.
         ((f"{EACH}20", f"{ON}all", "criterion.micro_batch=7"), (2, 1000), "must be 8 or more with 2 processes"),
         ((*ALONE, f"{EACH}20", "criterion.micro_batch=1"), (1, 1000), "must be 2 or more with 1 process:"),
-        (SHARE, (1, 1442), "1,585 unlabeled ones of 1,442"),
+        ((*SHARE, f"{PART}0.01"), (1, 1442), "1,585 unlabeled ones of 1,442; at least 2 of bo"),
+        ((*SHARE, f"{PART}0.001"), (1, 1442), "leaves 0 labeled images of each of 10 classes"),
+        ((*SHARE, f"{PART}0.9999"), (1, 1442), " and 0 unlabeled ones of 1,442"),
+        ((*SHARE, f"{PART}0.02"), (1, CIFAR10), "would need 11,667 updates for as many passes"),
     ],
 )  # fmt: skip
 def test_arithmetic_refuses_what_does_not_fit(overrides, sizes, text):
@@ -172,21 +168,6 @@ def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epoch
     assert sizes.total_samples(middle + 1) - sizes.total_samples(middle) == sizes.samples(middle)
 
 
-@given(size=st.integers(2, 10**6), world_size=st.integers(2, 1000))
-def test_arithmetic_numbers_offered_instead_fit(size, world_size):
-    assume(size % world_size)
-    with pytest.raises(ConfigErrors) as caught:
-        Config.from_values(values_of(size)).resolve(world_size, 10**7)
-    (text,) = [p.text for p in caught.value.problems if "cannot be shared" in p.text]
-    sizes, counts = text.split("Either make it ")[1].split(", or use ")
-    for number in re.findall(r"[\d,]+", sizes):
-        offered = int(number.replace(",", ""))
-        assert offered % world_size == 0
-        assert abs(offered - size) < world_size
-    for number in re.findall(r"\d+", counts):
-        assert size % int(number) == 0
-
-
 @given(
     unlabeled=st.integers(0, 300),
     labeled=st.integers(0, 300),
@@ -242,19 +223,6 @@ def test_any_labeled_share_keeps_an_updates_cost_and_each_labels_passes(share, w
     assert abs(passes - epochs * 454 * 2560) <= sizes.global_labeled / 2
 
 
-@pytest.mark.parametrize(
-    ("world_size", "overrides", "words"),
-    [
-        (64, ["criterion.labeled_share=0.001"], "leaves 0 labeled images of each of 20 classes"),
-        (1, ["criterion.labeled_share=0.9999"], "0 unlabeled ones of 1,281,167; at least 2 of both"),
-        (1, ["criterion.labeled_share=0.02"], "would need 1,816,000 updates for as many passes through the labeled"),
-    ],
-)  # fmt: skip
-def test_labeled_share_that_cannot_be_is_refused_with_its_numbers(world_size, overrides, words):
-    with pytest.raises(ConfigErrors, match=words.replace(" ", r"\s+")):
-        imagenet(*overrides).resolve(world_size, IMAGENET)
-
-
 def test_labels_alone_count_epochs_over_labeled_images():
     config = imagenet(
         "criterion.instance=none",
@@ -268,6 +236,3 @@ def test_labels_alone_count_epochs_over_labeled_images():
     sizes = config.resolve(64, IMAGENET, 1000, IMAGENET)
     assert (sizes.views, sizes.global_unlabeled, sizes.samples(0)) == (0, 0, 16_000)
     assert (sizes.steps_per_epoch, sizes.steps) == (80, 8000) == (IMAGENET // 16_000, sizes.supervised_steps)
-    too_many = "16,000 labeled images over all processes is larger than the 12,811"
-    with pytest.raises(ConfigErrors, match=too_many):
-        config.resolve(64, IMAGENET, 1000, 12_811)

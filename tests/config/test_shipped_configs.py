@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fastsuncet.config import Config, load_config
 
@@ -45,21 +44,6 @@ def test_shipped_config_header(name):
     for _, _, config, *overrides in commands(name):
         assert load_config(config, overrides)
         assert config == name
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "cifar10_suncet"])
-def test_shipped_config_repeats_nothing_of_its_base(name):
-    def repeated(over, under, above=""):
-        for key, value in over.items():
-            if isinstance(value, dict) and isinstance(under.get(key), dict):
-                yield from repeated(value, under[key], f"{above}{key}.")
-            elif key in under and under[key] == value:
-                yield above + key
-
-    values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    base = values.pop("base", None)
-    below = yaml.safe_load((FOLDER / base).read_text()) if base else {}
-    assert list(repeated(values, below)) == []
 
 
 @pytest.mark.parametrize("name", [*IN1K, *CIFAR])
