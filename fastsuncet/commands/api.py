@@ -54,8 +54,7 @@ def init_config(
 
     table = None if labels is None else Path(labels)
     if output is None:
-        made = init.make(Path(folder), table, hours, weights, Path("run.yaml"))
-        return made.config
+        return init.make(Path(folder), table, hours, weights, Path("run.yaml"))[1]
     init.init(Path(folder), table, hours, weights, Path(output))
     return load_config(output)
 

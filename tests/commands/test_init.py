@@ -57,7 +57,8 @@ SITUATIONS = [
 
 def surveyed(words: str, **more) -> Survey:
     kind, *numbers = words.split()
-    return Survey(kind, *map(int, numbers), read_seconds=0.01, **more)
+    data = {"kind": kind, "root": "photos"} | ({"csv": "l.csv"} if kind == "csv" else {})
+    return Survey(data, *map(int, numbers), read_seconds=0.01, **more)
 
 
 @pytest.mark.parametrize(("words", "machine", "hours", "weights", "method"), SITUATIONS)
@@ -65,11 +66,8 @@ def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
     """The checks are those of `train --dry-run`, with as many processes as the machine has GPUs."""
     s = surveyed(words)
     plan = choose(s, machine, hours, weights)
-    found = survey.Found(mock.Mock(), s, {"kind": s.kind, "root": "photos", "csv": "l.csv"}, [])
-    if s.kind != "csv":
-        del found.data_keys["csv"]
-    text = init.written(plan, found, weights, Path("mine.yaml"), hours)
-    config = init.check(text, Path("mine.yaml"), found, machine.count)
+    text = init.written(plan, s, hours)
+    config = init.check(text, Path("mine.yaml"), s, machine.count)
     lines = text.splitlines()
     assert method in plan.method and len(lines) <= 40 and max(map(len, lines)) <= 120
     assert plan.hours <= 1.01 * hours or any("takes longer" in note for note in plan.notes)

@@ -2,12 +2,12 @@
 
 import os
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.init import survey
-from fastsuncet.commands.init.rules import Choice, Machine, Proposal, Weights, choose
+from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.console import say_line
@@ -16,16 +16,6 @@ from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
-
-
-@dataclass(frozen=True)
-class Made:
-    """A config that `init` has made."""
-
-    text: str
-    config: Config
-    plan: Proposal
-    found: survey.Found
 
 
 def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:
@@ -43,24 +33,22 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
         raise ConfigError(
             f"the folder {output.parent} does not exist: make it first, or give another --output"
         )
-    made = make(folder, labels, hours, weights, output)
+    text, _, plan, found = make(folder, labels, hours, weights, output)
     with disk_errors(output, "--output"):
-        atomic_files.replace(output, made.text.encode())
-    plan = made.plan
+        atomic_files.replace(output, text.encode())
     values = {choice.key: choice.value for choice in plan.choices}
-    init = values["model.init"]
-    start = "published weights" if init == "timm" else f"from {init}" if init else "from scratch"
+    start = {"timm": "published weights", None: "from scratch"}.get(values["model.init"], f"from {weights}")
     say_line(
         f"{'method':<9}{plan.method}, {values['model.name']}, {start}, {values['data.augmentation.size']} pixels"
     )
     say_line(f"{'length':<9}{plan.updates:,} updates, about {plan.hours:.2g} hours here")
     for note in plan.notes:
         say_line(f"{'note':<9}{note}")
-    say_line(f"{'wrote':<9}{output}, {made.text.count(chr(10))} lines, each with its reason")
+    say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, each with its reason")
     config = shlex.quote(str(output))
     say_line(f"{'next':<9}fastsuncet train {config}")
-    if made.found.survey.labels:
-        skip = " --skip-bad" if made.found.survey.bad else ""
+    if found.labels:
+        skip = " --skip-bad" if found.bad else ""
         images = shlex.quote(str(folder))
         say_line(f"{'then':<9}fastsuncet predict {config} {images} --output predictions.csv --page{skip}")
     else:
@@ -68,59 +56,43 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
 
 
 def make(
-    folder: Path,
-    labels: Path | None,
-    hours: float,
-    weights: str | None,
-    output: Path,
-    machine: Machine | None = None,
-) -> Made:
-    """Return the config for the images in `folder`, with paths relative to the folder of `output`."""
+    folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path
+) -> tuple[str, Config, Proposal, Survey]:
+    """Return the config for the images in `folder`, as YAML with paths relative to `output` and as it is read."""
     if not 0 < hours < 100_000:
         raise ConfigError(f"--hours must be a number above 0, not {hours:g}")
     found = survey.look(folder, labels)
-    for line in found.described:
-        say_line(line)
-    machine = machine or survey.machine()
+    machine = survey.machine()
     rate = machine.macs_per_second / 1e9
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"  # a busy machine has less than 1
     machine_line = f"{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB"
     say_line(f"{'machine':<9}{machine_line}; {speed} GMAC a second in a timed step")
     start, why = survey.weights(weights, machine.device == "cuda")
-    if labels is not None and start is not None and (kept := held_out_of(typed_path(start.init))):
-        found = replace(found, survey=replace(found.survey, validation=str(kept)))
-    plan = choose(found.survey, machine, hours, start, why)
-    text = written(plan, found, start, output, hours)
-    return Made(text, check(text, output, found, expected_ranks("auto")), plan, found)
 
-
-def written(plan: Proposal, found: survey.Found, start: Weights | None, output: Path, hours: float) -> str:
-    """Return the config as YAML: sections in the order of their first key, every choice with its reason."""
-    kind = {"csv": "labels in a file", "images": "no labels", "image_folder": "folders are classes"}
-
-    def relative(path: str) -> str:
+    def relative(path: str | Path) -> str:
         return os.path.relpath(os.path.expanduser(path), output.parent or ".")
 
-    first = []
-    for key, value in found.data_keys.items():
-        value = value if key in ("kind", "train") else relative(value)
-        first.append(Choice(f"data.{key}", value, kind[value] if key == "kind" else ""))
-    choices = [*first, *plan.choices]
+    data = {key: value if key in ("kind", "train") else relative(value) for key, value in found.data.items()}
+    found = replace(found, data=data)
     if start is not None and start.init != "timm":
-        paths = {"model.init": start.init}
-        if kept := held_out_of(typed_path(start.init)):
-            paths["data.validation"] = str(kept)
-        choices = [
-            Choice(c.key, relative(c.value), c.reason) if paths.get(c.key, "") == c.value else c
-            for c in choices
-        ]
-    s = found.survey
+        if labels is not None and (kept := held_out_of(typed_path(start.init))):
+            found = replace(found, validation=relative(kept))
+        start = replace(start, init=relative(start.init))
+    plan = choose(found, machine, hours, start, why)
+    text = written(plan, found, hours)
+    return text, check(text, output, found, expected_ranks("auto")), plan, found
+
+
+def written(plan: Proposal, s: Survey, hours: float) -> str:
+    """Return the config as YAML: sections in the order of their first key, every choice with its reason."""
+    kind = {"csv": "labels in a file", "images": "no labels", "image_folder": "folders are classes"}
+    first = [Choice(f"data.{k}", value, kind[value] if k == "kind" else "") for k, value in s.data.items()]
     lines = [
         f"# {plan.method}: {s.images:,} images, {s.labels:,} labels, {hours:g} hours.",
         "# Written by `fastsuncet init`. Change what you like; `fastsuncet config KEY` explains a key.",
     ]
     above: list[str] = []
-    for choice in choices:
+    for choice in (*first, *plan.choices):
         *sections, name = choice.key.split(".")
         for depth, section in enumerate(sections):
             if sections[: depth + 1] != above[: depth + 1]:
@@ -131,12 +103,12 @@ def written(plan: Proposal, found: survey.Found, start: Weights | None, output: 
     return "\n".join(lines) + "\n"
 
 
-def check(text: str, output: Path, found: survey.Found, world_size: int) -> Config:
+def check(text: str, output: Path, s: Survey, world_size: int) -> Config:
     """Return the config that `text` is, after the checks of `fastsuncet train --dry-run`. Raises ConfigErrors."""
     document = parse(text, str(output)).with_whole_paths(os.path.dirname(output))
     document.values["logging"] = {"write_tag": output.stem}
     config = Config.from_document(document)
-    s, held_out = found.survey, config.data.validation
+    held_out = config.data.validation
     labels = s.labels - round(held_out * s.labels) if isinstance(held_out, float) else s.labels
     images = s.images - (s.labels - labels)
     config.resolve(1 if config.meta.device == "cpu" else world_size, images, s.classes, labels)

@@ -34,7 +34,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class Survey:
     """What the rules know of the images."""
 
-    kind: str  # data.kind
+    data: dict[str, str]  # keys of the section data: kind, and where the images are
     images: int
     labels: int  # images with a label
     classes: int  # with a labeled image
@@ -227,7 +227,9 @@ def _data(
     s: Survey, size: int, weights: Weights | None, validation: str | float | None, why: str
 ) -> Iterator[Choice]:
     if s.labels:
-        yield Choice("data.split.kind", "csv" if s.kind == "csv" else "all", f"all {s.labels:,} labels")
+        yield Choice(
+            "data.split.kind", "csv" if s.data["kind"] == "csv" else "all", f"all {s.labels:,} labels"
+        )
     yield Choice("data.validation", validation, why)
     if s.bad:
         yield Choice("data.bad_images", s.bad, f"{s.bad:,} files cannot be read; others take their places")

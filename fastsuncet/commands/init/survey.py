@@ -4,7 +4,6 @@ import math
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,45 +33,37 @@ SAMPLE = 12  # images that are decoded to time it
 STEP_SECONDS = 5.0  # no further pass is timed after these
 
 
-@dataclass(frozen=True)
-class Found:
-    """The images of a folder, and where a config finds them."""
-
-    index: ImageIndex
-    survey: Survey
-    data_keys: dict[str, str]  # key of the section data -> path or folder
-    described: list[str]  # lines for the reader
-
-
-def look(folder: Path, labels: Path | None) -> Found:
-    """Return what is in `folder`: shards, train/CLASS/IMAGE, CLASS/IMAGE, or any tree, with the labels of a CSV.
+def look(folder: Path, labels: Path | None) -> Survey:
+    """Return and print what is in `folder`: shards, train/CLASS/IMAGE, CLASS/IMAGE, or any tree, with a CSV's labels.
 
     Raises DataError: no folder, no images, a wrong line of the CSV, only unreadable images.
     """
     if not folder.is_dir():
         raise DataError(f"no data folder {folder.absolute()}" + (": it is a file" if folder.exists() else ""))
-    data_keys, validation = {"kind": "images", "root": str(folder)}, None
+    data, validation = {"kind": "images", "root": str(folder)}, None
     if (folder / INDEX).is_file() or any(folder.glob("*.tar")):
         index = open_pack(str(folder), upright=True)
-        data_keys = {"kind": "image_folder" if index.classes else "images", "pack": str(folder)}
+        data = {"kind": "image_folder" if index.classes else "images", "pack": str(folder)}
     elif labels is None and (train := _class_folders(folder)) is not None:
         index = image_folder(folder / train, upright=True)
         validation = next(
             (name for name in VALIDATION if train == "train" and (folder / name).is_dir()), None
         )
-        data_keys |= {"kind": "image_folder", "train": train}
+        data |= {"kind": "image_folder", "train": train}
     else:
         index = image_tree(folder, upright=True)
     if labels is not None:
         index = with_csv_labels(index, labels)
-        data_keys |= {"kind": "csv", "csv": str(labels)}
+        data |= {"kind": "csv", "csv": str(labels)}
     good = np.setdiff1d(np.arange(len(index)), list(index.bad))
     if not len(good):
         raise DataError(f"none of the {len(index):,} images below {folder} can be read: {_first_bad(index)}")
     counts = np.bincount(index.labels[good][index.labels[good] >= 0], minlength=len(index.classes))
     sides = index.sizes[good].min(1)
-    survey = Survey(
-        kind=data_keys["kind"],
+    for line in _described(index, good, sides, counts):
+        say_line(line)
+    return Survey(
+        data=data,
         images=len(index),
         labels=int(counts.sum()),
         classes=int((counts > 0).sum()),
@@ -81,7 +72,6 @@ def look(folder: Path, labels: Path | None) -> Found:
         validation=validation,
         bad=len(index.bad),
     )
-    return Found(index, survey, data_keys, _described(index, good, sides, counts))
 
 
 def _class_folders(folder: Path) -> str | None:
