@@ -55,18 +55,8 @@ def test_verdict_follows_from_the_numbers(baseline, ours, said):
 def test_table_has_a_line_for_each_checkpoint():
     head, *lines = table(*curves([0.8, 0.9], [0.85, 0.95]))
     assert head.split() == ["updates", *ALONE.split(), "SimCLR", "SimCLR", "+", "SuNCEt"]
-    assert lines[1].split() == [
-        "120",
-        "70.0%",
-        "30.0",
-        "gigaFLOPs",
-        "90.0%",
-        "120.0",
-        "gigaFLOPs",
-        "95.0%",
-        "120.0",
-        "gigaFLOPs",
-    ]
+    row = "120 70.0% 30.0 gigaFLOPs 90.0% 120.0 gigaFLOPs 95.0% 120.0 gigaFLOPs"
+    assert " ".join(lines[1].split()) == row
 
 
 def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys):

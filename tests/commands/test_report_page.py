@@ -159,9 +159,8 @@ def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monke
 
 def test_curve_of_one_point_has_its_update_once():
     assert draw_lines("loss", {"loss": [(8, 2.5)]}).count(">8</text>") == 1
-    assert [f">{x}</text>" in draw_lines("loss", {"loss": [(0, 1), (40, 2)]}) for x in (0, 10, 40)] == [
-        True
-    ] * 3
+    two = draw_lines("loss", {"loss": [(0, 1), (40, 2)]})
+    assert all(f">{x}</text>" in two for x in (0, 10, 40))
 
 
 def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plain, capsys):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fastsuncet.commands.report.curves import COSTS, Group, Measurement, Panel
+from fastsuncet.commands.report.curves import COSTS, Measurement, Panel
 
 MEASURED = tuple(cost for cost in COSTS if cost != "epochs")  # epochs of two methods are not the same work
 RULES = {"final": "final accuracy, % of its whole cost", "best": "best, % of its own cost until then"}
@@ -88,42 +88,36 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
     base = panel.baseline
     if base is None:
         return []
-    rivals = [group for group in panel.groups if group is not base and group.published == base.published]
-    cases = itertools.product(rivals, MEASURED, RULES)
-    return [s for group, *what in cases for s in _by_rule(panel.measurement, base, group, metric, *what)]
-
-
-def _by_rule(
-    measurement: Measurement, base: Group, group: Group, metric: str, cost: str, rule: str
-) -> list[Saving]:
     mean = [] if base.uneven(metric) else [(p.costs, p.mean(metric)) for p in base.common(metric)]
     runs = {c.seed: [(p.costs, p.metrics[metric]) for p in c.at_steps(metric)] for c in base.curves}
+    rivals = [group for group in panel.groups if group is not base and group.published == base.published]
     found = []
-    for curve in group.curves:
-        ours = [(p.costs[cost], p.metrics[metric]) for p in curve.at_steps(metric) if cost in p.costs]
-        theirs = [(costs, value) for costs, value in runs.get(curve.seed, mean) if cost in costs]
-        if not ours or not theirs:
-            continue
-        x, y = zip(*ours)
-        position, wanted, reference = target([c[cost] for c, _ in theirs], [v for _, v in theirs], rule)
-        linear, checkpoint = (crossing(x, y, wanted, linear=straight) for straight in (True, False))
-        found.append(
-            Saving(
-                measurement=measurement,
-                method=group.name,
-                baseline=base.name,
-                metric=metric,
-                seed=curve.seed,
-                cost=cost,
-                rule=rule,
-                target=wanted,
-                reference=reference,
-                linear=linear,
-                checkpoint=checkpoint,
-                at_first=y[0] >= wanted,
-                baseline_epochs=theirs[position][0].get("epochs"),
+    for group, cost, rule in itertools.product(rivals, MEASURED, RULES):
+        for curve in group.curves:
+            ours = [(p.costs[cost], p.metrics[metric]) for p in curve.at_steps(metric) if cost in p.costs]
+            theirs = [(costs, value) for costs, value in runs.get(curve.seed, mean) if cost in costs]
+            if not ours or not theirs:
+                continue
+            x, y = zip(*ours)
+            position, wanted, reference = target([c[cost] for c, _ in theirs], [v for _, v in theirs], rule)
+            linear, checkpoint = (crossing(x, y, wanted, linear=straight) for straight in (True, False))
+            found.append(
+                Saving(
+                    measurement=panel.measurement,
+                    method=group.name,
+                    baseline=base.name,
+                    metric=metric,
+                    seed=curve.seed,
+                    cost=cost,
+                    rule=rule,
+                    target=wanted,
+                    reference=reference,
+                    linear=linear,
+                    checkpoint=checkpoint,
+                    at_first=y[0] >= wanted,
+                    baseline_epochs=theirs[position][0].get("epochs"),
+                )
             )
-        )
     return found
 
 

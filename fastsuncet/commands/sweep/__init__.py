@@ -14,6 +14,7 @@ from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of
 from fastsuncet.commands.sweep.spec import read_sweep
 from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError, ConfigError
+from pipelines.output import counted
 
 
 def sweep(
@@ -98,8 +99,7 @@ def _command_line(job: Job) -> str:
 
 def _counted(runs: Sequence[Run]) -> str:
     """Return how many runs and command lines there are: "6 runs, 12 commands"."""
-    jobs = sum(len(run.jobs) for run in runs)
-    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}, {jobs} command{'' if jobs == 1 else 's'}"
+    return f"{counted(len(runs), 'run')}, {counted(sum(len(run.jobs) for run in runs), 'command')}"
 
 
 def _table(runs: Sequence[Run]) -> list[str]:
