@@ -17,7 +17,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import predict as predict_command
 from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
-from fastsuncet.commands.folder_pass import rows_of
+from fastsuncet.commands.folder_pass import FolderPass
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
@@ -219,8 +219,7 @@ def embed(
         )
     index, names = _opened(images, view.upright)
     place = Place(0, 1, 0, next(encoder.parameters()).device)
-    rows = [rows for _, rows in rows_of(encoder, index, view, place, batch=batch)]
-    return names, np.concatenate(rows)
+    return names, FolderPass(encoder, 0, index, view, place, batch).rows()
 
 
 def predict(

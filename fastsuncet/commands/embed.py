@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from fastsuncet.commands.folder_pass import (
+    FolderPass,
     advising_skip_bad,
     check_output,
     known_view,
     one_process,
     skipped_lines,
-    write_pass,
 )
 from fastsuncet.console import say_line
 from fastsuncet.errors import ConfigError
@@ -52,13 +52,13 @@ def embed(
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, rows, index, about)
 
-    options = {"batch": batch, "skip_bad": skip_bad, "force": force}
     with advising_skip_bad(skip_bad):
-        rows, skipped = write_pass(output, encoder.module, encoder.width, index, view, place, save, **options)
-    for line in skipped_lines(skipped, index, "; their features are NaN"):
+        work = FolderPass(encoder.module, encoder.width, index, view, place, batch, skip_bad)
+        rows = work.write(output, save, force=force)
+    for line in skipped_lines(work.skipped, index, "; their features are NaN"):
         say_line(line)
-    images = f"{len(index) - len(skipped):,} images"
-    say_line(f"wrote {output}: {images}, {rows.shape[1]:,} features of {encoder.source}")
+    count = len(index) - len(work.skipped)
+    say_line(f"wrote {output}: {count:,} images, {rows.shape[1]:,} features of {encoder.source}")
 
 
 def _require_short_names(index: ImageIndex) -> None:

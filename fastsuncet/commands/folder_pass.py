@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -93,45 +93,6 @@ def one_process() -> Place:
     return place
 
 
-def rows_of(
-    network: nn.Module,  # (B, 3, S, S) -> (B, width), on the place's device
-    index: ImageIndex,
-    view: Center,
-    place: Place,
-    *,
-    batch: int = 256,
-    first: int = 0,
-    width: int = 0,  # for blocks of skipped images alone
-    skipped: Skipped | None = None,  # None: a bad image raises BadImage; else bad images are added to it
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first image, outputs (n, width) float32) of the images from `first` on, block by block.
-
-    Blocks begin at the same images in every call, so a continued pass has the bits of one that was not stopped. The row
-    of a skipped image is NaN.
-    """
-    count = batch * SAVE_EVERY[place.device.type]
-    for start in range(first, len(index), count):
-        numbers = np.arange(start, min(start + count, len(index)))
-        while True:
-            good = numbers if skipped is None else numbers[~np.isin(numbers, list(skipped))]
-            if not len(good):
-                found = np.empty((0, width), np.float32)
-                break
-            try:
-                found = outputs(network, index, good, SETTINGS, place, batch=batch, view=view).cpu().numpy()
-                break
-            except BadImage as error:
-                if skipped is None:
-                    raise
-                number = {str(index.path(int(i))): int(i) for i in good}
-                skipped |= {number[path]: reason for path, reason in error.files}
-        if len(good) < len(numbers):
-            rows = np.full((len(numbers), found.shape[1]), np.nan, np.float32)
-            rows[good - start] = found
-            found = rows
-        yield start, found
-
-
 def allowing_bad(config: Config) -> Config:
     """Return the config of a command that leaves out what cannot be read, however many images that are."""
     return config.with_values({"data.bad_images": 1_000_000_000})
@@ -155,104 +116,130 @@ def skipped_lines(skipped: Skipped, index: ImageIndex, what: str = "") -> list[s
     return [*lines, *([f"  and {len(skipped) - SHOWN:,} more"] if len(skipped) > SHOWN else [])]
 
 
-def write_pass(
-    output: Path,
-    network: nn.Module,  # (B, 3, S, S) -> (B, width), on the CPU
-    width: int,
-    index: ImageIndex,
-    view: Center,
-    place: Place,
-    save: Callable[[Path, np.ndarray], None],  # writes the rows (N, width) to a path that ends as `output`
-    *,
-    batch: int = 256,
-    skip_bad: bool = False,
-    force: bool = False,  # replace a file that appears at `output` meanwhile
-) -> tuple[np.ndarray, Skipped]:
-    """Compute the rows of all images and write them by `save`; return them and the skipped images.
+@dataclass
+class FolderPass:
+    """One pass of a network over images in eval mode; with `skip_bad` those that cannot be decoded are left out.
 
-    Continues what an earlier call has begun, if images and network are the same. Raises BadImage, ConfigError for
-    a file that appeared at `output`, CheckpointError for a disk that refuses or another process that writes there.
+    Raises BadImage for such an image otherwise.
     """
-    if not skip_bad or len(index.bad) == len(index):
-        index.require_good()
-    part = output.with_name(f".{output.name}.part")
-    with disk_errors(output, "--output"):
-        atomic_files.make_folder(part)
-        with atomic_files.exclusive(part / ".lock") as held:
-            if not held:
-                raise CheckpointError(
-                    f"another process is writing {output}: wait for it, or choose another --output"
-                )
-            skipped = dict(index.bad) if skip_bad else None
-            rows = _all_rows(network, width, index, view, place, part, batch, skipped)
-            if skipped and len(skipped) == len(index):
-                raise BadImage(
-                    [(str(index.path(i)), reason) for i, reason in sorted(skipped.items())], allowed=None
-                )
-            temporary = part / output.name
-            save(temporary, rows)
-            atomic_files.sync(temporary)
-            refuse_existing(output, force)
-            os.replace(temporary, output)
-            atomic_files.sync(output.parent)
-            atomic_files.remove(part)
-    return rows, skipped or {}
 
+    network: nn.Module  # (B, 3, S, S) -> (B, width)
+    width: int  # of the row of a skipped image
+    index: ImageIndex
+    view: Center
+    place: Place
+    batch: int = 256
+    skip_bad: bool = False
 
-def _all_rows(
-    network: nn.Module,
-    width: int,
-    index: ImageIndex,
-    view: Center,
-    place: Place,
-    part: Path,
-    batch: int,
-    skipped: Skipped | None,
-) -> np.ndarray:
-    """Return the rows of all images, (N, width), in a file in `part`; those that are done there are not computed."""
-    identity = {
-        "images": [index.fingerprint(), index.contents()],
-        "encoder": module_digest(network),
-        "view": json.loads(json.dumps(astuple(view))),
-        "batch": batch,
-        "device": place.device.type,
-        "skip_bad": skipped is not None,
-    }
-    path, state = part / "rows", part / "state.json"
-    done, before, digest = _done(path, state, identity, len(index), width)
-    if skipped is not None:
-        skipped |= before
-    if done:
-        say_line(f"continuing after {done:,} of {len(index):,} images")
-    else:
-        atomic_files.remove(state)
-        atomic_files.remove(path)
-    # Written, not mapped into memory: on a full disk a map ends the process without a message (SIGBUS).
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    network = network.to(place.device)
-    # tqdm's own format would begin with "? images/s".
-    form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} images, {elapsed}"
-    with (
-        open(descriptor, "r+b") as file,
-        tqdm(total=len(index), initial=done, disable=None, bar_format=form) as bar,
-    ):
-        file.truncate(done * width * ROW.itemsize)
-        file.seek(0, os.SEEK_END)
-        blocks = rows_of(network, index, view, place, batch=batch, first=done, width=width, skipped=skipped)
-        for _, found in blocks:
-            content = found.astype(ROW).tobytes()
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            digest.update(content)
-            done += len(found)
-            saved = {"identity": identity, "done": done, "skipped": list((skipped or {}).items())}
-            saved["sha256"] = _seal(saved, digest.hexdigest())
-            atomic_files.replace(state, json.dumps(saved).encode())
-            bar.update(len(found))
-            if bar.disable:
-                say_line(f"{done:,} of {len(index):,} images")
-    return np.memmap(path, ROW, "r", shape=(len(index), width))
+    def __post_init__(self) -> None:
+        if not self.skip_bad:
+            self.index.require_good()
+        self.skipped: Skipped = dict(self.index.bad)
+
+    def blocks(self, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (number of the first image, outputs (n, width) float32) of the images from `first` on.
+
+        Blocks begin at the same images in every call, so a continued pass has the bits of one that was not stopped. The
+        row of a skipped image is NaN.
+        """
+        network, count = self.network.to(self.place.device), self.batch * SAVE_EVERY[self.place.device.type]
+        how = {"batch": self.batch, "view": self.view}
+        for start in range(first, len(self.index), count):
+            numbers = np.arange(start, min(start + count, len(self.index)))
+            found = np.empty((0, self.width), np.float32)
+            while len(good := numbers[~np.isin(numbers, list(self.skipped))]):
+                try:
+                    found = outputs(network, self.index, good, SETTINGS, self.place, **how).cpu().numpy()
+                    break
+                except BadImage as error:
+                    if not self.skip_bad:
+                        raise
+                    number = {str(self.index.path(int(i))): int(i) for i in good}
+                    self.skipped |= {number[path]: reason for path, reason in error.files}
+            if len(good) < len(numbers):
+                rows = np.full((len(numbers), found.shape[1]), np.nan, np.float32)
+                rows[good - start] = found
+                found = rows
+            yield start, found
+
+    def rows(self) -> np.ndarray:
+        """Return the outputs of all images, (N, width) float32."""
+        return np.concatenate([rows for _, rows in self.blocks()])
+
+    def write(
+        self, output: Path, save: Callable[[Path, np.ndarray], None], *, force: bool = False
+    ) -> np.ndarray:
+        """Compute the rows of all images, write them by `save` (a path that ends as `output`, rows); return them.
+
+        Continues what an earlier call has begun, if images and network are the same. With `force`, a file that appears
+        at `output` meanwhile is replaced. Raises BadImage where no image can be decoded, ConfigError for a file that
+        appeared at `output`, CheckpointError for a disk that refuses or another process that writes there.
+        """
+        if len(self.index.bad) == len(self.index):
+            self.index.require_good()
+        part = output.with_name(f".{output.name}.part")
+        with disk_errors(output, "--output"):
+            atomic_files.make_folder(part)
+            with atomic_files.exclusive(part / ".lock") as held:
+                if not held:
+                    raise CheckpointError(
+                        f"another process is writing {output}: wait for it, or choose another --output"
+                    )
+                rows = self._continued(part)
+                if len(self.skipped) == len(self.index):
+                    bad = [(str(self.index.path(i)), reason) for i, reason in sorted(self.skipped.items())]
+                    raise BadImage(bad, allowed=None)
+                temporary = part / output.name
+                save(temporary, rows)
+                atomic_files.sync(temporary)
+                refuse_existing(output, force)
+                os.replace(temporary, output)
+                atomic_files.sync(output.parent)
+                atomic_files.remove(part)
+        return rows
+
+    def _continued(self, part: Path) -> np.ndarray:
+        """Return the rows of all images in a file in `part`; those that are done there are not computed."""
+        identity = {
+            "images": [self.index.fingerprint(), self.index.contents()],
+            "encoder": module_digest(self.network),
+            "view": json.loads(json.dumps(astuple(self.view))),
+            "batch": self.batch,
+            "device": self.place.device.type,
+            "skip_bad": self.skip_bad,
+        }
+        path, state, images = part / "rows", part / "state.json", len(self.index)
+        done, before, digest = _done(path, state, identity, images, self.width)
+        self.skipped |= before
+        if done:
+            say_line(f"continuing after {done:,} of {images:,} images")
+        else:
+            atomic_files.remove(state)
+            atomic_files.remove(path)
+        # Written, not mapped into memory: on a full disk a map ends the process without a message (SIGBUS).
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        # tqdm's own format would begin with "? images/s".
+        form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} images, {elapsed}"
+        with (
+            open(descriptor, "r+b") as file,
+            tqdm(total=images, initial=done, disable=None, bar_format=form) as bar,
+        ):
+            file.truncate(done * self.width * ROW.itemsize)
+            file.seek(0, os.SEEK_END)
+            for _, found in self.blocks(done):
+                content = found.astype(ROW).tobytes()
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+                digest.update(content)
+                done += len(found)
+                saved = {"identity": identity, "done": done, "skipped": list(self.skipped.items())}
+                saved["sha256"] = _seal(saved, digest.hexdigest())
+                atomic_files.replace(state, json.dumps(saved).encode())
+                bar.update(len(found))
+                if bar.disable:
+                    say_line(f"{done:,} of {images:,} images")
+        return np.memmap(path, ROW, "r", shape=(images, self.width))
 
 
 def _seal(saved: dict[str, Any], rows: str) -> str:

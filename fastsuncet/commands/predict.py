@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
-    Skipped,
+    FolderPass,
     advising_skip_bad,
     allowing_bad,
     check_output,
     encoder_of,
     known_view,
     one_process,
-    rows_of,
     skipped_lines,
-    write_pass,
 )
 from fastsuncet.commands.prediction_page import Prediction, prediction_page
 from fastsuncet.config import Config
@@ -81,21 +79,19 @@ def predict(
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, _predictions(rows, index.name, classifier.classes))
 
-    options = {"batch": batch, "skip_bad": skip_bad, "force": force}
     with advising_skip_bad(skip_bad):
         encoder, classifier = _loaded(where, place, skip_bad)
         index = image_tree(folder, upright=known_view(encoder).upright)
         network = TwoBest(encoder.module, classifier.layer)
-        rows, skipped = write_pass(
-            output, network, network.width, index, known_view(encoder), place, save, **options
-        )
+        work = FolderPass(network, network.width, index, known_view(encoder), place, batch, skip_bad)
+        rows = work.write(output, save, force=force)
     decoded = ~np.isnan(rows[:, 1])
     new = decoded & ~fitted_to(classifier, index)
     counted = new if new.any() else decoded
     summary = _summary(rows[counted, 1], int(decoded.sum() - counted.sum()))
-    for line in (*skipped_lines(skipped, index, "; their cells are empty"), *summary):
+    for line in (*skipped_lines(work.skipped, index, "; their cells are empty"), *summary):
         say_line(line)
-    say_line(f"wrote {output}: {len(index) - len(skipped):,} images")
+    say_line(f"wrote {output}: {len(index) - len(work.skipped):,} images")
     if page:
         every = _predictions(rows, index.name, classifier.classes)
         found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
@@ -121,14 +117,8 @@ def predictions(
     place = one_process()
     encoder, classifier = _loaded(where, place, skip_bad)
     index, names = opened(known_view(encoder).upright)
-    skipped: Skipped | None = dict(index.bad) if skip_bad else None
-    if skipped is None:
-        index.require_good()
-    network = TwoBest(encoder.module, classifier.layer).to(place.device)
-    blocks = rows_of(
-        network, index, known_view(encoder), place, batch=batch, width=network.width, skipped=skipped
-    )
-    rows = np.concatenate([rows for _, rows in blocks])
+    network = TwoBest(encoder.module, classifier.layer)
+    rows = FolderPass(network, network.width, index, known_view(encoder), place, batch, skip_bad).rows()
     found = _predictions(rows, names.__getitem__, classifier.classes)
     return [each for each in found if isinstance(each, Prediction)]
 

@@ -10,13 +10,12 @@ import torch
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
-    Skipped,
+    FolderPass,
     allowing_bad,
     check_output,
     encoder_of,
     known_view,
     one_process,
-    rows_of,
     skipped_lines,
 )
 from fastsuncet.commands.labeling_page import labeling_page
@@ -97,12 +96,9 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     unlabeled = good[~labeled[good]]
     drawn = np.random.default_rng(config.meta.seed).permutation(unlabeled)[:POOL]
     pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
-    skipped: Skipped = {}
-    module = encoder.module.to(place.device)
-    blocks = rows_of(
-        module, index.take(pool), known_view(encoder), place, width=encoder.width, skipped=skipped
-    )
-    values = np.concatenate([rows for _, rows in blocks])
+    view, taken = known_view(encoder), index.take(pool)
+    work = FolderPass(encoder.module, encoder.width, taken, view, place, skip_bad=True)
+    values, skipped = work.rows(), work.skipped
     undecoded = {int(pool[i]): reason for i, reason in skipped.items()}
     for line in skipped_lines({**index.bad, **undecoded}, index):
         say_line(line)

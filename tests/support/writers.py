@@ -127,7 +127,8 @@ def write_rows(output: Path, number: int) -> None:
     network, place = nn.Flatten(), Place(0, 1, 0, torch.device("cpu"))
     network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
     with mock.patch.object(folder_pass, "outputs", outputs), mock.patch.dict(folder_pass.SAVE_EVERY, cpu=1):
-        folder_pass.write_pass(output, network, 4, images(), Center(), place, save_rows, batch=2, force=True)
+        rows = folder_pass.FolderPass(network, 4, images(), Center(), place, batch=2)
+        rows.write(output, save_rows, force=True)
 
 
 def read_rows(output: Path) -> int | None:
