@@ -146,7 +146,7 @@ class Runs:
         if not (top / "data").exists():
             copy_images(images, top / "data", train=8, validation=3)  # three steps an epoch
         if pack:
-            data_pack.pack(self.config("packed"), top / "pack")
+            data_pack.data_pack(self.config("packed"), top / "pack")
             self.words = [*words, f"data.pack={top}/pack"]
         shutil.rmtree(top / "undisturbed", ignore_errors=True)
         status = self.continue_run("undisturbed", None)[0]

@@ -1,7 +1,8 @@
 """The command `fastsuncet`: its sub-commands, and the exit code for each failure.
 
-Each module here is a sub-command, unless its name begins with an underscore: its docstring is the help, `arguments`
-declares what it takes, and `run` imports torch and DALI only when it runs. So help and a wrong config take a moment.
+Each module here is a sub-command, unless its name begins with an underscore: its docstring is the help, and `arguments`
+declares what it takes. Its work is in the module of `fastsuncet.commands` with the same name, which imports torch and
+DALI and is imported only when it runs. So help and a wrong config take a moment.
 """
 
 import errno
@@ -55,8 +56,7 @@ def _dispatch(arguments: list[str]) -> int:
     for name in COMMANDS:
         words = name.split()
         if arguments[: len(words)] == words:
-            parser = Parser(name)
-            return parser.module.run(parser, parser.parse(arguments[len(words) :])) or 0
+            return Parser(name).run(arguments[len(words) :])
     group = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
     if asked and group:
         print(overview(group))

@@ -43,12 +43,13 @@ class UsageError(FastSuncetError):
 class Parser(argparse.ArgumentParser):
     """argparse for the command `name`, with errors in the form of our others, which name the nearest option or setting.
 
-    The command's module declares its arguments, if it has any, in `arguments(parser)`, and does its work in
-    `run(parser, options)`, which returns the exit code (None is 0) and imports what is slow.
+    The command's module declares its arguments, if it has any, in `arguments(parser)`. The work is done by its
+    `run(parser, options)`, which imports what is slow, or without one by the function of `fastsuncet.commands` that has
+    the command's name and takes the options by theirs. Either returns the exit code; None is 0.
     """
 
     def __init__(self, name: str):
-        self.name, self.operand, self.rest = name, "", list[str]()
+        self.name, self.operand, self.rest, self.ranks = name, "", list[str](), False
         self.module: Any = _module(name)
         text = self.module.__doc__.strip()
         above, *below = re.split(r"\n\n(?=examples:|exit codes:)", text, maxsplit=1)
@@ -72,8 +73,12 @@ class Parser(argparse.ArgumentParser):
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=help, **settings)
 
-    def takes_config(self, takes: str = "CONFIG") -> None:
-        """Add a config and its overrides as the last argument; `parse` loads it if the command takes CONFIG."""
+    def takes_config(self, takes: str = "CONFIG", *, ranks: bool = False) -> None:
+        """Add a config and its overrides as the last argument; `parse` loads it if the command takes CONFIG.
+
+        With `ranks` the options have the command line as `arguments`, which starts the same command on further ranks.
+        """
+        self.ranks = ranks
         before = "".join(f"{action.metavar} " for action in self._actions if not action.option_strings)
         self.operand, self.usage = takes, f"{self.prog} {before}{takes} [section.key=value ...] [options]"
         words = "a YAML file or the name of a shipped config, and changes to it as section.key=value"
@@ -96,10 +101,10 @@ class Parser(argparse.ArgumentParser):
             text = "every good checkpoint of the run"
             steps.add_argument("--every-checkpoint", dest="every", action="store_true", help=text)
 
-    def takes_run(self) -> None:
-        """Add a run as the first argument."""
+    def takes_run(self, kind: Callable[[str], Any]) -> None:
+        """Add a run as the first argument, `where`; `kind` makes of the word what the command takes."""
         text = "a config, a run, one of its checkpoints, or an export"
-        self.add_argument("run", metavar="RUN", type=path, help=text)
+        self.add_argument("where", metavar="RUN", type=kind, help=text)
 
     def writes(self, help: str, *, metavar: str = "FILE", required: bool = True, **settings: Any) -> None:
         """Add --output."""
@@ -112,18 +117,22 @@ class Parser(argparse.ArgumentParser):
         self.flag("--force", "replace what is at --output")
 
     # --------------------------------------------------------------------------------------------------------- parsing
-    @property
-    def words(self) -> list[str]:
-        """The whole command line behind `fastsuncet`, which starts the same command on further ranks."""
-        return [*self.name.split(), *self.rest]
+    def run(self, rest: list[str]) -> int:
+        """Do what the words behind the command's name ask for and return the exit code."""
+        options = self.parse(rest)
+        if hasattr(self.module, "run"):
+            return self.module.run(self, options) or 0
+        name = self.name.replace(" ", "_")
+        work = getattr(import_module(f"fastsuncet.commands.{name}"), name)
+        return work(**vars(options)) or 0
 
     def parse(self, rest: list[str]) -> Options:
         """Parse the words behind the command's name: options, a config and its overrides in any order.
 
-        Of a command that takes a config the options have it as `config`; of another one that takes overrides, `what` it
-        takes and the `overrides`.
+        Of a command that takes a config the options have it as `config`; of another one that takes overrides, the word
+        before them as `name`, and the `overrides`.
         """
-        self.rest = rest
+        self.rest, line = rest, [*self.name.split(), *rest]
         options = self.parse_intermixed_args(rest)
         if not self.operand:
             return options
@@ -131,7 +140,7 @@ class Parser(argparse.ArgumentParser):
         overrides = [each for each in words if OVERRIDE.match(each)]
         files = [each for each in words if not OVERRIDE.match(each)]
         if not files:
-            self.error(f"which config? For example: fastsuncet {' '.join(self.words)} digits_demo")
+            self.error(f"which config? For example: fastsuncet {' '.join(line)} digits_demo")
         if len(files) > 1:
             self.error(
                 f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"
@@ -139,7 +148,9 @@ class Parser(argparse.ArgumentParser):
         if self.operand == "CONFIG":
             options.config = load(files[0], overrides)
         else:
-            options.what, options.overrides = files[0], overrides
+            options.name, options.overrides = files[0], overrides
+        if self.ranks:
+            options.arguments = line
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -221,8 +232,9 @@ def load(name: str | Path, overrides: Iterable[str] = ()) -> "Config":
     return load_config(name, overrides)
 
 
-def config_or_run(where: Path) -> "Config | Path":
-    """Return the config that `where` is the file or the shipped name of, its data required; else `where`, a run."""
+def config_or_run(text: str) -> "Config | Path":
+    """Return the config that an argument is the file or the shipped name of, its data required; else a run's path."""
+    where = path(text)
     if not is_config(where):
         return where
     config = load(where)

@@ -45,7 +45,7 @@ def script() -> str:
     offered = {
         "words": configs + keys,
         "overrides": keys,
-        "run": configs,
+        "where": configs,
         "name": configs,
         "key": [*CONFIG.values],
     }

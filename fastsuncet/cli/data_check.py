@@ -23,10 +23,10 @@ def arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Options) -> None:
-    is_folder = os.path.isdir(options.what)
+    is_folder = os.path.isdir(options.name)
     if is_folder and options.overrides:
-        parser.error(f"{options.what} is a folder, and a folder has no keys to override")
-    config = None if is_folder else load(options.what, options.overrides)
+        parser.error(f"{options.name} is a folder, and a folder has no keys to override")
+    config = None if is_folder else load(options.name, options.overrides)
     from fastsuncet.commands.data_check import check_config, check_folder
 
-    check_folder(Path(options.what)) if config is None else check_config(config)
+    check_folder(Path(options.name)) if config is None else check_config(config)

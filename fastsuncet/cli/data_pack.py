@@ -18,15 +18,9 @@ exit codes: 0 packed now or before; 2 the config is wrong or has no files; 3 a f
 changed, or more images are bad than data.bad_images allows; 5 the pack cannot be written
 """
 
-from fastsuncet.cli._parser import Options, Parser
+from fastsuncet.cli._parser import Parser
 
 
 def arguments(parser: Parser) -> None:
     parser.writes("the pack (default: data.pack)", metavar="FOLDER", required=False)
     parser.takes_config()
-
-
-def run(parser: Parser, options: Options) -> None:
-    from fastsuncet.commands.data_pack import pack
-
-    pack(**vars(options))

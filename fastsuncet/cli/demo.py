@@ -9,7 +9,7 @@ examples:
   fastsuncet demo --seed 1 --folder /tmp/demo
 """
 
-from fastsuncet.cli._parser import Options, Parser, output_path, whole
+from fastsuncet.cli._parser import Parser, output_path, whole
 
 
 def arguments(parser: Parser) -> None:
@@ -18,9 +18,3 @@ def arguments(parser: Parser) -> None:
     parser.takes(
         "--folder", "DIR", "for all files (default: runs/demo)", type=output_path, default="runs/demo"
     )
-
-
-def run(parser: Parser, options: Options) -> None:
-    from fastsuncet.commands.demo import demo
-
-    demo(**vars(options))

@@ -20,7 +20,7 @@ from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes_run()
+    parser.takes_run(path)
     parser.takes("folder", "FOLDER", "any tree of images", type=path)
     parser.writes("a .npz or .parquet file")
     parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
@@ -29,8 +29,8 @@ def arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Options) -> None:
-    run = vars(options).pop("run")
-    where = load(run).run_folder if is_config(run) else run
+    if is_config(options.where):
+        options.where = load(options.where).run_folder
     from fastsuncet.commands.embed import embed
 
-    embed(where, **vars(options))
+    embed(**vars(options))

@@ -37,7 +37,7 @@ def arguments(parser: Parser) -> None:
     kinds = ("knn", "npi", "linear", "accuracy")
     parser.takes("kind", "KIND", ", ".join(kinds), choices=kinds)
     parser.takes_encoder(every=True)
-    parser.takes_config()
+    parser.takes_config(ranks=True)
 
 
 def run(parser: Parser, options: Options) -> int:
@@ -45,4 +45,4 @@ def run(parser: Parser, options: Options) -> int:
     options.config.require_data(validation=options.kind not in ("knn", "linear"))
     from fastsuncet.commands.evaluate import evaluate
 
-    return evaluate(arguments=parser.words, **vars(options))
+    return evaluate(**vars(options))

@@ -33,7 +33,7 @@ def arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Options) -> None:
-    where, overrides = path(vars(options).pop("what")), vars(options).pop("overrides")
+    where, overrides = path(vars(options).pop("name")), vars(options).pop("overrides")
     if is_config(where):
         where = load(where, overrides).run_folder
     elif overrides:

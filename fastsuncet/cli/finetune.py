@@ -34,11 +34,11 @@ from fastsuncet.cli._parser import Options, Parser
 
 def arguments(parser: Parser) -> None:
     parser.takes_encoder(every=True)
-    parser.takes_config()
+    parser.takes_config(ranks=True)
 
 
 def run(parser: Parser, options: Options) -> int:
     options.config.require_data()
     from fastsuncet.commands.finetune import finetune
 
-    return finetune(arguments=parser.words, **vars(options))
+    return finetune(**vars(options))

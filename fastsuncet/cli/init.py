@@ -18,7 +18,7 @@ examples:
   fastsuncet init photos --weights runs/mine --output again.yaml
 """
 
-from fastsuncet.cli._parser import Options, Parser, number, path
+from fastsuncet.cli._parser import Parser, number, path
 
 
 def arguments(parser: Parser) -> None:
@@ -27,9 +27,3 @@ def arguments(parser: Parser) -> None:
     parser.takes("--hours", "H", "for the training (default: 1)", type=number, default=1.0)
     parser.takes("--weights", "W", "a file or a run, a network of timm's, or none (default: timm's)")
     parser.writes("(default: mine.yaml)", required=False, default="mine.yaml")
-
-
-def run(parser: Parser, options: Options) -> None:
-    from fastsuncet.commands.init import init
-
-    init(**vars(options))

@@ -24,21 +24,14 @@ examples:
   fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad
 """
 
-from fastsuncet.cli._parser import Options, Parser, config_or_run, path, whole
+from fastsuncet.cli._parser import Parser, config_or_run, path, whole
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes_run()
+    parser.takes_run(config_or_run)
     parser.takes("folder", "FOLDER", "any tree of images", type=path)
     parser.writes("a .csv or .parquet file")
     parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
     parser.flag("--page", "also write a page of pictures: the name of --output, ending in .html")
     parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
     parser.takes_force()
-
-
-def run(parser: Parser, options: Options) -> None:
-    where = config_or_run(vars(options).pop("run"))
-    from fastsuncet.commands.predict import predict
-
-    predict(where, **vars(options))

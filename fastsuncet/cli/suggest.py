@@ -17,19 +17,12 @@ examples:
   fastsuncet predict mine.yaml ~/photos --output predictions.csv   # with the new labels
 """
 
-from fastsuncet.cli._parser import Options, Parser, config_or_run, whole
+from fastsuncet.cli._parser import Parser, config_or_run, whole
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes_run()
+    parser.takes_run(config_or_run)
     parser.takes("--count", "N", "images to label (default: 50)", type=whole(1), default=50)
     parser.writes("a .csv file")
     parser.flag("--page", "also write a page to label them on: the name of --output, ending in .html")
     parser.takes_force()
-
-
-def run(parser: Parser, options: Options) -> None:
-    where = config_or_run(vars(options).pop("run"))
-    from fastsuncet.commands.suggest import suggest
-
-    suggest(where, **vars(options))

@@ -26,7 +26,7 @@ examples:
       paper/cifar10_suncet
 """
 
-from fastsuncet.cli._parser import Options, Parser
+from fastsuncet.cli._parser import Parser
 
 
 def arguments(parser: Parser) -> None:
@@ -36,9 +36,3 @@ def arguments(parser: Parser) -> None:
     parser.takes("--task", "I/N", "share I of N of the runs, for a job array")
     parser.flag("--keep-going", "continue with the other runs after a failure")
     parser.takes_config("SWEEP")
-
-
-def run(parser: Parser, options: Options) -> int:
-    from fastsuncet.commands.sweep import sweep
-
-    return sweep(vars(options).pop("what"), **vars(options))

@@ -28,7 +28,7 @@ def arguments(parser: Parser) -> None:
     text = "the same, then make a few real steps; print their time and memory, keep nothing"
     parser.add_argument("--dry-run=step", dest="dry_run", action="store_const", const="step", help=text)
     parser.flag("--show-config", "print all keys behind the plan of a dry run, with their values in this run")
-    parser.takes_config()
+    parser.takes_config(ranks=True)
 
 
 def run(parser: Parser, options: Options) -> int:
@@ -38,4 +38,4 @@ def run(parser: Parser, options: Options) -> int:
         options.config.require_data()
     from fastsuncet.commands.train import run
 
-    return run(arguments=parser.words, **vars(options))
+    return run(**vars(options))

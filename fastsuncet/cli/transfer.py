@@ -20,16 +20,10 @@ examples:
   sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
 """
 
-from fastsuncet.cli._parser import Options, Parser
+from fastsuncet.cli._parser import Parser
 
 
 def arguments(parser: Parser) -> None:
     parser.takes("--cell", "I/N", "share I of N of the grid's cells, for a job array", default="1/1")
     parser.takes_encoder(every=False)
-    parser.takes_config()
-
-
-def run(parser: Parser, options: Options) -> int:
-    from fastsuncet.commands.transfer import transfer
-
-    return transfer(arguments=parser.words, **vars(options))
+    parser.takes_config(ranks=True)

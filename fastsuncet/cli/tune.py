@@ -16,16 +16,10 @@ examples:
 `fastsuncet train fast.yaml` then trains with them, with the same changes behind it.
 """
 
-from fastsuncet.cli._parser import Options, Parser, number
+from fastsuncet.cli._parser import Parser, number
 
 
 def arguments(parser: Parser) -> None:
     parser.takes("--minutes", "M", "start nothing after this (default: 20)", type=number, default=20.0)
     parser.writes("the config to write, such as fast.yaml")
-    parser.takes_config()
-
-
-def run(parser: Parser, options: Options) -> int:
-    from fastsuncet.commands.tune import run
-
-    return run(arguments=parser.words, **vars(options))
+    parser.takes_config(ranks=True)

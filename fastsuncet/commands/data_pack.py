@@ -1,6 +1,5 @@
 """`fastsuncet data pack`: the training images of a config as a few tar shards, for shared file systems."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fastsuncet.paths import typed_path
 from pipelines.datasets.pack import write_pack
 
 
-def pack(config: Config, output: Path | None, write: Callable[[str], object] = print) -> None:
+def data_pack(config: Config, output: Path | None = None) -> None:
     """Pack the training images of `config` into the folder `output` (None: data.pack), or continue a stopped pack.
 
     Raises ConfigErrors for data without files and for a missing folder name, DataError for files that cannot be
@@ -30,9 +29,9 @@ def pack(config: Config, output: Path | None, write: Callable[[str], object] = p
     index.require_good(data.bad_images)
     before = write_pack(index, folder, progress=partial(show_progress, folder))
     if before == len(index):
-        write(f"{folder}: has all {before:,} images of {index.root} already")
+        print(f"{folder}: has all {before:,} images of {index.root} already")
         return
     continued = f", {before:,} of them by an earlier start" if before else ""
     gigabytes = sum(shard.stat().st_size for shard in folder.glob("*.tar")) / 1e9
-    write(f"{folder}: {len(index):,} images of {index.root} packed{continued}, {gigabytes:,.3f} GB")
-    write(f"train from it with data.pack={folder}; `fastsuncet data check` with it verifies every byte")
+    print(f"{folder}: {len(index):,} images of {index.root} packed{continued}, {gigabytes:,.3f} GB")
+    print(f"train from it with data.pack={folder}; `fastsuncet data check` with it verifies every byte")

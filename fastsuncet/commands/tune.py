@@ -28,7 +28,7 @@ from pipelines import atomic_files
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
 
 
-def run(config: Config, arguments: list[str], minutes: float, output: Path) -> int:
+def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> int:
     """Tune the run of `config` and return the exit code; `arguments` start the same command on further ranks.
 
     Writes `output`, a config whose base is the file of `config`. Raises ConfigError for a file that exists, or that is

@@ -61,10 +61,10 @@ def test_tune_replaces_no_file(tmp_path):
     (tmp_path / "fast.yaml").symlink_to("nowhere")
     for name, problem in (("fast.yaml", "replaces no file"), ("fast.png", r"must end in \.yaml")):
         with pytest.raises(ConfigError, match=problem):
-            tune.run(load_config("digits_demo"), [], 1, tmp_path / name)
+            tune.tune(load_config("digits_demo"), [], 1, tmp_path / name)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(CheckpointError, match=r"cannot be written: .*symbolic links"):
-        tune.run(load_config("digits_demo"), [], 1, tmp_path / "loop" / "fast.yaml")
+        tune.tune(load_config("digits_demo"), [], 1, tmp_path / "loop" / "fast.yaml")
 
 
 def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):

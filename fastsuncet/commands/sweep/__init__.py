@@ -18,7 +18,7 @@ from pipelines.output import counted
 
 
 def sweep(
-    path: str,
+    name: str,
     overrides: Sequence[str] = (),
     *,
     task: str | None = None,
@@ -27,13 +27,13 @@ def sweep(
     show: bool = False,
     keep_going: bool = False,
 ) -> int:
-    """Run the sweep at `path`, or the part of one task, and return the exit code.
+    """Run the sweep `name`, a file or a shipped one, or the part of one task, and return the exit code.
 
     It is that of the first command that failed, 75 after a signal, 5 where a damaged checkpoint could not be measured
     and everything else is done, 0 where everything is done. `dry_run` prints every command line and `show` the state of
     every run; neither starts anything. Raises ConfigErrors.
     """
-    runs = runs_named(expand(read_sweep(path), overrides), only)
+    runs = runs_named(expand(read_sweep(name), overrides), only)
     runs, which = runs_of_task(runs, task, os.environ)
     if "RANK" in os.environ:
         raise ConfigError(
