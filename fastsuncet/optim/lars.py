@@ -25,38 +25,28 @@ from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
 
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
-    """Run a CUDA kernel where one takes the tensors and agreed with its twin (`update_by_kernels`); else `foreach`."""
-    if not (params[0].is_cuda and update_by_kernels(params, grads, buffers, *rest)):
-        lars_foreach(params, grads, buffers, *rest)
+    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; else `lars_foreach`."""
+    if params[0].is_cuda:
+        from fastsuncet.kernels.switches import usable
+        from fastsuncet.optim import lars_apex, lars_kernel  # a CPU compiles no kernels
+
+        # Tensors are not checked beforehand: on the host the check is half the cost of a step.
+        with contextlib.suppress(lars_kernel.UnsupportedTensors):
+            if usable("lars.cu", params[0], lars_kernel.prove):
+                return lars_kernel.lars_kernel(params, grads, buffers, *rest)
+        with contextlib.suppress(lars_kernel.UnsupportedTensors):
+            if lars_apex.extension() is not None and usable(lars_apex.APEX, params[0], lars_apex.prove):
+                return lars_apex.lars_apex(params, grads, buffers, *rest)
+    return lars_foreach(params, grads, buffers, *rest)
 
 
-def update_by_kernels(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> bool:
-    """Run `lars_kernel`, else `lars_apex`, where it takes the tensors and agreed with its twin; False: neither does."""
-    from fastsuncet.kernels.switches import usable
-    from fastsuncet.optim import lars_apex, lars_kernel  # a CPU compiles no kernels
-
-    # Tensors are not checked beforehand: on the host the check is half the cost of a step.
-    for runs, update in (
-        (lambda: usable("lars.cu", params[0], lars_kernel.prove), lars_kernel.lars_kernel),
-        (
-            lambda: lars_apex.extension() is not None and usable(lars_apex.APEX, params[0], lars_apex.prove),
-            lars_apex.lars_apex,
-        ),
-    ):
-        if runs():
-            with contextlib.suppress(lars_kernel.UnsupportedTensors):
-                update(params, grads, buffers, *rest)
-                return True
-    return False
-
-
-IMPLEMENTATIONS = ("auto", "foreach", "reference", "kernel", "apex")
+IMPLEMENTATIONS = ("auto", "foreach", "kernel", "apex")
 
 
 def _implementation(name: str) -> Callable[..., None]:
     if name == "auto":
         return lars_auto
-    # Imported here: a CPU compiles no kernels, and the reference is for tests.
+    # Imported here: a CPU compiles no kernels.
     return getattr(import_module(f"fastsuncet.optim.lars_{name}"), f"lars_{name}")
 
 
@@ -69,9 +59,8 @@ class LARS(DeviceLR):
     lars=False: SGD with momentum and weight decay, without the trust ratio.
     lr: a float, or a 0-dim tensor on the parameters' device, which `set_lr` fills in place: a captured CUDA
     graph needs that. Both round alike to float32, but are not the same bits. implementation: "foreach" (all
-    tensors at once), "reference" (one by one), "kernel" (two CUDA launches, float32 only), "apex"
-    (NVIDIA's kernels, where they are installed), "auto" (the kernel, else apex, where it runs and agreed with foreach
-    when it was first tried, else foreach).
+    tensors at once), "kernel" (two CUDA launches, float32 only), "apex" (NVIDIA's kernels, where they are installed),
+    "auto" (the kernel, else apex, where it runs and agreed with foreach when it was first tried, else foreach).
 
     Works on float64, float32, bfloat16 and float16 in any memory layout, norms in float32 or better. A
     parameter without gradient is left as it is. Under `torch.amp.GradScaler` the scale and the overflow

@@ -57,7 +57,7 @@ def lars_foreach(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update `params` and `buffers` in place, as `lars_reference` does.
+    """Update `params` and `buffers` in place, by the formula of lars.py.
 
     All tensors have one device and one dtype. `lr`, `grad_scale` and `found_inf` can be 0-dim tensors on that
     device; they are read there, so a captured CUDA graph reads today's values. Where `found_inf` is not 0 the

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from fastsuncet.kernels import switches
-from fastsuncet.optim import LARSSettings, lars, lars_apex
+from fastsuncet.optim import LARSSettings, lars, lars_apex, lars_kernel
 from fastsuncet.optim.device_lr import fill, on_host
 from fastsuncet.optim.lars_foreach import lars_foreach
 from pipelines.cuda_compiler import KernelError
 from tests.support.amp_c import StandIn
+from tests.support.host_kernels import on_the_host
 
 HERE = torch.device("cpu")
 
@@ -72,10 +73,27 @@ def test_lars_apex_is_proved_against_foreach(apex, monkeypatch):
         lars_apex.prove(HERE)
 
 
-def test_update_by_kernels_uses_apex_where_the_kernel_is_off(apex, monkeypatch):
-    tensors = [[torch.ones(3)] for _ in range(3)]
-    for usable, calls in (({"apex"}, ["l2norm", "l2norm", "sgd"]), (set(), [])):
-        monkeypatch.setattr(switches, "usable", lambda source, *_, usable=usable: source in usable)
-        apex.calls.clear()
-        assert lars.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(usable)
-        assert apex.calls == calls
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "usable", "dtype", "calls"),
+    [
+        (OnGPU, {"lars.cu", "apex"}, torch.float32, ["lars_norms", "lars_update"]),
+        (OnGPU, {"apex"}, torch.float32, ["l2norm", "l2norm", "sgd"]),
+        (OnGPU, {"lars.cu", "apex"}, torch.float64, []),  # neither takes them
+        (OnGPU, set(), torch.float32, []),
+        (torch.Tensor, {"lars.cu", "apex"}, torch.float32, []),
+    ],
+)
+def test_lars_auto_is_a_kernel_that_takes_the_tensors_else_foreach(
+    apex, monkeypatch, kind, usable, dtype, calls
+):
+    monkeypatch.setattr(switches, "usable", lambda source, *_: source in usable)
+    tensors = [[torch.ones(3, dtype=dtype).as_subclass(kind)] for _ in range(3)]
+    with on_the_host(lars_kernel) as launched:
+        lars.lars_auto(*tensors, 0.1, LARSSettings())
+    assert launched + apex.calls == calls
+    # w - lr (momentum b + 0.001 w): one step, by whichever.
+    torch.testing.assert_close(tensors[0][0], torch.full_like(tensors[0][0], 1 - 0.1 * (0.9 + 0.001)))

@@ -3,13 +3,10 @@
 test_lars.py has its steps.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from fastsuncet.kernels import switches
-from fastsuncet.optim import LARS, LARSSettings, lars, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import on_the_host
 from tests.support.networks import give_gradients, tiny_network
@@ -62,25 +59,6 @@ def test_lars_kernel_refuses_tensors_it_would_misread(change, reason):
         lars_kernel.lars_kernel([shaped], [changed], [torch.zeros_like(shaped)], 0.1, settings)
     with pytest.raises(KernelError, match="a setting is torch"):
         lars_kernel.lars_kernel([shaped], [shaped], [shaped], torch.tensor(0.1).double(), settings)
-
-
-def test_update_by_kernels_leaves_tensors_that_no_kernel_takes(host, monkeypatch):
-    monkeypatch.setattr(switches, "usable", lambda source, *_: source == "lars.cu")
-    for dtype, launches in ((torch.float32, 2), (torch.float64, 0)):
-        tensors = [[torch.ones(3, dtype=dtype)] for _ in range(3)]
-        host.clear()
-        assert lars.update_by_kernels(*tensors, 0.1, LARSSettings()) == bool(launches)
-        moved = not torch.equal(tensors[0][0], torch.ones(3, dtype=dtype))
-        assert len(host) == launches and moved == bool(launches)
-
-
-def test_lars_auto_falls_back_to_foreach(monkeypatch):
-    calls = []
-    monkeypatch.setattr(lars, "lars_foreach", lambda *_: calls.append("foreach"))
-    monkeypatch.setattr(lars, "update_by_kernels", lambda *_: calls.append("kernels") or len(calls) > 1)
-    for on_gpu in (True, True, False):
-        lars.lars_auto([SimpleNamespace(is_cuda=on_gpu)], [], [])
-    assert calls == ["kernels", "foreach", "kernels", "foreach"]
 
 
 def test_lars_kernel_dense_tensors():

@@ -24,8 +24,7 @@ def narrow_resnet50(patch: pytest.MonkeyPatch, channels: int) -> None:
     patch.setitem(resnet.WIDTHS, "resnet50", 32 * channels)
 
 
-def give_gradients(network, seed, scale=1.0):
+def give_gradients(network, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in network.parameters():
-        drawn = torch.randn(p.shape, generator=generator).to(p.dtype) * scale
-        p.grad = torch.empty_like(p).copy_(drawn)
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
