@@ -27,20 +27,17 @@ class PlainPasses:
 
     @staticmethod
     def normalize(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, eps: float
+        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
     ) -> Tensor:
         """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
 
         Shape, dtype and layout are those of x.
         """
-        scale = inverse if weight is None else inverse * weight
-        y = (x - _per_channel(mean, x)).mul_(_per_channel(scale, x))
-        if bias is not None:
-            y.add_(_per_channel(bias, x))
-        return y.to(x.dtype)
+        y = (x - _per_channel(mean, x)).mul_(_per_channel(inverse * weight, x))
+        return y.add_(_per_channel(bias, x)).to(x.dtype)
 
     @staticmethod
-    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
+    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
         """Return (2, 2, C): the sums of dy and of dy * (x - mean), twice: for this rank, and to add up over ranks."""
         dims, dy = _all_but_channels(x), dy.to(mean.dtype)
         sums = dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)
@@ -48,16 +45,15 @@ class PlainPasses:
 
     @staticmethod
     def gradient(
-        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
+        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor
     ) -> Tensor:
         """Return (dy - means[0] - (x - mean) * inverse * means[1]) * weight * inverse, in x's dtype and layout.
 
         `means` (2, C), over the rows of all ranks: of dy, and of dy * (x - mean) * inverse.
         """
-        scale = inverse if weight is None else inverse * weight
         centered = (x - _per_channel(mean, x)).mul_(_per_channel(means[1] * inverse, x))
-        d_x = (dy.to(mean.dtype) - _per_channel(means[0], x)).sub_(centered).mul_(_per_channel(scale, x))
-        return d_x.to(x.dtype)
+        d_x = (dy.to(mean.dtype) - _per_channel(means[0], x)).sub_(centered)
+        return d_x.mul_(_per_channel(inverse * weight, x)).to(x.dtype)
 
 
 class CudaPasses(PlainPasses):
@@ -71,12 +67,12 @@ class CudaPasses(PlainPasses):
 
     @staticmethod
     def normalize(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, eps: float
+        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
     ) -> Tensor:
         return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
 
     @staticmethod
-    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
+    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
         x = _dense(x)
         # Only the sums: the gradients of weight and bias follow from them at no cost.
         outputs = (True, False, False)
@@ -85,7 +81,7 @@ class CudaPasses(PlainPasses):
 
     @staticmethod
     def gradient(
-        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, means: Tensor
+        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor
     ) -> Tensor:
         x = _dense(x)
         # The operator divides by counts, an int32 for each rank. `means` are divided already, and one count of
@@ -95,9 +91,9 @@ class CudaPasses(PlainPasses):
         return torch.batch_norm_backward_elemt(_like(dy, x), x, mean, inverse, weight, shift, slope, one)
 
 
-def passes_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> type[PlainPasses]:
+def passes_for(x: Tensor, weight: Tensor, bias: Tensor) -> type[PlainPasses]:
     """Return the fastest passes that take these tensors."""
-    single = all(t is None or t.dtype == torch.float32 for t in (weight, bias))
+    single = weight.dtype == bias.dtype == torch.float32
     # The operators have no rule for shapes: torch.compile would leave each of them as a call of its own.
     traced = torch.compiler.is_compiling()
     if x.is_cuda and not traced and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16):

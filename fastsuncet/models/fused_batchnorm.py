@@ -4,8 +4,7 @@ One by one, BatchNorm, addition and ReLU move 26 to 32 bytes per activation thro
 and in 16 bits; as one they move 16 to 20 (fastsuncet/kernels/norm.cu). For the backward pass it keeps
 BatchNorm's input, as PyTorch does, and one bit per activation where a residual was added.
 
-Without `kernel`, and where the kernels cannot run, it is the twin: `RankBatchNorm` or torch's BatchNorm, an addition,
-a ReLU.
+Where the kernels cannot run it is the twin: `RankBatchNorm` or torch's BatchNorm, an addition, a ReLU.
 """
 
 from typing import cast
@@ -20,7 +19,7 @@ from fastsuncet.models.resnet import BasicBlock, Bottleneck, ResNet, WideResNet
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
 
 
-def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
+def fuse(model: nn.Module, *, shared: bool) -> nn.Module:
     """Fuse the BatchNorms of a ResNet with what follows them; `shared`: with the statistics of all ranks.
 
     Replaces `synchronize`, and must come before DDP. Parameters, buffers and state_dict keys stay the same
@@ -28,10 +27,10 @@ def fuse(model: nn.Module, *, shared: bool, kernel: bool = False) -> nn.Module:
     """
     if isinstance(model, _BatchNorm):
         norm = FusedNorm.take_over(model)
-        norm.shared, norm.kernel = shared, kernel
+        norm.shared = shared
         return norm
     for name, child in model.named_children():
-        setattr(model, name, fuse(child, shared=shared, kernel=kernel))
+        setattr(model, name, fuse(child, shared=shared))
     if isinstance(model, BasicBlock | Bottleneck):
         return FusedBlock.take_over(model)
     if isinstance(model, ResNet | WideResNet):  # others can use a ReLU twice
@@ -88,16 +87,12 @@ class FusedNorm(RankBatchNorm):
 
     relu: bool = False
     shared: bool = True  # statistics of all ranks
-    kernel: bool = False  # use the kernels where they can run
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map input and residual (N, C, ...) to the same shape and dtype; a collective if statistics are shared."""
-        if self.kernel and self.training and self.kernels_take(input, residual):
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked += 1
-            own = (self.weight, self.bias, self.running_mean, self.running_var)
-            rule = {"eps": self.eps, "momentum": cast(float, self.momentum)}
-            return norm_kernel.fused_norm(input, residual, *own, **rule, relu=self.relu, shared=self.shared)
+        if self.training and self.kernels_take(input, residual):
+            self.count_batch()
+            return norm_kernel.fused_norm([input], [self], residual, relu=self.relu, shared=self.shared)
         y = super().forward(input) if self.shared else _BatchNorm.forward(self, input)
         y = y if residual is None else y + residual
         return F.relu(y) if self.relu else y
@@ -106,10 +101,9 @@ class FusedNorm(RankBatchNorm):
         """Compute relu(self(input) + norm(other)); over ranks the two layers share one message each way."""
         if not (self.training and self.shared and world_size() > 1 and input.shape == other.shape):
             return self(input, norm(other))
-        if self.kernel and self.kernels_take(input, other) and norm.kernels_take(other, input):
-            for each in (self, norm):
-                if each.num_batches_tracked is not None:
-                    each.num_batches_tracked += 1
-            return norm_kernel.fused_pair(input, other, self, norm)
+        if self.kernels_take(input, other) and norm.kernels_take(other, input):
+            self.count_batch()
+            norm.count_batch()
+            return norm_kernel.fused_norm([input, other], [self, norm], relu=True, shared=True)
         first, second = normalize_over_ranks((self, norm), (input, other))
         return F.relu(first + second)

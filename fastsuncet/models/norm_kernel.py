@@ -35,13 +35,13 @@ def options(dtype: torch.dtype) -> tuple[str, ...]:
     return (f"-DTHREADS={THREADS}", f"-DELEMENT={ELEMENTS[dtype]}")
 
 
-def fits(x: Tensor, residual: Tensor | None, *constants: Tensor | None) -> bool:
+def fits(x: Tensor, residual: Tensor | None, *constants: Tensor) -> bool:
     """Return whether the kernels take these tensors: dense rows of channels in units of 16 bytes, two or more.
 
-    `constants` are numbers of channels, (C,) or None. False too where the kernels failed their proof.
+    `constants` are numbers of channels, (C,). False too where the kernels failed their proof.
     """
     return (
-        all(t is None or t.dtype == torch.float32 for t in constants)
+        all(t.dtype == torch.float32 for t in constants)
         and takes(x.shape, x.dtype)
         and x.is_contiguous(memory_format=_rows_of_channels(x))
         and usable("norm.cu", x, prove)  # not earlier: it proves what no vote of the ranks has settled
@@ -63,60 +63,47 @@ def own_sums(x: Tensor) -> Tensor:
 
 
 def joined_statistics(
-    x: Tensor, sums: Tensor, *running: Tensor | None, eps: float, momentum: float
+    x: Tensor, sums: Tensor, *running: Tensor, eps: float, momentum: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)), float32, of the ranks' `own_sums` of x, added up.
 
-    Of `_Grid.moments` (groups, 1 + 2C) those of this process. `running`, mean and variance (C,) or None, are updated in
-    place.
+    Of `_Grid.moments` (groups, 1 + 2C) those of this process. `running`, mean and variance (C,), are updated in place.
     """
     module, channels = launcher.load("norm.cu", x.device, options(x.dtype)), x.shape[1]
     inverse = x.new_empty(channels, dtype=torch.float32)
-    joined = _join(module, sums, inverse, *running, eps=eps, momentum=momentum)
+    joined = inverse.new_empty(4 + 2 * channels)[3:]  # the means start at a multiple of 16 bytes
+    written, numbers = (inverse, *running), (float(eps), float(momentum))
+    if sums.dim() == 1:
+        blocks = (-(-channels // THREADS), 1)
+        module.launch("norm_join_ranks", blocks, THREADS, sums, joined, *written, channels, *numbers)
+    else:
+        moments = (sums, joined, None, *written, len(sums), channels, *numbers)
+        module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *moments)
     return joined[:1], joined[1 : 1 + channels], inverse
 
 
 def fused_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
+    inputs: Sequence[Tensor],
+    norms: Sequence[_BatchNorm],
+    residual: Tensor | None = None,
     *,
-    eps: float,
-    momentum: float,
     relu: bool,
     shared: bool,
 ) -> Tensor:
-    """Compute relu((x - mean) / sqrt(variance + eps) * weight + bias + residual) in training, by the kernels.
+    """Compute relu(norm(x) + residual) in training by the kernels, or over ranks relu(norm(x) + other norm(other x)).
 
-    x, residual (N, C) or channels-last (N, C, H, W), as `fits` checks them; the others (C,) float32 or None.
-    The statistics are those of all ranks if `shared`, joined by one all-reduce forward and one backward, else
-    those of this process. Running statistics are updated in place. Gradients are those of `RankBatchNorm`: this
-    rank's share of that of the sum over ranks of the losses.
+    Inputs and residual (N, C) or channels-last (N, C, H, W) of one shape, as `fits` checks them. The statistics are
+    those of all ranks if `shared`, joined by one all-reduce forward and one backward, else those of this process.
+    Running statistics are updated in place, and their batches are not counted. Gradients are those of `RankBatchNorm`:
+    this rank's share of that of the sum over ranks of the losses.
     """
-    rule = (running_mean, running_variance, eps, momentum)
-    return _Fused.apply(residual, relu, shared and world_size() > 1, [rule], x, weight, bias)
-
-
-def fused_pair(x: Tensor, other: Tensor, norm: _BatchNorm, other_norm: _BatchNorm) -> Tensor:
-    """Compute relu(norm(x) + other_norm(other)) in training over ranks, by the kernels, as two `fused_norm` do.
-
-    Both inputs have one shape, as `fits` checks them. One all-reduce forward and one backward carry the sums of both.
-    Running statistics are updated in place, and their batches are not counted.
-    """
-    norms = (norm, other_norm)
-    rules = [(n.running_mean, n.running_var, n.eps, n.momentum) for n in norms]
-    given = (x, norm.weight, norm.bias, other, other_norm.weight, other_norm.bias)
-    return _Fused.apply(None, True, True, rules, *given)
+    rules = [(norm.running_mean, norm.running_var, norm.eps, norm.momentum) for norm in norms]
+    tensors = [t for x, norm in zip(inputs, norms) for t in (x, norm.weight, norm.bias)]
+    return _Fused.apply(residual, relu, shared and world_size() > 1, rules, *tensors)
 
 
 class _Fused(torch.autograd.Function):
-    """The sum of one or two layers and a residual, and its ReLU: x, weight and bias of each layer come last.
-
-    The second layer, of a shortcut, is the residual of the first. Layers over ranks share their messages.
-    """
+    """`fused_norm`: x, weight and bias of each layer come last. The second layer is the residual of the first."""
 
     @staticmethod
     def forward(ctx, residual, relu, shared, rules, *tensors):
@@ -160,10 +147,10 @@ class _Fused(torch.autograd.Function):
             d_residual = torch.empty_like(x) if relu else dy
         found = []
         for layer, sums, all_sums in zip(layers, own, sum_over_ranks(own) if ctx.shared else own):
-            d_x, (d_bias, d_weight), (weight, bias) = torch.empty_like(x), sums.chunk(2), layer[-2:]
+            d_x, (d_bias, d_weight) = torch.empty_like(x), sums.chunk(2)
             tensors = (*layer, all_sums, count, d_x, d_residual if relu else None)
             grid.launch("norm_gradient_apply", grid.rows, *tensors, more=(relu,))
-            found += [d_x, None if weight is None else d_weight, None if bias is None else d_bias]
+            found += [d_x, d_weight, d_bias]
         return d_residual, None, None, None, *found
 
 
@@ -208,31 +195,6 @@ def _sums(module: launcher.Module, moments: Tensor) -> Tensor:
     given = (moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0)
     module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *given)
     return sums
-
-
-def _join(
-    module: launcher.Module,
-    given: Tensor,
-    inverse: Tensor,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
-    eps: float,
-    momentum: float,
-) -> Tensor:
-    """Return (1 + 2C): the count, the means and the variances of all rows; write `inverse` and running statistics.
-
-    `given`: moments (groups, 1 + 2C) of this process, or `_sums` (1 + 2C) that were added over ranks.
-    """
-    channels = given.shape[-1] // 2
-    joined = inverse.new_empty(4 + 2 * channels)[3:]  # the means start at a multiple of 16 bytes
-    written, numbers = (inverse, running_mean, running_variance), (float(eps), float(momentum))
-    if given.dim() == 1:
-        blocks = (-(-channels // THREADS), 1)
-        module.launch("norm_join_ranks", blocks, THREADS, given, joined, *written, channels, *numbers)
-    else:
-        moments = (given, joined, None, *written, len(given), channels, *numbers)
-        module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *moments)
-    return joined
 
 
 def _joining_blocks(columns: int) -> int:
@@ -284,11 +246,12 @@ def _prove_one(
 
     x, d_y = draw().add_(2), draw()
     residual = draw() if with_residual else None
-    weight, bias = (torch.rand(channels, generator=generator, device=device) + 0.5 for _ in range(2))
+    norm = _BatchNorm(channels, device=device)
+    for p in norm.parameters():
+        torch.nn.init.uniform_(p, 0.5, 1.5, generator=generator)
     activations = [x] if residual is None else [x, residual]
-    given = [t.requires_grad_() for t in (*activations, weight, bias)]
-    running = [torch.zeros(channels, device=device), torch.ones(channels, device=device)]
-    y = fused_norm(x, residual, weight, bias, *running, eps=1e-5, momentum=0.1, relu=relu, shared=False)
+    given = [t.requires_grad_() for t in (*activations, norm.weight, norm.bias)]
+    y = fused_norm([x], [norm], residual, relu=relu, shared=False)
 
     def twin(part: slice) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return, for some channels, what the ReLU takes, its leaves and the running statistics."""
@@ -309,7 +272,8 @@ def _prove_one(
         expected = F.relu(wide) if relu else wide
         expected.backward(d_y[:, part].double())
         for ours, theirs in zip(
-            [y, *running, *(t.grad for t in given)], [expected, *averages, *(t.grad for t in leaves)]
+            [y, norm.running_mean, norm.running_var, *(t.grad for t in given)],
+            [expected, *averages, *(t.grad for t in leaves)],
         ):
             assert ours is not None and theirs is not None
             found, wanted = _channels(ours.detach(), part).double(), theirs.detach()
@@ -345,10 +309,10 @@ def _prove_joins(device: torch.device) -> None:
     wave = torch.sin(0.7 * torch.arange(3 * 2 * channels, device=device)).view(3, 2, channels)
     counts = torch.arange(2, 5, device=device, dtype=torch.float32).unsqueeze(1)
     moments = torch.cat([counts, 100 + wave[:, 0], 1 + wave[:, 1].square()], dim=1)
-    results = []
+    x, results = moments.new_empty(1, channels), []
     for given in (_sums(module, moments), moments):
-        inverse, mean, variance = (torch.zeros(channels, device=device) for _ in range(3))
-        joined = _join(module, given, inverse, mean, variance, 1e-5, 0.1)
-        results.append([joined, inverse, mean, variance])
+        running = torch.zeros(2, channels, device=device)
+        joined = joined_statistics(x, given, *running, eps=1e-5, momentum=0.1)
+        results.append([*joined, *running])
     for found, expected in zip(*results):
         require_close("BatchNorm's statistics over ranks", found, expected, 1e-5)

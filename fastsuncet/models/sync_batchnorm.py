@@ -38,9 +38,10 @@ def synchronize(model: nn.Module) -> nn.Module:
     if world_size() == 1:
         return model
     if isinstance(model, _BatchNorm):
-        if type(model).forward not in (_BatchNorm.forward, RankBatchNorm.forward):
+        own = type(model).forward not in (_BatchNorm.forward, RankBatchNorm.forward)
+        if own or any(x is None for x in (model.weight, model.bias, model.running_mean, model.momentum)):
             raise ConfigError(
-                f"model.sync_batchnorm: the network's {type(model).__name__} is more than a BatchNorm, and its "
+                f"model.sync_batchnorm: the network's {type(model).__name__} is not a plain BatchNorm, and its "
                 "statistics cannot be shared by several processes: set model.sync_batchnorm=false"
             )
         return RankBatchNorm.take_over(model)
@@ -56,10 +57,16 @@ class RankBatchNorm(_BatchNorm):
     collectives: every rank must run them, in the same order as its other collectives.
     """
 
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    momentum: float
+
     @classmethod
     def take_over(cls, norm: _BatchNorm) -> Self:
         """Build a layer with the settings of `norm` and its very parameters and buffers."""
-        shared = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        shared = cls(norm.num_features, norm.eps, norm.momentum)
         shared._parameters, shared._buffers = norm._parameters, norm._buffers
         return shared.train(norm.training)
 
@@ -82,8 +89,12 @@ class RankBatchNorm(_BatchNorm):
 
     def kernels_take(self, x: Tensor, residual: Tensor | None = None) -> bool:
         """Return whether the kernels of norm_kernel.py compute this layer's statistics for such activations."""
-        constants = (self.weight, self.bias, self.running_mean)
-        return self.momentum is not None and norm_kernel.fits(x, residual, *constants)
+        return norm_kernel.fits(x, residual, self.weight, self.bias, self.running_mean)
+
+    def count_batch(self) -> None:
+        """Count a batch, unless `multi_view_model.frozen_statistics` has taken the counter away."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1
 
     def own_sums(self, x: Tensor, kernel: bool) -> Tensor:
         """Return `sums_of` this rank's rows of (N, C, ...)."""
@@ -96,25 +107,15 @@ class RankBatchNorm(_BatchNorm):
 
         Updates running statistics.
         """
-        batches = self.num_batches_tracked
+        self.count_batch()
         if kernel:
-            assert self.momentum is not None
-            if batches is not None:
-                batches += 1
             rule = {"eps": self.eps, "momentum": self.momentum}
             return norm_kernel.joined_statistics(x, sums, self.running_mean, self.running_var, **rule)
         count, mean, variance = from_sums(sums, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        if batches is not None:
-            self._track(batches, mean, variance * (count / (count - 1)))
+        unbiased = variance * (count / (count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.lerp_(new.to(running.dtype), self.momentum)
         return count, mean, (variance + self.eps).rsqrt()
-
-    def _track(self, batches: Tensor, mean: Tensor, unbiased_variance: Tensor) -> None:
-        batches += 1
-        for running, new in ((self.running_mean, mean), (self.running_var, unbiased_variance)):
-            assert running is not None
-            # Without momentum the plain average; its weight stays a tensor, because the host must not read it.
-            weight = batches.to(running.dtype).reciprocal() if self.momentum is None else self.momentum
-            running.lerp_(new.to(running.dtype), weight)
 
 
 def sums_of(count: int, mean: Tensor, variance: Tensor) -> Tensor:
@@ -168,10 +169,10 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *given):
-        ctx.layers, kept, outputs = [], [], []
+        ctx.passes, kept, outputs = [], [], []
         for x, weight, bias, total, mean, inverse, eps in batched(given, 7):
             passes = passes_for(x, weight, bias)
-            ctx.layers.append((passes, bias is not None))
+            ctx.passes.append(passes)
             # Keep the input in its own dtype, which the convolution before keeps too: standardized rows in float32
             # would double or triple what a bfloat16 network keeps for its backward pass.
             kept += [x, weight, total, mean, inverse]
@@ -183,23 +184,19 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients: Tensor):
         saved, own, others = list(batched(ctx.saved_tensors, 5)), [], []
-        for (passes, _), (x, weight, _, mean, inverse), gradient in zip(ctx.layers, saved, gradients):
+        for passes, (x, weight, _, mean, inverse), gradient in zip(ctx.passes, saved, gradients):
             sums = passes.sums(gradient, x, mean, inverse, weight)
             # Of standardized rows, as ranks that run the kernels of norm_kernel.py send them.
             sums[:, 1].mul_(inverse)
             own.append(sums[0])
             others.append(sums[1].view(-1))
         found = []
-        for (passes, has_bias), (x, weight, total, mean, inverse), gradient, sums, all_sums in zip(
-            ctx.layers, saved, gradients, own, _sum_together(others)
+        for passes, (x, weight, total, mean, inverse), gradient, sums, all_sums in zip(
+            ctx.passes, saved, gradients, own, _sum_together(others)
         ):
-            means = all_sums.view(2, -1) / total
-            found += [passes.gradient(gradient, x, mean, inverse, weight, means)]
-            if weight is None:
-                found += [None] * 6
-            else:
-                d_bias = sums[0].to(weight.dtype) if has_bias else None
-                found += [sums[1].to(weight.dtype), d_bias, *[None] * 4]
+            d_x = passes.gradient(gradient, x, mean, inverse, weight, all_sums.view(2, -1) / total)
+            d_bias, d_weight = sums.to(weight.dtype)
+            found += [d_x, d_weight, d_bias, *[None] * 4]
         return tuple(found)
 
 

@@ -133,7 +133,7 @@ def build(
     if m.fused_batchnorm is True:
         from fastsuncet.models.fused_batchnorm import fuse
 
-        model = fuse(model, shared=m.sync_batchnorm, kernel=True)
+        model = fuse(model, shared=m.sync_batchnorm)
     elif m.sync_batchnorm and place.world_size > 1:
         from fastsuncet.models.sync_batchnorm import synchronize
 

@@ -179,7 +179,7 @@ def _norm_work(
 
     def work() -> None:
         for module, (count, channels, *size) in zip(norms, shapes):
-            module.relu, module.shared, module.kernel = True, shared, fused
+            module.relu, module.shared = True, shared
             x = (
                 torch.zeros(count, *size, channels, device=device, dtype=dtype)
                 .movedim(-1, 1)

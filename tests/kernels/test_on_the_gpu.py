@@ -184,7 +184,7 @@ def test_losses_by_the_kernel_are_the_dense_equations(rows):
 
 def test_fused_network_trains_as_the_plain_one_also_in_a_graph():
     twin = build_model("resnet50", hidden=64, output=16).to(GPU, memory_format=torch.channels_last)
-    network = fused_batchnorm.fuse(copy.deepcopy(twin), shared=False, kernel=True)
+    network = fused_batchnorm.fuse(copy.deepcopy(twin), shared=False)
     x = torch.randn(8, 3, 64, 64, device=GPU).contiguous(memory_format=torch.channels_last)
 
     def gradients(model, dtype):

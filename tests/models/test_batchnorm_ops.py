@@ -26,12 +26,8 @@ def operators(monkeypatch):
         return [n.double().view(-1, *[1] * (x.dim() - 2)) for n in numbers]
 
     def elemt(x, weight, bias, mean, inverse, eps):
-        mean, inverse = by_channel(x, mean, inverse)
-        y = (x.double() - mean) * inverse
-        if weight is not None:
-            weight, bias = by_channel(x, weight, bias)
-            y = y * weight + bias
-        return y.to(x.dtype)
+        mean, inverse, weight, bias = by_channel(x, mean, inverse, weight, bias)
+        return ((x.double() - mean) * inverse * weight + bias).to(x.dtype)
 
     def reduce(dy, x, mean, inverse, weight, input_wanted, weight_wanted, bias_wanted):
         assert dy.dtype == x.dtype and dy.stride() == x.stride()
@@ -42,11 +38,11 @@ def operators(monkeypatch):
 
     def backward(dy, x, mean, inverse, weight, sum_dy, sum_dy_centered, counts):
         assert counts.dtype == torch.int32
-        mean, inverse, sum_dy, slope = by_channel(x, mean, inverse, sum_dy, sum_dy_centered)
+        given = (mean, inverse, weight, sum_dy, sum_dy_centered)
+        mean, inverse, weight, sum_dy, slope = by_channel(x, *given)
         total = counts.sum().double()
         d_x = dy.double() - sum_dy / total - (x.double() - mean) * inverse.square() * slope / total
-        scale = inverse if weight is None else inverse * by_channel(x, weight)[0]
-        return (d_x * scale).to(x.dtype)
+        return (d_x * inverse * weight).to(x.dtype)
 
     names = ("stats", "elemt", "backward_reduce", "backward_elemt")
     launched = []
@@ -73,36 +69,32 @@ def passed(layer, x, dy, *, count=True):
     assert not count or total.item() == x.numel() // x.shape[1]
     (y,) = sync_batchnorm._Normalize.apply(x, weight, bias, total, mean, inverse, layer.eps)
     y.backward(dy)
-    kept = [y.detach(), mean, inverse, x.grad]
-    if weight is not None:
-        kept += [weight.grad, bias.grad]
-        weight.grad = bias.grad = None
+    kept = [y.detach(), mean, inverse, x.grad, weight.grad, bias.grad]
+    weight.grad = bias.grad = None
     return kept
 
 
 CASES = [
-    ((6, 5, 4, 3), torch.channels_last, True),
-    ((6, 5, 4, 3), torch.contiguous_format, True),
-    ((6, 5, 4, 3), torch.channels_last, False),
-    ((9, 7), torch.contiguous_format, True),
+    ((6, 5, 4, 3), torch.channels_last),
+    ((6, 5, 4, 3), torch.contiguous_format),
+    ((9, 7), torch.contiguous_format),
 ]
 
 
-def example(shape, layout, affine, dtype=torch.float32, device="cpu"):
+def example(shape, layout, dtype=torch.float32, device="cpu"):
     draw = torch.Generator().manual_seed(2)
-    layer = nn.BatchNorm2d(shape[1], affine=affine)
-    if affine:
-        nn.init.uniform_(layer.weight, 0.5, 2, generator=draw)
-        nn.init.uniform_(layer.bias, -1, 1, generator=draw)
+    layer = nn.BatchNorm2d(shape[1])
+    nn.init.uniform_(layer.weight, 0.5, 2, generator=draw)
+    nn.init.uniform_(layer.bias, -1, 1, generator=draw)
     x = (3 * torch.randn(shape, generator=draw) + 7).to(device, dtype, memory_format=layout)
     # The gradient has the other layout, as it can after a flatten or a slice.
     dy = torch.randn(shape, generator=draw).to(device, dtype)
     return layer.to(device), x, dy
 
 
-@pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
-def test_cuda_passes_equal_the_plain_ones(shape, layout, affine, operators, monkeypatch):
-    layer, x, dy = example(shape, layout, affine)
+@pytest.mark.parametrize(("shape", "layout"), CASES)
+def test_cuda_passes_equal_the_plain_ones(shape, layout, operators, monkeypatch):
+    layer, x, dy = example(shape, layout)
     found = passed(layer, x, dy)
     monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: PlainPasses)
     for ours, plain in zip(found, passed(layer, x, dy), strict=True):
@@ -134,7 +126,7 @@ def test_batchnorm_over_ranks_takes_few_launches(operators, monkeypatch, kernels
     """
     monkeypatch.setattr(sync_batchnorm, "world_size", lambda: 2)
     monkeypatch.setattr(norm_kernel, "usable", lambda *_: kernels)
-    layer, x, dy = example((6, 16, 4, 4), torch.channels_last, True)
+    layer, x, dy = example((6, 16, 4, 4), torch.channels_last)
     layer, dy = RankBatchNorm.take_over(layer), dy.contiguous(memory_format=torch.channels_last)
     with on_the_host(norm_kernel) as launched, Operators(operators):
         y = layer(x.requires_grad_())
@@ -160,23 +152,23 @@ def test_cuda_passes_give_a_constant_channel_no_variance(operators):
 
 
 def test_cuda_passes_are_for_a_gpu_and_float32_weights():
-    x = torch.zeros(2, 3, 1, 1)
-    assert passes_for(x, None, None) is PlainPasses
+    x, single = torch.zeros(2, 3, 1, 1), [torch.ones(3)] * 2
+    assert passes_for(x, *single) is PlainPasses
 
     class OnGPU:
         is_cuda, dtype = True, torch.bfloat16
 
-    assert passes_for(OnGPU(), torch.ones(3), torch.ones(3)) is CudaPasses
-    assert passes_for(OnGPU(), torch.ones(3).double(), None) is PlainPasses
+    assert passes_for(OnGPU(), *single) is CudaPasses
+    assert passes_for(OnGPU(), torch.ones(3).double(), single[0]) is PlainPasses
     OnGPU.dtype = torch.float64
-    assert passes_for(OnGPU(), None, None) is PlainPasses
+    assert passes_for(OnGPU(), *single) is PlainPasses
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "layout", "affine"), CASES)
-def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout, affine, dtype, monkeypatch):
-    layer, x, dy = example(shape, layout, affine, dtype, GPU)
+@pytest.mark.parametrize(("shape", "layout"), CASES)
+def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout, dtype, monkeypatch):
+    layer, x, dy = example(shape, layout, dtype, GPU)
     assert passes_for(x, layer.weight, layer.bias) is CudaPasses
     x = x.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")

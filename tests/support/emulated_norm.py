@@ -12,8 +12,10 @@ def emulated(fault: str | None = None):
     `fault`: a weight of one channel is 1 % off; the last rows are left out of a sum, or are not normalized.
     """
 
-    def fused_norm(x, residual, weight, bias, mean, variance, *, eps, momentum, relu, shared):
-        return _Emulated.apply(x, residual, weight, bias, mean, variance, eps, momentum, relu, fault)
+    def fused_norm(inputs, norms, residual=None, *, relu, shared):
+        (norm,), rule = norms, (norms[0].eps, norms[0].momentum, relu, fault)
+        own = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        return _Emulated.apply(*inputs, residual, *own, *rule)
 
     return fused_norm
 
