@@ -18,9 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsuncet.config.schema import TIMM
-from fastsuncet.errors import ConfigError
-
-STEMS = ("imagenet", "cifar")
 
 
 class Model(nn.Module):
@@ -302,19 +299,8 @@ def build_model(
 
     The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
     any device. On the device "meta" there are shapes and no weights, which costs no time and no memory.
-
-    Raises ConfigError for a name or a stem that does not exist.
     """
     by_timm = name.startswith(TIMM)
-    if not by_timm and name not in WIDTHS:
-        raise ConfigError(f"model.name: no network named {name!r}; one of {', '.join(WIDTHS)}")
-    if stem not in STEMS:
-        raise ConfigError(f"model.stem: {stem!r} is not one of {', '.join(STEMS)}")
-    if name == "wide_resnet28w2" and stem != "cifar":
-        raise ConfigError(
-            f"model.stem: wide_resnet28w2 is for small images, and has no {stem}; set it to cifar"
-        )
-
     # Shapes only: the libraries would draw weights, which costs seconds and moves the global random state.
     with torch.device("meta"):
         width = width_of(name)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from fastsuncet.errors import ConfigError
 from fastsuncet.models.resnet import WIDTHS, build_model, initialize
 from tests.support.vectors import FOLDER
 
@@ -157,13 +156,6 @@ def test_wide_network_halves_twice_and_normalizes_before_its_convolutions():
     torch.testing.assert_close(block(x), expected)
 
 
-def test_head_batchnorm_sits_before_the_relu_and_changes_the_keys():
-    with_norm = build_model("resnet_tiny", stem="cifar", head_batchnorm=True).head
-    assert [type(layer).__name__ for layer in with_norm] == ["Linear", "BatchNorm1d", "ReLU", "Linear"]
-    plain = build_model("resnet_tiny", stem="cifar").head
-    assert list(plain.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
 def test_heads_of_paws_have_their_layers_and_parameters():
     """On ImageNet: 2048-2048-2048-2048 with BatchNorm, and a prediction head 2048-512-2048 that begins with one."""
     model = build_model(output=2048, head_batchnorm=True, head_layers=3, prediction_head=True, device="meta")
@@ -180,18 +172,6 @@ def test_every_parameter_gets_a_gradient(prediction_head):
     model = build_model("resnet_tiny", stem="cifar", prediction_head=prediction_head)
     model(torch.randn(4, 3, 16, 16)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "resnet51"}, r"model\.name: no network named 'resnet51'; one of resnet50, "),
-        ({"stem": "patch"}, r"model\.stem: 'patch' is not one of imagenet, cifar"),
-    ],
-)
-def test_build_model_refuses_what_does_not_exist(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        build_model(**arguments)
 
 
 def test_initialize_refuses_a_layer_without_a_rule():
