@@ -58,7 +58,7 @@ def read_weights(path: Path) -> Weights:
 
     Raises CheckpointError: no such file, damaged, no ResNet in it, or a network that is not known here.
     """
-    tensors = _network(path, _read(path))
+    tensors = _network(path, _tensors(path))
     trunk = {key: value for key, value in tensors.items() if TRUNK.match(key)}
     others = [key for key in tensors if not TRUNK.match(key) and not HEADS.match(key)]
     if others:
@@ -78,13 +78,7 @@ def read_weights_of(name: str, path: Path) -> Weights:
     """
     if not name.startswith(TIMM):
         return read_weights(path)
-    content = _read(path)
-    for key in WRAPPINGS:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds no state_dict")
-    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    tensors = _tensors(path)
     # Some networks of timm have tables of positions in int64.
     _refuse_odd(path, {key: value for key, value in tensors.items() if value.dtype != torch.int64})
     # A checkpoint of this project has the network below "encoder.".
@@ -183,25 +177,23 @@ def _read(path: Path) -> Any:
         raise CheckpointError(message) from error
 
 
-def _network(path: Path, content: Any) -> dict[str, Tensor]:
-    """Return the tensors of the one network in `content`, by names without the prefix they share."""
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of the state_dict in the file, at the top or under WRAPPINGS."""
+    inner = _read(path)
+    for _ in WRAPPINGS:  # not for ever: a mapping can hold itself
+        values = [inner.get(key) for key in WRAPPINGS] if isinstance(inner, Mapping) else []
+        inner = next((value for value in values if isinstance(value, Mapping)), inner)
+    named = inner if isinstance(inner, Mapping) else {}
+    if tensors := {str(key): value for key, value in named.items() if isinstance(value, Tensor)}:
+        return tensors
+    keys = f"the keys {_first(map(str, named))}" if inner is named else f"a {type(inner).__name__}"
+    raise CheckpointError(
+        f"{path} holds no state_dict but {keys}; it must be at the top or under {', '.join(WRAPPINGS)}"
+    )
 
-    def has_tensors(value: Any) -> bool:
-        return isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values())
 
-    inner = content
-    while isinstance(inner, Mapping) and not has_tensors(inner):
-        wrapped = [key for key in WRAPPINGS if isinstance(inner.get(key), Mapping)]
-        if not wrapped:
-            break
-        inner = inner[wrapped[0]]
-    if not has_tensors(inner):
-        keys = f"the keys {_first(map(str, inner))}" if isinstance(inner, Mapping) else None
-        raise CheckpointError(
-            f"{path} holds no state_dict but {keys or f'a {type(inner).__name__}'}; it must be at the top or "
-            f"under {', '.join(WRAPPINGS)}"
-        )
-    tensors = {str(key): value for key, value in inner.items() if isinstance(value, Tensor)}
+def _network(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the one network among `tensors`, by names without the prefix they share."""
     prefixes = [
         key.removesuffix("conv1.weight")
         for key, value in tensors.items()
