@@ -5,7 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet.optim import warmup_cosine
@@ -77,16 +77,6 @@ def test_warmup_cosine_rises_and_falls_without_a_jump(run):
     steepest = math.pi / 2 * (run["lr"] - run["final_lr"]) / max(1, run["steps"] - peak)
     assert all(abs(b - a) <= max(slope, steepest) * (1 + 1e-9) + rounding for a, b in pairwise(rate))
     assert all(0 <= r <= run["lr"] + rounding for r in rate)
-
-
-@given(run=runs())
-def test_warmup_cosine_legacy_ends_its_cosine_a_warm_up_too_early(run):
-    assume(0 < 2 * run["warmup_steps"] < run["steps"])
-    length = run["steps"] - run["warmup_steps"]  # as a run that much shorter would have it
-    for step in {0, run["warmup_steps"], run["steps"] // 2, length}:
-        if step <= length:
-            shorter = warmup_cosine(step, **{**run, "steps": length})
-            assert warmup_cosine(step, **run, legacy=True) == shorter
 
 
 @given(run=runs())

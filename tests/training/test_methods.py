@@ -1,11 +1,13 @@
-"""Every method through the real network and the real run: against dense float64 losses, and on two ranks as on one."""
+"""Every method through the real network and the real run, against dense float64 losses.
+
+test_multi_view_model.py has them on two ranks.
+"""
 
 import itertools
 from typing import get_args
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
@@ -22,7 +24,6 @@ from tests.support.methods import (
     network,
     small,
 )
-from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, metrics, train
 
 
@@ -60,30 +61,6 @@ def test_method_is_the_sum_of_the_papers_losses_with_its_gradient(method):
     assert (losses[1] > 0) == ("none" not in methods.terms(config)[1:])
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
     torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-13)
-
-
-def every_method_on_a_rank(rank: int, world_size: int) -> dict:
-    found = {}
-    for method in METHODS:
-        config = config_of(method)
-        views, labeled, labels = images(config)
-        views = [view.chunk(world_size)[rank] for view in views]
-        labeled, labels = labeled.chunk(world_size)[rank], labels.chunk(world_size)[rank]
-        ddp = DistributedDataParallel(network(config), static_graph=True)
-        found[method] = loss_and_gradients(config, ddp, views, labeled, labels)
-    return found
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_what_one_learns_from_the_joined_batch():
-    ranks = run_ranks(every_method_on_a_rank, 2)
-    for method in METHODS:
-        config = config_of(method)
-        losses, gradients = loss_and_gradients(config, network(config), *images(config))
-        mean = torch.stack([found[method][0] for found in ranks]).mean(0)
-        torch.testing.assert_close(mean, losses, rtol=1e-12, atol=1e-14)
-        for found in ranks:
-            torch.testing.assert_close(found[method][1], gradients, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.slow
