@@ -29,7 +29,7 @@ class NumericalError(FastSuncetError):
 
 
 class CheckpointError(FastSuncetError):
-    """A checkpoint cannot be written, or none can be read, or it belongs to another config."""
+    """A checkpoint, or another file of a run, cannot be written or read, or it belongs to another config."""
 
     exit_code = 5
 

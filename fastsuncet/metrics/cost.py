@@ -52,18 +52,15 @@ class EnergyMeter:
             return None
 
 
-def open_energy_meter(device: torch.device, nvml: Any = None) -> EnergyMeter | None:
-    """Return a meter for the GPUs of all ranks, None on every rank if one of them has no counter. A collective.
-
-    `nvml` is the module pynvml, by default the installed one.
-    """
-    meter = _own_meter(device, nvml) if device.type == "cuda" else None
+def open_energy_meter(device: torch.device) -> EnergyMeter | None:
+    """Return a meter for the GPUs of all ranks, None on every rank if one of them has no counter. A collective."""
+    meter = _own_meter(device) if device.type == "cuda" else None
     return meter if all(gather_json(meter is not None)) else None
 
 
-def _own_meter(device: torch.device, nvml: Any) -> EnergyMeter | None:
+def _own_meter(device: torch.device) -> EnergyMeter | None:
     try:
-        nvml = nvml or importlib.import_module("pynvml")
+        nvml = importlib.import_module("pynvml")
     except ImportError:
         return None
     try:

@@ -45,10 +45,9 @@ class DataTimer:
     Call begin and end on the training stream, outside of a CUDA graph's capture. Neither waits.
     """
 
-    # `new_event` is a fake of tests.
-    def __init__(self, device: torch.device, *, new_event: Callable[[], Any] | None = None):
-        on_device = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else HostEvent
-        self._new_event = new_event or on_device
+    def __init__(self, device: torch.device):
+        timed = partial(torch.cuda.Event, enable_timing=True)
+        self._new_event: Callable[[], Any] = timed if device.type == "cuda" else HostEvent
         self._events: list[tuple[Any, Any]] = []  # two a step, used again after a restart
         self.restart()
 

@@ -24,9 +24,10 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config, flat
 from fastsuncet.config.schema import DEFAULTS
-from fastsuncet.errors import FastSuncetError
+from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.trackers import Tracker, Trackers
 from pipelines import atomic_files
 
@@ -62,47 +63,39 @@ class Record(BaseModel):
     versions: dict
 
 
-class ResultError(FastSuncetError):
-    """A result cannot be read or written. The text names the file."""
-
-    exit_code = 5
-
-
 def write_result(run: Path, record: dict[str, Any]) -> Path:
     """Write `record` atomically into the results folder of `run`; return its file.
 
-    Raises ValueError or TypeError for a record that `read_results` would refuse, ResultError if the disk refuses.
+    Raises ValueError or TypeError for a record that `read_results` would refuse, CheckpointError if the disk refuses.
     """
     if problem := _problem(record):
         raise ValueError(f"write_result: {problem}")
     payload = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
     path = Path(run) / FOLDER / f"{name_of(run, record)}.json"
-    try:
+    with disk_errors(path):
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, payload)
-    except OSError as error:
-        raise ResultError(f"{path} cannot be written: {error}. {atomic_files.advice(error)}") from error
     return path
 
 
 def read_results(run: Path) -> list[dict[str, Any]]:
     """Return the records of `run` in order of their names, an empty list if there is none.
 
-    Raises ResultError, which names the file and the problem, for a damaged one.
+    Raises CheckpointError, which names the file and the problem, for a damaged one.
     """
     return [read_result(path) for path in sorted((Path(run) / FOLDER).glob("[!.]*.json"))]
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Return the record in one file. Raises ResultError as `read_results`."""
+    """Return the record in one file. Raises CheckpointError as `read_results`."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ResultError(
+        raise CheckpointError(
             f"the result {path} cannot be read ({error}): remove it and evaluate again"
         ) from error
     if problem := _problem(record):
-        raise ResultError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
+        raise CheckpointError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
     return record
 
 

@@ -34,7 +34,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
 
     An encoder of another run that was evaluated here keeps its own name and method. Several results of one checkpoint
     in one measurement differ in their seed: their mean is taken. A run without results gives a note. Raises DataError
-    for a folder that is no run's, ConfigError for a config.yaml that is not one, ResultError for a damaged result.
+    for a folder that is no run's, ConfigError for a config.yaml that is not one, CheckpointError for a damaged result.
     """
     for run in runs:
         require_run(run)

@@ -22,7 +22,7 @@ class JobState(NamedTuple):
 
 
 def job_state(job: Job) -> JobState:
-    """Return the state of `job` from the files in its run's folder. Raises ResultError for a damaged result."""
+    """Return the state of `job` from the files in its run's folder. Raises CheckpointError for a damaged result."""
     folder = job.config.run_folder
     status = atomic_files.read_object(folder / "status.json")  # {}: nothing is known to be done
     if job.command == "train":

@@ -270,7 +270,7 @@ def save_result(
     """Add a data set's metric to those of the others in the result's file; return the file. On one rank only.
 
     Processes that evaluate other data sets at the same moment read and write under the same lock, so no metric is lost.
-    `labels` is empty: a transfer learns from all labels of another data set. Raises CheckpointError and ResultError.
+    `labels` is empty: a transfer learns from all labels of another data set. Raises CheckpointError.
     """
     run, name, t = dataset.config.run_folder, dataset.task.name, dataset.config.transfer
     record = {
