@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -58,9 +58,9 @@ def first_host(nodelist: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def _number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
+def _number(name: str, default: int) -> int:
     """Return a launcher's variable. Raises ConfigError if it is not a number."""
-    text = environment.get(name, str(default))
+    text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise ConfigError(
             f"the environment variable {name} is {text!r}, not a number. torchrun and srun set it; otherwise unset it"
@@ -68,63 +68,55 @@ def _number(name: str, default: int, environment: Mapping[str, str] = os.environ
     return int(text)
 
 
-def _world_size() -> int:
-    if not (ranks := _number("WORLD_SIZE", 1)):
-        raise ConfigError(
-            "the environment variable WORLD_SIZE is 0: it counts the processes. Otherwise unset it"
-        )
-    return ranks
-
-
-def set_torchrun_variables(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from Slurm's, if Slurm started one task per rank. Changes `environment` in place."""
-    if "RANK" in environment or "SLURM_PROCID" not in environment:
+def set_torchrun_variables() -> None:
+    """Set torchrun's environment variables from Slurm's, if Slurm started one task per rank."""
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         return
-    tasks = _number("SLURM_NTASKS", 1, environment)
-    if tasks == 1 or one_task_per_node(environment):
+    tasks = _number("SLURM_NTASKS", 1)
+    if tasks == 1 or one_task_per_node():
         return
-    local, host = _slurm("SLURM_LOCALID", environment), first_host(nodes_of(environment))
-    environment.update(RANK=environment["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
+    local, host = _slurm("SLURM_LOCALID"), first_host(nodes_of_step())
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
     # "8(x2)" is two nodes of 8 tasks. Where nodes differ, the first one's number serves for all.
-    if here := re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        environment.setdefault("LOCAL_WORLD_SIZE", here[0])
-    environment.setdefault("MASTER_ADDR", host)
-    environment.setdefault("MASTER_PORT", str(PORT))
+    if here := re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        os.environ.setdefault("LOCAL_WORLD_SIZE", here[0])
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", str(PORT))
 
 
-def nodes_of(environment: Mapping[str, str]) -> str:
+def nodes_of_step() -> str:
     """Return Slurm's list of the step's nodes; the first one of the job need not be among them."""
-    return environment.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST", environment)
+    return os.environ.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST")
 
 
-def _slurm(name: str, environment: Mapping[str, str]) -> str:
-    if not environment.get(name):
+def _slurm(name: str) -> str:
+    if not os.environ.get(name):
         raise ConfigError(
             f"the environment variable {name} is missing, and SLURM_PROCID is there. srun sets both; otherwise unset "
             "SLURM_PROCID"
         )
-    return environment[name]
+    return os.environ[name]
 
 
-def one_task_per_node(environment: MutableMapping[str, str]) -> bool:
+def one_task_per_node() -> bool:
     """Return whether Slurm started one task on each of several nodes, so that this process starts its node's ranks."""
-    nodes, tasks = (_number(name, 1, environment) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
+    nodes, tasks = (_number(name, 1) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
     return nodes > 1 and nodes == tasks and torch.cuda.device_count() > 1
 
 
 def should_start_ranks(device: str) -> bool:
     """Return whether this process must start one rank per GPU instead of being a rank."""
-    set_torchrun_variables(os.environ)
+    set_torchrun_variables()
     return "RANK" not in os.environ and device != "cpu" and torch.cuda.device_count() > 1
 
 
 def expected_ranks(device: str) -> int:
     """Return how many ranks a run that is started this way has: the launcher's number, or one per GPU, or one."""
-    set_torchrun_variables(os.environ)
+    set_torchrun_variables()
     if "WORLD_SIZE" in os.environ:
-        return _world_size()
+        return max(1, _number("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    nodes = int(os.environ["SLURM_NNODES"]) if one_task_per_node(os.environ) else 1
+    nodes = int(os.environ["SLURM_NNODES"]) if one_task_per_node() else 1
     return max(1, gpus) * nodes
 
 
@@ -189,8 +181,8 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     A collective that waits longer than `timeout` seconds raises HungError. While training runs, heartbeat.py ends the
     job earlier, with the name of the rank.
     """
-    set_torchrun_variables(os.environ)
-    rank, world_size, local_rank = _number("RANK", 0), _world_size(), _number("LOCAL_RANK", 0)
+    set_torchrun_variables()
+    rank, world_size, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
     if rank >= world_size:
         raise ConfigError(
             f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"

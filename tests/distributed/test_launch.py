@@ -63,10 +63,10 @@ def test_first_host_of_slurms_list():
     ],
 )
 def test_set_torchrun_variables_from_slurms(changes, ranks):
-    environment = SLURM | changes
-    set_torchrun_variables(environment)
-    assert tuple(map(environment.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
-    assert environment.get("LOCAL_WORLD_SIZE") == ("8" if ranks[0] == "13" else None)
+    with mock.patch.dict(os.environ, SLURM | changes, clear=True):
+        set_torchrun_variables()
+        assert tuple(map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
+        assert os.environ.get("LOCAL_WORLD_SIZE") == ("8" if ranks[0] == "13" else None)
 
 
 def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
@@ -129,7 +129,7 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "missing: MASTER_ADDR"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is 0: it counts the processes"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "variable SLURM_LOCALID is missing"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "SLURM_JOB_NODELIST is missing"),
     ],
