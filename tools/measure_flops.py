@@ -59,7 +59,9 @@ def run_table(config: Config, a: Arithmetic, images: int) -> dict:
     # When the loss on labels plateaus is not known before the run.
     most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
     name = f"run of {a.steps:,} updates{most}"
-    points.append({"name": name, "views": a.total_samples(), "macs": run_macs(config, a)})
+    on, off = a.supervised_steps, a.steps - a.supervised_steps
+    views = on * a.update_samples(True) + off * a.update_samples(False)
+    points.append({"name": name, "views": views, "macs": run_macs(config, a)})
     cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs, 1):.5g}")
     columns = [("", "name", str), ("views", "views", "{:,}".format), cost]
     return harness.table(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", points, columns)

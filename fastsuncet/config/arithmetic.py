@@ -60,12 +60,6 @@ class Arithmetic:
         """Return the views of an update with or without labeled images, over all processes."""
         return self.views * self.global_unlabeled + (self.global_labeled if supervised else 0)
 
-    def total_samples(self, steps: int | None = None) -> int:
-        """Return the views over all processes in the first `steps` updates, in the whole run by default."""
-        steps = self.steps if steps is None else steps
-        on = min(steps, self.supervised_steps)
-        return on * self.update_samples(True) + (steps - on) * self.update_samples(False)
-
 
 def piece_sizes(unlabeled: int, labeled: int, views: int, most: int | None) -> list[tuple[int, int]]:
     """Return (unlabeled images, labeled images) of each piece of one process's batch, the largest piece first.

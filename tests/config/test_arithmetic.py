@@ -26,7 +26,6 @@ def test_arithmetic_same_experiment_on_any_number_of_processes():
         assert (sizes.local_unlabeled, sizes.local_labeled) == (2816 // world_size, 2560 // world_size)
         assert (sizes.steps_per_epoch, sizes.steps, sizes.supervised_steps) == (454, 45_400, 22_700)
         assert (sizes.samples(0), sizes.samples(22_699), sizes.samples(22_700)) == (8192, 8192, 5632)
-        assert sizes.total_samples() == 22_700 * 8192 + 22_700 * 5632
     per_rank = (
         "criterion.unsupervised_batch_size={per_rank: 44}",
         "criterion.supervised_imgs_per_class={per_rank: 2}",
@@ -160,12 +159,6 @@ def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epoch
     assert 0 <= sizes.supervised_steps <= sizes.steps
     assert sizes.local_unlabeled * world_size == sizes.global_unlabeled
     assert sizes.local_labeled * world_size == sizes.global_labeled
-    # The total in closed form is the sum over the steps.
-    on, off = sizes.supervised_steps, sizes.steps - sizes.supervised_steps
-    last = sizes.samples(sizes.steps - 1)
-    assert sizes.total_samples() == (on and on * sizes.samples(0)) + (off and off * last)
-    middle = sizes.steps // 2
-    assert sizes.total_samples(middle + 1) - sizes.total_samples(middle) == sizes.samples(middle)
 
 
 @given(
