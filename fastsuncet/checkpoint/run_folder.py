@@ -28,36 +28,21 @@ def on_rank_0(place: Place, function: Callable[[], Json]) -> Json:
     Ranks that each looked at the disk could see different files, and a rank that waits for one that failed would wait
     until the time-out.
     """
-    value, own = _attempt(function) if place.first else (None, None)
-    value, failure = broadcast_json([value, _as_json(own)])
-    _raise(failure, own)
-    return value
+    return broadcast_json(on_every_rank(function if place.first else lambda: None))
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
     """Return each rank's own `function()`. An error on one rank is one of its exit code on the others. Collective."""
-    value, own = _attempt(function)
-    for rank, failure in enumerate(gather_json(_as_json(own))):
-        _raise(failure, own, f"rank {rank}: ")
-    return cast(T, value)
-
-
-def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    value = own = failed = None
     try:
-        return function(), None
+        value = function()
     except Exception as error:
-        return None, error
-
-
-def _as_json(error: Exception | None) -> list | None:
-    return error and [str(error), getattr(error, "exit_code", None)]
-
-
-def _raise(failure: list | None, own: Exception | None, where: str = "") -> None:
-    """Raise this rank's `own` error if a rank has failed; if it has none, one of the exit code of the failure."""
-    if failure is not None:
-        message, code = failure
-        raise own or ERRORS.get(code, CheckpointError)(f"{where}{message}")
+        own, failed = error, [str(error), getattr(error, "exit_code", None)]
+    for rank, failure in enumerate(gather_json(failed)):
+        if failure is not None:
+            message, code = failure
+            raise own or ERRORS.get(code, CheckpointError)(f"rank {rank}: {message}")
+    return cast(T, value)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
+from fastsuncet.checkpoint.run_folder import on_every_rank
 from fastsuncet.checkpoint.same_start import require_same
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
@@ -95,13 +95,7 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
 
 def rank_0_first(place: Place, read: Callable[[bool], ImageIndex]) -> ImageIndex:
     """Return `read(True)` on rank 0, then `read(False)` elsewhere. An error on one rank is raised on all."""
-    index = None
-
-    def scan() -> None:
-        nonlocal index
-        index = read(True)
-
-    on_rank_0(place, scan)
+    index = on_every_rank(lambda: read(True) if place.first else None)
     return on_every_rank(lambda: read(False) if index is None else index)
 
 

@@ -39,7 +39,9 @@ def raised_on_rank(rank: int, world_size: int) -> list[list]:
 
 @pytest.mark.slow
 def test_on_rank_0_raises_its_errors_with_their_exit_code_on_every_rank():
-    assert run_ranks(raised_on_rank, 2) == [[*([code, "why"] for code in (2, 3, 4, 5)), ["rank", 0]]] * 2
+    assert run_ranks(raised_on_rank, 2) == [
+        [*([code, text] for code in (2, 3, 4, 5)), ["rank", 0]] for text in ("why", "rank 0: why")
+    ]
 
 
 def move(folder: Path) -> None:
