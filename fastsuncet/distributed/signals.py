@@ -87,12 +87,8 @@ class SignalFlag:
             self.requested = signal.Signals(number).name
 
     def __enter__(self) -> Self:
-        try:
-            for number in map(signal.Signals.__getitem__, STOP_SIGNALS):
-                self._before[number] = signal.signal(number, self._handle)
-        except BaseException:
-            self.__exit__()
-            raise
+        for number in map(signal.Signals.__getitem__, STOP_SIGNALS):
+            self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:

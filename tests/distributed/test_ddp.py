@@ -19,12 +19,15 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
 
 
+def wrapped(ranks: int = 1, compiled: bool = True) -> nn.Module:
+    place, image = Place(0, ranks, 0, torch.device("cpu")), torch.ones(1, 2)
+    options = {"compiled": compiled, "static_graph": True, "blank_pass": lambda net: net(image).sum()}
+    return parallel(nn.Linear(2, 2), place, **options)
+
+
 def test_compiled_network_without_a_compiler_is_refused(no_compiler):
-    place = Place(0, 1, 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"none of gcc, g\+\+, clang is found.*meta\.compile=false"):
-        parallel(
-            nn.Linear(2, 2), place, compiled=True, static_graph=True, blank_pass=lambda net: net.weight.sum()
-        )
+        wrapped()
 
 
 def test_compiled_code_is_kept_where_no_other_user_can_put_some(monkeypatch, tmp_path):
@@ -33,8 +36,7 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_some(monkeypatch, tmp
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path))
     monkeypatch.setattr(torch, "compile", lambda network, **_: network)
     for wanted in (str(tmp_path / "inductor"), "/mine"):
-        place = Place(0, 1, 0, torch.device("cpu"))
-        parallel(nn.Linear(2, 2), place, compiled=True, static_graph=True, blank_pass=lambda net: net)
+        wrapped()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
 
@@ -43,11 +45,9 @@ def test_ddp_logs_no_times_after_its_first_passes():
     """They would be read from the device."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        here, image = Place(0, 2, 0, torch.device("cpu")), torch.ones(1, 2)
-        options = {"compiled": False, "static_graph": True, "blank_pass": lambda net: net(image).sum()}
-        network = parallel(nn.Linear(2, 2), here, **options)
+        network = wrapped(ranks=2, compiled=False)
         for _ in range(100):
-            network(image).sum().backward()
+            network(torch.ones(1, 2)).sum().backward()
         assert network._get_ddp_logging_data()["iteration"] <= 10
     finally:
         dist.destroy_process_group()

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,18 +23,15 @@ def test_signal_flag_is_the_name_of_the_signal_and_interrupts_nothing(name):
         assert flag.requested == name  # the first one
 
 
-@pytest.mark.parametrize("end", ["leave", "raise"])
-def test_signal_flag_restores_the_handlers(end):
-    before = {name: signal.getsignal(signal.Signals[name]) for name in STOP_SIGNALS}
-    try:
-        with SignalFlag():
-            inside = {name: signal.getsignal(signal.Signals[name]) for name in STOP_SIGNALS}
-            if end == "raise":
-                raise RuntimeError("in the loop")
-    except RuntimeError:
-        assert end == "raise"
-    assert {name: signal.getsignal(signal.Signals[name]) for name in STOP_SIGNALS} == before
-    assert all(inside[name] != before[name] for name in STOP_SIGNALS)
+def handlers() -> dict:
+    return {name: signal.getsignal(signal.Signals[name]) for name in STOP_SIGNALS}
+
+
+def test_signal_flag_restores_the_handlers():
+    before = handlers()
+    with pytest.raises(RuntimeError, match="in the loop"), SignalFlag():
+        raise RuntimeError("in the loop")
+    assert handlers() == before
 
 
 def test_signal_flag_tells_a_second_ctrl_c_from_one_that_arrives_twice(monkeypatch):
@@ -51,22 +48,10 @@ def test_signal_flag_tells_a_second_ctrl_c_from_one_that_arrives_twice(monkeypat
 
 
 def test_signal_flag_in_another_thread_is_refused_and_changes_nothing():
-    errors = []
-
-    def enter():
-        try:
-            with SignalFlag():
-                pass
-        except ValueError as error:
-            errors.append(str(error))
-
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
-    assert "main thread" in errors[0]
-    assert signal.getsignal(signal.SIGTERM) == before
+    before = handlers()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
+        pool.submit(SignalFlag().__enter__).result()
+    assert handlers() == before
 
 
 PROGRAM = """
