@@ -201,7 +201,12 @@ def load_encoder(path: str | Path) -> nn.Module:
 
 
 def embed(
-    encoder: nn.Module | str | Path, images: ImageInput, *, view: Center | None = None, batch: int = 256
+    encoder: nn.Module | str | Path,
+    images: ImageInput,
+    *,
+    view: Center | None = None,
+    batch: int = 256,
+    skip_bad: bool = False,
 ) -> tuple[list[str], np.ndarray]:
     """Return (names, features (N, width) float32) of N images: files in their order, or those below a folder by name.
 
@@ -209,7 +214,7 @@ def embed(
     names are "0", "1", ... Computed on the encoder's device without gradients, with the code of `fastsuncet evaluate`:
     the center crop `view` (by default `encoder.view`) and BatchNorm in eval mode; torch's switches, such as TF32 on a
     GPU, stay the caller's. `fastsuncet embed` turns TF32 off, writes a file and can be continued. Raises ConfigError
-    for an encoder without a view, DataError for no images or a bad one.
+    for an encoder without a view, DataError for no images or a bad one; with `skip_bad` its features are NaN.
     """
     encoder = encoder if isinstance(encoder, nn.Module) else load_encoder(encoder)
     view = view or getattr(encoder, "view", None)
@@ -219,7 +224,7 @@ def embed(
         )
     index, names = _opened(images, view.upright)
     place = Place(0, 1, 0, next(encoder.parameters()).device)
-    return names, FolderPass(encoder, 0, index, view, place, batch).rows()
+    return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
 
 
 def predict(

@@ -124,7 +124,7 @@ class FolderPass:
     """
 
     network: nn.Module  # (B, 3, S, S) -> (B, width)
-    width: int  # of the row of a skipped image
+    width: int  # of a row; 0 if unknown, for `rows` only
     index: ImageIndex
     view: Center
     place: Place
@@ -163,8 +163,11 @@ class FolderPass:
             yield start, found
 
     def rows(self) -> np.ndarray:
-        """Return the outputs of all images, (N, width) float32."""
-        return np.concatenate([rows for _, rows in self.blocks()])
+        """Return the outputs of all images, (N, width) float32. Raises BadImage where none can be decoded."""
+        blocks = [rows for _, rows in self.blocks()]
+        self._require_a_good_one()
+        blank = np.full((1, max(rows.shape[1] for rows in blocks)), np.nan, np.float32)
+        return np.concatenate([rows if rows.shape[1] else blank.repeat(len(rows), 0) for rows in blocks])
 
     def write(
         self, output: Path, save: Callable[[Path, np.ndarray], None], *, force: bool = False
@@ -186,9 +189,7 @@ class FolderPass:
                         f"another process is writing {output}: wait for it, or choose another --output"
                     )
                 rows = self._continued(part)
-                if len(self.skipped) == len(self.index):
-                    bad = [(str(self.index.path(i)), reason) for i, reason in sorted(self.skipped.items())]
-                    raise BadImage(bad, allowed=None)
+                self._require_a_good_one()
                 temporary = part / output.name
                 save(temporary, rows)
                 atomic_files.sync(temporary)
@@ -197,6 +198,11 @@ class FolderPass:
                 atomic_files.sync(output.parent)
                 atomic_files.remove(part)
         return rows
+
+    def _require_a_good_one(self) -> None:
+        if len(self.skipped) == len(self.index):
+            bad = [(str(self.index.path(i)), reason) for i, reason in sorted(self.skipped.items())]
+            raise BadImage(bad, allowed=None)
 
     def _continued(self, part: Path) -> np.ndarray:
         """Return the rows of all images in a file in `part`; those that are done there are not computed."""

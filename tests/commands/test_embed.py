@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import fastsuncet
 from fastsuncet import cli
 from fastsuncet.commands import embed as command
 from fastsuncet.commands import folder_pass
@@ -64,7 +65,8 @@ def test_embed_writes_the_features_of_the_evaluation(run, capsys):
     assert cli.main([*words, "--force"]) == 0
 
 
-def test_embed_skips_bad_images(run, capsys):
+def test_embed_skips_bad_images(run, capsys, monkeypatch):
+    monkeypatch.setitem(folder_pass.SAVE_EVERY, "cpu", 1)
     (IMAGES / "a.png").write_bytes(b"no image")
     assert cli.main(["embed", str(run), str(IMAGES), "--output", str(OUTPUT), "--skip-bad"]) == 0
     found, printed = np.load(OUTPUT), capsys.readouterr().out
@@ -72,6 +74,13 @@ def test_embed_skips_bad_images(run, capsys):
     assert np.isnan(found["features"][0]).all() and np.isfinite(found["features"][1:]).all()
     assert "1 image that cannot be decoded; their features are NaN" in printed and "a.png: not an" in printed
     assert "wrote features.npz: 12 images" in printed
+    with pytest.raises(DataError, match=r"a\.png"):
+        fastsuncet.embed(run, IMAGES)
+    names, features = fastsuncet.embed(
+        run, IMAGES, batch=1, skip_bad=True
+    )  # in blocks, the first of a bad one alone
+    assert names == list(found["files"])
+    np.testing.assert_allclose(features, found["features"], rtol=1e-5, atol=1e-6)
 
 
 def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, monkeypatch):

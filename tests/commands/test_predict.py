@@ -120,7 +120,8 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
         path.write_bytes(whole[: len(whole) // 2])
     assert cli.main([*words(run, "none.csv"), "--skip-bad"]) == 3 and not Path("none.csv").exists()
     assert "13 images cannot be decoded" in capsys.readouterr().err
-    assert fastsuncet.predict(run, photos, skip_bad=True) == []
+    with pytest.raises(BadImage, match="13 images cannot be decoded"):
+        fastsuncet.predict(run, photos, skip_bad=True)
 
 
 def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, capsys, monkeypatch):
