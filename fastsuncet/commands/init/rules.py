@@ -322,7 +322,7 @@ def _finetuning(s: Survey, cards: int) -> Iterator[Choice]:
 
 def _method(s: Survey, alone: bool, supervision: str) -> str:
     if alone:
-        return "cross-entropy on the labels alone"
+        return "labels alone, cross-entropy"
     loss = {"suncet": " + SuNCEt", "cross_entropy": " + cross-entropy"}[supervision]
     return "SimCLR" + (loss if s.labels else ", without labels")
 
