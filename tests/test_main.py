@@ -34,3 +34,17 @@ def test_main_imports_nothing_from_the_working_directory_in_any_locale(tmp_path,
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 2, done.stderr
     assert name in done.stderr  # a locale that is not UTF-8 makes no difference
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds"),
+    [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+    ids=["default", "as set"],
+)
+def test_threads_of_torch_give_way_unless_the_environment_says_how_they_wait(given, rounds):
+    """OMP_DISPLAY_ENV prints what torch's OpenMP has read, so the setting was there before torch was loaded."""
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    words = [*cli_command(), "embed", "nowhere", ".", "--output", "rows.npz"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"GOMP_SPINCOUNT = '{rounds}'" in done.stderr

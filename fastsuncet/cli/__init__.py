@@ -109,6 +109,10 @@ def _run(arguments: list[str] | None) -> int:
     if arguments is None and sys.getfilesystemencoding() != "utf-8":
         # Configs and lists are UTF-8 and name files. In another locale Python would look for files of other names.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    if arguments is None and "OMP_WAIT_POLICY" not in os.environ:
+        # Torch's threads wait for each other in a loop of 300,000 rounds by default. Beside other programs such a wait
+        # takes the core that the awaited thread needs: a step of two threads took 5 times as long. Read as torch loads.
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if sys.stdout is None:  # the process was started without one
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     try:
