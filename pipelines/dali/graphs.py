@@ -30,8 +30,6 @@ BITS = np.array([1, 4, 16, 64], np.int32)
 # The inputs of a view: of its crop, and those of the view operator.
 OF_CROP, OF_VIEW_OPERATOR = ("corner", "extent"), (*FACTORS, "order", "gray", "sigma", "flip")
 
-DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
-
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
 def views(
@@ -81,7 +79,7 @@ def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, 
     return (by_view_operator if view_operator else by_operators)(image, augmentation, view)
 
 
-def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str = "float32"):
+def by_operators(image, augmentation: Augmentation, view: SimpleNamespace):
     """The resized image in color, gray, blurred, flipped and normalized by DALI's own operators."""
     if augmentation.recolors:
         image = jitter(image, augmentation, view)
@@ -91,10 +89,10 @@ def by_operators(image, augmentation: Augmentation, view: SimpleNamespace, dtype
         image = blur(image, view.sigma, augmentation.blur_window)
     # The normalization flips at no cost, and a flip commutes with everything before it. torchvision_engine.py flips
     # first: what does not commute with it, such as a rotation, has to be mirrored here.
-    return normalize(image, augmentation, dtype, mirror=view.flip if augmentation.flip else 0)
+    return normalize(image, augmentation, mirror=view.flip if augmentation.flip else 0)
 
 
-def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace, dtype: str = "float32"):
+def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace):
     """The same by the view operator's one operator. It makes the pixels of DALI's CPU operators, on a GPU too."""
     given = {name: getattr(view, name) for name in view_inputs(augmentation) if name not in OF_CROP}
     if augmentation.blur:
@@ -103,7 +101,7 @@ def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace, d
         given["kernels"] = kernels(
             augmentation.widest_blur if augmentation.blur else 0, Pipeline.current().device_id
         ).hex()
-    return fn.fastsuncet.view(image, **given, **normalization(augmentation, dtype))
+    return fn.fastsuncet.view(image, **given, **normalization(augmentation))
 
 
 def stored_images(
@@ -159,17 +157,14 @@ def blur(image, sigma, window: int | Literal["auto"]):
     return image
 
 
-def normalize(image, augmentation: Augmentation | Center, dtype: str = "float32", mirror=0):
+def normalize(image, augmentation: Augmentation | Center, mirror=0):
     """uint8 to float in [0, 1], then (x - mean) / std. HWC becomes channels-last when torch permutes it."""
-    return fn.crop_mirror_normalize(
-        image, mirror=mirror, output_layout="HWC", **normalization(augmentation, dtype)
-    )
+    return fn.crop_mirror_normalize(image, mirror=mirror, output_layout="HWC", **normalization(augmentation))
 
 
-def normalization(augmentation: Augmentation | Center, dtype: str) -> dict[str, Any]:
+def normalization(augmentation: Augmentation | Center) -> dict[str, list[float]]:
     """Return the arguments of a normalization of levels from 0 to 255."""
-    scaled = {name: [255 * value for value in getattr(augmentation, name)] for name in ("mean", "std")}
-    return {**scaled, "dtype": DTYPES[dtype]}
+    return {name: [255 * value for value in getattr(augmentation, name)] for name in ("mean", "std")}
 
 
 def fits_view_operator(augmentations: Sequence[Augmentation | Center]) -> bool:

@@ -28,7 +28,7 @@ struct Color {
 // One image of a batch. Color is followed by blur, flip and a table of 256 levels of each channel: the normalization.
 struct View {
   const unsigned char *in;  // (height, width, 3)
-  void *out;                // the same shape, in the elements of the table
+  float *out;               // the same shape
   const float *weights;     // 2 radius + 1 of the blur, which reflects the image about its border pixels
   int height, width, radius, flip;
   Color by;

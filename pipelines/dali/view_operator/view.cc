@@ -10,8 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "dali/core/convert.h"
-#include "dali/core/float16.h"
 #include "dali/core/geom/mat.h"
 #include "dali/kernels/dynamic_scratchpad.h"
 #include "dali/pipeline/operator/arg_helper.h"
@@ -21,7 +19,7 @@
 
 namespace fastsuncet {
 
-using dali::CPUBackend, dali::GPUBackend, dali::float16;
+using dali::CPUBackend, dali::GPUBackend;
 
 // RGB to YIQ, and back by DALI's own inverse of it. Saturation scales I and Q.
 const dali::mat3 kYiq = {{{.299f, .587f, .114f}, {.596f, -.274f, -.321f}, {.211f, -.523f, .311f}}};
@@ -47,12 +45,11 @@ std::vector<float> gaussian(float sigma, int radius) {
 }
 
 // What each level of each channel becomes: (256, 3).
-template <typename Out>
-std::vector<Out> normalized(const std::vector<float> &mean, const std::vector<float> &std) {
-  std::vector<Out> table(256 * 3);
+std::vector<float> normalized(const std::vector<float> &mean, const std::vector<float> &std) {
+  std::vector<float> table(256 * 3);
   for (int i = 0; i < 256 * 3; i++) {
     const float inverse = 1.f / static_cast<double>(std[i % 3]);
-    table[i] = dali::ConvertSat<Out>((static_cast<float>(i / 3) - mean[i % 3]) * inverse);
+    table[i] = (static_cast<float>(i / 3) - mean[i % 3]) * inverse;
   }
   return table;
 }
@@ -62,7 +59,6 @@ class Views : public dali::StatelessOperator<Backend> {
  public:
   explicit Views(const dali::OpSpec &spec)
       : dali::StatelessOperator<Backend>(spec),
-        type_(spec.GetArgument<dali::DALIDataType>("dtype")),
         window_(spec.GetArgument<int>("window")),
         brightness_("brightness", spec),
         contrast_("contrast", spec),
@@ -74,11 +70,7 @@ class Views : public dali::StatelessOperator<Backend> {
         order_("order", spec) {
     const auto mean = spec.GetRepeatedArgument<float>("mean"), std = spec.GetRepeatedArgument<float>("std");
     DALI_ENFORCE(mean.size() == 3 && std.size() == 3, "View takes a mean and an std of three channels");
-    DALI_ENFORCE(type_ == DALI_FLOAT || type_ == DALI_FLOAT16, "View makes FLOAT or FLOAT16");
-    if (type_ == DALI_FLOAT)
-      floats_ = normalized<float>(mean, std);
-    else
-      halves_ = normalized<float16>(mean, std);
+    table_ = normalized(mean, std);
   }
 
  protected:
@@ -92,7 +84,7 @@ class Views : public dali::StatelessOperator<Backend> {
       argument->Acquire(this->spec_, ws, shape.num_samples());
     for (auto *argument : {&gray_, &flip_, &order_}) argument->Acquire(this->spec_, ws, shape.num_samples());
     outputs.resize(1);
-    outputs[0] = {shape, type_};
+    outputs[0] = {shape, DALI_FLOAT};
     return true;
   }
 
@@ -103,7 +95,7 @@ class Views : public dali::StatelessOperator<Backend> {
     const float sigma = sigma_[i].data[0];
     view::View v{};
     v.in = static_cast<const uint8_t *>(images.raw_tensor(i));
-    v.out = ws.Output<Backend>(0).raw_mutable_tensor(i);
+    v.out = static_cast<float *>(ws.Output<Backend>(0).raw_mutable_tensor(i));
     v.height = shape[0], v.width = shape[1];
     v.radius = sigma > 0 ? (window_ ? window_ / 2 : static_cast<int>(std::ceil(sigma * 3))) : 0;
     DALI_ENFORCE(!v.radius || v.radius < std::min(v.height, v.width), "View: the blur is wider than the image");
@@ -114,10 +106,8 @@ class Views : public dali::StatelessOperator<Backend> {
     return v;
   }
 
-  const dali::DALIDataType type_;
   const int window_;
-  std::vector<float> floats_;    // the table, if FLOAT
-  std::vector<float16> halves_;  // the table, if FLOAT16
+  std::vector<float> table_;
   dali::ArgValue<float> brightness_, contrast_, saturation_, hue_, sigma_;
   dali::ArgValue<int> gray_, flip_, order_;
 };
@@ -139,10 +129,7 @@ class ViewsCpu : public Views<CPUBackend> {
             view::View v = view_of(ws, i);
             const std::vector<float> weights = gaussian(sigma_[i].data[0], v.radius);
             v.weights = weights.data();
-            if (type_ == DALI_FLOAT)
-              view::make(v, floats_.data(), scratch_[thread]);
-            else
-              view::make(v, halves_.data(), scratch_[thread]);
+            view::make(v, table_.data(), scratch_[thread]);
           },
           images.shape().tensor_size(i));
     }
@@ -224,9 +211,8 @@ class ViewsGpu : public Views<GPUBackend> {
 
     // One block of memory and one copy: a zero sum for each image, the views, the weights, the table. DALI's pools own
     // it and reuse it in the order of the stream, the pinned side too.
-    const size_t element = type_ == DALI_FLOAT ? 4 : 2, of_sums = count * sizeof(unsigned long long);
-    const size_t of_views = count * sizeof(view::View), of_weights = floats * sizeof(float);
-    const size_t bytes = of_sums + of_views + of_weights + 256 * 3 * element;
+    const size_t of_sums = count * sizeof(unsigned long long), of_views = count * sizeof(view::View);
+    const size_t bytes = of_sums + of_views + (floats + table_.size()) * sizeof(float);
     dali::kernels::DynamicScratchpad scratch(ws.stream());
     char *host = scratch.AllocatePinned<char>(bytes, 16), *gpu = scratch.AllocateGPU<char>(bytes, 16);
     std::fill_n(host, of_sums, 0);
@@ -237,9 +223,9 @@ class ViewsGpu : public Views<GPUBackend> {
       at += weights[i].size() * sizeof(float);
     }
     std::copy(views.begin(), views.end(), reinterpret_cast<view::View *>(host + of_sums));
-    std::memcpy(host + at, element == 4 ? static_cast<void *>(floats_.data()) : halves_.data(), 256 * 3 * element);
+    std::copy(table_.begin(), table_.end(), reinterpret_cast<float *>(host + at));
 
-    load(element);
+    load();
     const Driver &cuda = driver();
     const CUstream stream = ws.stream();
     cuda.check(cuda.copy(reinterpret_cast<CUdeviceptr>(gpu), host, bytes, stream), "copying the factors");
@@ -250,18 +236,18 @@ class ViewsGpu : public Views<GPUBackend> {
     if (contrasts)
       cuda.check(cuda.launch(gray_sums_, blocks, count, 1, kThreads, 1, 1, 0, stream, arguments, nullptr), "gray_sums");
     cuda.check(cuda.launch(make_, squares, count, 1, kThreads, 1, 1, view::shared_bytes(most), stream, arguments, nullptr),
-               "make");
+               "make_views");
   }
 
  private:
   // At the first batch, when the context that DALI uses is known. Never unloaded.
-  void load(size_t element) {
+  void load() {
     if (make_ != nullptr) return;
     const Driver &cuda = driver();
     CUmodule module;
     cuda.check(cuda.load(&module, kernels_.data()), "loading the kernels");
     cuda.check(cuda.function(&gray_sums_, module, "gray_sums"), "gray_sums");
-    cuda.check(cuda.function(&make_, module, element == 4 ? "make_32" : "make_16"), "make");
+    cuda.check(cuda.function(&make_, module, "make_views"), "make_views");
   }
 
   std::string kernels_;
@@ -286,7 +272,6 @@ DALI_SCHEMA(fastsuncet__View)
     .AddOptionalArg("flip", "1: mirrored left to right.", 0, true)
     .AddArg("mean", "Subtracted from each channel's levels.", DALI_FLOAT_VEC)
     .AddArg("std", "Divides each channel's levels after that.", DALI_FLOAT_VEC)
-    .AddTypeArg("dtype", "FLOAT or FLOAT16.")
     .AddOptionalArg("kernels", "The compiled view.cu of a GPU, in hexadecimal digits.", std::string());
 
 DALI_REGISTER_OPERATOR(fastsuncet__View, fastsuncet::ViewsCpu, dali::CPU);

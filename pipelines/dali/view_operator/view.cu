@@ -51,8 +51,10 @@ KERNEL(gray_sums)(const View *views, unsigned long long *sums) {
 
 // One block makes a square of kSide pixels. It colors the square and as much around it as the blur reaches into shared
 // memory as bytes, which are what DALI's blur reads, and replaces the square by its blurred bytes, channel by channel.
-template <typename Out>
-__device__ void make(const View *views, const unsigned long long *sums, const Out *table, int most) {
+//
+// Grid (squares of the largest image, images), with shared_bytes(most) of dynamic shared memory, where `most` is the
+// largest radius of the batch.
+KERNEL(make_views)(const View *views, const unsigned long long *sums, const float *table, long long most) {
   const View &v = views[blockIdx.y];
   const int r = v.radius, across = (v.width + kSide - 1) / kSide, down = (v.height + kSide - 1) / kSide;
   if (blockIdx.x >= static_cast<unsigned>(across * down)) return;  // another image of the batch is larger
@@ -93,17 +95,7 @@ __device__ void make(const View *views, const unsigned long long *sums, const Ou
   for (int i = threadIdx.x; i < 3 * rows * columns; i += threads) {
     const int y = i / (3 * columns), x = i / 3 % columns, c = i % 3;
     const int to = v.flip ? v.width - 1 - left - x : left + x;
-    static_cast<Out *>(v.out)[3 * (static_cast<long long>(top + y) * v.width + to) + c] =
+    v.out[3 * (static_cast<long long>(top + y) * v.width + to) + c] =
         table[3 * levels[3 * ((y + r) * wide + x + r) + c] + c];
   }
-}
-
-// Grid (squares of the largest image, images), with shared_bytes(most) of dynamic shared memory, where `most` is the
-// largest radius of the batch. The name holds the bits of an element.
-KERNEL(make_16)(const View *views, const unsigned long long *sums, const unsigned short *table, long long most) {
-  make(views, sums, table, static_cast<int>(most));
-}
-
-KERNEL(make_32)(const View *views, const unsigned long long *sums, const unsigned *table, long long most) {
-  make(views, sums, table, static_cast<int>(most));
 }

@@ -191,12 +191,11 @@ void blurred(const View &v, const uint8_t *in, Scratch &s, Finish finish) {
 }
 
 // Computes one view. `table` has 256 rows of three elements: what each level of each channel becomes.
-template <typename Out>
-void make(const View &v, const Out *table, Scratch &s) {
+inline void make(const View &v, const float *table, Scratch &s) {
   s.colors.resize(3 * v.pixels());
   const uint8_t *in = colored(v, s.colors.data());
   const auto finish = [&](int y, const uint8_t *row) {
-    Out *out = static_cast<Out *>(v.out) + int64_t(y) * 3 * v.width;
+    float *out = v.out + int64_t(y) * 3 * v.width;
     for (int x = 0; x < v.width; x++) {
       const uint8_t *at = row + 3 * (v.flip ? v.width - 1 - x : x);
       for (int c = 0; c < 3; c++) out[3 * x + c] = table[3 * at[c] + c];

@@ -8,9 +8,8 @@ T atomicAdd(T* to, T value) { return __atomic_fetch_add(to, value, __ATOMIC_RELA
 #include "view.cu"
 #include "view.h"
 
-template <class Out>
-void launched(void (*kernel)(const View*, const unsigned long long*, const Out*, long long), const View* views,
-              unsigned long long* sums, int images, const Out* table, int blocks, int threads) {
+extern "C" void by_kernels(const View* views, unsigned long long* sums, int images, const float* table, int blocks,
+                           int threads) {
     long long most = 0;
     int squares = 0;
     for (int i = 0; i < images; ++i) {
@@ -21,25 +20,12 @@ void launched(void (*kernel)(const View*, const unsigned long long*, const Out*,
     void* of_sums[] = {&views, &sums};
     if (shim::launch(gray_sums, of_sums, 2, blocks, images, threads, 0, 2)) std::abort();
     void* of_make[] = {&views, &sums, &table, &most};
-    if (shim::launch(kernel, of_make, 4, squares, images, threads, shared_bytes(most), 2)) std::abort();
+    if (shim::launch(make_views, of_make, 4, squares, images, threads, shared_bytes(most), 2)) std::abort();
 }
 
-extern "C" void by_kernels(const View* views, unsigned long long* sums, int images, const void* table, int bits,
-                           int blocks, int threads) {
-    if (bits == 32)
-        launched(make_32, views, sums, images, static_cast<const unsigned*>(table), blocks, threads);
-    else
-        launched(make_16, views, sums, images, static_cast<const unsigned short*>(table), blocks, threads);
-}
-
-extern "C" void by_loops(const View* views, int images, const void* table, int bits) {
+extern "C" void by_loops(const View* views, int images, const float* table) {
     Scratch scratch;
-    for (int i = 0; i < images; ++i) {
-        if (bits == 32)
-            make(views[i], static_cast<const unsigned*>(table), scratch);
-        else
-            make(views[i], static_cast<const unsigned short*>(table), scratch);
-    }
+    for (int i = 0; i < images; ++i) make(views[i], table, scratch);
 }
 
 // sizeof and constants that the caller repeats.
