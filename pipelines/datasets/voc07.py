@@ -5,6 +5,7 @@ A list CLASS_PART.txt has a line `ID VALUE` for every image of the part: 1 the c
 """
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,58 +15,40 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import refuse_wrong_lines
 from pipelines.datasets.folders import with_headers
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import first_five
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"),
     *("dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-PARTS = ("train", "val", "trainval", "test")
 _VALUES = {"1": 1, "-1": -1, "0": 0}
 
 
-def voc07(root: str | Path, part: str) -> ImageIndex:
-    """Return the images of one part (train, val, trainval, test) with `presence` (N, 20), in the order of its lists.
+def voc07(root: str | Path, *parts: str) -> ImageIndex:
+    """Return the images of parts (train, val, test) with `presence` (N, 20), in the order of the lists.
 
     `root` holds VOCdevkit, or is VOCdevkit, or VOC2007 in it. No image has a single label: `labels` are -1. Raises
-    DataError with file and line: a missing list, a wrong line, lists of different images, an image without its file.
+    DataError with file and line: a missing list, a wrong line, lists of different images, an image without its file,
+    one that is in two parts.
     """
-    if part not in PARTS:
-        raise ValueError(f"a part of VOC 2007 is one of {', '.join(PARTS)}, not {part!r}")
     folder = _folder(Path(root).expanduser())
-    images, presence = _presence(folder, part)
-    missing = [name for name in images if not (folder / "JPEGImages" / f"{name}.jpg").is_file()]
-    if missing:
-        line = images.index(missing[0]) + 1
+    lists = {part: _presence(folder, part) for part in parts}
+    for part, (images, _) in lists.items():
+        missing = [name for name in images if not (folder / "JPEGImages" / f"{name}.jpg").is_file()]
+        if missing:
+            line = images.index(missing[0]) + 1
+            raise DataError(
+                f"{_list(folder, CLASSES[0], part)} line {line}: there is no {folder}/JPEGImages/{missing[0]}.jpg"
+                + (f", and {len(missing) - 1} more files are missing" if len(missing) > 1 else "")
+            )
+    names = [name for images, _ in lists.values() for name in images]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
-            f"{_list(folder, CLASSES[0], part)} line {line}: there is no {folder}/JPEGImages/{missing[0]}.jpg"
-            + (f", and {len(missing) - 1} more files are missing" if len(missing) > 1 else "")
+            f"{folder}: {first_five(twice)} in {' and in '.join(parts)}: the parts must be separate"
         )
-    index = with_headers(folder, _files(images), np.full(len(images), -1), CLASSES)
-    return replace(index, presence=presence)
-
-
-def part_of(index: ImageIndex, part: str) -> np.ndarray:
-    """Return the numbers, int64, in an index of trainval of the images of `part` (train, val).
-
-    Raises DataError, with file and line, for an image that trainval lacks or labels otherwise.
-    """
-    folder, known = index.root, index.presence
-    if folder is None or known is None:
-        raise ValueError("part_of takes an index that voc07 has made")
-    images, presence = _presence(folder, part)
-    found = index.files.find(_files(images))
-    for row, (image, number) in enumerate(zip(images, found)):
-        if number < 0:
-            where = _list(folder, CLASSES[0], part)
-            raise DataError(f"{where} names {image} on line {row + 1}, which is not in trainval")
-        for other in np.flatnonzero(presence[row] != known[number]):
-            where, now, then = _list(folder, CLASSES[other], part), presence[row, other], known[number, other]
-            raise DataError(f"{where} line {row + 1} says {now} of {image}, but trainval says {then}")
-    return found
-
-
-def _files(images: list[str]) -> list[str]:
-    return [f"JPEGImages/{name}.jpg" for name in images]
+    files = [f"JPEGImages/{name}.jpg" for name in names]
+    index = with_headers(folder, files, np.full(len(names), -1), CLASSES)
+    return replace(index, presence=np.concatenate([presence for _, presence in lists.values()]))
 
 
 def _folder(root: Path) -> Path:

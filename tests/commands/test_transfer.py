@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = (
     *("transfer.datasets=[cifar10]", "transfer.learning_rates=[0.01,0.1,0.03]", "transfer.steps=5"),
-    *("transfer.weight_decays=[0.001]", "transfer.validation=0.25", "transfer.batch_size=16"),
+    *("transfer.weight_decays=[0.001]", "transfer.validation=0.2", "transfer.batch_size=16"),
     *("transfer.size=16", "transfer.resize=16", "data.backend=torchvision", "data.decode_threads=1"),
     "meta.device=cpu",
 )
@@ -88,7 +88,7 @@ def whole(top, tmp_path_factory) -> Path:
 def test_transfer_retrains_the_best_cell_and_tests_it(whole):
     cells = list(records_of(whole, "cell.json").values())
     (selected,) = records_of(whole, "selected.json").values()
-    # round(.25 x 10) = 2 of each of 10 classes
+    # Two of each of 10 classes.
     assert len(cells) == 3 and {cell["images"] for cell in cells} == {20}
     (best,) = [cell for cell in cells if all(cell[key] == selected[key] for key in ("lr", "weight_decay"))]
     assert best["metric"] == max(cell["metric"] for cell in cells)

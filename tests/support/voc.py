@@ -33,8 +33,6 @@ def write_voc(
             if rows[i, 0] == 1:
                 picture[: side // 2] = (250, 10, 10)
             Image.fromarray(picture).save(folder / "JPEGImages" / f"{number:06d}.jpg", quality=92)
-    presence["trainval"] = np.concatenate([presence["train"], presence["val"]])
-    images["trainval"] = images["train"] + images["val"]
     for part, rows in presence.items():
         for column, name in enumerate(CLASSES):
             lines = [f"{one} {value:2d}\n" for one, value in zip(images[part], rows[:, column])]

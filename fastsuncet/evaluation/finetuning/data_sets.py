@@ -19,11 +19,10 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
 from fastsuncet.evaluation.scoring import confusion_of, per_class, share_right
 from fastsuncet.paths import typed_path
-from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.voc07 import part_of, voc07
-from pipelines.sampling.augmentation import uniform
+from pipelines.datasets.label_splits import draw_held_out, labeled_split
+from pipelines.datasets.voc07 import voc07
 
 # Takes logits (N, classes), and the index and N numbers of their images; returns the metric, and what a result says of
 # each class.
@@ -56,46 +55,24 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
     root = root / name if (root / name).is_dir() else root
     voc = name == "voc07"
 
-    def opened(part: str) -> ImageIndex:
+    def opened(*parts: str) -> ImageIndex:
         def read(first: bool) -> ImageIndex:
             if voc:
-                return voc07(root, part)
-            return cifar(name, root, train=part != "test", download=t.download and first)
+                return voc07(root, *parts)
+            return cifar(name, root, train="train" in parts, download=t.download and first)
 
         index = rank_0_first(place, read)
         index.require_good()  # accuracies are comparable only on the same images
         return index
 
-    images, test = opened("trainval"), opened("test")
+    images, test = opened("train", "val"), opened("test")
     if voc:
-        train, validation = np.sort(part_of(images, "train")), np.sort(part_of(images, "val"))
-        if both := np.intersect1d(train, validation).tolist():
-            raise DataError(
-                f"{images.path(both[0])} is in train and in val: val must be separate to choose on"
-            )
-        return TransferTask(name, images, train, validation, test, "11-point mAP", mean_ap)
-    train, validation = stratified(images, t.validation)
-    return TransferTask(name, images, train, validation, test, "top-1", top1)
-
-
-def stratified(index: ImageIndex, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split images into (the rest, about `fraction` of every class), int64 ascending, whatever the run's seed.
-
-    Of a class with n images, fraction x n rounded go to the second part, at least one and at most n - 1. Raises
-    DataError for a class with fewer than two images.
-    """
-    draws = uniform(0, "transfer/validation", (0, 0, 0, 0), len(index))
-    held = []
-    for label, name in enumerate(index.classes):
-        members = np.flatnonzero(index.labels == label)
-        if len(members) < 2:
-            raise DataError(
-                f"class {name} has {len(members)} training images: 2 or more are needed to choose on"
-            )
-        count = min(max(1, round(fraction * len(members))), len(members) - 1)
-        held.append(members[np.argsort(draws[members], kind="stable")[:count]])
-    validation = np.sort(np.concatenate(held))
-    return np.setdiff1d(np.arange(len(index)), validation), validation
+        validation = np.arange(len(opened("train")), len(images))
+    else:  # the same images whatever the run's seed
+        validation = draw_held_out(images, labeled_split(images, "all"), t.validation, seed=0)
+    train = np.setdiff1d(np.arange(len(images)), validation)
+    title, metric = ("11-point mAP", mean_ap) if voc else ("top-1", top1)
+    return TransferTask(name, images, train, validation, test, title, metric)
 
 
 def top1(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[float, dict[str, Any]]:

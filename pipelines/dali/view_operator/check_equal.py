@@ -65,7 +65,9 @@ def both(
         view = SimpleNamespace(**dict(zip(INPUTS, nodes)))
         twin = graphs.by_view_operator if device == "gpu" else graphs.by_operators
         expected = twin(image, augmentation, view)
-        return expected, graphs.by_view_operator(image.gpu() if device == "gpu" else image, augmentation, view)
+        return expected, graphs.by_view_operator(
+            image.gpu() if device == "gpu" else image, augmentation, view
+        )
 
     with warnings.catch_warnings():
         # DALI warns about the inputs that `augmentation` leaves out.

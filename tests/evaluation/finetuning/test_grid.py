@@ -1,4 +1,4 @@
-"""The grid of a transfer: its values, its shards, the validation images, the choice, its table."""
+"""The grid of a transfer: its values, its shards, the choice, its table."""
 
 import math
 import re
@@ -9,11 +9,8 @@ import pytest
 from fastsuncet.cli import main
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
-from fastsuncet.evaluation.finetuning.data_sets import stratified
 from fastsuncet.evaluation.finetuning.grid import Cell, best, grid, parse_shard, table
 from fastsuncet.evaluation.finetuning.transfer import batchnorm_momentum
-from pipelines.data_errors import DataError
-from pipelines.datasets.index import ImageIndex
 from tests.support.runs import CONFIGS
 
 DEMO = str(CONFIGS / "digits_demo.yaml")
@@ -52,23 +49,6 @@ def test_shard_that_is_none_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--cell is I/N, .* such as 3/8"):
         parse_shard(text)
     assert parse_shard("3/8") == (3, 8)
-
-
-def index_of(counts: list[int]) -> ImageIndex:
-    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
-    names, classes = [f"{i}" for i in range(len(labels))], tuple(map(str, range(len(counts))))
-    return ImageIndex(None, names, labels, classes, np.ones((len(labels), 2), np.int32))
-
-
-def test_stratified_takes_the_same_fraction_of_every_class_each_time():
-    index = index_of([50, 30, 2])
-    train, validation = stratified(index, 0.1)
-    assert np.bincount(index.labels[validation]).tolist() == [5, 3, 1]
-    assert np.array_equal(np.sort(np.concatenate([train, validation])), np.arange(82))
-    assert np.array_equal(stratified(index, 0.1)[1], validation)
-    assert validation.tolist() != list(range(len(validation)))
-    with pytest.raises(DataError, match="class 1 has 1 training images"):
-        stratified(index_of([5, 1]), 0.5)
 
 
 def record(value: float | None) -> dict:

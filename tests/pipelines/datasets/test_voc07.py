@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.index_file import load_index, save_index
-from pipelines.datasets.voc07 import CLASSES, PARTS, part_of, voc07
+from pipelines.datasets.voc07 import CLASSES, voc07
 from tests.support.streams import evaluation
 from tests.support.voc import write_voc
 
@@ -26,25 +26,18 @@ def rewrite(root, name: str, change) -> None:
 def test_voc07_parts_have_their_images_and_presence(tmp_path):
     presence = write_voc(tmp_path)
     assert len(CLASSES) == 20 and list(CLASSES) == sorted(CLASSES)
-    for part in PARTS:
-        index = voc07(tmp_path, part)
-        assert np.array_equal(index.presence, presence[part]) and index.presence.dtype == np.int8
+    for parts in (["train"], ["val"], ["test"], ["train", "val"]):
+        index = voc07(tmp_path, *parts)
+        assert np.array_equal(index.presence, np.concatenate([presence[part] for part in parts]))
+        assert index.presence.dtype == np.int8
         assert set(index.presence.ravel().tolist()) == {1, 0, -1}
         assert (index.labels == -1).all() and index.classes == CLASSES
         assert (index.sizes >= 40).all() and not index.bad
-    assert index.name(0) == "JPEGImages/000012.jpg" and index.path(0).is_file()
-    loader = evaluation(index, np.arange(len(index)), "torchvision", 4, 24, 28)
-    assert [tuple(images.shape) for (images,) in loader] == [(4, 3, 24, 24), (3, 3, 24, 24)]
-
-
-def test_part_of_finds_train_and_val_in_trainval(tmp_path):
-    presence = write_voc(tmp_path)
-    index = voc07(tmp_path, "trainval")
     for outer in ("VOCdevkit", "VOCdevkit/VOC2007"):
-        assert voc07(tmp_path / outer, "trainval").fingerprint() == index.fingerprint()
-    train, val = part_of(index, "train"), part_of(index, "val")
-    assert train.tolist() == list(range(6)) and val.tolist() == list(range(6, 11))
-    assert np.array_equal(index.presence[val], presence["val"])
+        assert voc07(tmp_path / outer, "train", "val").fingerprint() == index.fingerprint()
+    assert index.name(10) == "JPEGImages/000011.jpg" and index.path(0).is_file()
+    loader = evaluation(index, np.arange(len(index)), "torchvision", 4, 24, 28)
+    assert [tuple(images.shape) for (images,) in loader] == [(4, 3, 24, 24), (4, 3, 24, 24), (3, 3, 24, 24)]
 
 
 def test_presence_is_in_the_fingerprint_and_the_kept_index(tmp_path):
@@ -85,17 +78,12 @@ def test_voc07_names_a_wrong_list_with_its_line(tmp_path, change, said):
         voc07(tmp_path, "val")
 
 
-def test_part_of_names_a_line_that_contradicts_trainval(tmp_path):
+def test_voc07_names_an_image_of_two_parts(tmp_path):
     write_voc(tmp_path)
-    index = voc07(tmp_path, "trainval")
-    rewrite(tmp_path, "dog_val.txt", set_line(1, "000007 -1"))
-    with pytest.raises(DataError, match=r"dog_val.txt line 1 says -1 of 000007, but trainval says 1"):
-        part_of(index, "val")
     for name in CLASSES:
-        rewrite(tmp_path, f"{name}_train.txt", lambda lines: lines.append("000050 1"))
-    said = r"aeroplane_train.txt names 000050 on line 7, which is not in trainval"
-    with pytest.raises(DataError, match=said):
-        part_of(index, "train")
+        rewrite(tmp_path, f"{name}_val.txt", lambda lines: lines.append("000003 1"))
+    with pytest.raises(DataError, match="VOC2007: 000003 in train and in val: the parts must be separate"):
+        voc07(tmp_path, "train", "val")
 
 
 def test_voc07_names_what_is_missing_and_where_it_is(tmp_path):
@@ -109,5 +97,3 @@ def test_voc07_names_what_is_missing_and_where_it_is(tmp_path):
         (tmp_path / "VOCdevkit" / "VOC2007" / "JPEGImages" / f"{name}.jpg").unlink()
     with pytest.raises(DataError, match=r"aeroplane_val.txt line 2: there is no .*000008.jpg, and 1 more"):
         voc07(tmp_path, "val")
-    with pytest.raises(ValueError, match="one of train, val"):
-        voc07(tmp_path, "validation")
