@@ -162,7 +162,8 @@ def _encoder(weights: Weights, source: str, **known: Any) -> Encoder:
 
 def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
     """Return the layer with this weight (C, width) and bias (C,). Raises RuntimeError where they do not fit."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0])
+    # On another device than meta torch would draw random numbers.
+    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta").to_empty(device="cpu")
     layer.load_state_dict({"weight": weight, "bias": bias})
     return layer
 

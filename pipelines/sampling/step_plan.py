@@ -34,6 +34,10 @@ class Plan:
     """A training stream: `plan(step)` is a pure function of (seed, role, step, rank).
 
     `sampler.rows(step, rank)` says which images, `augmentations` how strongly each view is changed.
+
+    A step in A `passes` has the numbers step * A, step * A + 1, ..., and a sampler of W A ranks for W ranks: pass a of
+    rank r is its block a W + r. So A passes of one rank and one pass on each of A ranks see the same blocks of images,
+    with the same gradients, BatchNorm's included.
     """
 
     def __init__(
@@ -45,23 +49,24 @@ class Plan:
         seed: int,
         role: int | str,
         rank: int = 0,
+        passes: int = 1,
     ):
-        if not 0 <= rank < sampler.world_size:
-            raise ValueError(f"rank {rank} is not one of the sampler's {sampler.world_size} ranks")
         self.index, self.sampler, self.augmentations = index, sampler, tuple(augmentations)
         self.seed, self.role, self.rank = seed, role, rank
-        self.batch = sampler.local_batch
+        self.passes, self.batch = passes, sampler.local_batch
 
-    def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
-        """Return this rank's draws at `step`. `replaced` maps an undecodable image to the one shown in its place.
+    def __call__(self, number: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
+        """Return this rank's draws at step `number`. `replaced` maps an undecodable image to the one in its place.
 
         A stand-in takes the row's draws with its own size and label: the crop box is drawn for the image that is read.
         """
-        indices = np.asarray(self.sampler.rows(step, self.rank), np.int64)
+        step, part = divmod(number, self.passes)
+        block = part * self.sampler.world_size // self.passes + self.rank
+        indices = np.asarray(self.sampler.rows(step, block), np.int64)
         if replaced:
             indices = np.array([replaced.get(int(i), i) for i in indices], np.int64)
         # self.batch and not len(indices): a sampler's last batch can be ragged.
-        return _draws(self, step, indices, counter=step, first_row=self.rank * self.batch)
+        return _draws(self, step, indices, counter=step, first_row=block * self.batch)
 
     def stand_in(self, bad: int, attempt: int) -> int:
         """Return the image to show in place of `bad`: a pure function of (seed, role, bad, attempt).

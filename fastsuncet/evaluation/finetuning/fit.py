@@ -3,10 +3,14 @@
 The protocol is the paper's (appendix B): all weights are trained by SGD with Nesterov momentum, without LARS and
 warm-up; the learning rate falls along half a cosine to 0; an image is cropped at random and flipped; BatchNorm
 normalizes over each process's own images.
+
+Shapes: m images of (3, S, S) a pass, logits (m, C).
 """
 
+import contextlib
 import copy
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastsuncet.config import Config, PerRank
 from fastsuncet.distributed.collectives import any_rank, broadcast
@@ -21,10 +26,9 @@ from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError
-from fastsuncet.evaluation.encoder import Encoder
+from fastsuncet.evaluation.encoder import Encoder, linear_layer
 from fastsuncet.evaluation.features import evaluation_view, outputs
 from fastsuncet.evaluation.finetuning.frozen import Frozen, measure_statistics
-from fastsuncet.evaluation.finetuning.network import Classifier, finetune_step, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.finetuning.record import refuse_changed, sizes
 from fastsuncet.evaluation.finetuning.stream import ROLE, FineTuningStream
 from fastsuncet.metrics.interval import DataTimer
@@ -71,8 +75,63 @@ def resolve_batch(config: Config, section: str, images: int, of: str, world_size
     raise config.error(f"{section}.batch_size", problem)
 
 
+def with_classifier(encoder: nn.Module, weight: Tensor, bias: Tensor) -> nn.Sequential:
+    """Return the network from images (m, 3, S, S) to logits (m, C): `encoder`, then one linear layer."""
+    return nn.Sequential(OrderedDict(encoder=encoder, classifier=linear_layer(weight, bias)))
+
+
+def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (mean cross-entropy, fraction of the images whose highest logit is their class's); labels int64 (m,)."""
+    right = logits.detach().argmax(1) == labels
+    return F.cross_entropy(logits, labels), right.float().mean()
+
+
+def sigmoid_loss(logits: Tensor, presence: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (binary cross-entropy, fraction of right answers), each a mean over all m C entries of `presence`.
+
+    A class with entry 1 is in the image, one with -1 is not. One with 0 is not annotated: it counts as no loss and no
+    right answer, so the parts of a batch have the mean of the whole whatever is annotated in each.
+    """
+    known, present = presence != 0, presence > 0
+    loss = F.binary_cross_entropy_with_logits(logits, present.float(), weight=known.float())
+    right = known & ((logits.detach() > 0) == present)
+    return loss, right.float().mean()
+
+
+def finetune_step(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    autocast: Callable[[], torch.autocast],
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    batch: Iterable[tuple[Tensor, Tensor]],  # images and targets, pass by pass
+    passes: int,
+    lr: float,
+) -> Tensor:
+    """Make one update. Return this rank's loss and fraction of right answers, (2,), on the device.
+
+    Gradients of all passes add up, and ranks exchange them in the last pass only. No host sync.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("scale", 1.0)
+    total = torch.zeros(())
+    ddp = network if isinstance(network, nn.parallel.DistributedDataParallel) else None
+    for part, (images, targets) in enumerate(batch):
+        with ddp.no_sync() if ddp and part < passes - 1 else contextlib.nullcontext():
+            with autocast():
+                logits = network(images)
+            value, right = loss(logits.float(), targets)
+            scaler.scale(value / passes).backward()
+        values = torch.stack([value.detach(), right]) / passes
+        total = values if part == 0 else total + values
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
 class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
-    """An encoder and a new classifier on the images `indices` of `train`. `network.finetune_step` is the update.
+    """An encoder and a new classifier on the images `indices` of `train`. `finetune_step` is the update.
 
     An index with `presence` has several classes an image: the loss is then a sigmoid's. Else it is the softmax's.
     """
@@ -109,9 +168,12 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         self.classes = list(train.classes)
         f, a = config.finetune, config.data.augmentation
         (self.images, lr), classes = sizes(config), len(train.classes)
-        head = None if frozen is None else (frozen.weight, frozen.bias)
-        module = encoder.module if frozen is None else frozen.module
-        self.model = Classifier(copy.deepcopy(module), encoder.width, classes, head)
+        # At zero all classes begin equally likely (paper, appendix B). The authors' first release does not mention the
+        # bias, and leaves it at torch's random initial value.
+        module, layer = encoder.module, (torch.zeros(classes, encoder.width), torch.zeros(classes))
+        if frozen is not None:
+            module, layer = frozen.module, (frozen.weight, frozen.bias)
+        self.model = with_classifier(copy.deepcopy(module), *layer)
         for layer in self.model.modules() if bn_momentum is not None else ():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.momentum = bn_momentum

@@ -3,8 +3,6 @@
 Shapes: B images an update over W ranks in A passes each, m = B / (W A) images a pass, C classes.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,35 +16,9 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import SubsetSampler
-from pipelines.sampling.step_plan import BatchDraws, Plan
+from pipelines.sampling.step_plan import Plan
 
 ROLE = "fit"  # of the random draws: independent of those of pre-training
-
-
-class AccumulationPlan(Plan):
-    """One rank's draws, A for each step: number `step * A + part` is the rows of that pass in the step's batch.
-
-    Pass a of rank r is block a W + r of the batch. So A passes of one rank and one pass on each of A ranks see the same
-    blocks of images, with the same gradients, BatchNorm's included.
-    """
-
-    def __init__(
-        self,
-        index: ImageIndex,
-        sampler: SubsetSampler,  # of W A ranks
-        view: Augmentation,
-        *,
-        seed: int,
-        passes: int,  # A
-        rank: int,
-    ):
-        super().__init__(index, sampler, (view,), seed=seed, role=ROLE, rank=rank)
-        blocks = range(rank, sampler.world_size, sampler.world_size // passes)
-        self._parts = [Plan(index, sampler, (view,), seed=seed, role=ROLE, rank=block) for block in blocks]
-
-    def __call__(self, number: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
-        step, part = divmod(number, len(self._parts))
-        return self._parts[part](step, replaced)
 
 
 class FineTuningStream:
@@ -60,9 +32,8 @@ class FineTuningStream:
         self.passes, self._index, self._place = f.accumulate, index, place
         sampler = SubsetSampler(indices, sizes(config)[0], place.world_size * self.passes, seed)
         self.steps_per_epoch = sampler.steps_per_epoch
-        draws = {"seed": seed, "passes": self.passes}
-        ranks = range(place.world_size)
-        self._plans = [AccumulationPlan(index, sampler, view, rank=rank, **draws) for rank in ranks]
+        draws = {"seed": seed, "role": ROLE, "passes": self.passes}
+        self._plans = [Plan(index, sampler, (view,), rank=rank, **draws) for rank in range(place.world_size)]
         plan = self._plans[place.rank]
         self._loader = Loader(plan, loader_options(config, place), bad_images=config.data.bad_images)
 

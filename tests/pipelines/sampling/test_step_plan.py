@@ -35,11 +35,6 @@ def test_plan_of_ranks_joined_is_one_processes(index, plan):
                 np.testing.assert_array_equal(joined, getattr(view, field.name))
 
 
-def test_plan_refuses_a_rank_beyond_the_samplers(index):
-    with pytest.raises(ValueError, match="rank 2 is not one of"):
-        unlabeled(index, world_size=2, rank=2)
-
-
 def test_plan_stand_ins_come_from_the_class_first_and_then_from_the_stream(index):
     few = np.arange(0, 24, 2)
     plan, bad = labeled(index, few), int(few[0])
